@@ -1,0 +1,25 @@
+"""Errors that end a run with one line instead of a traceback."""
+
+
+class GrpoError(Exception):
+    """A failure with a message written for the person who started the run. `exit_code` is what the process returns."""
+
+    exit_code = 1
+
+
+class ConfigError(GrpoError):
+    """Something in the configuration or input is wrong; found before a model is loaded. Names key, value and fix."""
+
+    exit_code = 2
+
+
+class EngineError(GrpoError):
+    """The sampling engine failed or returned something other than what was asked for."""
+
+
+class CheckpointError(GrpoError):
+    """A checkpoint could not be written or read."""
+
+
+class NonFiniteError(GrpoError):
+    """Too many updates in a row had a non-finite loss or gradient."""

@@ -1,0 +1,130 @@
+"""The Protocols that components implement and the training loop is written against. Nothing here imports a concrete component."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from offline_grpo.types import (
+    BatchTotals,
+    Completion,
+    LossOutput,
+    Metrics,
+    Problem,
+    RolloutGroup,
+    SamplingParams,
+    Score,
+    Split,
+    SyncReport,
+    TokenBatch,
+    TokenStats,
+)
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Problems with answers that a program can check."""
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """All problems of a split, in a fixed order; the sequence may be lazy. The two splits share no prompt."""
+        ...
+
+    def score(self, problem: Problem, text: str) -> Score:
+        """Judge a completion's text, free of special tokens. A pure function; whatever the model wrote, it never raises."""
+        ...
+
+
+@runtime_checkable
+class RolloutClient(Protocol):
+    """Our handle on the engine that samples."""
+
+    version: int
+    """How many optimizer updates the weights being served carry."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, group_size: int, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """Sample `group_size` completions for each prompt (token ids in, token ids out), in the order of `prompts`.
+
+        Completion j of prompt i is drawn with seed `seeds[i] + j`, so the result does not depend on how the work is batched.
+
+        Raises:
+            offline_grpo.errors.EngineError: the engine did not return exactly what was asked for.
+        """
+        ...
+
+
+class EngineControl(Protocol):
+    """What weight sync, and only weight sync, may do to a running engine."""
+
+    version: int
+
+    def pause(self) -> None: ...
+
+    def resume(self, version: int) -> None: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def call_worker(self, method: str, **kwargs: Any) -> Any: ...
+
+
+@runtime_checkable
+class RolloutSource(Protocol):
+    """Where an iteration's rollouts come from."""
+
+    def next(self, iteration: int) -> list[RolloutGroup]:
+        """The scored groups to train on, the same list on every process."""
+        ...
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """A policy-gradient objective with its regularisers."""
+
+    kl_coef: float
+    entropy_coef: float
+    kl_in_reward: bool
+    scale_rewards: str
+
+    def __call__(self, policy: TokenStats, batch: TokenBatch, totals: BatchTotals) -> LossOutput:
+        """This microbatch's share of the loss (see `LossOutput`). Mutates nothing."""
+        ...
+
+
+@runtime_checkable
+class WeightSync(Protocol):
+    """Delivers the policy's weights to the engine."""
+
+    def connect(self, policy: Any, client: RolloutClient) -> None:
+        """Prepare the path. Raises unless every tensor of the policy is covered exactly once."""
+        ...
+
+    def push(self, policy: Any, *, version: int) -> SyncReport:
+        """Pause, write, fence, flush the prefix cache, set the version, resume. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Evaluator(Protocol):
+    """Measures the served policy on held-out problems."""
+
+    def evaluate(self, client: RolloutClient, *, cycle: int) -> Metrics:
+        """Metrics of one evaluation; `cycle` (0, 1, ...) gives each evaluation sampling noise of its own."""
+        ...
+
+
+@runtime_checkable
+class MetricLogger(Protocol):
+    """Takes the metrics of an iteration somewhere."""
+
+    def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
+        """Called once, before the first `log`, with the resolved configuration."""
+        ...
+
+    def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
+        """Record the metrics of phase `name` ("train" or "eval"). Iteration -1 is the evaluation before any training."""
+        ...
+
+    def close(self) -> None:
+        """Called once, on every way out."""
+        ...

@@ -1,0 +1,205 @@
+"""The data that flows through the pipeline, from a problem to an optimizer step.
+
+    Problem -> (client) -> Completion -> (task) -> Rollout -> RolloutGroup -> TokenBatch -> (policy) -> TokenStats -> (loss) -> LossOutput
+
+Everything here is plain data: no component is imported, nothing is mutated after construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+Message = Mapping[str, str]
+"""One chat message: `{"role": "user", "content": "..."}`."""
+
+
+class Split(StrEnum):
+    """Which problems of a task: those trained on, or those held out."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended: on its own (EOS or a stop string), at `max_new_tokens`, or because the engine was told to drop it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question with a verifiable answer. `problem_id` is unique within the task and stable between runs."""
+
+    problem_id: str
+    messages: tuple[Message, ...]
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How completions are drawn. Temperature 0 means greedy; `top_k=0`, `top_p=1` and `repetition_penalty=1` switch those filters off.
+
+    A completion also ends at the first of the `stop` strings: the tokens that spell it are kept, its text is cut.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+
+    @property
+    def is_full_softmax(self) -> bool:
+        """True if tokens come from softmax(logits / temperature), unfiltered: the distribution that the trainer scores."""
+        return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and self.repetition_penalty == 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine sampled after a prompt, EOS included: C tokens, each with its logprob in nats under the sampling distribution.
+
+    `version` is the number of optimizer updates that the engine's weights carried.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A task's verdict on one completion. `parts` holds the weighted terms that `reward` is the sum of."""
+
+    reward: float
+    is_correct: bool
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A prompt, one completion of it, the completion's text without special tokens, and its score."""
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+    text: str
+    score: Score
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """The G rollouts of one problem, whose rewards are compared with each other."""
+
+    problem: Problem
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Sequences laid end to end, one element per token and no padding: element t of every [T] tensor describes `token_ids[t]`.
+
+    Example: two sequences, prompt 5 6 + completion 7, and prompt 8 + completion 9 10, are
+        token_ids        5 6 7 8 9 10
+        position_ids     0 1 2 0 1 2
+        sequence_ids     0 0 0 1 1 1
+        completion_mask  F F T F T T
+        sequence_lengths (3, 3)
+    Logprobs, advantages and temperature hold 0, 0 and 1 where `completion_mask` is False. The first token of a sequence is never
+    trained: nothing predicts it.
+    """
+
+    token_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64
+    sequence_ids: Tensor  # [T] int64, 0 .. num_sequences-1, in order
+    completion_mask: Tensor  # [T] bool: tokens that are trained on
+    advantages: Tensor  # [T] float32
+    rollout_logprobs: Tensor  # [T] float32, nats, from the engine while it sampled
+    old_logprobs: Tensor  # [T] float32, nats, from the trainer before the first update on these rollouts
+    ref_logprobs: Tensor | None  # [T] float32, nats, from the frozen reference; None where no KL term needs it
+    temperature: Tensor  # [T] float32, what the sampler divided the logits by
+    sequence_lengths: tuple[int, ...]  # S lengths that sum to T, kept on the host so that no step waits for the device
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.sequence_lengths)
+
+    def with_logprobs(self, *, old: Tensor | None = None, ref: Tensor | None = None) -> TokenBatch:
+        """The same batch with `old_logprobs` and / or `ref_logprobs` [T] replaced."""
+        return replace(self, old_logprobs=self.old_logprobs if old is None else old, ref_logprobs=self.ref_logprobs if ref is None else ref)
+
+    def select(self, sequences: Sequence[int]) -> TokenBatch:
+        """The batch of these sequences alone, in this order; `sequence_ids` count from 0 again."""
+        starts = [0]
+        for length in self.sequence_lengths:
+            starts.append(starts[-1] + length)
+        index = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in sequences]).to(self.token_ids.device)  # [T']
+        lengths = tuple(self.sequence_lengths[s] for s in sequences)
+        device = self.token_ids.device
+        return TokenBatch(
+            token_ids=self.token_ids[index],
+            position_ids=self.position_ids[index],
+            sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device),
+            completion_mask=self.completion_mask[index],
+            advantages=self.advantages[index],
+            rollout_logprobs=self.rollout_logprobs[index],
+            old_logprobs=self.old_logprobs[index],
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[index],
+            temperature=self.temperature[index],
+            sequence_lengths=lengths,
+        )
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """The same batch on another device."""
+        tensors = {name: getattr(self, name) for name in self.__dataclass_fields__ if isinstance(getattr(self, name), Tensor)}
+        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTotals:
+    """Sizes of the whole optimizer batch, over all microbatches and processes: the denominators of every loss and metric.
+
+    Dividing by these, and summing over microbatches and processes, makes the gradient independent of how the batch was split.
+    """
+
+    num_completion_tokens: int
+    num_sequences: int
+    max_new_tokens: int  # the generation limit, Dr. GRPO's constant length
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """What the policy says about each token of a batch, under the sampler's temperature; 0 where `completion_mask` is False."""
+
+    logprobs: Tensor  # [T] float32, nats, with gradient
+    entropy: Tensor  # [T] float32, nats, of the distribution that the token was drawn from; gradient only where asked for
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """A microbatch's share of the optimizer batch's loss and metrics: shares add up to the batch's value (see `BatchTotals`)."""
+
+    loss: Tensor  # [] float32
+    metrics: Mapping[str, Tensor]  # name -> [] float32, detached
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What one push of weights to the engine moved, and how long the engine stood still for it."""
+
+    version: int
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    paused_seconds: float
+
+
+Metrics = Mapping[str, float]
+"""Metric name -> finite number. Times in seconds and rates carry the prefix `time/` or `perf/`: they are all that differs between equal runs."""
