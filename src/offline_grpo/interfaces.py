@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from torch import Tensor
+
 from offline_grpo.types import (
     BatchTotals,
     Completion,
@@ -81,10 +83,29 @@ class RolloutSource(Protocol):
 class Loss(Protocol):
     """A policy-gradient objective with its regularisers."""
 
-    kl_coef: float
-    entropy_coef: float
-    kl_in_reward: bool
-    scale_rewards: str
+    @property
+    def kl_coef(self) -> float:
+        """Weight of the KL penalty; above 0 the trainer loads a reference."""
+        ...
+
+    @property
+    def entropy_coef(self) -> float:
+        """Weight of the entropy bonus; above 0 the entropy needs a gradient."""
+        ...
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL penalty is subtracted from the rewards (see `reward_penalties`) and not a term of the loss."""
+        ...
+
+    @property
+    def scale_rewards(self) -> str:
+        """What centred rewards are divided by: see `advantage.group_advantages`."""
+        ...
+
+    def reward_penalties(self, batch: TokenBatch) -> Tensor:
+        """What each sequence's reward is lowered by, [S], from `old_logprobs` and `ref_logprobs`. Used where `kl_in_reward`."""
+        ...
 
     def __call__(self, policy: TokenStats, batch: TokenBatch, totals: BatchTotals) -> LossOutput:
         """This microbatch's share of the loss (see `LossOutput`). Mutates nothing."""
@@ -127,4 +148,30 @@ class MetricLogger(Protocol):
 
     def close(self) -> None:
         """Called once, on every way out."""
+        ...
+
+
+@runtime_checkable
+class PhaseListener(Protocol):
+    """A logger that also shows what the run is doing right now."""
+
+    def phase(self, name: str, iteration: int) -> None:
+        """Phase `name` ("generate", "train", ...) of `iteration` begins."""
+        ...
+
+
+class PendingCheckpoint(Protocol):
+    """A checkpoint that is written but does not count yet."""
+
+    def commit(self) -> None:
+        """Make it the newest checkpoint, at once and completely."""
+        ...
+
+
+@runtime_checkable
+class Checkpointer(Protocol):
+    """Saves everything that the next iteration depends on."""
+
+    def write(self, iteration: int) -> PendingCheckpoint:
+        """Save the state after `iteration`; raises CheckpointError, with earlier checkpoints intact, if that fails."""
         ...

@@ -202,4 +202,4 @@ class SyncReport:
 
 
 Metrics = Mapping[str, float]
-"""Metric name -> finite number. Times in seconds and rates carry the prefix `time/` or `perf/`: they are all that differs between equal runs."""
+"""Metric name -> finite number. Times in seconds and rates carry the prefix `time/` or `perf/`: equal runs differ in them alone."""

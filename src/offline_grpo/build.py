@@ -1,0 +1,100 @@
+"""Turns a `_target_` node into the component that it names. The constructor's signature is the node's schema."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import hydra.utils
+from hydra.errors import InstantiationException
+
+from offline_grpo.errors import ConfigError
+
+
+def build(node: Mapping[str, Any], *, key: str, protocol: type | None = None, **runtime: Any) -> Any:
+    """Construct `node["_target_"]` from the node's values and those of `runtime` that its signature names.
+
+    Args:
+        node: plain values from YAML, `_target_` among them.
+        key: where the node stands in the configuration, for messages ("train.loss").
+        protocol: the Protocol of interfaces.py that the result must satisfy.
+        runtime: objects that only exist at run time (policy, tokenizer, ...).
+
+    Raises:
+        ConfigError: unknown target, unknown or missing setting, wrong type, or a result that is no such component.
+    """
+    target = resolve(node, key)
+    parameters = inspect.signature(target).parameters
+    settings = {name: value for name, value in node.items() if name != "_target_"}
+    wanted = {name: value for name, value in runtime.items() if name in parameters}
+    check_settings(target, settings, key, given_at_runtime=wanted)
+    component = target(**settings, **wanted)
+    if protocol is not None and not isinstance(component, protocol):
+        raise ConfigError(f"{key}._target_={node['_target_']}: is no {protocol.__name__} (see offline_grpo/interfaces.py)")
+    return component
+
+
+def resolve(node: Mapping[str, Any], key: str) -> Any:
+    """The class or function that a node's `_target_` names."""
+    if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
+        raise ConfigError(f"{key}={node}: needs a _target_, the dotted path of the component's class")
+    try:
+        target = hydra.utils.get_object(node["_target_"])
+    except (ImportError, ValueError, AttributeError, InstantiationException) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{key}._target_={node['_target_']}: cannot be imported ({reason}); give the dotted path of a class") from error
+    if not callable(target):
+        raise ConfigError(f"{key}._target_={node['_target_']}: is not a class or function")
+    return target
+
+
+def check_settings(target: Any, settings: Mapping[str, Any], key: str, *, given_at_runtime: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless `settings` fits the signature of `target`: names known, none missing, types right."""
+    parameters = inspect.signature(target).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    known = [name for name in parameters if name not in given_at_runtime]
+    for name in settings:
+        if name not in parameters and not takes_any:
+            raise ConfigError(f"{key}.{name}={settings[name]}: {target.__name__} has no such setting; it has {', '.join(known) or 'none'}")
+    for name, parameter in parameters.items():
+        is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if parameter.default is parameter.empty and not is_variadic and name not in settings and name not in given_at_runtime:
+            raise ConfigError(f"{key}.{name}: {target.__name__} needs it and it is not set")
+    hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    for name, value in settings.items():
+        if name in hints and not fits(value, hints[name]):
+            raise ConfigError(
+                f"{key}.{name}={value!r}: expected {describe(hints[name])}, got {type(value).__name__}{sweep_hint(key, name, value)}"
+            )
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a YAML value may be passed where `hint` is annotated. Annotations other than plain types accept anything."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, option) for option in args)
+    if origin is Literal:
+        return value in args
+    if origin in (list, tuple):
+        return isinstance(value, (list, tuple)) and all(fits(item, args[0]) for item in value)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint in (str, bool, type(None)):
+        return isinstance(value, hint)
+    return True
+
+
+def describe(hint: Any) -> str:
+    """`int | None` rather than `typing.Optional[int]`."""
+    return hint.__name__ if get_origin(hint) is None and hasattr(hint, "__name__") else str(hint).replace("typing.", "")
+
+
+def sweep_hint(key: str, name: str, value: Any) -> str:
+    """How to spell a sweep, for those who wrote a list where one value belongs."""
+    if not isinstance(value, list):
+        return ""
+    return f"; to sweep over it: --multirun {key}.{name}={','.join(str(item) for item in value)}"

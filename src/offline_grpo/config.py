@@ -1,0 +1,237 @@
+"""The plain settings of a run, typed, and the schema that Hydra checks the YAML files against.
+
+YAML supplies every value; a dataclass here only names and types it and refuses impossible ones. Groups with behaviour (`task`,
+`generation`, `train.loss`, ...) are `Any` here: `build.py` checks those against the signature of the component that `_target_` names.
+This module imports no torch, so that `--help` and `--cfg job` answer at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from offline_grpo.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def require(condition: bool, key: str, value: object, fix: str) -> None:
+    """Raise ConfigError naming key, value and fix unless `condition` holds."""
+    if not condition:
+        raise ConfigError(f"{key}={value}: {fix}")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    r: int
+    alpha: float
+    dropout: float
+    target_modules: list[str]
+    layer_indices: str | None
+
+    def __post_init__(self) -> None:
+        require(self.r > 0, "model.lora.r", self.r, "the rank must be at least 1")
+        require(0 <= self.dropout < 1, "model.lora.dropout", self.dropout, "a probability in [0, 1)")
+        require(bool(self.target_modules), "model.lora.target_modules", self.target_modules, "name at least one module, or [all-linear]")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    train_id: str | None
+    ref_id: str | None
+    device: str
+    attn_implementation: str
+    packing: str
+    tiny: Any
+    lora: LoraConfig | None = None
+
+    def __post_init__(self) -> None:
+        packings = ("auto", "padded", "varlen")
+        require(self.packing in packings, "model.packing", self.packing, f"must be one of {', '.join(packings)}")
+        require(self.train_id is not None or self.tiny is not None, "model.train_id", None, "name a Hugging Face id or a local folder")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    problems_per_iteration: int
+    rollouts_per_problem: int
+    train_seed_start: int
+    num_train_seeds: int | None
+    shuffle: bool
+
+    def __post_init__(self) -> None:
+        require(self.problems_per_iteration > 0, "data.problems_per_iteration", self.problems_per_iteration, "must be at least 1")
+        require(
+            self.rollouts_per_problem > 1,
+            "data.rollouts_per_problem",
+            self.rollouts_per_problem,
+            "GRPO compares the rollouts of a problem with each other; a group of one has no signal, use 2 or more",
+        )
+        require(self.train_seed_start >= 0, "data.train_seed_start", self.train_seed_start, "must be 0 or more")
+        require(
+            self.num_train_seeds is None or self.num_train_seeds > 0, "data.num_train_seeds", self.num_train_seeds, "null or at least 1"
+        )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    iterations: int
+    updates_per_iteration: int | None
+    epochs: int
+    batch_size: int | None
+    tokens_per_microbatch: int | None
+    grad_accum_steps: int | None
+    lr: float
+    weight_decay: float
+    warmup_steps: int
+    schedule: str
+    grad_clip: float
+    kl_coef: float
+    entropy_coef: float
+    precision: str
+    gradient_checkpointing: bool
+    train_layer_indices: str | None
+    mask_truncated: bool
+    drop_zero_signal_groups: bool
+    max_bad_updates: int
+    loss: Any
+    optimizer: Any
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "epochs", "max_bad_updates"):
+            require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "must be at least 1")
+        for name in ("weight_decay", "warmup_steps", "kl_coef"):
+            require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must be 0 or more")
+        require(self.lr > 0, "train.lr", self.lr, "must be above 0")
+        require(self.grad_clip > 0, "train.grad_clip", self.grad_clip, "must be above 0; use inf to switch clipping off")
+        for name, options in (("schedule", ("constant", "linear", "cosine")), ("precision", ("fp32", "bf16", "fp16"))):
+            require(getattr(self, name) in options, f"train.{name}", getattr(self, name), f"must be one of {', '.join(options)}")
+        self._check_batch_arithmetic()
+
+    def _check_batch_arithmetic(self) -> None:
+        require(
+            (self.batch_size is None) != (self.tokens_per_microbatch is None),
+            "train.batch_size",
+            self.batch_size,
+            "set exactly one of train.batch_size (sequences per microbatch) and "
+            f"train.tokens_per_microbatch (={self.tokens_per_microbatch}); null switches one off",
+        )
+        require(
+            (self.updates_per_iteration is None) != (self.grad_accum_steps is None),
+            "train.grad_accum_steps",
+            self.grad_accum_steps,
+            f"set exactly one of train.grad_accum_steps and train.updates_per_iteration (={self.updates_per_iteration}): either says "
+            "how many sequences make one update; null switches one off",
+        )
+        require(
+            self.grad_accum_steps is None or self.batch_size is not None,
+            "train.grad_accum_steps",
+            self.grad_accum_steps,
+            "counts microbatches of train.batch_size sequences; with train.tokens_per_microbatch use train.updates_per_iteration",
+        )
+        for name in ("batch_size", "tokens_per_microbatch", "grad_accum_steps", "updates_per_iteration"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"train.{name}", value, "must be at least 1, or null")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    enabled: bool
+    eval_first: bool
+    interval: int
+    num_ids: int
+    id_seed_start: int
+    ids: list[int]
+    replicates: int
+    ks: list[int]
+    seed_base: int
+    bootstrap_samples: int
+    do_sample: bool
+    temperature: float
+    top_p: float
+    top_k: int
+    repetition_penalty: float
+    max_new_tokens: int
+    stop: list[str]
+
+    def __post_init__(self) -> None:
+        for name in ("interval", "num_ids", "replicates", "bootstrap_samples", "max_new_tokens"):
+            require(getattr(self, name) > 0, f"eval.{name}", getattr(self, name), "must be at least 1")
+        require(bool(self.ks), "eval.ks", self.ks, "name at least one k")
+        for k in self.ks:
+            require(
+                1 <= k <= self.replicates,
+                "eval.ks",
+                self.ks,
+                f"pass@{k} needs at least {k} replicates and eval.replicates={self.replicates}; raise it or drop {k}",
+            )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    enabled: bool
+    save_interval: int
+    keep_last_k: int
+
+    def __post_init__(self) -> None:
+        require(self.save_interval >= 0, "checkpoint.save_interval", self.save_interval, "every N iterations, or 0 for the last one only")
+        require(self.keep_last_k > 0, "checkpoint.keep_last_k", self.keep_last_k, "must be at least 1")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    seed: int
+    num_threads: int | None
+    resume: str | None
+    cache_dir: str
+    model: ModelConfig
+    task: Any
+    data: DataConfig
+    generation: Any
+    train: TrainConfig
+    weight_sync: Any
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+    logger: Any
+
+
+def schema(cls: type) -> DictConfig:
+    """The structured config of a frozen dataclass, writable while Hydra merges YAML into it; values are frozen again by `typed`."""
+    node = OmegaConf.structured(cls)
+    _thaw(node)
+    return node
+
+
+def _thaw(node: DictConfig) -> None:
+    OmegaConf.set_readonly(node, None)
+    for key in node:
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+            _thaw(child)
+
+
+def register() -> None:
+    """Make the schema available to Hydra as `config_schema`, the first entry of the defaults list in conf/config.yaml."""
+    ConfigStore.instance().store(name="config_schema", node=schema(RunConfig))
+
+
+def typed(cfg: DictConfig) -> RunConfig:
+    """The composed configuration as frozen dataclasses, interpolations resolved, checks passed.
+
+    Accepts a re-read `.hydra/config.yaml` too: the schema is merged in again.
+    """
+    node = OmegaConf.merge(schema(RunConfig), cfg)
+    config = OmegaConf.to_object(node)
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def as_plain(cfg: DictConfig) -> Mapping[str, Any]:
+    """The resolved configuration as nested dicts and lists, for loggers and checkpoints."""
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(plain, dict)
+    return plain  # type: ignore[return-value]

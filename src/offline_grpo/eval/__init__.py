@@ -1,0 +1,1 @@
+"""Measures the served policy on held-out problems."""

@@ -1,0 +1,114 @@
+"""pass@k and its relatives, each with a 95 % interval over problems.
+
+Every problem is answered n times (its replicates); N problems give tables of shape [N, n]. All metrics are averages over problems.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offline_grpo.errors import ConfigError
+
+FloatArray = NDArray[np.float64]
+INTERVAL_PERCENTILES = (2.5, 97.5)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicateTable:
+    """What the N problems' n replicates scored, in the order in which they were seeded."""
+
+    rewards: FloatArray  # [N, n]
+    is_correct: NDArray[np.bool_]  # [N, n]
+    is_truncated: NDArray[np.bool_]  # [N, n], ended at max_new_tokens
+    num_tokens: NDArray[np.int64]  # [N, n], completion length, EOS included
+
+
+def check_ks(ks: Sequence[int], replicates: int) -> None:
+    """Raise ConfigError unless every k is in 1 .. replicates: with fewer replicates than k, pass@k cannot be estimated."""
+    if not ks:
+        raise ConfigError("eval.ks=[]: name at least one k, for example [1]")
+    for k in ks:
+        if not 1 <= k <= replicates:
+            raise ConfigError(f"eval.ks={list(ks)}: k={k} is not in 1 .. eval.replicates={replicates}; drop it or raise eval.replicates")
+
+
+def pass_at_k(num_correct: NDArray[np.int64], replicates: int, k: int) -> FloatArray:
+    """The unbiased estimate of "at least one of k answers is right", for each problem.
+
+    1 - C(n-c, k) / C(n, k) with n replicates of which c are right: the share of the k-subsets that contain a right one
+    (Chen et al., arXiv:2107.03374, equation 1).
+
+    Args:
+        num_correct: c of each problem, [N].
+
+    Raises:
+        ConfigError: k is not in 1 .. replicates.
+    """
+    check_ks([k], replicates)
+    by_num_correct = [1.0 - math.comb(replicates - c, k) / math.comb(replicates, k) for c in range(replicates + 1)]
+    return np.array(by_num_correct)[num_correct]  # [N]
+
+
+def metrics_with_intervals(table: ReplicateTable, ks: Sequence[int], *, bootstrap_samples: int, seed: int) -> dict[str, float]:
+    """All evaluation metrics; a metric `m` that varies between problems comes with its 95 % interval as `m_low` and `m_high`.
+
+    The interval is the percentile bootstrap over problems: it says how far the number would move had other problems been drawn from
+    the same distribution. Where all problems scored alike it has no width, however few they are.
+
+    `reward_std_all` is the population standard deviation over all N * n rewards.
+    """
+    num_problems, replicates = table.rewards.shape
+    check_ks(ks, replicates)
+    means = _per_problem(table, ks)
+    offset = table.rewards.mean()
+    centred = table.rewards - offset  # so that the second moment below loses no digits to a large mean
+    columns = np.stack([*means.values(), centred.mean(axis=1), (centred**2).mean(axis=1)], axis=1)  # [N, M + 2]
+
+    point = _with_std(columns.mean(axis=0, keepdims=True))[0]  # [M + 1]
+    resampled = _with_std(_bootstrap_means(columns, bootstrap_samples, seed))  # [B, M + 1]
+    low, high = np.percentile(resampled, INTERVAL_PERCENTILES, axis=0)
+
+    metrics: dict[str, float] = {"tasks": float(num_problems), "replicates": float(replicates)}
+    for i, name in enumerate([*means, "reward_std_all"]):
+        metrics |= {name: float(point[i]), f"{name}_low": float(low[i]), f"{name}_high": float(high[i])}
+    # With as many replicates for every problem, the mean over problems is the mean over completions; both names are in use.
+    metrics["reward_mean_taskavg_all"] = metrics["reward_mean_all"]
+    metrics["success_rate_taskavg_all"] = metrics["success_rate_all"]
+    return metrics
+
+
+def _per_problem(table: ReplicateTable, ks: Sequence[int]) -> dict[str, FloatArray]:
+    """Metric name -> its value for each problem, [N]; the metric is their mean."""
+    replicates = table.rewards.shape[1]
+    num_correct = table.is_correct.sum(axis=1)  # [N]
+    columns: dict[str, FloatArray] = {}
+    for k in ks:
+        columns[f"pass@{k}"] = pass_at_k(num_correct, replicates, k)
+        columns[f"pass_ordered@{k}"] = (table.is_correct[:, :k].sum(axis=1) > 0).astype(np.float64)
+        columns[f"mean@{k}"] = table.rewards[:, :k].mean(axis=1)
+        columns[f"best@{k}"] = table.rewards[:, :k].max(axis=1)
+    columns["reward_mean_all"] = table.rewards.mean(axis=1)
+    columns["success_rate_all"] = num_correct / replicates
+    columns["truncated_frac"] = table.is_truncated.sum(axis=1) / replicates
+    columns["completion_tokens_mean"] = table.num_tokens.sum(axis=1) / replicates
+    return columns
+
+
+def _with_std(means: FloatArray) -> FloatArray:
+    """Replace the last two columns, first and second moment, by the standard deviation: [R, M + 2] -> [R, M + 1]."""
+    variance = means[:, -1] - means[:, -2] ** 2
+    return np.column_stack([means[:, :-2], np.sqrt(np.maximum(variance, 0.0))])
+
+
+def _bootstrap_means(columns: FloatArray, num_samples: int, seed: int) -> FloatArray:
+    """Column means over `num_samples` draws of N rows with replacement: [N, M] -> [num_samples, M]."""
+    num_rows = len(columns)
+    rng = np.random.default_rng(seed)
+    # One draw at a time: all of them at once would need num_samples * N numbers, gigabytes for a large benchmark.
+    draws = (np.bincount(rng.integers(num_rows, size=num_rows), minlength=num_rows) for _ in range(num_samples))
+    return np.stack([times_drawn @ columns for times_drawn in draws]) / num_rows

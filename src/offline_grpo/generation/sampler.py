@@ -1,0 +1,161 @@
+"""Draws tokens inside transformers' `generate`: each row from a random stream of its own, each token with its logprob.
+
+B rows are a batch, R <= B of them are still being generated, N is `max_new_tokens`, V the size of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from offline_grpo.types import Completion, FinishReason, SamplingParams
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """The text before the first of the `stop` strings.
+
+    Example: `cut_at_stop("4\\n\\nQ: 2+3", ("Q:", "\\n\\n"))` is `"4"`.
+    """
+    found = [position for position in map(text.find, stop) if position >= 0]
+    return text[: min(found)] if found else text
+
+
+class Draws:
+    """What the rows of a batch have drawn so far. All rows are at the same step; a row's tokens after `ended` mean nothing."""
+
+    def __init__(self, num_rows: int, max_new_tokens: int, device: torch.device) -> None:
+        self.token_ids = torch.zeros(num_rows, max_new_tokens, dtype=torch.int64, device=device)  # [B, N]
+        self.logprobs = torch.zeros(num_rows, max_new_tokens, dtype=torch.float32, device=device)  # [B, N], nats
+        self.num_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)  # [B]
+        self.ended = torch.zeros(num_rows, dtype=torch.bool, device=device)  # [B]: by EOS or a stop string
+        self.rows = torch.arange(num_rows, device=device)  # [R]: which of the B rows are in the current call of `generate`
+        self.step = 0
+
+    @property
+    def num_steps_left(self) -> int:
+        return self.token_ids.shape[1] - self.step
+
+    def keep_unended(self) -> Tensor:
+        """Narrow `rows` to those that have not ended; their positions among the former ones."""
+        kept = (~self.ended[self.rows]).nonzero().squeeze(-1)  # [R']
+        self.rows = self.rows[kept]
+        return kept
+
+    def first_non_finite(self) -> tuple[int, int] | None:
+        """Row and step of the first token whose logprob is not a finite number: the model's logits were not."""
+        is_drawn = torch.arange(self.logprobs.shape[1], device=self.logprobs.device) < self.num_tokens[:, None]  # [B, N]
+        bad = (is_drawn & ~self.logprobs.isfinite()).nonzero()
+        return (int(bad[0, 0]), int(bad[0, 1])) if len(bad) else None
+
+    def completions(self, version: int) -> list[Completion]:
+        """One completion for each of the B rows."""
+        token_ids, logprobs, num_tokens, ended = (x.tolist() for x in (self.token_ids, self.logprobs, self.num_tokens, self.ended))
+        return [
+            Completion(
+                token_ids=tuple(token_ids[row][:length]),
+                logprobs=tuple(logprobs[row][:length]),
+                finish_reason=FinishReason.STOP if ended[row] else FinishReason.LENGTH,
+                version=version,
+            )
+            for row, length in enumerate(num_tokens)
+        ]
+
+
+def filters(sampling: SamplingParams) -> list[LogitsProcessor]:
+    """transformers' processors that turn logits into the logits of the sampling distribution, in vLLM's order.
+
+    Greedy decoding takes the most probable token before temperature, top-k and top-p, none of which changes it.
+    """
+    is_greedy = sampling.temperature == 0
+    chain: list[LogitsProcessor] = []
+    if sampling.repetition_penalty != 1:
+        chain.append(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
+    if not is_greedy and sampling.temperature != 1:
+        chain.append(TemperatureLogitsWarper(float(sampling.temperature)))
+    if not is_greedy and sampling.top_k > 0:
+        chain.append(TopKLogitsWarper(sampling.top_k))
+    if not is_greedy and sampling.top_p < 1:
+        chain.append(TopPLogitsWarper(sampling.top_p))
+    return chain
+
+
+def uniforms(seeds: Sequence[int], length: int) -> Tensor:
+    """Random numbers [B, length] in [0, 1), row i from seed i alone. All bits of a seed count, which torch's CPU generator ignores."""
+    rows = [np.random.Generator(np.random.PCG64(seed)).random(length, dtype=np.float32) for seed in seeds]
+    return torch.from_numpy(np.stack(rows))
+
+
+class SeededSampler(LogitsProcessor):
+    """The last logits processor: picks each row's token, writes it and its logprob into `draws`, and makes the token the only choice.
+
+    A token is picked by inverting the cumulative distribution at the row's own random number, so a row's completion does not depend
+    on its batch, nor on torch's global random state. With `uniforms` None the most probable token is picked.
+    """
+
+    def __init__(self, draws: Draws, uniforms: Tensor | None) -> None:
+        self._draws = draws
+        self._uniforms = uniforms  # [B, N]
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        draws = self._draws
+        probs = scores.softmax(-1)  # [R, V]
+        tokens = probs.argmax(-1) if self._uniforms is None else invert_cdf(probs, self._uniforms[draws.rows, draws.step])  # [R]
+        draws.token_ids[draws.rows, draws.step] = tokens
+        draws.logprobs[draws.rows, draws.step] = probs.gather(1, tokens[:, None]).squeeze(1).log()
+        draws.step += 1
+        return torch.zeros_like(scores).scatter_(1, tokens[:, None], 1.0)  # type: ignore[return-value]  # [R, V], argmax = tokens
+
+
+def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token [R] at which the cumulative sum of `probs` [R, V] exceeds `uniforms` [R] (of the total, which rounding moves off 1).
+
+    A token of probability 0 adds nothing to the sum, so it is never the first.
+    """
+    cdf = probs.cumsum(-1)  # [R, V]
+    thresholds = uniforms[:, None] * cdf[:, -1:]  # [R, 1], below the total because a random number is at most 1 - 2**-24
+    # NaN exceeds nothing: the clamp keeps the index valid until `first_non_finite` reports it
+    return torch.searchsorted(cdf, thresholds, right=True).squeeze(1).clamp_(max=probs.shape[1] - 1)
+
+
+class RowEnds(StoppingCriteria):
+    """Marks the rows whose newest token ended them, and ends `generate` early once half of its rows have, so that they can be dropped.
+
+    Args:
+        eos_ids: tokens that end a completion.
+        stop: strings that end a completion; looked for in the completion's text without special tokens.
+    """
+
+    def __init__(self, draws: Draws, eos_ids: Sequence[int], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+        self._draws = draws
+        self._eos_ids = torch.tensor(eos_ids, dtype=torch.int64, device=draws.token_ids.device)
+        self._stop = tuple(stop)
+        self._tokenizer = tokenizer
+        # A stop string has at most one token per byte; the tokens before them keep it off the text's start, where decoders strip spaces
+        self._window = max((len(string.encode()) for string in stop), default=0) + 4
+
+    def __call__(self, input_ids: torch.LongTensor, scores: object, **kwargs: object) -> torch.BoolTensor:
+        draws = self._draws
+        draws.num_tokens[draws.rows] += ~draws.ended[draws.rows]
+        ended = draws.ended[draws.rows] | torch.isin(input_ids[:, -1], self._eos_ids)  # [R]
+        if self._stop:
+            ended |= self._spells_stop()
+        draws.ended[draws.rows] = ended
+        return ended | (2 * ended.sum() >= len(ended))  # type: ignore[return-value]
+
+    def _spells_stop(self) -> Tensor:
+        draws = self._draws
+        newest = draws.token_ids[draws.rows, max(0, draws.step - self._window) : draws.step]  # [R, <= window]
+        texts = self._tokenizer.batch_decode(newest, skip_special_tokens=True)
+        return torch.tensor([any(string in text for string in self._stop) for text in texts], device=newest.device)

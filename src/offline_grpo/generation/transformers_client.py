@@ -1,0 +1,171 @@
+"""Samples from the module that is being trained, through transformers' own `generate`: no server, no second copy of the weights.
+
+Rows of one prompt share its prefill, and rows that have ended are dropped from the batch, so the work is that of the tokens returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, filters, uniforms
+from offline_grpo.types import Completion, SamplingParams
+
+
+@dataclass
+class TransformersClient:
+    """A `RolloutClient` on a transformers causal language model, or a peft model around one.
+
+    A completion's logprobs are those of the distribution that it was sampled from (temperature, penalty and filters included); greedy
+    completions have those of temperature 1. On the CPU the same seeds give the same tokens whatever the batch size.
+
+    Args:
+        model: shared with the trainer; its mode and generation config are restored after each call.
+        tokenizer: knows EOS, besides the model's generation config, and spells tokens for stop strings.
+        batch_size: sequences decoded together.
+    """
+
+    model: PreTrainedModel | PeftModel
+    tokenizer: PreTrainedTokenizerBase
+    batch_size: int
+    version: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"generation.batch_size={self.batch_size}: must be at least 1")
+
+    @property
+    def _lm(self) -> Any:
+        """The transformers model, free of peft's wrapper; LoRA layers sit inside it."""
+        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+
+    @torch.no_grad()  # not inference_mode: tensors that the model caches while it samples must stay usable in training
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, group_size: int, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """See `RolloutClient.generate`.
+
+        Raises:
+            ConfigError: an empty prompt, or one that with `max_new_tokens` exceeds the model's context.
+            EngineError: the model's logits were not finite.
+            ValueError: not one seed per prompt, or a group of none.
+        """
+        self._check(prompts, sampling, group_size, seeds)
+        by_length = sorted(range(len(prompts)), key=lambda prompt: len(prompts[prompt]))
+        rows = [(prompt, replicate) for prompt in by_length for replicate in range(group_size)]
+        eos_ids = self._eos_ids()
+        done: dict[tuple[int, int], Completion] = {}
+        with sampling_state(self._lm):
+            for start in range(0, len(rows), self.batch_size):
+                batch = rows[start : start + self.batch_size]
+                distinct = list(dict.fromkeys(prompt for prompt, _ in batch))
+                draws = self._sample(
+                    [prompts[prompt] for prompt in distinct],
+                    [distinct.index(prompt) for prompt, _ in batch],
+                    [seeds[prompt] + replicate for prompt, replicate in batch],
+                    sampling,
+                    eos_ids,
+                )
+                if (bad := draws.first_non_finite()) is not None:
+                    row, step = bad
+                    raise EngineError(
+                        f"logits of token {step} after prompt {batch[row][0]} are not finite (weights version {self.version})"
+                    )
+                done.update(zip(batch, draws.completions(self.version), strict=True))
+        return [[done[prompt, replicate] for replicate in range(group_size)] for prompt in range(len(prompts))]
+
+    def _sample(
+        self, prompts: list[Sequence[int]], prompt_of_row: list[int], seeds: list[int], sampling: SamplingParams, eos_ids: list[int]
+    ) -> Draws:
+        """A batch: completions of U distinct prompts, in B >= U rows."""
+        lm = self._lm
+        index = torch.tensor(prompt_of_row, device=lm.device)  # [B]
+        token_ids, mask = left_pad(prompts, lm.device)  # [U, P]
+        cache = DynamicCache(config=lm.config.get_text_config(decoder=True))
+        if len(prompt_of_row) > len(prompts) and token_ids.shape[1] > 1:
+            self._prefill(cache, token_ids[:, :-1], mask[:, :-1])
+            cache.batch_select_indices(index)
+        token_ids, mask = token_ids[index], mask[index]  # [B, P]
+        draws = Draws(len(index), sampling.max_new_tokens, lm.device)
+        noise = None if sampling.temperature == 0 else uniforms(seeds, sampling.max_new_tokens).to(lm.device)  # [B, N]
+        processors = LogitsProcessorList([*filters(sampling), SeededSampler(draws, noise)])
+        ends = StoppingCriteriaList([RowEnds(draws, eos_ids, sampling.stop, self.tokenizer)])
+        while len(draws.rows) > 0 and draws.num_steps_left > 0:
+            token_ids = lm.generate(
+                token_ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                generation_config=GenerationConfig(max_new_tokens=draws.num_steps_left, do_sample=False, use_cache=True),
+                logits_processor=processors,
+                stopping_criteria=ends,
+            )  # [R, P + step]
+            kept = draws.keep_unended()  # [R']
+            token_ids, mask = token_ids[kept], pad(mask[kept], (0, token_ids.shape[1] - mask.shape[1]), value=1)
+            cache.batch_select_indices(kept)
+        return draws
+
+    def _prefill(self, cache: DynamicCache, token_ids: Tensor, mask: Tensor) -> None:
+        """Fill the cache with the keys and values of tokens [U, P], without logits."""
+        position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+        self._lm.get_decoder()(input_ids=token_ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True)
+
+    def _eos_ids(self) -> list[int]:
+        """What the model's generation config and the tokenizer call end of sequence."""
+        configured = self._lm.generation_config.eos_token_id
+        ids = [*(configured if isinstance(configured, list) else [configured]), self.tokenizer.eos_token_id]
+        return sorted({token for token in ids if isinstance(token, int)})
+
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, group_size: int, seeds: Sequence[int]) -> None:
+        if len(seeds) != len(prompts):
+            raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one per prompt")
+        if group_size < 1:
+            raise ValueError(f"group_size={group_size}: must be at least 1")
+        context = getattr(self._lm.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        for index, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                raise ConfigError(
+                    f"prompt {index} has no tokens: there is nothing to continue; check the task's messages and the chat template"
+                )
+            if context is not None and len(prompt) + sampling.max_new_tokens > context:
+                raise ConfigError(
+                    f"generation.max_new_tokens={sampling.max_new_tokens}: prompt {index} has {len(prompt)} tokens and the model's "
+                    f"context is {context}; use {context - len(prompt)} or less, or leave out problems with longer prompts"
+                )
+
+
+def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids [B, P] and mask [B, P], int64. A row is padded with its own first token, so that a repetition penalty sees no token
+    that is not in the prompt.
+
+    Example: prompts 5 6 7 and 8 give 5 6 7 / 8 8 8 and 1 1 1 / 0 0 1.
+    """
+    width = max(map(len, prompts))
+    token_ids = torch.tensor([[prompt[0]] * (width - len(prompt)) + list(prompt) for prompt in prompts], dtype=torch.int64)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], dtype=torch.int64)
+    return token_ids.to(device), mask.to(device)
+
+
+@contextmanager
+def sampling_state(lm: PreTrainedModel) -> Iterator[None]:
+    """Inside: dropout off, and a neutral generation config, because `generate` fills what it is not told from the model's own.
+    Afterwards: every module's former mode, and the model's own generation config."""
+    modes = {module: module.training for module in lm.modules()}
+    own_config = lm.generation_config
+    lm.eval()
+    lm.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        lm.generation_config = own_config
+        for module, was_training in modes.items():
+            module.training = was_training

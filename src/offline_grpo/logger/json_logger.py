@@ -1,0 +1,49 @@
+"""The record of a run: one JSON file per phase and iteration. Plots, summaries and sweep tables are made from these files alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offline_grpo.errors import GrpoError
+from offline_grpo.types import Metrics
+
+
+@dataclass(frozen=True)
+class JsonLogger:
+    """Writes `metrics/train_iter_000.json`, `metrics/eval_iter_000.json`, ... and `metrics/eval_init.json` under `output_dir`.
+
+    A file is complete or absent: it is written beside its place and renamed. Keys are sorted, so equal metrics are equal bytes.
+    """
+
+    output_dir: Path
+
+    def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
+        self.metrics_dir.mkdir(parents=True, exist_ok=True)  # a resumed run goes on in the same folder
+
+    def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
+        """Write one file.
+
+        Raises:
+            GrpoError: a value is NaN or infinite: JSON has no such number, and whoever reads the record could not use it.
+        """
+        suffix = "init" if iteration == -1 else f"iter_{iteration:03d}"
+        for key, value in metrics.items():
+            if not math.isfinite(value):
+                raise GrpoError(f"{name} metric {key} is {value} ({suffix}); metrics must be finite numbers")
+        path = self.metrics_dir / f"{name}_{suffix}.json"
+        temporary = path.with_suffix(".json.tmp")
+        temporary.write_text(json.dumps(dict(metrics), indent=2, sort_keys=True, allow_nan=False) + "\n")
+        os.replace(temporary, path)
+
+    def close(self) -> None:
+        """Nothing is open between calls."""
+
+    @property
+    def metrics_dir(self) -> Path:
+        return self.output_dir / "metrics"

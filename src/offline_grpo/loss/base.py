@@ -1,0 +1,182 @@
+"""What all policy-gradient losses share: their settings, the order in which the terms are put together, and the metrics.
+
+    loss = pg + kl_coef * kl - entropy_coef * entropy
+    pg   = sum_t weight[t] * importance[t] * surrogate[t]      kl = sum_t weight[t] * (ratio[t] *) kl_estimate[t]
+
+A loss of its own supplies `surrogate` and `weights` (its aggregation), and `ratio` if that is not per token. The order, and which term
+is weighted by what, follow TRL 1.16 `GRPOTrainer._compute_loss`, whose values and gradients the equivalence tests compare with.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offline_grpo.advantage import SCALE_REWARDS
+from offline_grpo.errors import ConfigError
+from offline_grpo.loss import terms
+from offline_grpo.loss.terms import Surrogate
+from offline_grpo.types import BatchTotals, LossOutput, TokenBatch, TokenStats
+
+KL_PLACEMENTS = ("loss", "reward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradientLoss(ABC):
+    """A policy-gradient loss over flat tokens; called on a microbatch it returns that microbatch's share (see `LossOutput`).
+
+    Args:
+        clip_low, clip_high: the ratio policy / old policy is clipped to [1 - clip_low, 1 + clip_high].
+        kl_coef: weight of the KL penalty against the reference.
+        kl_estimator: "k1" | "k2" | "k3", see `terms.kl_estimate`.
+        kl_placement: "loss" adds the penalty here, "reward" leaves it to the trainer to subtract from the rewards.
+        kl_importance_weight: multiply the KL estimate by the ratio, gradient included; without it the gradient of k3 is not that of
+            the KL (DeepSeek-V3.2, arXiv 2512.02556). Acts in placement "loss".
+        entropy_coef: weight of the entropy bonus, a mean over all completion tokens whatever the aggregation of the loss.
+        importance_correction: how the surrogate, and only it, is corrected for the engine's probabilities, see `terms.importance_weights`.
+        importance_cap, importance_floor: the bounds of that correction's ratio.
+        scale_rewards: what the trainer divides the advantages by, see `advantage.group_advantages`.
+
+    Raises:
+        ConfigError: a value is outside its range or choice.
+    """
+
+    clip_low: float
+    clip_high: float
+    kl_coef: float
+    kl_estimator: str
+    kl_placement: str
+    kl_importance_weight: bool
+    entropy_coef: float
+    importance_correction: str
+    importance_cap: float
+    importance_floor: float
+    scale_rewards: str
+
+    def __post_init__(self) -> None:
+        self._require("clip_low", 0 <= self.clip_low <= 1, "a number in [0, 1]")
+        for key in ("clip_high", "kl_coef", "entropy_coef"):
+            self._require(key, getattr(self, key) >= 0, "a number >= 0")
+        self._require("importance_cap", self.importance_cap >= 1, "a number >= 1, the ratio where engine and trainer agree")
+        self._require("importance_floor", 0 <= self.importance_floor <= 1, "a number in [0, 1]")
+        self._require_choice("kl_estimator", terms.KL_ESTIMATORS)
+        self._require_choice("kl_placement", KL_PLACEMENTS)
+        self._require_choice("importance_correction", terms.IMPORTANCE_CORRECTIONS)
+        self._require_choice("scale_rewards", SCALE_REWARDS)
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """True if the trainer subtracts the KL penalty from the rewards; the loss has no KL term then."""
+        return self.kl_placement == "reward"
+
+    def reward_penalties(self, batch: TokenBatch) -> Tensor:
+        """`kl_coef` times the sum of each sequence's KL estimates, [S]: what placement "reward" subtracts from the rewards."""
+        if batch.ref_logprobs is None:
+            raise ValueError("kl_placement is reward but the batch has no ref_logprobs")
+        estimates = terms.kl_estimate(batch.old_logprobs, batch.ref_logprobs, self.kl_estimator) * batch.completion_mask  # [T]
+        return self.kl_coef * terms.segment_sum(estimates, batch)
+
+    @abstractmethod
+    def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:
+        """The policy-gradient loss of each token [T], from its ratio, logprob and advantage, all [T]."""
+
+    @abstractmethod
+    def weights(self, mask: Tensor, batch: TokenBatch, totals: BatchTotals) -> Tensor:
+        """The weight of each token [T] in the loss, 0 outside the completion `mask` (0.0 / 1.0, [T]); no gradient."""
+
+    def ratio(self, log_ratio: Tensor, mask: Tensor, batch: TokenBatch) -> Tensor:
+        """Policy / old policy [T] from the tokens' log-ratios [T], which are 0 outside the completion `mask` [T]."""
+        return log_ratio.exp()
+
+    def __call__(self, policy: TokenStats, batch: TokenBatch, totals: BatchTotals) -> LossOutput:
+        """This microbatch's share of the loss and metrics of the optimizer batch that `totals` describes. Mutates nothing.
+
+        Raises:
+            ValueError: the loss has a KL term but the batch no `ref_logprobs`.
+        """
+        mask = batch.completion_mask.to(policy.logprobs.dtype)  # [T]
+        weights = self.weights(mask, batch, totals)  # [T]
+        token_mean = terms.token_mean_weights(mask, totals)  # [T]
+
+        ratio = self.ratio((policy.logprobs - batch.old_logprobs) * mask, mask, batch)  # [T]
+        surrogate = self.surrogate(ratio, policy.logprobs, batch.advantages)
+        importance = terms.importance_weights(
+            batch, mask, correction=self.importance_correction, cap=self.importance_cap, floor=self.importance_floor
+        )  # [T]
+        kl = self._kl(policy, batch)  # [T]
+
+        loss_pg = (weights * importance * surrogate.loss).sum()
+        loss_kl = self._kl_term(kl, ratio, weights)
+        loss_entropy = self._entropy_term(policy, token_mean)
+        loss = loss_pg + loss_kl + loss_entropy
+
+        scalars = {"loss_total": loss, "loss_pg": loss_pg, "loss_kl": loss_kl, "loss_entropy": loss_entropy}
+        per_token = {"kl_divergence": kl, "entropy": policy.entropy} | _ratio_metrics(ratio, surrogate, importance) | terms.mismatch(batch)
+        return LossOutput(loss=loss, metrics=_detached(scalars) | _token_means(per_token, token_mean))
+
+    def _kl(self, policy: TokenStats, batch: TokenBatch) -> Tensor:
+        if batch.ref_logprobs is None:
+            if self.kl_coef > 0 and not self.kl_in_reward:
+                raise ValueError(f"kl_coef is {self.kl_coef} but the batch has no ref_logprobs")
+            return torch.zeros_like(policy.logprobs)
+        return terms.kl_estimate(policy.logprobs, batch.ref_logprobs, self.kl_estimator)
+
+    def _kl_term(self, kl: Tensor, ratio: Tensor, weights: Tensor) -> Tensor:
+        if self.kl_coef == 0 or self.kl_in_reward:
+            return kl.new_zeros(())
+        return self.kl_coef * (weights * (kl * ratio if self.kl_importance_weight else kl)).sum()
+
+    def _entropy_term(self, policy: TokenStats, token_mean: Tensor) -> Tensor:
+        if self.entropy_coef == 0:
+            return token_mean.new_zeros(())
+        return -self.entropy_coef * (token_mean * policy.entropy).sum()
+
+    def _require_choice(self, key: str, choices: tuple[str, ...]) -> None:
+        self._require(key, getattr(self, key) in choices, f"one of {', '.join(choices)}")
+
+    def _require(self, key: str, is_valid: bool, expected: str) -> None:
+        if not is_valid:
+            raise ConfigError(f"train.loss.{key} is {getattr(self, key)!r}; set it to {expected}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedLoss(PolicyGradientLoss, ABC):
+    """A loss with PPO's clipped surrogate; subclasses choose the aggregation.
+
+    Args:
+        dual_clip: bound on the ratio where the advantage is negative, above 1 + clip_high; None for no bound (see `terms`).
+    """
+
+    dual_clip: float | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        above = 1 + self.clip_high
+        self._require("dual_clip", self.dual_clip is None or self.dual_clip > above, f"null or a number > 1 + clip_high = {above:g}")
+
+    def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:
+        return terms.clipped_surrogate(ratio, advantages, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
+
+
+def _ratio_metrics(ratio: Tensor, surrogate: Surrogate, importance: Tensor) -> dict[str, Tensor]:
+    return {
+        "ratio_mean": ratio,
+        "clip_frac": surrogate.is_clipped_low | surrogate.is_clipped_high,
+        "clip_low_frac": surrogate.is_clipped_low,
+        "clip_high_frac": surrogate.is_clipped_high,
+        "importance_weight_mean": importance,
+        "importance_masked_frac": importance == 0,
+    }
+
+
+def _detached(scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: scalar.detach() for name, scalar in scalars.items()}
+
+
+def _token_means(per_token: Mapping[str, Tensor], token_mean: Tensor) -> dict[str, Tensor]:
+    """This microbatch's shares of the means of [T] values over the completion tokens of the optimizer batch."""
+    return {name: (token_mean * values.detach()).sum() for name, values in per_token.items()}

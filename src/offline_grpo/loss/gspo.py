@@ -1,0 +1,34 @@
+"""GSPO: the ratio, and so the clip, belongs to the whole completion (arXiv 2507.18071).
+
+    s_i  = exp(mean_t log r_it)
+    loss = mean_i -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
+
+The gradient flows through the mean. Ratios of whole completions stay close to 1, so the clip range is about a thousand times narrower
+than GRPO's.
+
+Departures from the paper: a KL term is available (the paper drops it: `train.kl_coef=0`); its `kl_importance_weight` is the
+sequence's ratio, as in TRL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from offline_grpo.loss import terms
+from offline_grpo.loss.base import ClippedLoss
+from offline_grpo.types import BatchTotals, TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPO(ClippedLoss):
+    """Clipped surrogate of length-normalised sequence ratios, mean over sequences. See `ClippedLoss` for the settings."""
+
+    def ratio(self, log_ratio: Tensor, mask: Tensor, batch: TokenBatch) -> Tensor:
+        num_tokens = terms.segment_sum(mask, batch).clamp(min=1.0)  # [S]
+        mean_log_ratio = terms.segment_sum(log_ratio, batch) / num_tokens  # [S]
+        return mean_log_ratio.exp().index_select(0, batch.sequence_ids)  # [T]
+
+    def weights(self, mask: Tensor, batch: TokenBatch, totals: BatchTotals) -> Tensor:
+        return terms.sequence_mean_weights(mask, batch, totals)

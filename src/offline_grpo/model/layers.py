@@ -1,0 +1,47 @@
+"""Choosing transformer blocks by index, for any architecture's names (`model.layers.3`, `transformer.h.3`, ...)."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+from offline_grpo.errors import ConfigError
+
+
+def parse_layer_indices(text: str, num_layers: int, *, key: str) -> list[int]:
+    """`"0-3,28-31"` -> [0, 1, 2, 3, 28, 29, 30, 31].
+
+    Raises:
+        ConfigError: not of that form, or an index of a block that the model has not.
+    """
+    indices: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None:
+            raise ConfigError(f"{key}={text}: {part.strip()!r} is neither an index nor a range; write for example 20-31 or 0-3,28-31")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first > last:
+            raise ConfigError(f"{key}={text}: the range {part.strip()} runs backwards; write {last}-{first}")
+        if last >= num_layers:
+            raise ConfigError(f"{key}={text}: the model has {num_layers} blocks, 0-{num_layers - 1}; there is no block {last}")
+        indices.update(range(first, last + 1))
+    return sorted(indices)
+
+
+def blocks_of(model: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
+    """The name and the list of the model's transformer blocks: its outermost ModuleList with `num_layers` entries."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return name, module
+    raise ConfigError(
+        f"found no list of {num_layers} blocks in {type(model).__name__}: choosing blocks by index is not possible for this model"
+    )
+
+
+def train_only_blocks(model: nn.Module, indices: list[int], num_layers: int) -> None:
+    """Freeze everything but these blocks; embeddings, final norm and head included."""
+    _, blocks = blocks_of(model, num_layers)
+    trained = {id(p) for index in indices for p in blocks[index].parameters() if p.requires_grad}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in trained)

@@ -1,0 +1,148 @@
+"""Loads policy and reference through transformers and peft, after everything that can be wrong with them was looked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from offline_grpo.config import LoraConfig, ModelConfig
+from offline_grpo.errors import ConfigError
+from offline_grpo.model.forward import choose_packing
+from offline_grpo.model.layers import blocks_of, parse_layer_indices, train_only_blocks
+from offline_grpo.model.policy import Policy, Scorer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def resolve_device(device: str, local_rank: int = 0) -> torch.device:
+    """The device that `model.device` names; `auto` is this process's GPU if there is one, else the CPU.
+
+    Raises:
+        ConfigError: no such device on this machine.
+    """
+    if device == "auto":
+        device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"model.device={device}: no device of that name; use auto, cpu, cuda or cuda:N") from error
+    if resolved.type == "cuda":
+        count = torch.cuda.device_count()
+        if (resolved.index or 0) >= count:
+            has = f"this machine has {count} CUDA device{'s' if count != 1 else ''}" if count else "this machine has no CUDA device"
+            raise ConfigError(f"model.device={device}: {has}; use {'cuda:0 to cuda:' + str(count - 1) if count else 'model.device=cpu'}")
+    return resolved
+
+
+def read_model_config(model_id: str, key: str) -> PretrainedConfig:
+    """The model's config.json, without its weights.
+
+    Raises:
+        ConfigError: no such folder or hub id, or no configuration in it.
+    """
+    if not Path(model_id).exists() and (model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1):
+        raise ConfigError(f"{key}={model_id}: no such folder; give a local model folder or a Hugging Face id")
+    try:
+        return AutoConfig.from_pretrained(model_id)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"{key}={model_id}: cannot be loaded ({reason}); give a local model folder or a Hugging Face id that you can reach"
+        ) from error
+
+
+def load_tokenizer(model_id: str) -> PreTrainedTokenizerBase:
+    """The tokenizer saved beside the model, with a padding token (EOS where it has none: padding is never trained on)."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_id)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.train_id={model_id}: has no tokenizer that can be loaded ({str(error).splitlines()[0]})") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_policy(
+    config: ModelConfig,
+    model_id: str,
+    *,
+    device: torch.device,
+    precision: str,
+    train_layer_indices: str | None,
+    gradient_checkpointing: bool,
+    checkpoint: Path | None,
+) -> Policy:
+    """The policy, from `checkpoint` (a folder that the checkpointer wrote) or else from `model_id`.
+
+    Raises:
+        ConfigError: layer indices or target modules that the model does not have, or a head that we cannot score.
+    """
+    adapter = checkpoint if checkpoint is not None and config.lora is not None else None
+    weights = str(checkpoint) if checkpoint is not None and config.lora is None else model_id
+    model = _load_causal_lm(weights, config, device, DTYPES[precision])
+    _disable_dropout(model)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if config.lora is not None:
+        if train_layer_indices is not None:
+            raise ConfigError(f"train.train_layer_indices={train_layer_indices}: with LoRA choose blocks by model.lora.layer_indices")
+        model = _with_lora(model, config.lora, num_layers, adapter)
+    elif train_layer_indices is not None:
+        train_only_blocks(model, parse_layer_indices(train_layer_indices, num_layers, key="train.train_layer_indices"), num_layers)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = Policy(model, load_tokenizer(model_id), choose_packing(config.packing, device, DTYPES[precision]))
+    policy.check_head()
+    return policy
+
+
+def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, precision: str) -> Scorer:
+    """The frozen reference: the policy's own base model under LoRA, else a second copy in the same precision."""
+    reference_id = config.ref_id or model_id
+    if config.lora is not None and reference_id == model_id:
+        return policy.as_reference()
+    model = _load_causal_lm(reference_id, config, policy.device, DTYPES[precision])
+    return Scorer(model.eval().requires_grad_(False), policy.packing)
+
+
+def _load_causal_lm(model_id: str, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype, attn_implementation=config.attn_implementation)
+    return model.to(device)  # pyright: ignore[reportArgumentType]  # transformers' decorated signature
+
+
+def _disable_dropout(model: nn.Module) -> None:
+    """The sampler has no dropout, so the scores that are compared with its logprobs must have none either."""
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+
+
+def _with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter: Path | None) -> PeftModel:
+    if adapter is not None:
+        return PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+    layers = None
+    if lora.layer_indices is not None:
+        layers = parse_layer_indices(lora.layer_indices, num_layers, key="model.lora.layer_indices")
+    peft_config = PeftLoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules="all-linear" if lora.target_modules == ["all-linear"] else lora.target_modules,
+        layers_to_transform=layers,
+        layers_pattern=blocks_of(model, num_layers)[0].rsplit(".", 1)[-1] if layers is not None else None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        wrapped = get_peft_model(model, peft_config)
+    except ValueError as error:
+        raise ConfigError(f"model.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}") from error
+    assert isinstance(wrapped, PeftModel)
+    return wrapped

@@ -1,0 +1,199 @@
+"""The loss head: logprob of each target token and entropy of its distribution, from hidden states, without the [N, V] logits.
+
+The vocabulary is walked in tiles of [N, v] logits. Tiles split the vocabulary and not the tokens because the weight gradient is then
+written once, row block by row block; splitting tokens would add into all of [V, H] once per chunk.
+
+Inside a tile, log-probabilities are in bits (log2) relative to the row's largest logit: 2^x is cheaper than e^x, and a difference of two
+logits keeps its precision however large both are. With z the logits, T the temperature, S the sum over the vocabulary of
+2^bits = exp((z - max z) / T), p = 2^bits / S and H the entropy:
+
+    logprob = (z[y] - max z) / T - ln S               d logprob / dz = (onehot(y) - p) / T
+    H       = ln S - ln2 * sum(2^bits * bits) / S     d H / dz       = -p * (ln p + H) / T
+
+The backward pass computes the logits again: four matrix products in all instead of three, for a memory use that does not grow with N * V.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CPU_TILE_BYTES = 8 * 2**20  # a tile and its scratch copy stay in the last-level cache
+GPU_TILE_BYTES = 256 * 2**20  # large enough that the matrix products run at full speed
+MIN_TILE_WIDTH = 256
+
+
+def head_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    *,
+    entropy_requires_grad: bool,
+    chunk_vocab: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Logprobs of `targets` and entropies of softmax((hidden @ weight.T + bias) / temperature), both [N], in nats.
+
+    Args:
+        hidden: [N, H], what the LM head reads at the position before each target. Its dtype is that of the matrix products' inputs;
+            logits and softmax are float32 whatever it is, or float64 if it is.
+        weight: [V, H].
+        bias: [V] or None.
+        targets: [N] int64 in [0, V); outside, the logprob is NaN.
+        temperature: [N], positive.
+        entropy_requires_grad: if False the entropy is a metric: it carries no gradient, and backward does nothing for it.
+        chunk_vocab: width v of a tile; None chooses it from the device and N. It changes speed and memory only.
+
+    Returns:
+        logprobs [N] and entropy [N], float32 (float64 for float64 `hidden`), differentiable in `hidden`, `weight` and `bias`.
+    """
+    return _HeadStats.apply(hidden, weight, bias, targets, temperature, entropy_requires_grad, chunk_vocab)
+
+
+class _Tile(NamedTuple):
+    columns: slice  # which v of the V tokens
+    weight: Tensor  # [v, H]
+    logits: Tensor  # [N, v], before the temperature; overwritten by the next tile
+    scratch: Tensor  # [N, v], likewise
+
+    def locate(self, targets: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """An index into [N, v] of every row's target, and [N] bool: whether the target lies in this tile (else the index is arbitrary)."""
+        local = targets - self.columns.start
+        width = self.logits.shape[1]
+        index = (torch.arange(len(targets), device=targets.device), local.clamp(0, width - 1))
+        return index, (local >= 0) & (local < width)
+
+
+def _tiles(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_vocab: int | None) -> Iterator[_Tile]:
+    dtype, num_tokens = _stats_dtype(hidden), len(hidden)
+    chunk = min(chunk_vocab or _default_chunk(num_tokens, dtype, hidden.device), len(weight))
+    logits_buffer, scratch_buffer = torch.empty(2, num_tokens * chunk, dtype=dtype, device=hidden.device)
+    for start in range(0, len(weight), chunk):
+        columns = slice(start, min(start + chunk, len(weight)))
+        width = columns.stop - start
+        tile = _Tile(
+            columns,
+            weight[columns].to(hidden.dtype),
+            logits_buffer[: num_tokens * width].view(num_tokens, width),
+            scratch_buffer[: num_tokens * width].view(num_tokens, width),
+        )
+        _matmul_into(tile.logits, hidden, tile.weight.T)
+        if bias is not None:
+            tile.logits.add_(bias[columns])
+        yield tile
+
+
+class _HeadStats(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor,
+        entropy_requires_grad: bool,
+        chunk_vocab: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = _stats_dtype(hidden)
+        bits_per_logit = 1 / (math.log(2) * temperature.to(dtype))  # [N]
+        target_logits = torch.full_like(bits_per_logit, torch.nan)  # [N]
+        tile_stats: list[tuple[Tensor, Tensor, Tensor]] = []
+        for tile in _tiles(_matmul_input(hidden), weight, bias, chunk_vocab):
+            index, inside = tile.locate(targets)
+            target_logits = torch.where(inside, tile.logits[index], target_logits)
+            peak = tile.logits.amax(-1)  # [N]
+            bits = tile.logits.sub_(peak[:, None]).mul_(bits_per_logit[:, None])  # [N, v], <= 0
+            powers = torch.exp2(bits, out=tile.scratch)
+            tile_stats.append((peak, powers.sum(-1), powers.mul_(bits).sum(-1)))
+
+        peak, power_sum, bits_sum = _merge(tile_stats, bits_per_logit)
+        logprobs = (target_logits - peak) / temperature - power_sum.log()
+        entropy = power_sum.log() - math.log(2) * bits_sum / power_sum
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, bits_per_logit, peak, power_sum, entropy)
+        ctx.chunk_vocab = chunk_vocab
+        ctx.set_materialize_grads(False)
+        if not entropy_requires_grad:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad_logprobs, grad_entropy = grad_outputs  # [N] each, None where the output was not used
+        hidden, weight, bias, targets, temperature, bits_per_logit, peak, power_sum, entropy = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden, dtype=_stats_dtype(hidden)) if needs_hidden else None  # [N, H], a sum over tiles
+        grad_weight = torch.empty_like(weight) if needs_weight else None  # [V, H]
+        grad_bias = torch.empty_like(bias) if needs_bias else None  # [V]
+
+        # grad_logits = 2^bits * (offset + slope * bits), plus target_grad at the target
+        target_grad = torch.zeros_like(peak) if grad_logprobs is None else grad_logprobs / temperature  # [N]
+        offset, slope = -target_grad / power_sum, None  # [N]
+        if grad_entropy is not None:
+            entropy_grad = grad_entropy / (temperature * power_sum)
+            offset, slope = offset - entropy_grad * (entropy - power_sum.log()), -math.log(2) * entropy_grad
+
+        inputs = _matmul_input(hidden)
+        for tile in _tiles(inputs, weight, bias, ctx.chunk_vocab):
+            bits = tile.logits.sub_(peak[:, None]).mul_(bits_per_logit[:, None])  # [N, v]
+            grad_logits = torch.exp2(bits, out=tile.scratch)  # [N, v]
+            grad_logits.mul_(offset[:, None] if slope is None else bits.mul_(slope[:, None]).add_(offset[:, None]))
+            index, inside = tile.locate(targets)
+            grad_logits[index] += torch.where(inside, target_grad, 0)  # one element per row: no two writes meet
+            if grad_bias is not None:
+                grad_bias[tile.columns] = grad_logits.sum(0)
+            grad_logits = grad_logits.to(inputs.dtype)
+            if grad_hidden is not None:
+                _add_matmul_to(grad_hidden, grad_logits, tile.weight)
+            if grad_weight is not None:
+                _matmul_into(grad_weight[tile.columns], grad_logits.T, inputs)
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None
+
+
+def _merge(tile_stats: list[tuple[Tensor, Tensor, Tensor]], bits_per_logit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest logit, sum(2^bits) and sum(2^bits * bits) of whole rows, [N] each, from those of tiles with a peak of their own."""
+    peaks, power_sums, bits_sums = (torch.stack(stat) for stat in zip(*tile_stats, strict=True))  # [tiles, N]
+    peak = peaks.amax(0)  # [N]
+    shift = (peaks - peak) * bits_per_logit  # [tiles, N], <= 0
+    factor = torch.exp2(shift)
+    return peak, (factor * power_sums).sum(0), (factor * (bits_sums + shift * power_sums)).sum(0)
+
+
+def _stats_dtype(hidden: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32)
+
+
+def _default_chunk(num_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
+    budget_bytes = CPU_TILE_BYTES if device.type == "cpu" else GPU_TILE_BYTES
+    width = budget_bytes // (max(num_tokens, 1) * dtype.itemsize)
+    return max(width // MIN_TILE_WIDTH * MIN_TILE_WIDTH, MIN_TILE_WIDTH)
+
+
+def _matmul_input(hidden: Tensor) -> Tensor:
+    """`hidden` in the dtype to multiply in. Only CUDA multiplies 16-bit matrices into float32; elsewhere widening gives the same logits."""
+    return hidden if hidden.is_cuda else hidden.to(_stats_dtype(hidden))
+
+
+def _matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a @ b, accumulated in float32 or wider and rounded to `out`'s dtype once."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda and a.dtype.itemsize < out.dtype.itemsize:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(a @ b)
+
+
+def _add_matmul_to(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a @ b in `out`'s dtype: a product rounded to 16 bits before every addition would bias the sum."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b)
+    else:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)

@@ -1,0 +1,56 @@
+"""fp32 masters: the weights and gradients that the optimizer sees, whatever the format that the model computes in.
+
+At the learning rates of RL an update is smaller than half a unit in the last place of most bf16 weights, so an optimizer that steps
+on bf16 weights changes few of them (84 % stay put at lr 1e-5). Here the update is added in fp32 and then rounded into the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+class MasterWeights:
+    """Pairs each trained parameter of a model with an fp32 master. A parameter that is fp32 already is its own master.
+
+    The gradient of every backward pass is added to the master's fp32 gradient at once, so accumulation over microbatches
+    loses nothing and 16-bit gradients are freed as soon as they exist.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._working: dict[str, nn.Parameter] = {name: p for name, p in named_parameters if p.requires_grad}
+        self.parameters: dict[str, nn.Parameter] = {name: self._master_of(p) for name, p in self._working.items()}
+
+    def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.dtype == torch.float32:
+            return parameter
+        master = nn.Parameter(parameter.detach().float())
+
+        def accumulate(working: Tensor) -> None:
+            assert working.grad is not None
+            gradient = working.grad.float()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            working.grad = None
+
+        parameter.register_post_accumulate_grad_hook(accumulate)
+        return master
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the model's weights, in place: whoever shares their memory sees the update."""
+        for name, working in self._working.items():
+            if working is not self.parameters[name]:
+                working.copy_(self.parameters[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The masters that are not weights of the model themselves: what a checkpoint must hold beside the model."""
+        return {name: p.detach() for name, p in self.parameters.items() if p is not self._working[name]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore `state_dict()` and publish it."""
+        for name, value in state.items():
+            self.parameters[name].copy_(value)
+        self.publish()

@@ -1,0 +1,73 @@
+"""The processes of a run (`accelerate launch --num_processes N`), through accelerate. With one process every call here is free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This process among the others. Rank 0 alone writes files."""
+
+    def __init__(self, *, use_cpu: bool) -> None:
+        self._accelerator = Accelerator(cpu=use_cpu)
+
+    @property
+    def rank(self) -> int:
+        return self._accelerator.process_index
+
+    @property
+    def local_rank(self) -> int:
+        return self._accelerator.local_process_index
+
+    @property
+    def world_size(self) -> int:
+        return self._accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        return self._accelerator.is_main_process
+
+    def gather(self, share: Sequence[T]) -> list[T]:
+        """The items of all processes, rank 0's first. Items must pickle."""
+        if self.world_size == 1:
+            return list(share)
+        return gather_object(list(share))
+
+    def gather_interleaved(self, share: Sequence[T]) -> list[T]:
+        """Undo `items[rank::world_size]`: every process's share, back in the order of the whole."""
+        whole: list[tuple[int, T]] = self.gather([(i * self.world_size + self.rank, item) for i, item in enumerate(share)])
+        return [item for _, item in sorted(whole, key=lambda pair: pair[0])]
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Add up `tensors` over all processes, in place and as one message."""
+        if self.world_size == 1 or not tensors:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        flat = self._accelerator.reduce(flat, reduction="sum")
+        assert isinstance(flat, Tensor)
+        for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(total.view_as(tensor))
+
+    def from_main(self, value: T) -> T:
+        """Rank 0's value, on every process."""
+        if self.world_size == 1:
+            return value
+        values: list[Any] = [value]
+        broadcast_object_list(values, from_process=0)
+        return values[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on at least one process; the same answer on all."""
+        return flag if self.world_size == 1 else any(self.gather([flag]))
+
+    def wait(self) -> None:
+        """Until every process is here."""
+        self._accelerator.wait_for_everyone()

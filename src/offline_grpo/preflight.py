@@ -1,0 +1,205 @@
+"""Everything that can be found wrong before a model is loaded is found here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from offline_grpo.build import build, check_settings, resolve
+from offline_grpo.config import RunConfig
+from offline_grpo.errors import ConfigError
+from offline_grpo.interfaces import Loss, Task, WeightSync
+from offline_grpo.types import Message, Problem, SamplingParams, Split
+
+CLIENT_RUNTIME = ("model", "tokenizer")
+"""Names under which a rollout client's constructor may ask for objects that exist only once the model is loaded."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run's checked ingredients: plain settings and those components that need no model."""
+
+    config: RunConfig
+    task: Task
+    train_problems: Sequence[Problem]
+    eval_problems: Sequence[Problem]
+    sampling: SamplingParams
+    eval_sampling: SamplingParams
+    client_node: Mapping[str, Any]
+    loss: Loss
+    optimizer: Any
+    weight_sync: WeightSync
+
+
+def make_plan(config: RunConfig) -> Plan:
+    """Build what needs no model, and check what does against its signature.
+
+    Raises:
+        ConfigError: the first thing that is wrong, with key, value and fix.
+    """
+    sampling, client_node = _split_generation(config.generation)
+    check_settings(
+        resolve(client_node, "generation"),
+        {name: value for name, value in client_node.items() if name != "_target_"},
+        "generation",
+        given_at_runtime=dict.fromkeys(CLIENT_RUNTIME),
+    )
+    eval_sampling = _eval_sampling(config)
+    task = build(config.task, key="task", protocol=Task)
+    train_problems = _train_problems(task, config)
+    eval_problems = _eval_problems(task, config) if config.eval.enabled else []
+    _check_no_overlap(train_problems, eval_problems)
+    return Plan(
+        config=config,
+        task=task,
+        train_problems=train_problems,
+        eval_problems=eval_problems,
+        sampling=sampling,
+        eval_sampling=eval_sampling,
+        client_node=client_node,
+        loss=build(config.train.loss, key="train.loss", protocol=Loss),
+        optimizer=build(config.train.optimizer, key="train.optimizer"),
+        weight_sync=build(config.weight_sync, key="weight_sync", protocol=WeightSync),
+    )
+
+
+def _split_generation(node: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
+    """The sampling settings of the `generation` group, and the client's own: they share one flat group, as people type them."""
+    names = [field.name for field in fields(SamplingParams)]
+    sampling = _sampling({name: node[name] for name in names if name in node}, "generation")
+    if not sampling.is_full_softmax and not node.get("allow_truncated_sampling", False):
+        raise ConfigError(_truncated_sampling_message(sampling))
+    client = {name: value for name, value in node.items() if name not in names and name != "allow_truncated_sampling"}
+    return sampling, client
+
+
+def _sampling(values: dict[str, Any], key: str) -> SamplingParams:
+    check_settings(SamplingParams, values, key, given_at_runtime={})
+    sampling = SamplingParams(**{**values, "stop": tuple(values.get("stop", ()))})
+    for name, is_good, fix in (
+        ("max_new_tokens", sampling.max_new_tokens > 0, "must be at least 1"),
+        ("temperature", sampling.temperature >= 0, "must be 0 (greedy) or more"),
+        ("top_p", 0 < sampling.top_p <= 1, "a probability in (0, 1]; 1 switches it off"),
+        ("top_k", sampling.top_k >= 0, "must be 0 (off) or more"),
+        ("repetition_penalty", sampling.repetition_penalty > 0, "must be above 0; 1 switches it off"),
+    ):
+        if not is_good:
+            raise ConfigError(f"{key}.{name}={getattr(sampling, name)}: {fix}")
+    return sampling
+
+
+def _truncated_sampling_message(sampling: SamplingParams) -> str:
+    off = SamplingParams(max_new_tokens=1)
+    changed = [name for name in ("top_p", "top_k", "repetition_penalty") if getattr(sampling, name) != getattr(off, name)]
+    if not changed:
+        return "generation.temperature=0: greedy completions of a prompt are all equal and teach nothing; train at a temperature above 0"
+    name = changed[0]
+    return (
+        f"generation.{name}={getattr(sampling, name)}: training on filtered samples biases the policy ratio, because the trainer scores "
+        f"tokens under the whole distribution; set generation.{name}={getattr(off, name):g}, or say that you mean it with "
+        "generation.allow_truncated_sampling=true"
+    )
+
+
+def _eval_sampling(config: RunConfig) -> SamplingParams:
+    names = [field.name for field in fields(SamplingParams)]
+    values = {name: getattr(config.eval, name) for name in names}
+    if not config.eval.do_sample:
+        values["temperature"] = 0.0
+    return _sampling(values, "eval")
+
+
+def _train_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
+    available = task.problems(Split.TRAIN)
+    first = config.data.train_seed_start
+    count = config.data.num_train_seeds
+    if count is None:
+        return _slice(available, range(first, len(available)), "data.train_seed_start", first)
+    return _slice(available, range(first, first + count), "data.num_train_seeds", count)
+
+
+def _eval_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
+    available = task.problems(Split.EVAL)
+    if config.eval.ids:
+        return _slice(available, config.eval.ids, "eval.ids", config.eval.ids)
+    first = config.eval.id_seed_start
+    return _slice(available, range(first, first + config.eval.num_ids), "eval.num_ids", config.eval.num_ids)
+
+
+MAX_PROBLEMS = 1_000_000
+
+
+def _slice(available: Sequence[Problem], indices: Sequence[int], key: str, value: object) -> Sequence[Problem]:
+    if not indices:
+        raise ConfigError(f"{key}={value}: no problem is left, the task has {len(available)}")
+    if min(indices) < 0 or max(indices) >= len(available):
+        raise ConfigError(f"{key}={value}: asks for problem {max(indices)} and the task has {len(available)} (0 to {len(available) - 1})")
+    if len(indices) > MAX_PROBLEMS:
+        raise ConfigError(
+            f"{key}={value}: {len(indices):,} problems are more than {MAX_PROBLEMS:,}; set data.num_train_seeds to a number below that"
+        )
+    return [available[i] for i in indices]
+
+
+def _check_no_overlap(train: Sequence[Problem], held_out: Sequence[Problem]) -> None:
+    prompts = {_prompt_key(problem): problem for problem in train}
+    for problem in held_out:
+        twin = prompts.get(_prompt_key(problem))
+        if twin is not None:
+            raise ConfigError(
+                f"eval.id_seed_start: held-out problem {problem.problem_id} has the prompt of training problem {twin.problem_id}; "
+                "choose ranges (data.train_seed_start, data.num_train_seeds, eval.id_seed_start, eval.num_ids) or files that do not overlap"
+            )
+
+
+def _prompt_key(problem: Problem) -> tuple[tuple[str, str], ...]:
+    return tuple((message["role"], message["content"]) for message in problem.messages)
+
+
+def check_context(plan: Plan, encode: Callable[[Sequence[Message]], list[int]], context: int | None) -> None:
+    """Raise ConfigError if the longest prompt and `max_new_tokens` do not fit into the model's context of that many tokens.
+
+    Args:
+        encode: messages -> prompt token ids.
+        context: the model's limit, None if it has none.
+    """
+    if context is None:
+        return
+    for key, problems, sampling in (("generation", plan.train_problems, plan.sampling), ("eval", plan.eval_problems, plan.eval_sampling)):
+        if not problems:
+            continue
+        sample = problems if len(problems) <= 10_000 else problems[:10_000]  # the client checks every prompt again when it is sampled
+        longest = max(len(encode(problem.messages)) for problem in sample)
+        if longest + sampling.max_new_tokens > context:
+            raise ConfigError(
+                f"{key}.max_new_tokens={sampling.max_new_tokens}: with the longest prompt of {longest} tokens that is beyond the model's "
+                f"context of {context}; use {key}.max_new_tokens={max(1, context - longest)} or less"
+            )
+
+
+def describe_batches(plan: Plan) -> str:
+    """The batch arithmetic of an iteration, spelled out."""
+    data, train = plan.config.data, plan.config.train
+    sequences = data.problems_per_iteration * data.rollouts_per_problem
+    per_microbatch = f"{train.batch_size} sequences" if train.batch_size is not None else f"{train.tokens_per_microbatch} tokens"
+    updates = planned_updates_per_iteration(plan.config)
+    return (
+        f"each iteration: {data.problems_per_iteration} problems x {data.rollouts_per_problem} rollouts = {sequences} sequences "
+        f"-> {updates} update{'s' if updates > 1 else ''} of about {sequences * train.epochs // updates} sequences, "
+        f"in microbatches of up to {per_microbatch}"
+    )
+
+
+def planned_updates_per_iteration(config: RunConfig) -> int:
+    """Updates of an iteration in which no group is dropped; what the learning-rate schedule counts with."""
+    train = config.train
+    sequences = config.data.problems_per_iteration * config.data.rollouts_per_problem
+    if train.grad_accum_steps is None:
+        assert train.updates_per_iteration is not None
+        return min(train.updates_per_iteration, sequences) * train.epochs
+    assert train.batch_size is not None
+    return -(-sequences // (train.batch_size * train.grad_accum_steps)) * train.epochs

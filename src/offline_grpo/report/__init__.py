@@ -1,0 +1,1 @@
+"""Pictures and tables of finished runs, made from the files in `metrics/` alone."""

@@ -1,0 +1,95 @@
+"""A run's metrics, read back from its folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offline_grpo.errors import GrpoError
+from offline_grpo.logger import completed_iterations
+from offline_grpo.types import Metrics
+
+FloatArray = NDArray[np.float64]
+FILE_NAME = re.compile(r"(?P<name>train|eval)_(?:iter_(?P<iteration>\d+)|init)\.json")
+PHASES = ("generate", "train", "sync", "eval", "checkpoint")
+"""The phases of an iteration, in order; each has a training metric `time/<phase>_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric over a run: `values[i]` belongs to the policy after `steps[i]` iterations of training."""
+
+    steps: FloatArray  # [R]
+    values: FloatArray  # [R]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """All metrics of a run; iteration -> metrics, in order. `evals` may begin at -1, the evaluation before training."""
+
+    run_dir: Path
+    train: Mapping[int, Metrics]
+    evals: Mapping[int, Metrics]
+
+    @property
+    def size(self) -> str:
+        """`10 training iterations, 6 evaluations`."""
+        return f"{_count(len(self.train), 'training iteration')}, {_count(len(self.evals), 'evaluation')}"
+
+    def series(self, name: str, key: str) -> Series:
+        """Metric `key` of phase `name` ("train" or "eval") at the iterations that have it; perhaps none."""
+        records = self.evals if name == "eval" else self.train
+        points = [(completed_iterations(name, i), metrics[key]) for i, metrics in records.items() if key in metrics]
+        table = np.array(points, dtype=np.float64).reshape(-1, 2)  # [R, 2]
+        return Series(table[:, 0], table[:, 1])
+
+    def eval_ks(self) -> list[int]:
+        """The k of every pass@k that was measured, ascending."""
+        keys = {key for metrics in self.evals.values() for key in metrics}
+        return sorted(int(key[5:]) for key in keys if key.startswith("pass@") and key[5:].isdigit())
+
+    def phase_seconds(self) -> tuple[FloatArray, dict[str, FloatArray]]:
+        """Completed iterations [R] and, for each phase that was timed at all, its seconds in each iteration [R]; 0 where it did not run."""
+        steps = np.array(list(self.train), dtype=np.float64)
+        seconds = {
+            phase: np.array([metrics.get(f"time/{phase}_s", 0.0) for metrics in self.train.values()], dtype=np.float64) for phase in PHASES
+        }
+        return steps, {phase: values for phase, values in seconds.items() if values.any()}
+
+
+def load_history(run_dir: Path) -> History:
+    """Read `run_dir/metrics/*.json`. Missing iterations are gaps; a run without metrics gives an empty history.
+
+    Raises:
+        GrpoError: a file is not a JSON object.
+    """
+    records: dict[str, dict[int, Metrics]] = {"train": {}, "eval": {}}
+    for path in (run_dir / "metrics").glob("*.json"):
+        match = FILE_NAME.fullmatch(path.name)
+        if match is not None:
+            iteration = -1 if match["iteration"] is None else int(match["iteration"])
+            records[match["name"]][iteration] = _read(path)
+    return History(run_dir, train=dict(sorted(records["train"].items())), evals=dict(sorted(records["eval"].items())))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _read(path: Path) -> Metrics:
+    try:
+        metrics = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise GrpoError(f"{path}: is not JSON ({error}); delete it, or restore the run folder") from error
+    if not isinstance(metrics, dict):
+        raise GrpoError(f"{path}: holds a {type(metrics).__name__}, not an object of metrics; delete it, or restore the run folder")
+    return metrics

@@ -1,0 +1,19 @@
+"""Prints the sweep's table when a `--multirun` ends. Apart from `sweep.py`, which needs no Hydra."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from rich.console import Console
+
+from offline_grpo.report.sweep import print_sweep
+
+
+class SweepSummary(Callback):
+    """Switched on in `conf/config.yaml`: `hydra.callbacks.sweep_summary._target_: offline_grpo.report.hydra_callback.SweepSummary`."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        print_sweep(Path(config.hydra.sweep.dir), Console())

@@ -1,0 +1,142 @@
+"""The folder of a run, its log file, and finding the run that `resume` means.
+
+outputs/DATE/TIME/  .hydra/  run.log  metrics/{train,eval}_iter_NNN.json  checkpoints/iter_NNN/  report.png
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offline_grpo.checkpoint import latest_checkpoint, read_state
+from offline_grpo.errors import CheckpointError, ConfigError
+
+IGNORED_ON_RESUME = ("resume", "logger", "num_threads", "cache_dir")
+"""Top-level keys that may differ between a run and the one that continues it, and still be called the same configuration."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of a run."""
+
+    path: Path
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.png"
+
+    def create(self) -> None:
+        """Make the folders.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        try:
+            self.metrics.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"hydra.run.dir={self.path}: cannot be written ({error.strerror}); choose a folder that you can write to"
+            ) from error
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The run to go on with, and the checkpoint to go on from."""
+
+    run_dir: RunDir
+    checkpoint: Path
+
+
+def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:
+    """The checkpoint that `resume` means, or None to start anew.
+
+    Args:
+        resume: None; "auto", the newest run of the same configuration that has a checkpoint, `fresh` itself first; or the path of a
+            run folder or of a checkpoint in one.
+        fresh: the folder that Hydra made for this start.
+        config: the resolved configuration.
+
+    Raises:
+        ConfigError: a path that holds no checkpoint.
+    """
+    if resume is None:
+        return None
+    if resume == "auto":
+        return _newest_alike(fresh, config)
+    path = Path(resume).expanduser().resolve()
+    checkpoint = path if (path / "trainer").is_dir() else latest_checkpoint(path / "checkpoints")
+    if checkpoint is None:
+        raise ConfigError(f"resume={resume}: no checkpoint there; give a run folder, one of its checkpoints/iter_NNN, or auto")
+    _log_changes(read_state(checkpoint)["config"], config)
+    return ResumePoint(RunDir(checkpoint.parent.parent), checkpoint)
+
+
+def _newest_alike(fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:
+    own = latest_checkpoint(fresh.checkpoints)
+    if own is not None:  # the folder was named by hand, as a job that is queued again does
+        return ResumePoint(fresh, own)
+    for run in _earlier_runs(fresh.path):
+        checkpoint = latest_checkpoint(run / "checkpoints")
+        if checkpoint is None:
+            continue
+        try:
+            state = read_state(checkpoint)
+        except CheckpointError as error:
+            log.warning("%s; passed over", error)
+            continue
+        is_unfinished = state["iteration"] + 1 < config["train"]["iterations"]
+        if is_unfinished and not changed_keys(state["config"], config):
+            return ResumePoint(RunDir(run), checkpoint)
+    return None
+
+
+def _earlier_runs(fresh: Path) -> list[Path]:
+    """The other runs of the same tree, newest first: outputs/DATE/TIME beside DATE/TIME, multirun/DATE/TIME/N beside DATE/TIME/N."""
+    for depth, ancestor in ((2, fresh.parent), (3, fresh.parent.parent)):
+        if re.fullmatch(r"\d{4}-\d{2}-\d{2}", ancestor.name):
+            return sorted((path for path in ancestor.parent.glob("/".join("*" * depth)) if path != fresh), reverse=True)
+    return []
+
+
+def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (saved, now) for every value that differs, keys that do not matter for training aside."""
+    old, new = _flat(saved), _flat(json.loads(json.dumps(config)))
+    keys = [key for key in {**old, **new} if key.split(".")[0] not in IGNORED_ON_RESUME]
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(node, Mapping) or not node:
+        return {prefix: node}
+    return {key: value for name, child in node.items() for key, value in _flat(child, f"{prefix}.{name}" if prefix else str(name)).items()}
+
+
+def _log_changes(saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    for key, (old, new) in changed_keys(saved, config).items():
+        log.warning("resuming with %s=%s (the checkpoint was written with %s)", key, new, old)
+
+
+def discard_fresh(folder: Path) -> None:
+    """Remove the folder that Hydra made for a start that wrote nothing else into it (a refused configuration, a resumed run)."""
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra", "run.log"}:
+        shutil.rmtree(folder)
+        for parent in (folder.parent, folder.parent.parent):
+            if parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()

@@ -1,0 +1,114 @@
+"""Additions and subtractions of small operands: a task that needs no download, for the tiny model and for chat models alike."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.types import Problem, Score, Split
+
+OPERATIONS = {"+": int.__add__, "-": int.__sub__}
+MAX_OPERAND_LIMIT = 999  # every pair is enumerated: 10^6 of them here
+
+# A hyphen right after a digit is a minus between two numbers ("9-4"), not the sign of the second.
+NUMBER = re.compile(r"(?P<sign>(?<![0-9])[-−])?(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.(?P<fraction>[0-9]+))?")
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """All `a op b` with 0 <= a, b <= `max_operand`; the answer is an integer, negative where a subtraction makes it so.
+
+    The split is decided by a hash of the unordered operand pair, so `17+25`, `25+17` and `17-25` are all held out or all trained on.
+
+    Reward: 1 if the last number of the text is the answer, plus `format_weight` if the text is one integer and nothing else.
+
+    Raises:
+        ConfigError: a value is out of range, or the template does not tell all problems apart.
+    """
+
+    max_operand: int
+    operations: list[str]
+    eval_frac: float
+    prompt_template: str
+    format_weight: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_operand <= MAX_OPERAND_LIMIT:
+            raise ConfigError(f"task.max_operand={self.max_operand}: must be from 1 to {MAX_OPERAND_LIMIT}")
+        if not self.operations or len(set(self.operations)) < len(self.operations) or not set(self.operations) <= set(OPERATIONS):
+            raise ConfigError(f"task.operations={self.operations}: give one or more of {list(OPERATIONS)}, each once")
+        if not 0 < self.eval_frac < 1:
+            raise ConfigError(f"task.eval_frac={self.eval_frac}: must lie strictly between 0 and 1")
+        if not 0 <= self.format_weight < 1:
+            raise ConfigError(f"task.format_weight={self.format_weight}: must be at least 0 and below 1, the weight of a correct answer")
+        self._check_template()
+        for split in Split:
+            if not self.problems(split):
+                raise ConfigError(f"task.eval_frac={self.eval_frac}: no problem falls in the {split} split; raise task.max_operand")
+
+    def _check_template(self) -> None:
+        cases = [(a, operation, b) for a in (0, 1) for operation in self.operations for b in (0, 1)]
+        try:
+            prompts = {self._prompt(*case) for case in cases}
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise ConfigError(f"task.prompt_template={self.prompt_template!r}: {error!r}; use {{a}}, {{op}} and {{b}}") from error
+        if len(prompts) < len(cases):
+            raise ConfigError(f"task.prompt_template={self.prompt_template!r}: different problems look alike; use {{a}}, {{op}} and {{b}}")
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """All problems of the split, shuffled by a fixed hash of their ids."""
+        return self._splits[split]
+
+    def score(self, problem: Problem, text: str) -> Score:
+        """Judge the last number of the text, so that a chat model may explain itself first. `42.0` and `1,042` count as integers."""
+        is_correct = last_integer(text) == problem.answer
+        parts = {"correct": float(is_correct), "format": self.format_weight * is_bare_integer(text)}
+        return Score(reward=sum(parts.values()), is_correct=is_correct, parts=parts)
+
+    @cached_property
+    def _splits(self) -> dict[Split, tuple[Problem, ...]]:
+        splits: dict[Split, list[Problem]] = {split: [] for split in Split}
+        numbers = range(self.max_operand + 1)
+        for low in numbers:
+            for high in numbers[low:]:
+                split = Split.EVAL if hash_frac(f"split {low} {high}") < self.eval_frac else Split.TRAIN
+                for a, b in {(low, high), (high, low)}:
+                    splits[split].extend(self._problem(a, operation, b) for operation in self.operations)
+        return {split: tuple(sorted(problems, key=lambda p: hash_frac(f"order {p.problem_id}"))) for split, problems in splits.items()}
+
+    def _problem(self, a: int, operation: str, b: int) -> Problem:
+        messages = ({"role": "user", "content": self._prompt(a, operation, b)},)
+        return Problem(problem_id=f"{a}{operation}{b}", messages=messages, answer=str(OPERATIONS[operation](a, b)))
+
+    def _prompt(self, a: int, operation: str, b: int) -> str:
+        return self.prompt_template.format(a=a, op=operation, b=b)
+
+
+def last_integer(text: str) -> str | None:
+    """The last number of the text in the form `str(int)` gives it; None if there is none or it is not whole.
+
+    >>> last_integer("17 + 25 is 042.")
+    '42'
+    """
+    match = None
+    for match in NUMBER.finditer(text):
+        pass
+    if match is None or (match["fraction"] or "").strip("0"):
+        return None
+    # By text, not by int(): Python refuses to convert very long numbers.
+    digits = match["whole"].replace(",", "").lstrip("0") or "0"
+    return "-" + digits if match["sign"] and digits != "0" else digits
+
+
+def is_bare_integer(text: str) -> bool:
+    """True for an optional minus and digits, nothing around them but blanks."""
+    return re.fullmatch(r"\s*-?[0-9]+\s*", text) is not None
+
+
+def hash_frac(text: str) -> float:
+    """A number in [0, 1) that depends on the text alone, the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48

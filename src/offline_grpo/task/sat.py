@@ -1,0 +1,243 @@
+"""3-SAT: find an assignment that satisfies every clause. Problems come from a seed, without end and without data files.
+
+The problem generator, prompt convention and reward table are those of the grail offline trainer, whose training seeds give the same
+formulas here. There, a random assignment solves a quarter to a third of the problems; `SAT.max_solution_frac` takes that away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.task.answers import last_tagged
+from offline_grpo.types import Problem, Score, Split
+
+NUM_PROBLEMS = 10**9
+
+Clause = tuple[int, int, int]
+"""Three literals: +i is the variable x_i, -i its negation; i counts from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """A conjunction of clauses over x_1 .. x_k, k = `num_variables`."""
+
+    num_variables: int
+    clauses: tuple[Clause, ...]
+
+    def is_satisfied_by(self, values: Sequence[bool]) -> bool:
+        """True if every clause has a true literal; `values[i]` is the value of x_(i+1)."""
+        return all(any(values[abs(literal) - 1] == (literal > 0) for literal in clause) for clause in self.clauses)
+
+    def to_dimacs(self) -> str:
+        """The formula in DIMACS CNF, the text format of SAT solvers."""
+        header = f"p cnf {self.num_variables} {len(self.clauses)}"
+        return "\n".join([header, *(f"{a} {b} {c} 0" for a, b, c in self.clauses)])
+
+    @classmethod
+    def from_dimacs(cls, text: str) -> Formula:
+        """The inverse of `to_dimacs`."""
+        header, *lines = text.splitlines()
+        literals = [tuple(int(word) for word in line.split()) for line in lines]
+        return cls(num_variables=int(header.split()[2]), clauses=tuple((a, b, c) for a, b, c, _ in literals))
+
+
+@dataclass(frozen=True, slots=True)
+class LazyProblems(Sequence[Problem]):
+    """Problems made on demand: `make(i)` for each i of `indices`. A slice is as lazy as the whole."""
+
+    make: Callable[[int], Problem]
+    indices: range
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> LazyProblems: ...
+
+    def __getitem__(self, index: int | slice) -> Problem | LazyProblems:
+        if isinstance(index, slice):
+            return LazyProblems(self.make, self.indices[index])
+        return self.make(self.indices[index])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SAT:
+    """Random 3-SAT with a dense reward for format.
+
+    Index i of a split is the problem with seed i. The seed's text is `str(i)` in the training split, as in the seed project, and
+    `eval-i` in the evaluation split: no seed serves both, so equal indices are different problems and no prompt is shared.
+
+    The formula has k variables and m clauses, drawn uniformly from `size_range(d)`, where the difficulty d is `difficulty`
+    or, if that is None, 0.3 + (i mod 100) / 250.
+
+    A completion answers with k bits, `<SOLUTION>0 1 ...</SOLUTION>`; if there are several such blocks, the last counts. `Score.parts`:
+
+        correctness     1.0 if the bits satisfy the formula, 0 if not, -0.2 if the answer is malformed: no block, anything but k bits
+                        and white space in it, or anything after it
+        strict_format   0.15 x 0.3 if well formed and the only block
+        soft_format     0.10 x 0.2 if there is a block
+        shape           0.15 x 0.3 if the block holds exactly k bits, whatever else it holds
+        no_trailing     0.10 x max(0, 0.2 - 0.001 x characters after the block); 0 without a block
+        charset         0.05 x 0.1 if the block holds nothing but bits and white space
+
+    The reward is their sum, from -0.2 (no block) to 1.135.
+
+    Args:
+        difficulty: d in [0, 1] for every problem, or None for the seed's own.
+        max_solution_frac: the largest fraction of all 2^k assignments that may solve a problem, in (0, 1), or None for the formula as
+            drawn. A random guess is right no more often than this. Clauses that would leave no solution are drawn again, and clauses
+            are added until few enough solutions are left, so problems are always solvable, and longer than `size_range` says.
+        system_prompt: the system message, or None for no system message.
+
+    Raises:
+        ConfigError: a value is out of range, or no problem of this difficulty can have so few solutions.
+    """
+
+    difficulty: float | None
+    max_solution_frac: float | None
+    system_prompt: str | None
+
+    def __post_init__(self) -> None:
+        if self.difficulty is not None and not 0 <= self.difficulty <= 1:
+            raise ConfigError(f"task.difficulty={self.difficulty} must lie in [0, 1]; null takes it from each problem's seed")
+        if self.system_prompt is not None and not self.system_prompt.strip():
+            raise ConfigError("task.system_prompt is blank; set it to null to send no system message")
+        if self.max_solution_frac is None:
+            return
+        fewest_variables = size_range(_seed_difficulty(0) if self.difficulty is None else self.difficulty)[0][0]
+        if not 2**-fewest_variables <= self.max_solution_frac < 1:
+            raise ConfigError(
+                f"task.max_solution_frac={self.max_solution_frac} must lie in [{2**-fewest_variables}, 1): problems of this difficulty "
+                f"have {fewest_variables} variables or more, so one solution is up to 1/{2**fewest_variables} of all assignments. "
+                "Raise it, raise task.difficulty, or set it to null to keep formulas as drawn"
+            )
+
+    def problems(self, split: Split) -> LazyProblems:
+        """The first 10^9 problems of a split, made when they are indexed; ids are `sat-i` and `sat-eval-i`."""
+        return LazyProblems(self._train_problem if split is Split.TRAIN else self._eval_problem, range(NUM_PROBLEMS))
+
+    def score(self, problem: Problem, text: str) -> Score:
+        """Judge the assignment in `text` by the reward table above."""
+        parts = _reward_parts(Formula.from_dimacs(problem.answer), text)
+        return Score(reward=sum(parts.values()), is_correct=parts["correctness"] == 1.0, parts=parts)
+
+    def _train_problem(self, index: int) -> Problem:
+        return self._problem(f"sat-{index}", str(index), index)
+
+    def _eval_problem(self, index: int) -> Problem:
+        return self._problem(f"sat-eval-{index}", f"eval-{index}", index)
+
+    def _problem(self, problem_id: str, seed: str, index: int) -> Problem:
+        difficulty = _seed_difficulty(index) if self.difficulty is None else self.difficulty
+        formula = generate_formula(seed, difficulty, self.max_solution_frac)
+        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        return Problem(problem_id, (*system, {"role": "user", "content": prompt_text(formula)}), formula.to_dimacs())
+
+
+def size_range(difficulty: float) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(fewest, most) variables and (fewest, most) clauses of a problem; both ends included."""
+    variables = 4 + int(5.5 * difficulty), 4 + int(11 * difficulty)
+    clauses = 5 + int(7.5 * difficulty), 5 + int(15 * difficulty)
+    return variables, clauses
+
+
+def generate_formula(seed: str, difficulty: float, max_solution_frac: float | None) -> Formula:
+    """The formula of a seed. The same arguments give the same formula on every machine and Python version.
+
+    With `max_solution_frac`, the formula is satisfiable, and the fraction of assignments that satisfy it is no larger.
+    """
+    rng = random.Random(hashlib.sha256(seed.encode()).digest())
+    variables, clauses = size_range(difficulty)
+    num_variables = rng.randint(*variables)
+    num_clauses = rng.randint(*clauses)
+    if max_solution_frac is None:
+        return Formula(num_variables, tuple(_draw_clause(rng, num_variables) for _ in range(num_clauses)))
+    return Formula(num_variables, _draw_until_hard(rng, num_variables, num_clauses, max_solution_frac))
+
+
+def prompt_text(formula: Formula) -> str:
+    """The user message: the clauses in words, and how to answer."""
+    clauses = "\n".join(f"({' OR '.join(_literal_text(literal) for literal in clause)})" for clause in formula.clauses)
+    return (
+        f"SAT Problem\nVariables: x1 to x{formula.num_variables}\nClauses:\n{clauses}\n\n"
+        "Find values of the variables that make every clause true. Provide your final assignment between <SOLUTION></SOLUTION> "
+        f"as space-separated 0/1: {formula.num_variables} values, from x1 to x{formula.num_variables}, and nothing after it."
+    )
+
+
+def _literal_text(literal: int) -> str:
+    return f"x{literal}" if literal > 0 else f"NOT x{-literal}"
+
+
+def _seed_difficulty(index: int) -> float:
+    return 0.3 + (index % 100) / 250
+
+
+def _draw_clause(rng: random.Random, num_variables: int) -> Clause:
+    a, b, c = rng.sample(range(1, num_variables + 1), 3)
+    return (_draw_sign(rng) * a, _draw_sign(rng) * b, _draw_sign(rng) * c)
+
+
+def _draw_sign(rng: random.Random) -> int:
+    return -1 if rng.random() < 0.5 else 1
+
+
+def _draw_until_hard(rng: random.Random, num_variables: int, num_clauses: int, max_solution_frac: float) -> tuple[Clause, ...]:
+    """At least `num_clauses` clauses that some, but at most `max_solution_frac`, of the assignments satisfy.
+
+    Ends: while two solutions are left, a clause that names a variable they differ in can exclude one and keep the other.
+    """
+    solutions = _all_assignments(num_variables)  # [S, k]
+    most_solutions = max_solution_frac * len(solutions)
+    clauses: list[Clause] = []
+    while len(clauses) < num_clauses or len(solutions) > most_solutions:
+        clause = _draw_clause(rng, num_variables)
+        literals = np.array(clause)
+        values = solutions[:, np.abs(literals) - 1]  # [S, 3]
+        kept = solutions[(values == (literals > 0)).any(axis=1)]  # [S', k]
+        excludes_some = len(kept) < len(solutions)
+        if len(kept) > 0 and (excludes_some or len(clauses) < num_clauses):
+            clauses.append(clause)
+            solutions = kept
+    return tuple(clauses)
+
+
+@lru_cache(maxsize=16)
+def _all_assignments(num_variables: int) -> NDArray[np.bool_]:
+    """[2^k, k] bool: every assignment of k variables; not to be written to, as it is shared."""
+    codes = np.arange(2**num_variables)
+    assignments = (codes[:, None] >> np.arange(num_variables)) & 1 == 1
+    assignments.flags.writeable = False
+    return assignments
+
+
+def _reward_parts(formula: Formula, text: str) -> dict[str, float]:
+    """The six weighted terms of the reward table of `SAT`."""
+    block = last_tagged(text, "SOLUTION")
+    if block is None:
+        return {"correctness": -0.2, "strict_format": 0.0, "soft_format": 0.0, "shape": 0.0, "no_trailing": 0.0, "charset": 0.0}
+    bits = [char == "1" for char in block.content if char in "01"]
+    has_k_bits = len(bits) == formula.num_variables
+    is_only_bits = re.fullmatch(r"[01\s]*", block.content) is not None
+    is_well_formed = has_k_bits and is_only_bits and block.num_trailing_chars == 0
+    return {
+        "correctness": float(formula.is_satisfied_by(bits)) if is_well_formed else -0.2,
+        "strict_format": 0.15 * 0.3 if is_well_formed and block.is_only_block else 0.0,
+        "soft_format": 0.10 * 0.2,
+        "shape": 0.15 * 0.3 if has_k_bits else 0.0,
+        "no_trailing": 0.10 * max(0.0, 0.2 - 0.001 * block.num_trailing_chars),
+        "charset": 0.05 * 0.1 if is_only_bits else 0.0,
+    }

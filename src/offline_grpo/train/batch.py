@@ -1,0 +1,105 @@
+"""From scored rollouts to flat token batches, and from a batch to the microbatches of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, pairwise
+
+import torch
+
+from offline_grpo.types import BatchTotals, FinishReason, Rollout, TokenBatch
+
+
+def build_batch(rollouts: Sequence[Rollout], *, temperature: float, mask_truncated: bool) -> TokenBatch:
+    """Lay S rollouts end to end, on the CPU; advantages are 0 until `with_advantages`.
+
+    Args:
+        rollouts: S rollouts.
+        temperature: what the sampler divided the logits by.
+        mask_truncated: leave the tokens of completions that hit the length limit out of the loss.
+    """
+    lengths = [len(r.prompt_ids) + len(r.completion.token_ids) for r in rollouts]
+    sequence_lengths = torch.tensor(lengths)
+    sequence_ids = torch.repeat_interleave(torch.arange(len(rollouts)), sequence_lengths)  # [T]
+    starts = torch.repeat_interleave(sequence_lengths.cumsum(0) - sequence_lengths, sequence_lengths)  # [T]
+    position_ids = torch.arange(len(sequence_ids)) - starts
+    prompt_lengths = torch.tensor([len(r.prompt_ids) for r in rollouts])[sequence_ids]  # [T]
+    is_trained = torch.tensor([not (mask_truncated and r.completion.finish_reason is FinishReason.LENGTH) for r in rollouts])
+    completion_mask = (position_ids >= prompt_lengths) & is_trained[sequence_ids]
+    token_ids = torch.tensor(list(chain.from_iterable((*r.prompt_ids, *r.completion.token_ids) for r in rollouts)))
+    logprobs = torch.tensor(list(chain.from_iterable((*([0.0] * len(r.prompt_ids)), *r.completion.logprobs) for r in rollouts)))
+    zeros = torch.zeros(len(token_ids))
+    return TokenBatch(
+        token_ids=token_ids,
+        position_ids=position_ids,
+        sequence_ids=sequence_ids,
+        completion_mask=completion_mask,
+        advantages=zeros,
+        rollout_logprobs=torch.where(completion_mask, logprobs, zeros),
+        old_logprobs=zeros,
+        ref_logprobs=None,
+        temperature=torch.full_like(zeros, temperature),
+        sequence_lengths=tuple(lengths),
+    )
+
+
+def with_advantages(batch: TokenBatch, advantages: Sequence[float]) -> TokenBatch:
+    """The batch with S advantages, one for every completion token of its sequence."""
+    per_token = torch.tensor(advantages, dtype=torch.float32)[batch.sequence_ids]  # [T]
+    return replace(batch, advantages=per_token * batch.completion_mask)
+
+
+def totals_of(batch: TokenBatch, sequences: Sequence[int], *, max_new_tokens: int) -> BatchTotals:
+    """The denominators of an optimizer batch made of these sequences, whichever process trains them."""
+    chosen = torch.zeros(batch.num_sequences, dtype=torch.bool)
+    chosen[list(sequences)] = True
+    num_tokens = int((batch.completion_mask & chosen[batch.sequence_ids]).sum())
+    return BatchTotals(num_completion_tokens=num_tokens, num_sequences=len(sequences), max_new_tokens=max_new_tokens)
+
+
+def split_updates(num_sequences: int, *, num_updates: int | None, sequences_per_update: int | None) -> list[range]:
+    """Consecutive, nearly equal runs of sequences, one for each update of a pass; exactly one of the two sizes is given.
+
+    Example: split_updates(5, num_updates=2, sequences_per_update=None) -> [range(0, 3), range(3, 5)].
+    """
+    if sequences_per_update is not None:
+        num_updates = -(-num_sequences // sequences_per_update)
+        bounds = [min(i * sequences_per_update, num_sequences) for i in range(num_updates + 1)]
+    else:
+        assert num_updates is not None
+        num_updates = min(num_updates, num_sequences)
+        bounds = [-(-i * num_sequences // num_updates) for i in range(num_updates + 1)]
+    return [range(first, last) for first, last in pairwise(bounds)]
+
+
+def share_of_rank(sequences: Sequence[int], lengths: Sequence[int], *, rank: int, world_size: int) -> list[int]:
+    """The sequences that this process trains, longest first: dealt out in turn, so that every process gets like lengths."""
+    return sorted(sequences, key=lambda s: (-lengths[s], s))[rank::world_size]
+
+
+def microbatches(
+    sequences: Sequence[int], lengths: Sequence[int], *, batch_size: int | None, max_tokens: int | None, padded: bool
+) -> list[list[int]]:
+    """Cut sequences, sorted by length so that rows of one microbatch pad little, into microbatches.
+
+    Args:
+        batch_size: sequences per microbatch, or None.
+        max_tokens: tokens per microbatch, or None; counts padding where `padded`. A longer sequence gets a microbatch of its own.
+    """
+    result: list[list[int]] = []
+    size = 0  # tokens of the current microbatch
+    for s in sequences:
+        if batch_size is not None:
+            is_full = not result or len(result[-1]) == batch_size
+        else:
+            assert max_tokens is not None
+            longest = lengths[result[-1][0]] if result and padded else lengths[s]
+            grown = longest * (len(result[-1]) + 1) if result and padded else size + lengths[s]
+            is_full = not result or grown > max_tokens
+        if is_full:
+            result.append([])
+            size = 0
+        result[-1].append(s)
+        size += lengths[s]
+    return result

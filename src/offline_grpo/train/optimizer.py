@@ -1,0 +1,98 @@
+"""Optimizers, each a small factory: settings now, parameters once the model is loaded."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offline_grpo.errors import ConfigError
+
+
+def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices with weight decay, vectors (norms, biases) without."""
+    parameters = list(parameters)
+    matrices = [p for p in parameters if p.ndim >= 2]
+    vectors = [p for p in parameters if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """torch.optim.AdamW (Loshchilov & Hutter, arXiv 1711.05101)."""
+
+    lr: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+
+    def create(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """An optimizer over fp32 `parameters`."""
+        return torch.optim.AdamW(
+            decay_groups(parameters, self.weight_decay), lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW8bit:
+    """bitsandbytes' AdamW with block-wise 8-bit state (Dettmers et al., arXiv 2110.02861)."""
+
+    lr: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+
+    def __post_init__(self) -> None:
+        try:
+            importlib.import_module("bitsandbytes")
+        except (ImportError, OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"train/optimizer=adamw_8bit: bitsandbytes cannot be used here ({str(error).splitlines()[0]}); "
+                "install it with `uv sync` on a machine with a CUDA GPU, or use train/optimizer=adamw"
+            ) from error
+
+    def create(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """An optimizer over fp32 `parameters`.
+
+        Raises:
+            ConfigError: bitsandbytes has no 8-bit optimizer for the parameters' device.
+        """
+        from bitsandbytes.optim.adamw import AdamW8bit as BitsAndBytesAdamW8bit
+
+        groups = decay_groups(parameters, self.weight_decay)
+        device = groups[0]["params"][0].device
+        if device.type != "cuda":
+            raise ConfigError(
+                f"train/optimizer=adamw_8bit: bitsandbytes' 8-bit state needs a CUDA device and the model is on {device}; "
+                "use train/optimizer=adamw"
+            )
+        return BitsAndBytesAdamW8bit(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adafactor:
+    """transformers' Adafactor (Shazeer & Stern, arXiv 1804.04235)."""
+
+    lr: float
+    weight_decay: float
+    scale_parameter: bool
+    relative_step: bool
+
+    def create(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """An optimizer over fp32 `parameters`; with `relative_step` it sets its own learning rate."""
+        from transformers.optimization import Adafactor as TransformersAdafactor
+
+        return TransformersAdafactor(
+            decay_groups(parameters, self.weight_decay),
+            lr=None if self.relative_step else self.lr,  # type: ignore[arg-type]
+            scale_parameter=self.scale_parameter,
+            relative_step=self.relative_step,
+            warmup_init=False,
+        )

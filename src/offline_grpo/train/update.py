@@ -1,0 +1,204 @@
+"""One iteration's optimizer updates: batch in, changed weights and metrics out.
+
+    score once (old, reference) -> for each epoch, for each update: microbatches forward and backward -> sum over processes -> step
+
+Every loss and metric is a sum of shares divided by the totals of the whole optimizer batch, so neither the number of microbatches
+nor the number of processes changes the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offline_grpo.config import TrainConfig
+from offline_grpo.errors import NonFiniteError
+from offline_grpo.interfaces import Loss
+from offline_grpo.model.policy import Policy, Scorer
+from offline_grpo.parallel import Ranks
+from offline_grpo.seeding import derive_seed
+from offline_grpo.train.batch import microbatches, share_of_rank, split_updates, totals_of
+from offline_grpo.train.schedule import lr_scale
+from offline_grpo.types import TokenBatch
+
+
+@dataclass
+class UpdateCounters:
+    """What is counted over the whole run, and saved with it."""
+
+    num_updates: int = 0  # attempted, refused ones included: the position in the learning-rate schedule
+    num_refused: int = 0
+    num_refused_in_a_row: int = 0
+
+    @property
+    def version(self) -> int:
+        """Updates that the weights carry."""
+        return self.num_updates - self.num_refused
+
+
+@dataclass
+class Updater:
+    """Applies updates to a policy. `counters`, the optimizer and the scaler are the state that a checkpoint saves."""
+
+    policy: Policy
+    reference: Scorer | None
+    loss: Loss
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler  # type: ignore[name-defined]
+    config: TrainConfig
+    ranks: Ranks
+    max_new_tokens: int
+    planned_updates: int
+    seed: int
+    failure_dir: Path
+    counters: UpdateCounters = field(default_factory=UpdateCounters)
+
+    def __post_init__(self) -> None:
+        self._peak_lrs: list[float | None] = [group["lr"] for group in self.optimizer.param_groups]
+
+    def run(self, batch: TokenBatch, *, iteration: int) -> dict[str, float]:
+        """Every update of an iteration on `batch` (CPU tensors, the same on every process). Returns metrics averaged over updates.
+
+        `batch.old_logprobs` and `ref_logprobs` are filled in by `score`, where this iteration needs them.
+        """
+        torch.manual_seed(derive_seed(self.seed, "dropout", iteration, self.ranks.rank))
+        updates = [sequences for _ in range(self.config.epochs) for sequences in self.updates_of(batch)]
+        results = [self._update(batch, sequences, iteration) for sequences in updates]
+        applied = [metrics for metrics in results if metrics is not None]
+        means = {name: sum(metrics[name] for metrics in applied) / len(applied) for name in (applied[0] if applied else ())}
+        return means | {"num_updates": float(len(applied)), "num_updates_refused": float(len(results) - len(applied)), **self._lr_metric()}
+
+    def updates_of(self, batch: TokenBatch) -> list[range]:
+        """The sequences of each update of one pass."""
+        per_update = None
+        if self.config.grad_accum_steps is not None:
+            assert self.config.batch_size is not None
+            per_update = self.config.batch_size * self.config.grad_accum_steps
+        return split_updates(batch.num_sequences, num_updates=self.config.updates_per_iteration, sequences_per_update=per_update)
+
+    def needs_old_logprobs(self, batch: TokenBatch) -> bool:
+        """With a single update per iteration the policy itself is the old policy, and no extra forward pass is needed."""
+        return self.loss.kl_in_reward or len(self.updates_of(batch)) * self.config.epochs > 1
+
+    def score(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with the logprobs of the policy before its first update, and of the reference, where the iteration needs them."""
+        old = self._score_all(self.policy, batch) if self.needs_old_logprobs(batch) else None
+        ref = self._score_all(self.reference, batch) if self.reference is not None else None
+        return batch.with_logprobs(old=old, ref=ref)
+
+    def _score_all(self, scorer: Scorer, batch: TokenBatch) -> Tensor:
+        logprobs = torch.zeros_like(batch.old_logprobs)  # [T]
+        mine = share_of_rank(range(batch.num_sequences), batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size)
+        for sequences in self._microbatches(mine, batch):
+            part = scorer.logprobs(batch.select(sequences).to(scorer.device)).cpu()
+            logprobs[_positions(batch, sequences)] = part
+        self.ranks.sum_([logprobs])
+        return logprobs
+
+    def _update(self, batch: TokenBatch, sequences: Sequence[int], iteration: int) -> dict[str, float] | None:
+        """One optimizer step on these sequences and its metrics; None if loss or gradient was not finite and the step was refused."""
+        self._set_lr()
+        totals = totals_of(batch, sequences, max_new_tokens=self.max_new_tokens)
+        mine = share_of_rank(sequences, batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size)
+        shares: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.policy.device))
+        is_on_policy = not self.needs_old_logprobs(batch)
+        self.policy.model.train()
+        for chosen in self._microbatches(mine, batch):
+            part = batch.select(chosen).to(self.policy.device)
+            stats = self.policy.score(part, entropy_requires_grad=self.loss.entropy_coef != 0)
+            if is_on_policy:
+                part = part.with_logprobs(old=stats.logprobs.detach())
+            output = self.loss(stats, part, totals)
+            self.scaler.scale(output.loss).backward()
+            for name, share in output.metrics.items():
+                shares[name] = shares[name] + share
+        metrics = self._sum_over_ranks(shares)
+        metrics["grad_norm"] = self._gradient_norm()
+        is_finite = all(map(math.isfinite, metrics.values()))
+        if is_finite:
+            self.scaler.step(self.optimizer)
+            self.policy.masters.publish()
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._count(is_finite, batch, sequences, iteration)
+        return metrics if is_finite else None
+
+    def _gradient_norm(self) -> float:
+        """Sum the gradients over processes, undo the loss scale, clip. Returns the L2 norm before clipping."""
+        parameters = list(self.policy.masters.parameters.values())
+        for parameter in parameters:
+            if parameter.grad is None:  # no sequence of this process reached it
+                parameter.grad = torch.zeros_like(parameter)
+        self.ranks.sum_([p.grad for p in parameters if p.grad is not None])
+        self.scaler.unscale_(self.optimizer)
+        return torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip).item()
+
+    def _count(self, is_finite: bool, batch: TokenBatch, sequences: Sequence[int], iteration: int) -> None:
+        self.counters.num_updates += 1
+        self.counters.num_refused_in_a_row = 0 if is_finite else self.counters.num_refused_in_a_row + 1
+        self.counters.num_refused += not is_finite
+        if self.counters.num_refused_in_a_row < self.config.max_bad_updates:
+            return
+        path = self.failure_dir / f"failed_batch_iter_{iteration:03d}.pt"
+        if self.ranks.is_main:
+            part = batch.select(sequences)
+            torch.save({name: getattr(part, name) for name in part.__dataclass_fields__}, path)
+        raise NonFiniteError(
+            f"{self.counters.num_refused_in_a_row} updates in a row had a non-finite loss or gradient and were refused "
+            f"(train.max_bad_updates={self.config.max_bad_updates}); the last batch is in {path}. "
+            "The weights are those of the last good update: lower train.lr, or look at the batch's logprobs and advantages"
+        )
+
+    def _sum_over_ranks(self, shares: dict[str, Tensor]) -> dict[str, float]:
+        names = sorted(self.ranks.from_main(list(shares)))
+        values = [shares[name] for name in names]
+        stacked = torch.stack(values)
+        self.ranks.sum_([stacked])
+        return dict(zip(names, stacked.tolist(), strict=True))
+
+    def _microbatches(self, sequences: Sequence[int], batch: TokenBatch) -> list[list[int]]:
+        return microbatches(
+            sequences,
+            batch.sequence_lengths,
+            batch_size=self.config.batch_size,
+            max_tokens=self.config.tokens_per_microbatch,
+            padded=self.policy.packing == "padded",
+        )
+
+    def _set_lr(self) -> None:
+        scale = lr_scale(
+            self.counters.num_updates,
+            num_updates=self.planned_updates,
+            warmup_steps=self.config.warmup_steps,
+            schedule=self.config.schedule,
+        )
+        for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
+            if peak is not None:  # None: an optimizer that sets its own (Adafactor's relative_step)
+                group["lr"] = peak * scale
+
+    def _lr_metric(self) -> dict[str, float]:
+        lr = self.optimizer.param_groups[0]["lr"]
+        return {} if lr is None else {"lr": lr}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer, scaler and counters, for the checkpoint."""
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(), "counters": vars(self.counters).copy()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict()`."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.counters = UpdateCounters(**state["counters"])
+
+
+def _positions(batch: TokenBatch, sequences: Sequence[int]) -> Tensor:
+    """Where the tokens of these sequences stand in the batch, in the order that `select` puts them: [T']."""
+    ends = torch.tensor(batch.sequence_lengths).cumsum(0).tolist()
+    return torch.cat([torch.arange(ends[s] - batch.sequence_lengths[s], ends[s]) for s in sequences])

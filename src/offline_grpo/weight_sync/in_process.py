@@ -1,0 +1,31 @@
+"""Weight sync for a client that samples from the trained module itself: nothing moves, only the version is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.interfaces import RolloutClient
+from offline_grpo.types import SyncReport
+
+
+class InProcess:
+    """The client's module is the policy's module, so every weight is covered by being the same object."""
+
+    def __init__(self) -> None:
+        self._client: RolloutClient | None = None
+
+    def connect(self, policy: Any, client: RolloutClient) -> None:
+        """Raises ConfigError unless the client samples from the policy's own module."""
+        if getattr(client, "model", None) is not policy.model:
+            raise ConfigError(
+                f"weight_sync=in_process: {type(client).__name__} does not sample from the trained module; "
+                "use generation=transformers, or a weight_sync that moves weights"
+            )
+        self._client = client
+
+    def push(self, policy: Any, *, version: int) -> SyncReport:
+        """Tell the client which version the shared weights have."""
+        assert self._client is not None, "push() before connect()"
+        self._client.version = version
+        return SyncReport(version=version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)

@@ -1,0 +1,138 @@
+"""The evaluator with a scripted engine: what it asks for, what it makes of the answers, and independence of the number of processes."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.eval.evaluator import PassAtKEvaluator, Replicate
+from offline_grpo.interfaces import Evaluator
+from offline_grpo.types import Completion, FinishReason, Message, Problem, SamplingParams, Score, Split
+
+EOS = 0
+PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": f"{i}"},), answer=f"{i}") for i in range(5)]
+SAMPLING = SamplingParams(max_new_tokens=8, temperature=0.7, stop=("#",))
+
+
+class EchoTask:
+    """Right if the text is the answer; the reward is the text's length."""
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return PROBLEMS
+
+    def score(self, problem: Problem, text: str) -> Score:
+        return Score(reward=float(len(text)), is_correct=text == problem.answer, parts={})
+
+
+@dataclass
+class SeededClient:
+    """Answers "<digit>#x" where the digit follows from prompt and seed alone; every third seed runs into the token limit."""
+
+    version: int = 0
+    calls: list[tuple[list[list[int]], list[int]]] = field(default_factory=list)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, group_size: int, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        assert group_size == 1
+        assert sampling is SAMPLING
+        self.calls.append(([list(prompt) for prompt in prompts], list(seeds)))
+        return [[self.complete(prompt, seed)] for prompt, seed in zip(prompts, seeds, strict=True)]
+
+    def complete(self, prompt: Sequence[int], seed: int) -> Completion:
+        text = f"{prompt[0] - ord('0') if seed % 2 else 9}#x"
+        finish = FinishReason.LENGTH if seed % 3 == 0 else FinishReason.STOP
+        token_ids = (*map(ord, text), EOS)
+        return Completion(token_ids, (0.0,) * len(token_ids), finish, version=0)
+
+
+def encode(messages: Sequence[Message]) -> list[int]:
+    return [ord(character) for message in messages for character in message["content"]]
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return "".join(chr(token) for token in token_ids if token != EOS)
+
+
+def evaluator(**changes: object) -> PassAtKEvaluator:
+    settings = {
+        "task": EchoTask(),
+        "problems": PROBLEMS,
+        "encode": encode,
+        "decode": decode,
+        "sampling": SAMPLING,
+        "ks": [1, 2],
+        "replicates": 3,
+        "seed_base": 4242,
+        "bootstrap_samples": 100,
+    }
+    return PassAtKEvaluator(**(settings | changes))  # type: ignore[arg-type]
+
+
+def seed_of(*parts: object) -> int:
+    digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 2**63
+
+
+def test_every_problem_is_asked_replicates_times_with_its_own_seeds() -> None:
+    client = SeededClient()
+    subject = evaluator()
+    assert isinstance(subject, Evaluator)
+    subject.evaluate(client, cycle=7)
+    [(prompts, seeds)] = client.calls
+    assert prompts == [[ord(str(i))] for i in range(5) for _ in range(3)]
+    assert seeds == [seed_of(4242, 7, f"p{i}", rep) for i in range(5) for rep in range(3)]
+
+
+def test_metrics_follow_from_the_scripted_answers() -> None:
+    metrics = evaluator().evaluate(SeededClient(), cycle=0)
+    seeds = [[seed_of(4242, 0, f"p{i}", rep) for rep in range(3)] for i in range(5)]
+    right = [[seed % 2 == 1 for seed in row] for row in seeds]
+    assert 0 < sum(map(sum, right)) < 15
+    assert metrics["pass@1"] == pytest.approx(sum(map(sum, right)) / 15)
+    assert metrics["pass_ordered@2"] == pytest.approx(sum(any(row[:2]) for row in right) / 5)
+    assert metrics["truncated_frac"] == pytest.approx(sum(seed % 3 == 0 for row in seeds for seed in row) / 15)
+    assert metrics["reward_mean_all"] == 1.0, "the text is cut at the stop string and has no EOS"
+    assert metrics["completion_tokens_mean"] == 4.0, "the length counts all tokens, EOS too"
+
+
+def test_cycles_differ_and_repeat() -> None:
+    first, again, next_cycle = (evaluator(seed_base=1).evaluate(SeededClient(), cycle=cycle) for cycle in (0, 0, 1))
+    assert first == again
+    assert first != next_cycle
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 16])
+def test_any_number_of_processes_gives_the_same_metrics(world_size: int) -> None:
+    shares: list[list[Replicate]] = []
+    for rank in range(world_size):  # first pass: each process's share, as the collective would see it
+
+        def capture(share: list[Replicate]) -> list[Replicate]:
+            shares.append(share)
+            return [Replicate(0.0, False, False, 0)] * 15
+
+        evaluator(rank=rank, world_size=world_size, gather=capture).evaluate(SeededClient(), cycle=2)
+    joined = [replicate for share in shares for replicate in share]
+    alone = evaluator().evaluate(SeededClient(), cycle=2)
+    for rank in range(world_size):
+        client = SeededClient()
+        assert evaluator(rank=rank, world_size=world_size, gather=lambda _: joined).evaluate(client, cycle=2) == alone
+        assert sum(len(seeds) for _, seeds in client.calls) == len(shares[rank])
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ks": [1, 4]}, "k=4 .*eval.replicates=3"),
+        ({"ks": []}, "eval.ks"),
+        ({"problems": []}, "eval.num_ids"),
+        ({"bootstrap_samples": 0}, "eval.bootstrap_samples=0"),
+        ({"sampling": SamplingParams(max_new_tokens=8, temperature=0.0)}, "greedy"),
+    ],
+)
+def test_impossible_settings_are_refused_at_construction(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        evaluator(**changes)

@@ -1,0 +1,117 @@
+"""The estimators against hand-computed numbers and brute force over all subsets."""
+
+from itertools import combinations
+from statistics import pstdev
+
+import numpy as np
+import pytest
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.eval.pass_at_k import ReplicateTable, metrics_with_intervals, pass_at_k
+
+
+def table_of(correct: list[list[int]], rewards: list[list[float]] | None = None) -> ReplicateTable:
+    is_correct = np.array(correct, dtype=bool)
+    return ReplicateTable(
+        rewards=np.array(correct if rewards is None else rewards, dtype=float),
+        is_correct=is_correct,
+        is_truncated=np.zeros_like(is_correct),
+        num_tokens=np.full(is_correct.shape, 7),
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_correct", "k", "expected"),
+    [(0, 2, 0.0), (1, 1, 0.25), (1, 2, 0.5), (2, 2, 5 / 6), (3, 2, 1.0), (1, 4, 1.0), (4, 1, 1.0), (2, 3, 1.0)],
+)
+def test_hand_computed_with_four_replicates(num_correct: int, k: int, expected: float) -> None:
+    assert pass_at_k(np.array([num_correct]), 4, k) == pytest.approx([expected], abs=1e-15)
+
+
+@pytest.mark.parametrize("replicates", [1, 3, 6])
+def test_agrees_with_the_share_of_subsets_that_hold_a_right_answer(replicates: int) -> None:
+    for num_correct in range(replicates + 1):
+        answers = [True] * num_correct + [False] * (replicates - num_correct)
+        for k in range(1, replicates + 1):
+            subsets = list(combinations(answers, k))
+            share = sum(any(subset) for subset in subsets) / len(subsets)
+            assert pass_at_k(np.array([num_correct]), replicates, k)[0] == pytest.approx(share, abs=1e-14)
+
+
+def test_exact_where_binomials_exceed_float_range() -> None:
+    # 1 of 2000 right, k = 1000: half of all subsets hold it; C(2000, 1000) is about 1e600.
+    assert pass_at_k(np.array([1]), 2000, 1000)[0] == pytest.approx(0.5, abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_k_beyond_the_replicates_is_refused(k: int) -> None:
+    with pytest.raises(ConfigError, match=rf"k={k} .*eval.replicates=4"):
+        pass_at_k(np.array([1]), 4, k)
+    with pytest.raises(ConfigError, match=r"eval\.ks"):
+        metrics_with_intervals(table_of([[1, 0, 0, 0]]), [1, k], bootstrap_samples=1, seed=0)
+
+
+def test_all_metrics_of_a_hand_computed_table() -> None:
+    table = ReplicateTable(
+        rewards=np.array([[0.0, 1.0, 0.5, 0.5], [0.25, 0.25, 0.25, 0.25]]),
+        is_correct=np.array([[False, True, False, False], [False, False, False, False]]),
+        is_truncated=np.array([[True, False, False, False], [False, False, True, True]]),
+        num_tokens=np.array([[1, 2, 3, 4], [10, 10, 10, 20]]),
+    )
+    metrics = metrics_with_intervals(table, [1, 2], bootstrap_samples=50, seed=0)
+    expected = {
+        "tasks": 2,
+        "replicates": 4,
+        "pass@1": 0.125,
+        "pass@2": 0.25,
+        "pass_ordered@1": 0.0,
+        "pass_ordered@2": 0.5,
+        "mean@1": 0.125,
+        "mean@2": (0.5 + 0.25) / 2,
+        "best@1": 0.125,
+        "best@2": (1.0 + 0.25) / 2,
+        "reward_mean_all": 0.375,
+        "reward_std_all": pstdev([0.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]),
+        "success_rate_all": 0.125,
+        "truncated_frac": 3 / 8,
+        "completion_tokens_mean": (10 + 50) / 8,
+        "reward_mean_taskavg_all": 0.375,
+        "success_rate_taskavg_all": 0.125,
+    }
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected)
+    with_interval = set(expected) - {"tasks", "replicates", "reward_mean_taskavg_all", "success_rate_taskavg_all"}
+    assert set(metrics) == set(expected) | {f"{key}_{end}" for key in with_interval for end in ("low", "high")}
+
+
+def test_interval_of_two_problems_spans_both() -> None:
+    # Resamples of {0, 1} have means 0, 1/2, 1 with probabilities 1/4, 1/2, 1/4: both 2.5 % tails reach the ends.
+    metrics = metrics_with_intervals(table_of([[0, 0], [1, 1]]), [1], bootstrap_samples=500, seed=1)
+    assert (metrics["pass@1_low"], metrics["pass@1"], metrics["pass@1_high"]) == (0.0, 0.5, 1.0)
+    # One reward 0 and one reward 1 has std 1/2, the same problem twice has none.
+    assert (metrics["reward_std_all_low"], metrics["reward_std_all_high"]) == pytest.approx((0.0, 0.5))
+
+
+def test_interval_matches_the_normal_approximation_for_many_problems() -> None:
+    correct = np.random.default_rng(0).random((2000, 1)) < 0.3
+    metrics = metrics_with_intervals(table_of(correct.astype(int).tolist()), [1], bootstrap_samples=2000, seed=0)
+    p = correct.mean()
+    half_width = 1.96 * (p * (1 - p) / 2000) ** 0.5
+    assert metrics["pass@1_low"] == pytest.approx(p - half_width, abs=0.1 * half_width)
+    assert metrics["pass@1_high"] == pytest.approx(p + half_width, abs=0.1 * half_width)
+
+
+def test_interval_holds_the_truth_about_nineteen_times_in_twenty() -> None:
+    rng = np.random.default_rng(3)
+    truth, covered, trials = 0.4, 0, 300
+    for trial in range(trials):
+        correct = (rng.random((60, 4)) < rng.beta(2, 3, size=(60, 1))).astype(int)  # mean of Beta(2, 3) is 0.4
+        metrics = metrics_with_intervals(table_of(correct.tolist()), [1], bootstrap_samples=200, seed=trial)
+        covered += metrics["pass@1_low"] <= truth <= metrics["pass@1_high"]
+    assert 0.89 <= covered / trials <= 0.98
+
+
+def test_same_seed_same_interval() -> None:
+    table = table_of(np.random.default_rng(0).integers(0, 2, (20, 4)).tolist())
+    first, again, other = (metrics_with_intervals(table, [1, 2], bootstrap_samples=30, seed=seed) for seed in (5, 5, 6))
+    assert first == again
+    assert first != other

@@ -1,0 +1,133 @@
+"""Every setting acts, and every setting outside its range is refused by name. A new field must be added to CHANGES, or the test fails."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from offline_grpo.advantage import group_advantages
+from offline_grpo.errors import ConfigError
+from offline_grpo.loss.base import ClippedLoss
+from offline_grpo.loss.cispo import CISPO
+from offline_grpo.loss.dapo import DAPO
+from offline_grpo.loss.dr_grpo import DrGRPO
+from offline_grpo.loss.grpo import GRPO
+from offline_grpo.loss.gspo import GSPO
+
+LOSSES = [GRPO, DAPO, DrGRPO, GSPO, CISPO]
+ACTIVE = {
+    "clip_low": 0.05,
+    "clip_high": 0.05,
+    "dual_clip": 1.12,
+    "kl_coef": 0.1,
+    "kl_importance_weight": True,
+    "entropy_coef": 0.03,
+    "importance_correction": "token_truncate",
+    "importance_cap": 1.3,
+    "importance_floor": 0.8,
+}
+CHANGES = {
+    "clip_low": 0.1,
+    "clip_high": 0.1,
+    "dual_clip": None,
+    "kl_coef": 0.2,
+    "kl_estimator": "k2",
+    "kl_placement": "reward",
+    "kl_importance_weight": False,
+    "entropy_coef": 0.0,
+    "importance_correction": "sequence_mask",
+    "importance_cap": 1.6,
+    "importance_floor": 0.7,
+    "scale_rewards": "none",
+}
+REWARDS = [[0.3, 1.0, -0.5, 0.1, 0.0, 0.9], [0.0, 1.0, 1.0, 1.0, 0.2, 1.0], [0.0, 0.1, 0.0, 0.0, 0.0, 0.1], [2.0, 0.0, 1.0, 1.0, 0.0, 1.0]]
+INVALID = [
+    ("clip_low", 1.5),
+    ("clip_high", -0.1),
+    ("dual_clip", 1.04),
+    ("kl_coef", -0.1),
+    ("kl_estimator", "k4"),
+    ("kl_placement", "rewards"),
+    ("entropy_coef", float("nan")),
+    ("importance_correction", "truncate"),
+    ("importance_cap", 0.9),
+    ("importance_floor", -0.1),
+    ("scale_rewards", "std"),
+]
+
+
+def build(loss_class, settings):
+    names = {field.name for field in fields(loss_class)}
+    return loss_class(**{name: value for name, value in settings.items() if name in names})
+
+
+def outcome(loss, inputs):
+    """Loss and gradients from the rewards on: what a run with this loss would see."""
+    policy, batch, totals = inputs
+    advantages = torch.tensor(group_advantages(REWARDS, scale=loss.scale_rewards), dtype=torch.float64).flatten()  # [S]
+    batch = replace(batch, advantages=advantages[batch.sequence_ids] * batch.completion_mask)
+    value = loss(policy, batch, totals).loss
+    grads = torch.autograd.grad(value, (policy.logprobs, policy.entropy), allow_unused=True, materialize_grads=True)
+    return torch.cat([value.detach()[None], *grads])
+
+
+@pytest.mark.parametrize(
+    ("loss_class", "name"),
+    [(loss_class, field.name) for loss_class in LOSSES for field in fields(loss_class)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_every_setting_acts(plain, random_inputs, loss_class, name):
+    settings = plain | ACTIVE
+    before = outcome(build(loss_class, settings), random_inputs(num_sequences=24))
+    after = outcome(build(loss_class, settings | {name: CHANGES[name]}), random_inputs(num_sequences=24))
+    assert not torch.allclose(before, after, rtol=0, atol=1e-6)
+
+
+def test_each_choice_differs_from_the_others(plain, random_inputs):
+    for name, choices in {
+        "kl_estimator": ["k1", "k2", "k3"],
+        "importance_correction": ["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"],
+        "scale_rewards": ["group", "batch", "none"],
+    }.items():
+        results = [outcome(build(DAPO, plain | ACTIVE | {name: choice}), random_inputs(num_sequences=24)) for choice in choices]
+        for i, first in enumerate(results):
+            assert not any(torch.allclose(first, other, rtol=0, atol=1e-6) for other in results[i + 1 :]), name
+
+
+@pytest.mark.parametrize(("name", "value"), INVALID)
+def test_invalid_values_are_refused_by_name(plain, name, value):
+    with pytest.raises(ConfigError, match=rf"train\.loss\.{name} is .*; set it to "):
+        build(GRPO, plain | ACTIVE | {name: value})
+
+
+def test_kl_term_is_proportional_to_its_coefficient(plain, random_inputs):
+    for kl_coef in (0.0, 0.1, 0.2):
+        metrics = build(DAPO, plain | {"kl_coef": kl_coef, "dual_clip": None})(*random_inputs()).metrics
+        torch.testing.assert_close(metrics["loss_kl"], kl_coef * metrics["kl_divergence"])
+
+
+def test_kl_in_reward_leaves_the_loss_alone_and_keeps_the_metric(plain, random_inputs):
+    base = plain | {"dual_clip": None}
+    in_reward = build(GRPO, base | {"kl_coef": 0.1, "kl_placement": "reward"})
+    without, metrics = build(GRPO, base)(*random_inputs()), in_reward(*random_inputs()).metrics
+    assert in_reward.kl_in_reward
+    assert not build(GRPO, base).kl_in_reward
+    assert metrics["loss_kl"] == 0
+    assert metrics["loss_total"] == without.loss
+    assert metrics["kl_divergence"] > 0
+
+
+def test_reference_is_needed_for_a_kl_term_alone(plain, random_inputs):
+    policy, batch, totals = random_inputs()
+    batch = replace(batch, ref_logprobs=None)
+    base = plain | {"dual_clip": None}
+    with pytest.raises(ValueError, match="ref_logprobs"):
+        build(GRPO, base | {"kl_coef": 0.1})(policy, batch, totals)
+    metrics = build(GRPO, base)(policy, batch, totals).metrics
+    assert metrics["kl_divergence"] == metrics["loss_kl"] == 0
+
+
+def test_only_the_clipped_losses_have_a_dual_clip():
+    assert [loss_class for loss_class in LOSSES if issubclass(loss_class, ClippedLoss)] == [GRPO, DAPO, DrGRPO, GSPO]

@@ -1,0 +1,233 @@
+"""The loss head against materialised logits and autograd in float64, and its promises about memory, precision and side effects."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offline_grpo.model.logprobs import head_stats
+
+NUM_TOKENS, HIDDEN, VOCAB = 13, 8, 50
+
+
+def make_inputs(dtype: torch.dtype = torch.float64, *, num_tokens: int = NUM_TOKENS) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "hidden": normal(num_tokens, HIDDEN).to(dtype).requires_grad_(),
+        "weight": normal(VOCAB, HIDDEN).to(dtype).requires_grad_(),
+        "bias": normal(VOCAB).to(dtype).requires_grad_(),
+        "targets": torch.randint(VOCAB, (num_tokens,), generator=generator),
+        "temperature": (0.1 + 9.9 * torch.rand(num_tokens, generator=generator)).float(),
+    }
+
+
+def materialised(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition, in float64."""
+    logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
+    log_p = torch.log_softmax(logits / temperature.double()[:, None], dim=-1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def gradients(outputs: tuple[Tensor, Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    """Of a weighted sum of both outputs whose weights differ from token to token, in sign too."""
+    coefs = torch.linspace(-1, 2, len(outputs[0]), dtype=torch.float64)
+    total = (coefs * outputs[0]).sum()
+    if outputs[1].requires_grad:
+        total = total + (coefs.flip(0) * outputs[1]).sum()
+    return torch.autograd.grad(total, leaves, retain_graph=True)
+
+
+@pytest.mark.parametrize("chunk_vocab", [None, 1, 7, VOCAB])
+def test_values_and_gradients_are_those_of_materialised_logits(chunk_vocab: int | None) -> None:
+    inputs = make_inputs()
+    leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
+    expected = materialised(**inputs)
+    actual = head_stats(**inputs, entropy_requires_grad=True, chunk_vocab=chunk_vocab)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(gradients(actual, leaves), gradients(expected, leaves), rtol=1e-10, atol=1e-12)
+
+
+def test_two_tokens_by_hand() -> None:
+    # Logits 0 and ln 3 at temperature 1: p = 1/4, 3/4. At temperature 0.5 the gap doubles: p = 1/10, 9/10.
+    hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [1.0986122886681098]])
+    temperature, targets = torch.tensor([1.0, 0.5]), torch.tensor([0, 1])
+    logprobs, entropy = head_stats(hidden, weight, None, targets, temperature, entropy_requires_grad=False)
+    torch.testing.assert_close(logprobs, torch.tensor([-1.3862944, -0.1053605]))
+    torch.testing.assert_close(entropy, torch.tensor([0.5623351, 0.3250830]))
+
+
+def test_gradcheck() -> None:
+    inputs = make_inputs(num_tokens=3)
+    targets, temperature = inputs["targets"], inputs["temperature"]
+
+    def head(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return head_stats(hidden, weight, bias, targets, temperature, entropy_requires_grad=True, chunk_vocab=16)
+
+    assert torch.autograd.gradcheck(head, (inputs["hidden"], inputs["weight"], inputs["bias"]))
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["logprobs", "entropy"])
+def test_gradient_of_one_output_alone(used: int) -> None:
+    inputs = make_inputs()
+    leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
+    actual = torch.autograd.grad(head_stats(**inputs, entropy_requires_grad=True, chunk_vocab=7)[used].sum(), leaves)
+    torch.testing.assert_close(actual, torch.autograd.grad(materialised(**inputs)[used].sum(), leaves), rtol=1e-10, atol=1e-12)
+
+
+def test_entropy_as_metric_has_no_gradient_and_leaves_that_of_the_logprobs_alone() -> None:
+    inputs = make_inputs()
+    leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
+    logprobs, entropy = head_stats(**inputs, entropy_requires_grad=False)
+    expected_logprobs, expected_entropy = materialised(**inputs)
+    assert not entropy.requires_grad
+    torch.testing.assert_close(entropy, expected_entropy.detach())
+    torch.testing.assert_close(gradients((logprobs, entropy), leaves), gradients((expected_logprobs, entropy), leaves))
+
+
+@pytest.mark.parametrize("trained", ["hidden", "weight", "bias"])
+def test_only_what_is_trained_gets_a_gradient(trained: str) -> None:
+    inputs = make_inputs()
+    expected = gradients(materialised(**inputs), [inputs[trained]])
+    for name in {"hidden", "weight", "bias"} - {trained}:
+        inputs[name].requires_grad_(False)
+    outputs = head_stats(**inputs, entropy_requires_grad=True)
+    torch.testing.assert_close(gradients(outputs, [inputs[trained]]), expected)
+
+
+def test_a_frozen_weight_costs_no_weight_gradient() -> None:
+    inputs = make_inputs(torch.float32) | {"bias": None}
+    with LargestTensor() as trained:
+        head_stats(**inputs, entropy_requires_grad=False, chunk_vocab=10)[0].sum().backward()
+    inputs["weight"].requires_grad_(False)
+    with LargestTensor() as frozen:
+        head_stats(**inputs, entropy_requires_grad=False, chunk_vocab=10)[0].sum().backward()
+    assert trained.num_elements == VOCAB * HIDDEN
+    assert frozen.num_elements == 2 * NUM_TOKENS * 10
+
+
+def test_a_tied_weight_gets_both_gradients() -> None:
+    embedding = torch.randn(VOCAB, HIDDEN, dtype=torch.float64, requires_grad=True)
+    token_ids, targets, temperature = torch.arange(5), torch.arange(5) + 1, torch.ones(5)
+    arguments = (embedding[token_ids], embedding, None, targets, temperature)
+    actual = gradients(head_stats(*arguments, entropy_requires_grad=True), [embedding])
+    torch.testing.assert_close(actual, gradients(materialised(*arguments), [embedding]))
+
+
+def test_float32_is_right_to_rounding_whatever_the_chunk() -> None:
+    inputs = make_inputs(torch.float32)
+    leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
+    expected = materialised(**inputs)
+    expected_gradients = gradients(expected, leaves)
+    whole = head_stats(**inputs, entropy_requires_grad=True, chunk_vocab=VOCAB)
+    for chunk_vocab in (3, 16, 49):
+        tiled = head_stats(**inputs, entropy_requires_grad=True, chunk_vocab=chunk_vocab)
+        assert tiled[0].dtype == tiled[1].dtype == torch.float32
+        torch.testing.assert_close(tiled, whole, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(tiled, expected, rtol=2e-6, atol=2e-6, check_dtype=False)
+        torch.testing.assert_close(gradients(tiled, leaves), expected_gradients, rtol=1e-5, atol=1e-5, check_dtype=False)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 10.0])
+def test_logits_of_ten_thousand(temperature: float) -> None:
+    # Logits are whole numbers that float32 holds exactly; neighbours differ by 0 .. 3, so p is far from one-hot.
+    logits = 10_000.0 + torch.arange(24).reshape(4, 6) % 4  # [4, 6]
+    logits[1] -= 20_000.0
+    hidden, weight = torch.eye(4, requires_grad=True), logits.T.contiguous().requires_grad_()
+    arguments = (hidden, weight, None, torch.tensor([0, 3, 2, 5]), torch.full((4,), temperature))
+    actual, expected = head_stats(*arguments, entropy_requires_grad=True, chunk_vocab=4), materialised(*arguments)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, check_dtype=False)
+    torch.testing.assert_close(gradients(actual, [weight]), gradients(expected, [weight]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_certain_token_has_entropy_zero_and_finite_gradients() -> None:
+    hidden = torch.eye(2, requires_grad=True)
+    weight = torch.tensor([[1e4, 0.0], [0.0, 1e4], [-1e4, -1e4]], requires_grad=True)
+    logprobs, entropy = head_stats(
+        hidden, weight, None, torch.tensor([0, 2]), torch.full((2,), 0.1), entropy_requires_grad=True, chunk_vocab=2
+    )
+    torch.testing.assert_close(logprobs, torch.tensor([0.0, -2e5]))
+    torch.testing.assert_close(entropy, torch.zeros(2))
+    assert all(torch.isfinite(gradient).all() for gradient in gradients((logprobs, entropy), [hidden, weight]))
+
+
+def test_bfloat16_inputs_cost_only_the_rounding_of_their_gradients() -> None:
+    inputs = make_inputs(torch.bfloat16)
+    leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
+    actual, expected = head_stats(**inputs, entropy_requires_grad=True, chunk_vocab=16), materialised(**inputs)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, check_dtype=False)
+    assert [gradient.dtype for gradient in gradients(actual, leaves)] == [torch.bfloat16] * 3
+    torch.testing.assert_close(gradients(actual, leaves), gradients(expected, leaves), rtol=2**-7, atol=1e-5)
+
+
+def test_no_tokens() -> None:
+    inputs = make_inputs(torch.float32, num_tokens=0)
+    outputs = head_stats(**inputs, entropy_requires_grad=True)
+    assert [tuple(output.shape) for output in outputs] == [(0,), (0,)]
+    gradient_hidden, gradient_weight, gradient_bias = gradients(outputs, [inputs["hidden"], inputs["weight"], inputs["bias"]])
+    assert gradient_hidden.shape == (0, HIDDEN)
+    assert not gradient_weight.any()
+    assert not gradient_bias.any()
+
+
+def test_inputs_are_not_mutated_and_equal_calls_give_equal_bits() -> None:
+    inputs = make_inputs(torch.float32)
+    leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
+    before = {name: tensor.clone() for name, tensor in inputs.items()}
+    results = []
+    for _ in range(2):
+        outputs = head_stats(**inputs, entropy_requires_grad=True, chunk_vocab=7)
+        results.append((*outputs, *gradients(outputs, leaves)))
+    assert all(torch.equal(inputs[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+
+
+def test_a_second_backward_through_one_forward_gives_the_same_gradients() -> None:
+    inputs = make_inputs(torch.float32)
+    outputs = head_stats(**inputs, entropy_requires_grad=True)
+    first, second = (gradients(outputs, [inputs["weight"]])[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_without_grad_mode_nothing_is_kept_for_backward() -> None:
+    with torch.no_grad():
+        logprobs, entropy = head_stats(**make_inputs(), entropy_requires_grad=True)
+    assert logprobs.grad_fn is None
+    assert entropy.grad_fn is None
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the size of the largest tensor that any operation returns."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.num_elements = max(self.num_elements, tensor.numel())
+        return result
+
+
+def test_no_tensor_is_larger_than_two_tiles_or_an_input() -> None:
+    num_tokens, vocab, hidden_size, chunk_vocab = 64, 1000, 8, 128
+    hidden = torch.randn(num_tokens, hidden_size, requires_grad=True)
+    weight = torch.randn(vocab, hidden_size, requires_grad=True)
+    targets, temperature = torch.arange(num_tokens), torch.ones(num_tokens)
+    with LargestTensor() as largest:
+        outputs = head_stats(hidden, weight, None, targets, temperature, entropy_requires_grad=True, chunk_vocab=chunk_vocab)
+        (outputs[0].sum() + outputs[1].sum()).backward()
+    assert largest.num_elements == 2 * num_tokens * chunk_vocab
+
+
+def test_the_automatic_chunk_bounds_memory_for_many_tokens() -> None:
+    num_tokens, vocab = 4096, 8192
+    hidden, weight = torch.randn(num_tokens, 2), torch.randn(vocab, 2)
+    with LargestTensor() as largest, torch.no_grad():
+        head_stats(hidden, weight, None, torch.zeros(num_tokens, dtype=torch.long), torch.ones(num_tokens), entropy_requires_grad=False)
+    assert largest.num_elements * 4 <= 2 * 8 * 2**20

@@ -1,0 +1,81 @@
+"""fp32 masters behind a 16-bit model."""
+
+import torch
+from torch import nn
+
+from offline_grpo.model.masters import MasterWeights
+
+
+def model(dtype):
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 16)
+    nn.init.normal_(layer.weight, std=0.02)
+    return layer.to(dtype)
+
+
+def steps(parameters, layer, masters, num_steps=20, lr=1e-6):
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    for _ in range(num_steps):
+        layer(torch.ones(1, 16, dtype=layer.weight.dtype)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if masters is not None:
+            masters.publish()
+
+
+def test_masters_move_where_bf16_weights_do_not():
+    alone = model(torch.bfloat16)
+    before = alone.weight.detach().clone()
+    steps(alone.parameters(), alone, None)
+    share_moved_alone = (alone.weight != before).float().mean()
+
+    layer = model(torch.bfloat16)
+    masters = MasterWeights(layer.named_parameters())
+    masters_before = masters.parameters["weight"].detach().clone()
+    steps(masters.parameters.values(), layer, masters, num_steps=200)
+    moved = masters.parameters["weight"].detach() - masters_before
+    assert share_moved_alone < 0.2
+    assert (moved != 0).all()
+    assert torch.allclose(moved, torch.full_like(moved, -200e-6), rtol=0.02)  # Adam moves each weight by lr a step
+    assert torch.equal(layer.weight, masters.parameters["weight"].bfloat16())
+    assert (layer.weight != before).float().mean() > 0.5
+
+
+def test_gradients_accumulate_in_fp32():
+    layer = model(torch.bfloat16)
+    masters = MasterWeights(layer.named_parameters())
+    big, small = torch.full((1, 16), 256.0).bfloat16(), torch.full((1, 16), 1.0).bfloat16()
+    layer(big).float().sum().backward()
+    for _ in range(3):
+        layer(small).float().sum().backward()
+    gradient = masters.parameters["weight"].grad
+    assert gradient is not None
+    assert gradient.dtype == torch.float32
+    assert torch.equal(gradient, torch.full_like(gradient, 259.0))  # bf16 has no 259: it would stay at 256
+    assert layer.weight.grad is None
+
+
+def test_an_fp32_model_is_its_own_master():
+    layer = model(torch.float32)
+    masters = MasterWeights(layer.named_parameters())
+    assert masters.parameters["weight"] is layer.weight
+    assert masters.state_dict() == {}
+
+
+def test_publishing_writes_in_place_and_state_restores():
+    layer = model(torch.bfloat16)
+    address = layer.weight.data_ptr()
+    masters = MasterWeights(layer.named_parameters())
+    state = {name: value.clone() for name, value in masters.state_dict().items()}
+    steps(masters.parameters.values(), layer, masters, lr=1e-2)
+    assert layer.weight.data_ptr() == address
+    assert not torch.equal(masters.parameters["weight"], state["weight"])
+    masters.load_state_dict(state)
+    assert torch.equal(masters.parameters["weight"], state["weight"])
+    assert torch.equal(layer.weight, state["weight"].bfloat16())
+
+
+def test_frozen_weights_have_no_master():
+    layer = model(torch.bfloat16)
+    layer.bias.requires_grad_(False)
+    assert set(MasterWeights(layer.named_parameters()).parameters) == {"weight"}

@@ -1,0 +1,79 @@
+"""What the policy says about a flat batch, against transformers' own logits one sequence at a time."""
+
+import pytest
+import torch
+from conftest import make_llama, make_qwen2
+from peft import LoraConfig, get_peft_model
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.model.policy import Scorer
+
+
+def oracle(model, batch):
+    """Logprobs and entropies from the full logits of each sequence alone."""
+    logprobs, entropies, start = [], [], 0
+    for length in batch.sequence_lengths:
+        ids = batch.token_ids[start : start + length]
+        log_p = (model(input_ids=ids[None]).logits[0].float() / batch.temperature[start]).log_softmax(-1)  # [L, V]
+        zero = torch.zeros(1)
+        logprobs.append(torch.cat([zero, log_p[:-1].gather(1, ids[1:, None])[:, 0]]))
+        entropies.append(torch.cat([zero, -(log_p.exp() * log_p).sum(-1)[:-1]]))
+        start += length
+    mask = batch.completion_mask
+    return torch.cat(logprobs) * mask, torch.cat(entropies) * mask
+
+
+@pytest.mark.parametrize("make", [make_qwen2, make_llama])
+@pytest.mark.parametrize("order", [list(range(12)), [11, 3, 0, 7], [5]])
+def test_scores_equal_one_sequence_at_a_time(make, order, token_batch):
+    model = make()
+    batch = token_batch.select(order)
+    stats = Scorer(model, "padded").score(batch)
+    logprobs, entropy = oracle(model, batch)
+    assert torch.allclose(stats.logprobs, logprobs, atol=2e-5)
+    assert torch.allclose(stats.entropy, entropy, atol=2e-5)
+    assert logprobs.abs().max() > 1  # the oracle says something
+
+
+def test_gradient_equals_autograd_through_full_logits(token_batch):
+    ours, theirs = make_qwen2(), make_qwen2()
+    Scorer(ours, "padded").score(token_batch).logprobs.sum().backward()
+    oracle(theirs, token_batch)[0].sum().backward()
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, atol=1e-4, rtol=1e-3), name
+
+
+def test_temperature_of_the_sampler_is_part_of_the_score(token_batch):
+    model = make_qwen2()
+    hot = Scorer(model, "padded").score(token_batch)
+    cold_batch = type(token_batch)(**{n: getattr(token_batch, n) for n in token_batch.__dataclass_fields__} | {"temperature": torch.ones_like(token_batch.temperature)})
+    assert not torch.allclose(hot.logprobs, Scorer(model, "padded").score(cold_batch).logprobs, atol=1e-2)
+
+
+def test_reference_under_the_adapters_is_the_base_model(token_batch):
+    base = Scorer(make_qwen2(), "padded").logprobs(token_batch)
+    adapted = get_peft_model(make_qwen2(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
+    policy = Scorer(adapted, "padded")
+    assert not torch.allclose(policy.logprobs(token_batch), base, atol=1e-2)
+    assert torch.equal(Scorer(adapted, "padded", without_adapter=True).logprobs(token_batch), base)
+
+
+def test_dropout_is_off_without_gradient_and_the_mode_comes_back(token_batch):
+    model = get_peft_model(make_qwen2(), LoraConfig(r=4, lora_dropout=0.5, target_modules="all-linear", init_lora_weights=False))
+    model.train()
+    policy = Scorer(model, "padded")
+    assert torch.equal(policy.logprobs(token_batch), policy.logprobs(token_batch))
+    assert model.training
+
+
+def test_models_that_bend_their_logits_are_refused():
+    config = Gemma2Config(
+        vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16
+    )
+    config.final_logit_softcapping = 1.0
+    model = Gemma2ForCausalLM(config)
+    torch.nn.init.normal_(model.lm_head.weight, std=3.0)
+    with pytest.raises(ConfigError, match="soft-capping"):
+        Scorer(model, "padded").check_head()
+    Scorer(make_llama(), "padded").check_head()

@@ -1,0 +1,77 @@
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.report.hydra_callback import SweepSummary
+from offline_grpo.report.sweep import main, print_sweep, sweep_table
+
+
+def make_run(run_dir: Path, overrides: list[str], pass_at_1: list[float], *, num_train: int) -> None:
+    """`pass_at_1` before training and after each iteration; every iteration took a minute and a half."""
+    (run_dir / ".hydra").mkdir(parents=True)
+    (run_dir / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
+    (run_dir / ".hydra" / "config.yaml").write_text(yaml.safe_dump({"train": {"iterations": 2}}))
+    if not pass_at_1:
+        return
+    (run_dir / "metrics").mkdir()
+    for i, value in enumerate(pass_at_1):
+        metrics = {"pass@1": value, "pass@1_low": value - 0.125, "pass@1_high": value + 0.125}
+        (run_dir / "metrics" / ("eval_init.json" if i == 0 else f"eval_iter_{i - 1:03d}.json")).write_text(json.dumps(metrics))
+    for i in range(num_train):
+        metrics = {"reward_mean": 0.5 + i / 4, "time/generate_s": 60.0, "time/train_s": 30.0}
+        (run_dir / "metrics" / f"train_iter_{i:03d}.json").write_text(json.dumps(metrics))
+
+
+@pytest.fixture
+def multirun_dir(tmp_path: Path) -> Path:
+    make_run(tmp_path / "0", ["task=sat", "train.lr=1e-6"], [0.25, 0.625, 0.5], num_train=2)
+    make_run(tmp_path / "1", ["task=sat", "train.lr=1e-5"], [], num_train=0)
+    make_run(tmp_path / "2", ["task=sat", "train.lr=5e-6"], [0.25, 0.75], num_train=1)
+    return tmp_path
+
+
+def test_runs_are_ordered_by_final_pass_at_1_and_failures_come_last(multirun_dir: Path) -> None:
+    stopped, done, failed = sweep_table(multirun_dir)
+    assert (stopped.name, stopped.status, stopped.final_pass_at_1, stopped.minutes) == ("2", "stopped at 1/2", 0.75, 1.5)
+    assert (done.name, done.status, done.overrides) == ("0", "done", {"task": "sat", "train.lr": "1e-6"})
+    assert (done.final_pass_at_1, done.final_low, done.final_high, done.best_pass_at_1) == (0.5, 0.375, 0.625, 0.625)
+    assert (done.reward, done.minutes) == (0.75, 3.0)
+    assert (failed.name, failed.status, failed.final_pass_at_1, failed.reward, failed.minutes) == ("1", "no metrics", None, None, None)
+
+
+def test_the_table_is_printed_and_saved_for_programs_and_people(multirun_dir: Path) -> None:
+    stream = io.StringIO()
+    print_sweep(multirun_dir, Console(file=stream, width=200))
+    assert "0.500 [0.375, 0.625]" in stream.getvalue()
+    with (multirun_dir / "summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["run"], row["task"], row["train.lr"], row["pass@1"]) for row in rows] == [
+        ("2", "sat", "5e-6", "0.75"),
+        ("0", "sat", "1e-6", "0.5"),
+        ("1", "sat", "1e-5", ""),
+    ]
+    lines = (multirun_dir / "summary.md").read_text().splitlines()
+    assert lines[0] == "| run | train.lr | pass@1 [95 %] | best | reward | minutes | status |", "task is the same for all"
+    assert lines[3] == "| 0 | 1e-6 | 0.500 [0.375, 0.625] | 0.625 | 0.750 | 3.0 | done |"
+    assert lines[4] == "| 1 | 1e-5 |  |  |  |  | no metrics |"
+
+
+def test_command_line(multirun_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(multirun_dir)]) == 0
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / "empty")]) == 2
+    assert "holds no runs" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="multirun"):
+        sweep_table(tmp_path / "empty")
+
+
+def test_the_hydra_callback_prints_the_table_of_its_sweep(multirun_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    SweepSummary().on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(multirun_dir)}}}))
+    assert "3 runs" in capsys.readouterr().out

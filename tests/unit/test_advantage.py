@@ -1,0 +1,64 @@
+"""Group advantages against worked examples and Python's statistics module."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from offline_grpo.advantage import group_advantages, zero_signal_groups
+
+GROUPS = [[1.0, 0.0, 0.0, 0.0], [0.3, -0.2, 0.9], [2.0, 2.0]]
+
+
+def test_worked_example():
+    assert group_advantages([[1, 0], [5, 5]], scale="none") == [[0.5, -0.5], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_values_against_statistics(scale):
+    flat_std = statistics.stdev(reward for group in GROUPS for reward in group)
+    for rewards, advantages in zip(GROUPS, group_advantages(GROUPS, scale=scale), strict=True):
+        divisor = {"group": statistics.stdev(rewards) + 1e-4, "batch": flat_std + 1e-4, "none": 1.0}[scale]
+        assert advantages == pytest.approx([(reward - statistics.fmean(rewards)) / divisor for reward in rewards])
+
+
+def test_group_scale_has_zero_mean_and_unit_std():
+    (advantages,) = group_advantages([[0.3, -0.2, 0.9, 0.1]], scale="group")
+    assert statistics.fmean(advantages) == pytest.approx(0, abs=1e-12)
+    assert statistics.stdev(advantages) == pytest.approx(1, rel=1e-3)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 7, 16])
+@pytest.mark.parametrize("reward", [-0.2, 0.1, 1 / 3, 1e6 + 0.1])
+def test_constant_groups_are_exactly_zero(scale, size, reward):
+    advantages = group_advantages([[reward] * size, [0.0, 1.0]], scale=scale)
+    assert advantages[0] == [0.0] * size
+    assert advantages[1][0] < 0 < advantages[1][1]
+
+
+def test_rounding_noise_is_not_signal():
+    rewards = [0.1 + 0.2, 0.3, 0.3]
+    assert len(set(rewards)) > 1
+    assert group_advantages([rewards], scale="group") == [[0.0, 0.0, 0.0]]
+
+
+def test_small_but_real_differences_are_signal():
+    (advantages,) = group_advantages([[0.0, 1e-4]], scale="group")
+    assert advantages[1] == pytest.approx(0.5e-4 / (1e-4 / 2**0.5 + 1e-4))
+
+
+def test_group_scale_ignores_other_groups():
+    alone = group_advantages(GROUPS[:1], scale="group")[0]
+    assert group_advantages(GROUPS, scale="group")[0] == alone
+
+
+def test_zero_signal_groups():
+    assert zero_signal_groups(group_advantages(GROUPS, scale="group")) == [False, False, True]
+    assert zero_signal_groups([]) == group_advantages([], scale="batch") == []
+
+
+def test_unknown_scale_is_refused():
+    with pytest.raises(ValueError, match="group, batch, none"):
+        group_advantages(GROUPS, scale="std")

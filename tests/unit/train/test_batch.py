@@ -1,0 +1,87 @@
+"""Flat batches, and how they are cut into updates, shares and microbatches."""
+
+import pytest
+import torch
+
+from offline_grpo.train.batch import build_batch, microbatches, share_of_rank, split_updates, totals_of, with_advantages
+from offline_grpo.types import Completion, FinishReason, Rollout, Score
+
+
+def rollout(prompt, completion, reason=FinishReason.STOP):
+    logprobs = tuple(-0.1 * t for t in completion)
+    return Rollout(tuple(prompt), Completion(tuple(completion), logprobs, reason, 0), "", Score(0.0, False, {}))
+
+
+def example(**settings):
+    rollouts = [rollout([5, 6], [7]), rollout([8], [9, 10], FinishReason.LENGTH)]
+    return build_batch(rollouts, temperature=0.7, **{"mask_truncated": False, **settings})
+
+
+def test_layout_is_the_documented_example():
+    batch = example()
+    assert batch.token_ids.tolist() == [5, 6, 7, 8, 9, 10]
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
+    assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch.completion_mask.tolist() == [False, False, True, False, True, True]
+    assert batch.sequence_lengths == (3, 3)
+    assert batch.rollout_logprobs.tolist() == pytest.approx([0, 0, -0.7, 0, -0.9, -1.0])
+    assert batch.temperature.tolist() == pytest.approx([0.7] * 6)
+
+
+def test_overlong_masking_leaves_truncated_completions_out():
+    batch = example(mask_truncated=True)
+    assert batch.completion_mask.tolist() == [False, False, True, False, False, False]
+    assert batch.rollout_logprobs.tolist() == pytest.approx([0, 0, -0.7, 0, 0, 0])
+    totals = totals_of(batch, [0, 1], max_new_tokens=4)
+    assert (totals.num_completion_tokens, totals.num_sequences) == (1, 2)
+
+
+def test_advantages_stand_on_completion_tokens_alone():
+    assert with_advantages(example(), [2.0, -1.0]).advantages.tolist() == [0, 0, 2, 0, -1, -1]
+
+
+def test_select_takes_whole_sequences_and_renumbers_them():
+    batch = with_advantages(example(), [2.0, -1.0])
+    part = batch.select([1])
+    assert part.token_ids.tolist() == [8, 9, 10]
+    assert part.sequence_ids.tolist() == [0, 0, 0]
+    assert part.advantages.tolist() == [0, -1, -1]
+    both = batch.select([1, 0])
+    assert both.token_ids.tolist() == [8, 9, 10, 5, 6, 7]
+    assert both.sequence_ids.tolist() == [0, 0, 0, 1, 1, 1]
+    assert totals_of(batch, [1], max_new_tokens=4).num_completion_tokens == 2
+
+
+def test_updates_cover_every_sequence_once():
+    assert split_updates(5, num_updates=2, sequences_per_update=None) == [range(0, 3), range(3, 5)]
+    assert split_updates(5, num_updates=None, sequences_per_update=2) == [range(0, 2), range(2, 4), range(4, 5)]
+    assert split_updates(2, num_updates=4, sequences_per_update=None) == [range(0, 1), range(1, 2)]
+    for n in range(1, 30):
+        for k in range(1, 8):
+            parts = split_updates(n, num_updates=k, sequences_per_update=None)
+            assert [s for part in parts for s in part] == list(range(n))
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_shares_of_the_processes_are_disjoint_complete_and_alike():
+    lengths = [3, 9, 4, 1, 7, 7, 2]
+    shares = [share_of_rank(range(7), lengths, rank=r, world_size=3) for r in range(3)]
+    assert sorted(s for share in shares for s in share) == list(range(7))
+    assert [lengths[s] for s in shares[0]] == sorted((lengths[s] for s in shares[0]), reverse=True)
+
+
+def test_microbatches_by_sequences():
+    assert microbatches([0, 1, 2, 3, 4], [1] * 5, batch_size=2, max_tokens=None, padded=True) == [[0, 1], [2, 3], [4]]
+
+
+def test_token_budget_counts_padding_where_rows_are_padded():
+    order, lengths = [0, 1, 2, 3], [10, 4, 4, 2]
+    assert microbatches(order, lengths, batch_size=None, max_tokens=20, padded=False) == [[0, 1, 2, 3]]
+    assert microbatches(order, lengths, batch_size=None, max_tokens=20, padded=True) == [[0, 1], [2, 3]]
+    assert microbatches(order, lengths, batch_size=None, max_tokens=4, padded=True) == [[0], [1], [2], [3]]
+
+
+def test_moving_keeps_everything():
+    batch = example().to(torch.device("cpu"))
+    assert batch.sequence_lengths == (3, 3)
+    assert batch.ref_logprobs is None

@@ -1,0 +1,188 @@
+"""Optimizer updates on a real model: invariance to how the work is cut, and what happens to bad numbers."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import make_qwen2
+
+from offline_grpo.config import TrainConfig
+from offline_grpo.errors import NonFiniteError
+from offline_grpo.loss.dapo import DAPO
+from offline_grpo.loss.grpo import GRPO
+from offline_grpo.model.policy import Policy
+from offline_grpo.parallel import Ranks
+from offline_grpo.train.optimizer import AdamW
+from offline_grpo.train.update import Updater
+
+SETTINGS = {
+    "iterations": 1,
+    "updates_per_iteration": 1,
+    "epochs": 1,
+    "batch_size": 100,
+    "tokens_per_microbatch": None,
+    "grad_accum_steps": None,
+    "lr": 1e-3,
+    "weight_decay": 0.0,
+    "warmup_steps": 0,
+    "schedule": "constant",
+    "grad_clip": 1.0,
+    "kl_coef": 0.0,
+    "entropy_coef": 0.01,
+    "precision": "fp32",
+    "gradient_checkpointing": False,
+    "train_layer_indices": None,
+    "mask_truncated": False,
+    "drop_zero_signal_groups": True,
+    "max_bad_updates": 2,
+    "loss": None,
+    "optimizer": None,
+}
+LOSS = {
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "dual_clip": None,
+    "kl_coef": 0.0,
+    "kl_estimator": "k3",
+    "kl_placement": "loss",
+    "kl_importance_weight": False,
+    "entropy_coef": 0.01,
+    "importance_correction": "none",
+    "importance_cap": 2.0,
+    "importance_floor": 0.0,
+    "scale_rewards": "group",
+}
+
+
+def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, **settings) -> Updater:
+    policy = Policy(make_qwen2().to(dtype), None, "padded")  # type: ignore[arg-type]  # no text here
+    config = TrainConfig(**{**SETTINGS, **settings})
+    return Updater(
+        policy=policy,
+        reference=None,
+        loss=loss(**LOSS),
+        optimizer=AdamW(lr=config.lr, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8).create(policy.masters.parameters.values()),
+        scaler=torch.amp.GradScaler("cpu", enabled=config.precision == "fp16"),
+        config=config,
+        ranks=Ranks(use_cpu=True),
+        max_new_tokens=20,
+        planned_updates=4,
+        seed=0,
+        failure_dir=tmp_path,
+    )
+
+
+def gradient_and_metrics(updater, batch):
+    """The gradient of one update, caught where the optimizer would use it."""
+    caught = {}
+    step = updater.optimizer.step
+    updater.optimizer.step = lambda *a, **k: (caught.update({n: p.grad.clone() for n, p in updater.policy.masters.parameters.items()}), step())[1]
+    metrics = updater.run(updater.score(batch), iteration=0)
+    return caught, metrics
+
+
+@pytest.mark.parametrize("loss", [GRPO, DAPO])
+@pytest.mark.parametrize("cut", [{"batch_size": 1}, {"batch_size": 5}, {"batch_size": None, "tokens_per_microbatch": 40}])
+def test_gradient_does_not_depend_on_the_microbatches(tmp_path, token_batch, loss, cut):
+    whole, whole_metrics = gradient_and_metrics(make_updater(tmp_path, loss=loss), token_batch)
+    parts, part_metrics = gradient_and_metrics(make_updater(tmp_path, loss=loss, **cut), token_batch)
+    for name, gradient in whole.items():
+        assert torch.allclose(gradient, parts[name], atol=1e-6), name
+    assert part_metrics == pytest.approx(whole_metrics, abs=1e-5)
+
+
+def test_gradient_accumulation_is_one_batch_of_k_times_the_size(tmp_path, token_batch):
+    whole, _ = gradient_and_metrics(make_updater(tmp_path), token_batch)
+    accumulated, metrics = gradient_and_metrics(
+        make_updater(tmp_path, updates_per_iteration=None, grad_accum_steps=4, batch_size=3), token_batch
+    )
+    assert metrics["num_updates"] == 1
+    for name, gradient in whole.items():
+        assert torch.allclose(gradient, accumulated[name], atol=1e-6), name
+
+
+def test_first_update_on_fresh_rollouts_has_ratio_one(tmp_path, token_batch):
+    metrics = make_updater(tmp_path).run(token_batch, iteration=0)
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["clip_frac"] == 0
+
+
+def test_old_logprobs_are_those_before_the_first_update(tmp_path, token_batch):
+    updater = make_updater(tmp_path, epochs=3, lr=1e-2)
+    scored = updater.score(token_batch)
+    assert torch.allclose(scored.old_logprobs, updater.policy.logprobs(token_batch), atol=1e-5)
+    metrics = updater.run(scored, iteration=0)
+    assert metrics["num_updates"] == 3
+    assert metrics["ratio_mean"] != pytest.approx(1.0, abs=1e-3)  # later epochs have moved away from it
+    assert not torch.allclose(scored.old_logprobs, updater.policy.logprobs(token_batch), atol=1e-2)
+
+
+def test_updates_leave_the_batch_as_it_was(tmp_path, token_batch):
+    before = {name: getattr(token_batch, name).clone() for name in ("token_ids", "advantages", "rollout_logprobs", "old_logprobs", "completion_mask")}
+    make_updater(tmp_path, epochs=2).run(token_batch, iteration=0)
+    for name, value in before.items():
+        assert torch.equal(getattr(token_batch, name), value), name
+
+
+def test_learning_rate_follows_the_schedule_from_its_first_update(tmp_path, token_batch):
+    updater = make_updater(tmp_path, warmup_steps=2, schedule="linear")
+    assert [updater.run(token_batch, iteration=i)["lr"] for i in range(4)] == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4])
+
+
+def test_gradient_is_clipped_to_the_configured_norm(tmp_path, token_batch):
+    clipped, metrics = gradient_and_metrics(make_updater(tmp_path, grad_clip=0.01), token_batch)
+    assert metrics["grad_norm"] > 0.01
+    assert math.sqrt(sum(float(g.square().sum()) for g in clipped.values())) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("field", ["advantages", "rollout_logprobs"])
+def test_non_finite_updates_are_refused_counted_and_end_the_run(tmp_path, token_batch, field):
+    updater = make_updater(tmp_path)
+    weights = {name: p.detach().clone() for name, p in updater.policy.masters.parameters.items()}
+    bad = replace(token_batch, **{field: getattr(token_batch, field).masked_fill(token_batch.completion_mask, math.nan)})
+    metrics = updater.run(bad, iteration=0)
+    assert metrics["num_updates_refused"] == 1
+    assert metrics["num_updates"] == 0
+    assert all(map(math.isfinite, metrics.values()))
+    assert all(torch.equal(p, weights[name]) for name, p in updater.policy.masters.parameters.items())
+    with pytest.raises(NonFiniteError, match=r"train.max_bad_updates=2.*failed_batch_iter_001.pt"):
+        updater.run(bad, iteration=1)
+    saved = torch.load(tmp_path / "failed_batch_iter_001.pt", weights_only=True)
+    assert torch.equal(saved["token_ids"], token_batch.token_ids)
+
+
+def test_a_good_update_in_between_starts_the_count_again(tmp_path, token_batch):
+    updater = make_updater(tmp_path)
+    bad = replace(token_batch, advantages=token_batch.advantages * math.inf)
+    for iteration, batch in enumerate([bad, token_batch, bad, token_batch]):
+        updater.run(batch, iteration=iteration)
+    assert (updater.counters.num_updates, updater.counters.num_refused, updater.counters.version) == (4, 2, 2)
+
+
+def test_fp16_scales_its_loss_and_the_others_do_not(tmp_path, token_batch):
+    plain = make_updater(tmp_path, precision="bf16", dtype=torch.bfloat16)
+    scaled = make_updater(tmp_path, precision="fp16", dtype=torch.float16, max_bad_updates=20)
+    expected = plain.run(token_batch, iteration=0)["grad_norm"]
+    applied = [m for m in (scaled.run(token_batch, iteration=i) for i in range(20)) if m["num_updates"]]
+    assert plain.state_dict()["scaler"] == {}
+    assert scaled.state_dict()["scaler"]["scale"] > 1
+    assert len(applied) < 20  # the first scales overflow, are refused and halved
+    assert applied[0]["grad_norm"] == pytest.approx(expected, rel=0.2)
+
+
+def test_state_resumes_the_next_update_exactly(tmp_path, token_batch):
+    one = make_updater(tmp_path)
+    for iteration in range(2):
+        one.run(token_batch, iteration=iteration)
+    other = make_updater(tmp_path)
+    other.policy.model.load_state_dict(one.policy.model.state_dict())
+    other.load_state_dict(torch.load(_saved(one, tmp_path), weights_only=True))
+    assert other.run(token_batch, iteration=2) == one.run(token_batch, iteration=2)
+    for name, p in one.policy.masters.parameters.items():
+        assert torch.equal(p, other.policy.masters.parameters[name]), name
+
+
+def _saved(updater, tmp_path):
+    torch.save(updater.state_dict(), tmp_path / "state.pt")
+    return tmp_path / "state.pt"
