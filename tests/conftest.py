@@ -1,50 +1,14 @@
-"""Small real models and batches that many tests share."""
+"""Fixtures that many tests share; the models behind them are made in factories.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from factories import VOCAB, make_qwen2
+from transformers import PreTrainedModel
 
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.types import Completion, FinishReason, Rollout, Score, TokenBatch
-
-VOCAB = 40
-
-
-def make_qwen2(**settings) -> PreTrainedModel:
-    """A random Qwen2 with grouped-query attention and tied embeddings."""
-    torch.manual_seed(0)
-    config = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.3,
-        **settings,
-    }
-    return Qwen2ForCausalLM(Qwen2Config(**config)).eval()
-
-
-def make_llama() -> PreTrainedModel:
-    """A random Llama with an output head of its own."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 @pytest.fixture

@@ -161,6 +161,13 @@ class EvalConfig:
     def __post_init__(self) -> None:
         for name in ("interval", "num_ids", "replicates", "bootstrap_samples", "max_new_tokens"):
             require(getattr(self, name) > 0, f"eval.{name}", getattr(self, name), "must be at least 1")
+        require(
+            self.replicates == 1 or (self.do_sample and self.temperature != 0),
+            "eval.replicates",
+            self.replicates,
+            "greedy decoding (eval.do_sample=false or eval.temperature=0) gives the same completion every time; "
+            "use eval.replicates=1 eval.ks=[1]",
+        )
         require(bool(self.ks), "eval.ks", self.ks, "name at least one k")
         for k in self.ks:
             require(

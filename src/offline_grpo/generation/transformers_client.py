@@ -68,19 +68,17 @@ class TransformersClient:
         with sampling_state(self._lm):
             for start in range(0, len(rows), self.batch_size):
                 batch = rows[start : start + self.batch_size]
-                distinct = list(dict.fromkeys(prompt for prompt, _ in batch))
+                place = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompt for prompt, _ in batch))}
                 draws = self._sample(
-                    [prompts[prompt] for prompt in distinct],
-                    [distinct.index(prompt) for prompt, _ in batch],
+                    [prompts[prompt] for prompt in place],
+                    [place[prompt] for prompt, _ in batch],
                     [seeds[prompt] + replicate for prompt, replicate in batch],
                     sampling,
                     eos_ids,
                 )
                 if (bad := draws.first_non_finite()) is not None:
                     row, step = bad
-                    raise EngineError(
-                        f"logits of token {step} after prompt {batch[row][0]} are not finite (weights version {self.version})"
-                    )
+                    raise EngineError(f"logits of token {step} after prompt {batch[row][0]} are not finite (weights version {self.version})")
                 done.update(zip(batch, draws.completions(self.version), strict=True))
         return [[done[prompt, replicate] for replicate in range(group_size)] for prompt in range(len(prompts))]
 
@@ -100,7 +98,7 @@ class TransformersClient:
         noise = None if sampling.temperature == 0 else uniforms(seeds, sampling.max_new_tokens).to(lm.device)  # [B, N]
         processors = LogitsProcessorList([*filters(sampling), SeededSampler(draws, noise)])
         ends = StoppingCriteriaList([RowEnds(draws, eos_ids, sampling.stop, self.tokenizer)])
-        while len(draws.rows) > 0 and draws.num_steps_left > 0:
+        while True:
             token_ids = lm.generate(
                 token_ids,
                 attention_mask=mask,
@@ -110,9 +108,10 @@ class TransformersClient:
                 stopping_criteria=ends,
             )  # [R, P + step]
             kept = draws.keep_unended()  # [R']
+            if len(kept) == 0 or draws.num_steps_left == 0:
+                return draws
             token_ids, mask = token_ids[kept], pad(mask[kept], (0, token_ids.shape[1] - mask.shape[1]), value=1)
             cache.batch_select_indices(kept)
-        return draws
 
     def _prefill(self, cache: DynamicCache, token_ids: Tensor, mask: Tensor) -> None:
         """Fill the cache with the keys and values of tokens [U, P], without logits."""
@@ -133,9 +132,7 @@ class TransformersClient:
         context = getattr(self._lm.config.get_text_config(decoder=True), "max_position_embeddings", None)
         for index, prompt in enumerate(prompts):
             if len(prompt) == 0:
-                raise ConfigError(
-                    f"prompt {index} has no tokens: there is nothing to continue; check the task's messages and the chat template"
-                )
+                raise ConfigError(f"prompt {index} has no tokens to continue; check the task's messages and the model's chat template")
             if context is not None and len(prompt) + sampling.max_new_tokens > context:
                 raise ConfigError(
                     f"generation.max_new_tokens={sampling.max_new_tokens}: prompt {index} has {len(prompt)} tokens and the model's "

@@ -205,7 +205,16 @@ def _gradient(axes: Axes, history: History) -> None:
     if not len(rate):
         return _legend(axes)
     right = _twin(axes, "learning rate")
-    right.plot(rate.steps, rate.values, color=GREY, linewidth=1.5, linestyle="--", label="learning rate (right)")
+    right.plot(
+        rate.steps,
+        rate.values,
+        color=GREY,
+        linewidth=1.5,
+        linestyle="--",
+        marker="o",
+        markersize=3.5 if len(rate) == 1 else 0,
+        label="learning rate (right)",
+    )
     right.set_ylim(0, 1.1 * rate.values.max() or 1.0)
     right.yaxis.set_major_formatter(SHORT_NUMBER)
     return _legend(axes, right)
@@ -224,7 +233,7 @@ def _time(axes: Axes, history: History) -> None:
             axes.fill_between(steps, bottom, top, color=color, linewidth=0, label=phase)
         else:
             axes.bar(steps, values, width=0.8, bottom=bottom, color=color, label=phase)
-        bottom = bottom
+        bottom = top
     _from_zero(axes)
     return _legend(axes)
 

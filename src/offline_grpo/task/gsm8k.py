@@ -170,7 +170,7 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            where = f"{file}, line {number},"
+            where = f"task.path: {file}, line {number},"
             try:
                 yield Row(where, json.loads(line.decode("utf-8-sig")))
             except (ValueError, RecursionError) as error:
@@ -187,7 +187,7 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
     except pyarrow.ArrowException as error:
         raise ConfigError(f"task.path: {file} is no readable parquet file: {error}") from error
     for number, value in enumerate(values, start=1):
-        yield Row(f"{file}, row {number},", value)
+        yield Row(f"task.path: {file}, row {number},", value)
 
 
 def _hub_rows(path: str, name: str, split_name: str, key: str) -> list[Row]:
@@ -201,4 +201,4 @@ def _hub_rows(path: str, name: str, split_name: str, key: str) -> list[Row]:
             f"task.{key}={split_name}) failed: {error}. Without a network, set task.path to a local .jsonl or .parquet file, or to a "
             "folder that holds one for each split"
         ) from error
-    return [Row(f"{path} ({name}, {split_name}), row {number},", dict(value)) for number, value in enumerate(data, start=1)]
+    return [Row(f"task.path={path} ({name}, {split_name}), row {number},", dict(value)) for number, value in enumerate(data, start=1)]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_llama, make_qwen2
+from factories import make_llama, make_qwen2
 from peft import LoraConfig, get_peft_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 

@@ -5,73 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import make_qwen2
+from factories import make_updater
 
-from offline_grpo.config import TrainConfig
 from offline_grpo.errors import NonFiniteError
 from offline_grpo.loss.dapo import DAPO
 from offline_grpo.loss.grpo import GRPO
-from offline_grpo.model.policy import Policy
-from offline_grpo.parallel import Ranks
-from offline_grpo.train.optimizer import AdamW
-from offline_grpo.train.update import Updater
-
-SETTINGS = {
-    "iterations": 1,
-    "updates_per_iteration": 1,
-    "epochs": 1,
-    "batch_size": 100,
-    "tokens_per_microbatch": None,
-    "grad_accum_steps": None,
-    "lr": 1e-3,
-    "weight_decay": 0.0,
-    "warmup_steps": 0,
-    "schedule": "constant",
-    "grad_clip": 1.0,
-    "kl_coef": 0.0,
-    "entropy_coef": 0.01,
-    "precision": "fp32",
-    "gradient_checkpointing": False,
-    "train_layer_indices": None,
-    "mask_truncated": False,
-    "drop_zero_signal_groups": True,
-    "max_bad_updates": 2,
-    "loss": None,
-    "optimizer": None,
-}
-LOSS = {
-    "clip_low": 0.2,
-    "clip_high": 0.2,
-    "dual_clip": None,
-    "kl_coef": 0.0,
-    "kl_estimator": "k3",
-    "kl_placement": "loss",
-    "kl_importance_weight": False,
-    "entropy_coef": 0.01,
-    "importance_correction": "none",
-    "importance_cap": 2.0,
-    "importance_floor": 0.0,
-    "scale_rewards": "group",
-}
-
-
-def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, **settings) -> Updater:
-    policy = Policy(make_qwen2().to(dtype), None, "padded")  # type: ignore[arg-type]  # no text here
-    config = TrainConfig(**{**SETTINGS, **settings})
-    return Updater(
-        policy=policy,
-        reference=None,
-        loss=loss(**LOSS),
-        optimizer=AdamW(lr=config.lr, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8).create(policy.masters.parameters.values()),
-        scaler=torch.amp.GradScaler("cpu", enabled=config.precision == "fp16"),
-        config=config,
-        ranks=Ranks(use_cpu=True),
-        max_new_tokens=20,
-        planned_updates=4,
-        seed=0,
-        failure_dir=tmp_path,
-    )
-
 
 def gradient_and_metrics(updater, batch):
     """The gradient of one update, caught where the optimizer would use it."""

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from offline_grpo.generation.sampler import Draws, SeededSampler, cut_at_stop, filters, invert_cdf, uniforms
+from offline_grpo.types import FinishReason, SamplingParams
+
+CPU = torch.device("cpu")
+
+
+def test_invert_cdf_by_hand() -> None:
+    probs = torch.tensor([[0.25, 0.0, 0.5, 0.25]]).expand(7, 4)
+    draws = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 0.99, 1 - 2**-24])
+    assert invert_cdf(probs, draws).tolist() == [0, 0, 2, 2, 3, 3, 3]
+
+
+@pytest.mark.parametrize("total", [0.3, 0.9999999, 1.0000001, 3.7])
+def test_the_largest_random_number_never_picks_a_filtered_token(total: float) -> None:
+    """The last tokens have probability 0, and rounding moves the cumulative sum's end off 1."""
+    probs = torch.zeros(1, 100)
+    probs[0, :50] = total / 50
+    assert invert_cdf(probs, torch.tensor([1 - 2**-24])).item() == 49
+    probs[0, 0] = 0.0
+    assert invert_cdf(probs, torch.tensor([0.0])).item() == 1
+
+
+def test_tokens_come_with_their_probabilities() -> None:
+    weights = torch.tensor([5.0, 1.0, 0.0, 3.0, 0.5, 0.5])
+    picks = invert_cdf((weights / 10).expand(20_000, 6), uniforms([7], 20_000)[0])
+    counts = torch.bincount(picks, minlength=6)
+    assert counts[2] == 0
+    expected = weights[weights > 0] * 2_000
+    chi_square = ((counts[weights > 0] - expected) ** 2 / expected).sum().item()
+    assert chi_square < 18.5  # 4 degrees of freedom, p = 0.001
+
+
+def test_random_numbers_of_neighbouring_seeds_are_uniform_and_unrelated() -> None:
+    first = uniforms(range(10_000), 1)[:, 0].numpy()
+    counts = np.histogram(first, bins=50, range=(0, 1))[0]
+    assert ((counts - 200) ** 2 / 200).sum() < 85  # 49 degrees of freedom, p = 0.001
+    assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 0.035  # 3.5 standard errors
+
+
+def test_random_numbers_depend_on_every_bit_of_the_seed_and_on_nothing_else() -> None:
+    rows = uniforms([5, 5 + 2**32, 5 + 2**62, 5], 4)
+    assert len({tuple(row) for row in rows.tolist()}) == 3
+    assert torch.equal(rows[0], rows[3])
+    assert torch.equal(uniforms([9, 5], 8)[1, :4], rows[0])
+
+
+def test_sampler_records_the_sampling_distribution_and_forces_its_token() -> None:
+    logits = torch.tensor([[1.0, 2.0, 0.0], [0.0, 0.0, math.log(2)]])
+    draws = Draws(2, 1, CPU)
+    forced = SeededSampler(draws, torch.tensor([[0.999], [0.3]]))(torch.zeros(2, 1, dtype=torch.long), logits.clone())
+    assert forced.argmax(-1).tolist() == draws.token_ids[:, 0].tolist() == [2, 1]
+    total = math.e + math.e**2 + 1
+    assert draws.logprobs[:, 0].tolist() == pytest.approx([-math.log(total), -math.log(4)], abs=1e-6)
+
+
+def test_greedy_takes_the_most_probable_token() -> None:
+    draws = Draws(1, 1, CPU)
+    SeededSampler(draws, None)(torch.zeros(1, 1, dtype=torch.long), torch.tensor([[0.0, math.log(3), 0.0]]))
+    assert draws.token_ids.tolist() == [[1]]
+    assert draws.logprobs.item() == pytest.approx(math.log(3 / 5), abs=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_non_finite_logit_is_noticed_whatever_is_drawn(bad: float) -> None:
+    for position in range(3):
+        logits = torch.zeros(2, 3)
+        logits[1, position] = bad
+        for noise in (None, torch.tensor([[0.5], [0.1]])):
+            draws = Draws(2, 1, CPU)
+            SeededSampler(draws, noise)(torch.zeros(2, 1, dtype=torch.long), logits.clone())
+            draws.num_tokens += 1
+            assert draws.first_non_finite() == (1, 0)
+
+
+def test_what_follows_a_rows_end_is_not_looked_at() -> None:
+    draws = Draws(2, 3, CPU)
+    draws.num_tokens[:] = torch.tensor([2, 3])
+    draws.ended[0] = True
+    draws.token_ids[:] = torch.tensor([[4, 5, 6], [7, 8, 9]])
+    draws.logprobs[0, 2] = math.nan
+    assert draws.first_non_finite() is None
+    first, second = draws.completions(version=3)
+    assert (first.token_ids, first.finish_reason, first.version) == ((4, 5), FinishReason.STOP, 3)
+    assert (second.token_ids, second.finish_reason) == ((7, 8, 9), FinishReason.LENGTH)
+    assert len(first.logprobs) == 2
+
+
+def test_filters_that_are_off_cost_nothing_and_greedy_keeps_the_penalty_alone() -> None:
+    assert filters(SamplingParams(max_new_tokens=1)) == []
+    greedy = SamplingParams(max_new_tokens=1, temperature=0, top_p=0.5, top_k=3, repetition_penalty=2)
+    assert [type(filter_).__name__ for filter_ in filters(greedy)] == ["RepetitionPenaltyLogitsProcessor"]
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [("a#b#c", ["#"], "a"), ("a b", [], "a b"), ("a b", ["#"], "a b"), ("4\n\nQ: 2", ["Q:", "\n\n"], "4"), ("#", ["#"], "")],
+)
+def test_cut_at_stop(text: str, stop: list[str], expected: str) -> None:
+    assert cut_at_stop(text, stop) == expected

@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from inspect import signature
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.generation.sampler import cut_at_stop
+from offline_grpo.generation.transformers_client import TransformersClient, left_pad
+from offline_grpo.interfaces import RolloutClient
+from offline_grpo.types import Completion, FinishReason, SamplingParams
+
+PROMPTS = [[5, 6, 7], [9], list(range(2, 22)), [3, 3, 4, 8], [11, 12, 13]]
+SEEDS = [100, 200, 300, 400, 500]
+SAMPLING = SamplingParams(max_new_tokens=12)
+EOS = 1
+
+
+def sample(model, tokenizer, sampling: SamplingParams = SAMPLING, *, batch_size: int = 64, group_size: int = 4) -> list[list[Completion]]:
+    return TransformersClient(model, tokenizer, batch_size=batch_size).generate(PROMPTS, sampling, group_size=group_size, seeds=SEEDS)
+
+
+def tokens(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+def logprobs(groups: list[list[Completion]]) -> torch.Tensor:
+    return torch.tensor([logprob for group in groups for completion in group for logprob in completion.logprobs])
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, SamplingParams(12, 0.8, 0.9, 10, 1.2), replace(SAMPLING, temperature=0.0)], ids=str)
+def test_batches_change_nothing(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, sampling: SamplingParams) -> None:
+    together = sample(model, tokenizer, sampling)
+    assert len({len(completion.token_ids) for group in together for completion in group}) > 2 or sampling.temperature == 0
+    for batch_size in (1, 3, 7):
+        split = sample(model, tokenizer, sampling, batch_size=batch_size)
+        assert tokens(split) == tokens(together)
+        torch.testing.assert_close(logprobs(split), logprobs(together), rtol=0, atol=2e-6)
+
+
+def test_order_is_kept_and_a_prompt_is_independent_of_the_others(model, tokenizer) -> None:
+    client = TransformersClient(model, tokenizer, batch_size=64)
+    together = client.generate(PROMPTS, SAMPLING, group_size=3, seeds=SEEDS)
+    alone = [client.generate([prompt], SAMPLING, group_size=3, seeds=[seed])[0] for prompt, seed in zip(PROMPTS, SEEDS, strict=True)]
+    assert tokens(alone) == tokens(together)
+    backwards = client.generate(PROMPTS[::-1], SAMPLING, group_size=3, seeds=SEEDS[::-1])
+    assert tokens(backwards[::-1]) == tokens(together)
+
+
+def test_completion_j_has_seed_plus_j(model, tokenizer) -> None:
+    client = TransformersClient(model, tokenizer, batch_size=8)
+    (group,) = client.generate([PROMPTS[2]], SAMPLING, group_size=4, seeds=[40])
+    singles = client.generate([PROMPTS[2]] * 4, SAMPLING, group_size=1, seeds=[40, 41, 42, 43])
+    assert tokens([group]) == [[single[0].token_ids for single in singles]]
+    assert len(set(completion.token_ids for completion in group)) == 4
+
+
+def test_eos_is_kept_and_ends_a_row_at_once(model, tokenizer) -> None:
+    groups = sample(model, tokenizer, replace(SAMPLING, max_new_tokens=40))
+    completions = [completion for group in groups for completion in group]
+    stopped = [completion for completion in completions if completion.finish_reason is FinishReason.STOP]
+    assert len(stopped) > 5
+    assert len(stopped) < len(completions)
+    for completion in completions:
+        is_stopped = completion.finish_reason is FinishReason.STOP
+        assert completion.token_ids.count(EOS) == is_stopped
+        assert (completion.token_ids[-1] == EOS) == is_stopped
+        assert is_stopped or len(completion.token_ids) == 40
+        assert len(completion.logprobs) == len(completion.token_ids)
+
+
+def test_eos_on_the_last_step_is_a_stop(model, tokenizer) -> None:
+    groups = sample(model, tokenizer, replace(SAMPLING, max_new_tokens=40))
+    length = min(len(c.token_ids) for group in groups for c in group if c.finish_reason is FinishReason.STOP)
+    short = sample(model, tokenizer, replace(SAMPLING, max_new_tokens=length))
+    assert any(c.token_ids[-1] == EOS and c.finish_reason is FinishReason.STOP for group in short for c in group)
+    assert all((c.finish_reason is FinishReason.STOP) == (c.token_ids[-1] == EOS) for group in short for c in group)
+
+
+@pytest.mark.parametrize("eos", [7, [7, 9, 12]])
+def test_eos_ids_come_from_model_and_tokenizer(model, tokenizer, eos: int | list[int]) -> None:
+    plain = sample(model, tokenizer, replace(SAMPLING, max_new_tokens=30))
+    model.generation_config.eos_token_id = eos
+    ids = {EOS, *([eos] if isinstance(eos, int) else eos)}
+    ended = sample(model, tokenizer, replace(SAMPLING, max_new_tokens=30))
+    for before, after in zip(sum(tokens(plain), []), sum(tokens(ended), []), strict=True):
+        first = next((index for index, token in enumerate(before) if token in ids), len(before) - 1)
+        assert after == before[: first + 1]
+
+
+def test_a_padding_token_that_is_eos_or_is_sampled_is_an_ordinary_token(model, tokenizer) -> None:
+    before = tokens(sample(model, tokenizer))
+    assert any(0 in completion for group in before for completion in group)  # <pad> was sampled and kept
+    model.generation_config.pad_token_id = EOS
+    model.config.pad_token_id = EOS
+    assert tokens(sample(model, tokenizer)) == before
+
+
+def test_a_stop_string_ends_a_row_and_its_tokens_are_kept(model, tokenizer) -> None:
+    long = replace(SAMPLING, max_new_tokens=40)
+    plain = sample(model, tokenizer, long)
+    texts = [tokenizer.decode(completion.token_ids, skip_special_tokens=True) for group in plain for completion in group]
+    stop = (texts[0][3:6], texts[5][2], texts[9][4:6])
+    stopped = [completion for group in sample(model, tokenizer, replace(long, stop=stop)) for completion in group]
+    num_cut = 0
+    for before, after, text in zip(sum(plain, []), stopped, texts, strict=True):
+        assert after.token_ids == before.token_ids[: len(after.token_ids)]
+        ended = tokenizer.decode(after.token_ids, skip_special_tokens=True)
+        if any(string in text for string in stop):
+            num_cut += 1
+            assert after.finish_reason is FinishReason.STOP
+            assert any(ended.endswith(string) for string in stop)
+            assert not any(string in ended[:-1] for string in stop)
+            assert cut_at_stop(ended, stop) == cut_at_stop(text, stop)
+        else:
+            assert after == before
+    assert 3 <= num_cut
+
+
+def test_a_stop_string_that_begins_in_the_prompt_does_not_count(model, tokenizer) -> None:
+    client = TransformersClient(model, tokenizer, batch_size=4)
+    prompt = PROMPTS[2]
+    (first,) = client.generate([prompt], SAMPLING, group_size=1, seeds=[3])[0]
+    across = tokenizer.decode([prompt[-1], first.token_ids[0]])
+    (again,) = client.generate([prompt], replace(SAMPLING, stop=(across,)), group_size=1, seeds=[3])[0]
+    assert len(again.token_ids) > 1
+
+
+def test_the_models_own_generation_config_does_not_leak(model, tokenizer) -> None:
+    before = tokens(sample(model, tokenizer))
+    own = GenerationConfig(
+        do_sample=True,
+        temperature=0.1,
+        top_k=1,
+        top_p=0.1,
+        min_p=0.5,
+        repetition_penalty=5.0,
+        no_repeat_ngram_size=1,
+        max_length=4,
+        min_new_tokens=11,
+        suppress_tokens=[5, 6, 7],
+        begin_suppress_tokens=[8],
+        forced_eos_token_id=EOS,
+        bad_words_ids=[[9]],
+        cache_implementation="static",
+        num_return_sequences=2,
+        stop_strings=["a"],
+        use_cache=False,
+    )
+    model.generation_config = own
+    as_dict = own.to_dict()
+    assert tokens(sample(model, tokenizer)) == before
+    assert model.generation_config is own
+    assert own.to_dict() == as_dict
+
+
+def test_random_state_and_modes_are_left_as_they_were(model, tokenizer) -> None:
+    model.config.attention_dropout = 0.5
+    model.train()
+    model.model.layers[1].eval()
+    model.gradient_checkpointing_enable()
+    model.config.use_cache = False
+    modes = {name: module.training for name, module in model.named_modules()}
+    torch.manual_seed(123)
+    state = torch.get_rng_state()
+    first = sample(model, tokenizer)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert model.config.use_cache is False
+    assert model.model.layers[0].gradient_checkpointing
+    model.eval()
+    assert tokens(sample(model, tokenizer)) == tokens(first)  # dropout was off in train mode too
+
+
+def test_modes_are_restored_after_an_error(model, tokenizer) -> None:
+    model.train()
+    own = model.generation_config
+    with torch.no_grad():
+        model.lm_head.weight[4] = torch.nan
+    with pytest.raises(EngineError, match="not finite"):
+        sample(model, tokenizer)
+    assert model.training
+    assert model.generation_config is own
+
+
+def test_sampling_leaves_the_model_trainable(model, tokenizer) -> None:
+    sample(model, tokenizer)
+    model.train()
+    model(torch.tensor([PROMPTS[2]]), labels=torch.tensor([PROMPTS[2]])).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_non_finite_logits_name_prompt_and_step(model, tokenizer) -> None:
+    """A token whose embedding is NaN poisons the rows that saw it: prompt 2 alone here, from its first token on."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight[20] = torch.nan
+        model.lm_head.weight[20] = 0.0
+    client = TransformersClient(model, tokenizer, batch_size=2)
+    with pytest.raises(EngineError, match=r"token 0 after prompt 1 .*version 4"):
+        client.version = 4
+        client.generate([[5, 6], [20, 3], [9]], replace(SAMPLING, max_new_tokens=1), group_size=1, seeds=[1, 2, 3])
+
+
+def test_work_is_shared_within_a_group_and_dropped_at_its_end(model, tokenizer) -> None:
+    """Counts the positions that pass through the first layer."""
+    positions: list[tuple[int, int]] = []
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: positions.append(tuple(output.shape[:2])))
+    client = TransformersClient(model, tokenizer, batch_size=64)
+    client.generate([PROMPTS[2]], replace(SAMPLING, max_new_tokens=3), group_size=8, seeds=[0])
+    assert positions == [(1, 19), (8, 1), (8, 1), (8, 1)]  # 19 prompt tokens once; the last prompt token and two more, 8 rows each
+    positions.clear()
+    (group,) = client.generate([PROMPTS[2]], replace(SAMPLING, max_new_tokens=40), group_size=32, seeds=[0])
+    num_tokens = sum(len(completion.token_ids) for completion in group)
+    assert num_tokens < 32 * 40 * 0.7
+    assert sum(rows for rows, _ in positions[1:]) < 2 * num_tokens
+
+
+def test_completions_carry_the_version(model, tokenizer) -> None:
+    client = TransformersClient(model, tokenizer, batch_size=4)
+    assert isinstance(client, RolloutClient)
+    assert client.version == 0
+    client.version = 7
+    assert {c.version for group in client.generate(PROMPTS, SAMPLING, group_size=2, seeds=SEEDS) for c in group} == {7}
+
+
+def test_adapters_are_sampled_from(model, tokenizer) -> None:
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    untouched = tokens(sample(adapted, tokenizer))
+    with adapted.disable_adapter():
+        assert tokens(sample(adapted, tokenizer)) == untouched
+    torch.manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.5)
+    moved = sample(adapted, tokenizer)
+    assert tokens(moved) != untouched
+    merged = adapted.merge_and_unload()
+    assert tokens(sample(merged, tokenizer)) == tokens(moved)
+
+
+def test_left_pad_adds_no_token_that_the_prompt_lacks() -> None:
+    token_ids, mask = left_pad([[5, 6, 7], [8]], torch.device("cpu"))
+    assert token_ids.tolist() == [[5, 6, 7], [8, 8, 8]]
+    assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+
+
+def test_wrong_requests_are_refused(model, tokenizer) -> None:
+    client = TransformersClient(model, tokenizer, batch_size=4)
+    with pytest.raises(ConfigError, match="prompt 1 has no tokens"):
+        client.generate([[3], []], SAMPLING, group_size=1, seeds=[1, 2])
+    with pytest.raises(ConfigError, match=r"max_new_tokens=62: prompt 0 has 3 tokens .* 64; use 61 or less"):
+        client.generate([[3, 4, 5]], replace(SAMPLING, max_new_tokens=62), group_size=1, seeds=[1])
+    with pytest.raises(ValueError, match="1 seeds for 2 prompts"):
+        client.generate([[3], [4]], SAMPLING, group_size=1, seeds=[1])
+    with pytest.raises(ValueError, match="group_size=0"):
+        client.generate([[3]], SAMPLING, group_size=0, seeds=[1])
+    with pytest.raises(ConfigError, match=r"generation\.batch_size=0"):
+        TransformersClient(model, tokenizer, batch_size=0)
+    assert client.generate([], SAMPLING, group_size=2, seeds=[]) == []
+    full = client.generate([[3, 4, 5]], replace(SAMPLING, max_new_tokens=61), group_size=1, seeds=[8])
+    assert 1 <= len(full[0][0].token_ids) <= 61
+
+
+def test_yaml_supplies_every_setting() -> None:
+    path = next(parent / "conf" for parent in Path(__file__).parents if (parent / "conf").is_dir()) / "generation" / "transformers.yaml"
+    node = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(node, dict)
+    settings = set(signature(TransformersClient).parameters) - {"model", "tokenizer"}
+    sampling = {field.name for field in fields(SamplingParams)}
+    assert set(node) == {"_target_", "allow_truncated_sampling"} | settings | sampling
+    assert SamplingParams(**{**{name: node[name] for name in sampling}, "stop": tuple(node["stop"])}) == SamplingParams(max_new_tokens=8)

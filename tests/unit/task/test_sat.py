@@ -1,0 +1,260 @@
+import itertools
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.task.sat import SAT
+from offline_grpo.types import Problem, Split
+
+CONF = Path(__file__).parents[3] / "conf" / "task" / "sat.yaml"
+
+# (x1 OR x2 OR x3) AND NOT (x1 AND x2 AND x3): solved by every assignment but 000 and 111.
+HAND_MADE = Problem("hand-made", (), "p cnf 3 2\n1 2 3 0\n-1 -2 -3 0")
+
+
+def make_sat(difficulty: float | None = None, max_solution_frac: float | None = None, system_prompt: str | None = None) -> SAT:
+    return SAT(difficulty=difficulty, max_solution_frac=max_solution_frac, system_prompt=system_prompt)
+
+
+def clauses_in_prompt(problem: Problem) -> tuple[int, list[dict[int, bool]]]:
+    """What a reader of the prompt sees: k, and each clause as {variable: wanted value}."""
+    prompt = problem.messages[-1]["content"]
+    num_variables = int(re.search(r"Variables: x1 to x(\d+)\n", prompt)[1])
+    clauses = [
+        {int(literal.removeprefix("NOT ")[1:]): not literal.startswith("NOT ") for literal in line.split(" OR ")}
+        for line in re.findall(r"^\((.*)\)$", prompt, re.MULTILINE)
+    ]
+    return num_variables, clauses
+
+
+def is_solution(clauses: list[dict[int, bool]], bits: tuple[int, ...]) -> bool:
+    return all(any(bool(bits[variable - 1]) == wanted for variable, wanted in clause.items()) for clause in clauses)
+
+
+def solutions_by_hand(problem: Problem) -> list[tuple[int, ...]]:
+    num_variables, clauses = clauses_in_prompt(problem)
+    return [bits for bits in itertools.product((0, 1), repeat=num_variables) if is_solution(clauses, bits)]
+
+
+def answer_text(bits: tuple[int, ...]) -> str:
+    return f"<SOLUTION>{' '.join(map(str, bits))}</SOLUTION>"
+
+
+REWARDS = {  # text -> reward, added up by hand
+    "<SOLUTION>0 1 0</SOLUTION>": 1.0 + 0.045 + 0.02 + 0.045 + 0.02 + 0.005,
+    "<start_working_out>x2 = 1</end_working_out>\n<SOLUTION>0 1 0</SOLUTION>": 1.135,
+    "<solution>\n0 1\n0 </solution>": 1.135,
+    "<SOLUTION>010</SOLUTION>": 1.135,
+    "<SOLUTION>0 0 0</SOLUTION>": 0.135,
+    "<SOLUTION>1 1 1</SOLUTION>": 0.135,
+    # The last of several blocks counts, and only the strict term is lost.
+    "<SOLUTION>0 0 0</SOLUTION> no, <SOLUTION>0 1 0</SOLUTION>": 1.09,
+    "<SOLUTION> or rather <SOLUTION>0 1 0</SOLUTION>": 1.09,
+    "": -0.2,
+    "0 1 0": -0.2,
+    "<SOLUTION>0 1 0": -0.2,
+    "0 1 0</SOLUTION>": -0.2,
+    "</SOLUTION>0 1 0<SOLUTION>": -0.2,
+    "<SOLUTION></SOLUTION>": -0.2 + 0.02 + 0.02 + 0.005,
+    "<SOLUTION>0 1</SOLUTION>": -0.2 + 0.02 + 0.02 + 0.005,
+    "<SOLUTION>0 1 0 1</SOLUTION>": -0.2 + 0.02 + 0.02 + 0.005,
+    "<SOLUTION>0 1 2</SOLUTION>": -0.2 + 0.02 + 0.02,
+    "<SOLUTION>a: 0 1 0</SOLUTION>": -0.2 + 0.02 + 0.045 + 0.02,
+    "<SOLUTION>\u0660 \u0661 \u0660</SOLUTION>": -0.2 + 0.02 + 0.02,
+    "<SOLUTION>0 1 0</SOLUTION>\n": -0.2 + 0.02 + 0.045 + 0.0199 + 0.005,
+    "<SOLUTION>0 1 0</SOLUTION><|im_end|>": -0.2 + 0.02 + 0.045 + 0.019 + 0.005,
+    "<SOLUTION>0 1 0</SOLUTION>" + "x" * 50: -0.2 + 0.02 + 0.045 + 0.015 + 0.005,
+    "<SOLUTION>0 1 0</SOLUTION>" + "x" * 300: -0.2 + 0.02 + 0.045 + 0.005,
+}
+
+
+@pytest.mark.parametrize(("text", "reward"), REWARDS.items())
+def test_reward_table(text, reward):
+    score = make_sat().score(HAND_MADE, text)
+    assert score.reward == pytest.approx(reward, abs=1e-12)
+    assert score.reward == sum(score.parts.values())
+    assert score.is_correct == (reward > 1)
+
+
+def test_parts_are_the_weighted_terms():
+    parts = make_sat().score(HAND_MADE, "<SOLUTION>0 1 0</SOLUTION>").parts
+    expected = {"correctness": 1.0, "strict_format": 0.045, "soft_format": 0.02, "shape": 0.045, "no_trailing": 0.02, "charset": 0.005}
+    assert parts == pytest.approx(expected)
+    parts = make_sat().score(HAND_MADE, "<SOLUTION>0 1 0</SOLUTION>" + "." * 100).parts
+    expected = {"correctness": -0.2, "strict_format": 0, "soft_format": 0.02, "shape": 0.045, "no_trailing": 0.01, "charset": 0.005}
+    assert parts == pytest.approx(expected)
+
+
+def test_success_means_that_the_assignment_solves_the_prompt():
+    task = make_sat()
+    for problem in task.problems(Split.TRAIN)[1000:1006]:
+        solutions = set(solutions_by_hand(problem))
+        num_variables, _ = clauses_in_prompt(problem)
+        for bits in itertools.product((0, 1), repeat=num_variables):
+            score = task.score(problem, answer_text(bits))
+            assert score.is_correct == (bits in solutions)
+            assert score.parts["correctness"] == float(bits in solutions)
+
+
+def test_the_seed_projects_problems_are_reproduced():
+    """Measured on the seed project's generator: training seeds 1000-1063, and evaluation ids 5000-5015 at its fixed difficulty 0.48."""
+
+    def count_solved_by_zeros(problems):
+        return sum(is_solution(clauses, (0,) * k) for k, clauses in map(clauses_in_prompt, problems))
+
+    training = make_sat().problems(Split.TRAIN)[1000:1064]
+    assert count_solved_by_zeros(training) / 64 == 0.375
+    assert {clauses_in_prompt(problem)[0] for problem in training} == set(range(5, 11))
+    num_clauses = {len(clauses_in_prompt(problem)[1]) for problem in training}
+    assert (min(num_clauses), max(num_clauses)) == (7, 13)
+    assert count_solved_by_zeros(make_sat(difficulty=0.48).problems(Split.TRAIN)[5000:5016]) / 16 == 0.25
+
+
+@pytest.mark.parametrize(
+    ("difficulty", "step", "variables", "clauses"),
+    [
+        (0.0, 1, (4, 4), (5, 5)),
+        (0.48, 1, (6, 9), (8, 12)),
+        (1.0, 1, (9, 15), (12, 20)),
+        (None, 100, (5, 7), (7, 9)),  # seeds 0, 100, 200, ...: d = 0.3
+    ],
+)
+def test_sizes_fill_their_ranges(difficulty, step, variables, clauses):
+    problems = make_sat(difficulty).problems(Split.EVAL)[: 400 * step : step]
+    sizes = [(k, len(c)) for k, c in map(clauses_in_prompt, problems)]
+    assert (min(sizes)[0], max(sizes)[0]) == variables
+    assert (min(m for _, m in sizes), max(m for _, m in sizes)) == clauses
+
+
+def test_seed_difficulty_reaches_0_696_at_seed_99():
+    sizes = [(k, len(c)) for k, c in map(clauses_in_prompt, make_sat().problems(Split.TRAIN)[99:40000:100])]
+    assert (min(sizes)[0], max(sizes)[0]) == (7, 11)
+    assert (min(m for _, m in sizes), max(m for _, m in sizes)) == (10, 15)
+
+
+def test_clauses_have_three_variables_and_balanced_signs():
+    clauses = [clause for problem in make_sat().problems(Split.TRAIN)[:300] for clause in clauses_in_prompt(problem)[1]]
+    assert {len(clause) for clause in clauses} == {3}
+    signs = [sign for clause in clauses for sign in clause.values()]
+    assert sum(signs) / len(signs) == pytest.approx(0.5, abs=0.02)
+
+
+def test_problems_are_a_lazy_sequence():
+    problems = make_sat().problems(Split.TRAIN)
+    assert len(problems) == 10**9
+    assert problems[1000].problem_id == "sat-1000"
+    assert problems[-1].problem_id == "sat-999999999"
+    assert [p.problem_id for p in problems[1000:1064][2:4]] == ["sat-1002", "sat-1003"]
+    assert problems[7] == make_sat().problems(Split.TRAIN)[7]
+    with pytest.raises(IndexError):
+        problems[10**9]
+
+
+def test_splits_share_neither_prompt_nor_id():
+    task = make_sat(max_solution_frac=0.05)
+    train, evaluation = (task.problems(split)[:300] for split in Split)
+    assert len({p.problem_id for p in (*train, *evaluation)}) == 600
+    assert len({p.messages[-1]["content"] for p in (*train, *evaluation)}) == 600
+
+
+def guess_rate(task: SAT) -> float:
+    """How often a random assignment succeeds: 50 guesses at each of 64 problems."""
+    rng = random.Random(0)
+    problems = task.problems(Split.TRAIN)[1000:1064]
+    scores = [
+        task.score(problem, answer_text(tuple(rng.randint(0, 1) for _ in range(clauses_in_prompt(problem)[0]))))
+        for problem in problems
+        for _ in range(50)
+    ]
+    return sum(score.is_correct for score in scores) / len(scores)
+
+
+def test_max_solution_frac_makes_guessing_fail():
+    assert 0.2 < guess_rate(make_sat()) < 0.4
+    assert 0.01 < guess_rate(make_sat(max_solution_frac=0.05)) < 0.05
+    assert guess_rate(make_sat(difficulty=1.0, max_solution_frac=0.005)) < 0.01
+
+
+@pytest.mark.parametrize(("difficulty", "frac"), [(None, 0.05), (None, 1 / 32), (0.0, 1 / 16), (0.6, 0.01)])
+def test_hard_problems_have_solutions_but_few(difficulty, frac):
+    for problem in make_sat(difficulty, max_solution_frac=frac).problems(Split.TRAIN)[1000:1040]:
+        num_variables, _ = clauses_in_prompt(problem)
+        assert 1 <= len(solutions_by_hand(problem)) <= frac * 2**num_variables
+
+
+def test_hard_problems_extend_the_seeds_formula():
+    plain = make_sat().problems(Split.TRAIN)[1000:1064]
+    hard = make_sat(max_solution_frac=0.05).problems(Split.TRAIN)[1000:1064]
+    for easy, difficult in zip(plain, hard, strict=True):
+        (k, clauses), (hard_k, hard_clauses) = clauses_in_prompt(easy), clauses_in_prompt(difficult)
+        assert hard_k == k
+        assert hard_clauses[: len(clauses)] == clauses
+
+
+def test_system_prompt():
+    problem = make_sat(system_prompt="Think.").problems(Split.TRAIN)[0]
+    assert [m["role"] for m in problem.messages] == ["system", "user"]
+    assert problem.messages[0]["content"] == "Think."
+    assert [m["role"] for m in make_sat().problems(Split.TRAIN)[0].messages] == ["user"]
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("difficulty", {"difficulty": -0.1}),
+        ("difficulty", {"difficulty": 1.1}),
+        ("difficulty", {"difficulty": float("nan")}),
+        ("max_solution_frac", {"max_solution_frac": 0.0}),
+        ("max_solution_frac", {"max_solution_frac": 1.0}),
+        ("max_solution_frac", {"max_solution_frac": 0.03}),  # five variables: one solution is 1/32
+        ("max_solution_frac", {"difficulty": 1.0, "max_solution_frac": 0.001}),
+        ("system_prompt", {"system_prompt": " "}),
+    ],
+)
+def test_bad_values_are_refused(key, values):
+    with pytest.raises(ConfigError, match=f"task.{key}"):
+        make_sat(**values)
+
+
+def test_scoring_never_raises():
+    rng = random.Random(1)
+    digits = ["0", "1", "9" * 5000, "\N{FULLWIDTH DIGIT ONE}", "\N{ARABIC-INDIC DIGIT ONE}", "\N{SUPERSCRIPT TWO}"]
+    pieces = [
+        "<SOLUTION>",
+        "</SOLUTION>",
+        "<solution>",
+        "<",
+        "/",
+        " ",
+        "\n",
+        "\ud800",
+        "\0",
+        "\N{LATIN SMALL LETTER LONG S}",
+        "x1",
+        *digits,
+    ]
+    task = make_sat()
+    for _ in range(3000):
+        score = task.score(HAND_MADE, "".join(rng.choices(pieces, k=rng.randint(0, 12))))
+        assert -0.2 <= score.reward <= 1.135 + 1e-12
+        assert score.is_correct == (score.parts["correctness"] == 1.0)
+
+
+@pytest.mark.parametrize("text", ["<SOLUTION>" * 50_000, "<SOLUTION>" * 50_000 + "</SOLUTION>", f"<SOLUTION>{'01' * 500_000}</SOLUTION>"])
+def test_scoring_takes_linear_time(text):
+    start = time.monotonic()
+    make_sat().score(HAND_MADE, text)
+    assert time.monotonic() - start < 5
+
+
+def test_yaml_gives_every_value():
+    values = yaml.safe_load(CONF.read_text())
+    assert values.pop("_target_") == "offline_grpo.task.sat.SAT"
+    task = SAT(**values)
+    system = task.problems(Split.TRAIN)[1000].messages[0]["content"]
+    assert all(tag in system for tag in ("<start_working_out>", "</end_working_out>", "<SOLUTION>", "</SOLUTION>"))

@@ -1,0 +1,131 @@
+"""Checkpoints: what is in the folder, that it is whole or absent, and what happens when the disk says no."""
+
+import json
+
+import pytest
+import torch
+from factories import make_qwen2, make_updater
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from offline_grpo import checkpoint as module
+from offline_grpo.checkpoint import Checkpointer, latest_checkpoint, list_checkpoints
+from offline_grpo.errors import CheckpointError
+
+
+class NoTokenizer:
+    def save_pretrained(self, folder):
+        return None
+
+
+@pytest.fixture
+def saved(tmp_path, token_batch):
+    """A checkpointer on a policy after one update."""
+
+    def make(dtype=torch.float32, keep_last_k=3):
+        updater = make_updater(tmp_path, dtype=dtype, precision="bf16" if dtype == torch.bfloat16 else "fp32")
+        updater.policy.tokenizer = NoTokenizer()
+        updater.run(token_batch, iteration=0)
+        return Checkpointer(tmp_path / "checkpoints", updater.policy, updater, config={"seed": 0}, keep_last_k=keep_last_k), updater
+
+    return make
+
+
+def test_folder_is_a_plain_hugging_face_model(saved, tmp_path, token_batch):
+    checkpointer, updater = saved()
+    checkpointer.write(0).commit()
+    folder = tmp_path / "checkpoints" / "iter_000"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = token_batch.token_ids[None, :10]
+    assert torch.equal(model(ids).logits, updater.policy.model.eval()(ids).logits)
+    weights = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in weights  # tied to the embedding: stored once
+    num_bytes = sum(p.numel() * 4 for p in updater.policy.model.parameters())
+    assert (folder / "model.safetensors").stat().st_size < num_bytes * 1.02 + 5000
+
+
+def test_nothing_counts_before_it_is_committed(saved, tmp_path):
+    checkpointer, _ = saved()
+    pending = checkpointer.write(0)
+    assert list_checkpoints(tmp_path / "checkpoints") == []
+    pending.commit()
+    assert latest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "iter_000"
+
+
+def test_only_the_newest_are_kept(saved, tmp_path):
+    checkpointer, _ = saved(keep_last_k=2)
+    for iteration in (8, 9, 10, 1000):
+        checkpointer.write(iteration).commit()
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["iter_010", "iter_1000"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_restored_state_makes_the_same_next_update(saved, tmp_path, token_batch, dtype):
+    checkpointer, updater = saved(dtype)
+    checkpointer.write(4).commit()
+    folder = tmp_path / "checkpoints" / "iter_004"
+    has_masters = (folder / "trainer" / "masters.safetensors").exists()
+    assert has_masters == (dtype == torch.bfloat16)
+
+    other = make_updater(tmp_path, dtype=dtype, precision=updater.config.precision)
+    other.policy.model.load_state_dict(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict())
+    assert Checkpointer(tmp_path, other.policy, other, config={}, keep_last_k=1).restore(folder) == 4
+    assert other.run(token_batch, iteration=5) == updater.run(token_batch, iteration=5)
+    for name, master in updater.policy.masters.parameters.items():
+        assert torch.equal(master, other.policy.masters.parameters[name]), name
+
+
+@pytest.mark.parametrize("broken", ["save_pretrained", "torch.save", "fsync"])
+def test_full_disk_leaves_the_last_checkpoint_and_says_so(saved, tmp_path, monkeypatch, broken):
+    checkpointer, updater = saved()
+    checkpointer.write(0).commit()
+    before = {p: p.read_bytes() for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()}
+
+    def no_space(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    owner, name = {"save_pretrained": (updater.policy.model, "save_pretrained"), "torch.save": (torch, "save"), "fsync": (module.os, "fsync")}[broken]
+    monkeypatch.setattr(owner, name, no_space)
+    with pytest.raises(CheckpointError, match=r"iteration 1 could not be written.*No space left.*the last checkpoint is whole: .*iter_000.*resume=auto"):
+        checkpointer.write(1)
+    assert {p: p.read_bytes() for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()} == before
+
+
+def test_a_folder_that_is_a_file_is_said_to_be_unwritable(saved, tmp_path):
+    checkpointer, _ = saved()
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        checkpointer.write(0)
+
+
+def test_leftovers_of_a_killed_write_are_no_checkpoint_and_are_overwritten(saved, tmp_path):
+    checkpointer, _ = saved()
+    hidden = tmp_path / "checkpoints" / ".writing_iter_000"
+    hidden.mkdir(parents=True)
+    (hidden / "half").write_text("x")
+    assert latest_checkpoint(tmp_path / "checkpoints") is None
+    checkpointer.write(0).commit()
+    assert not hidden.exists()
+    assert not (tmp_path / "checkpoints" / "iter_000" / "half").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path):
+    checkpointer, _ = saved()
+    checkpointer.write(0).commit()
+    other = make_updater(tmp_path)
+    other.policy.model = make_qwen2(num_hidden_layers=1)
+    from offline_grpo.model.policy import Policy
+    from offline_grpo.train.optimizer import AdamW
+
+    other.policy = Policy(other.policy.model, NoTokenizer(), "padded")
+    other.optimizer = AdamW(lr=1e-3, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8).create(other.policy.masters.parameters.values())
+    with pytest.raises(CheckpointError, match="does not fit"):
+        Checkpointer(tmp_path, other.policy, other, config={}, keep_last_k=1).restore(tmp_path / "checkpoints" / "iter_000")
+
+
+def test_state_tells_format_iteration_and_configuration(saved, tmp_path):
+    checkpointer, _ = saved()
+    checkpointer.write(3).commit()
+    state = json.loads((tmp_path / "checkpoints" / "iter_003" / "trainer" / "state.json").read_text())
+    assert (state["format"], state["iteration"], state["config"]) == (1, 3, {"seed": 0})
+    assert state["counters"]["num_updates"] == 1
