@@ -18,7 +18,7 @@ def main(cfg: DictConfig) -> float | None:
     """One run. Returns the last held-out pass@1, which sweepers maximise."""
     from offline_grpo import app  # torch and transformers: only once the configuration has been composed
 
-    return app.run(cfg, Path(HydraConfig.get().runtime.output_dir))
+    return cli.run_job(lambda: app.run(cfg, Path(HydraConfig.get().runtime.output_dir)))
 
 
 if __name__ == "__main__":

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from offline_grpo.config import TrainConfig
+from offline_grpo.config import TrainConfig, register
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.model.policy import Policy
 from offline_grpo.parallel import Ranks
 from offline_grpo.train.optimizer import AdamW
 from offline_grpo.train.update import Updater
 
+CONF = Path(__file__).parents[1] / "conf"
 VOCAB = 40
 
 
@@ -105,3 +110,10 @@ def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, **settings) -> Upd
         seed=0,
         failure_dir=tmp_path,
     )
+
+
+def compose_config(*overrides: str) -> DictConfig:
+    """The configuration that `run_grpo.py` composes from these overrides."""
+    register()
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        return compose("config", overrides=list(overrides))

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
+import re
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
-from hydra.errors import HydraException
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from offline_grpo.build import sweep_hint
 from offline_grpo.errors import GrpoError
 from offline_grpo.interrupt import StopRequested
+
+T = TypeVar("T")
 
 
 def exit_with(main: Callable[[], object]) -> NoReturn:
@@ -23,40 +31,64 @@ def exit_with(main: Callable[[], object]) -> NoReturn:
     """
     if os.environ.get("RANK", "0") != "0":
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns of kernels that nobody asked for
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         main()
         sys.exit(0)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra must raise, not print and exit with 1
     try:
         main()
-    except GrpoError as error:
-        _leave(str(error), error.exit_code)
-    except StopRequested as stop:
-        sys.exit(stop.exit_code)  # the run has said where it stopped
-    except KeyboardInterrupt:
-        _leave("interrupted", 130)
-    except (HydraException, OmegaConfBaseException) as error:
-        _leave(explain(error), 2)
+    except (GrpoError, StopRequested, KeyboardInterrupt, HydraException, OmegaConfBaseException) as error:
+        leave(error)
     sys.exit(0)
+
+
+def run_job(job: Callable[[], T]) -> T:
+    """Call the function that Hydra runs, and leave at once if it fails; a failed job of a sweep lets the other jobs run first."""
+    try:
+        return job()
+    except (GrpoError, StopRequested, KeyboardInterrupt, OmegaConfBaseException) as error:
+        if HydraConfig.get().mode is RunMode.MULTIRUN and isinstance(error, GrpoError):
+            raise
+        leave(error)
+
+
+def leave(error: BaseException) -> NoReturn:
+    """Print an error as one line, and exit with its code."""
+    if isinstance(error, StopRequested):
+        sys.exit(error.exit_code)  # the run has said where it stopped
+    if isinstance(error, KeyboardInterrupt):
+        _print("interrupted")
+        sys.exit(130)
+    _print(f"error: {error if isinstance(error, GrpoError) else explain(error)}")
+    sys.exit(error.exit_code if isinstance(error, GrpoError) else 2)
+
+
+def _print(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)
 
 
 def explain(error: BaseException) -> str:
     """A Hydra or OmegaConf error as one line that names key, value and fix."""
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: is no override; write KEY=VALUE, GROUP=OPTION or +NEWKEY=VALUE, quoted for the shell"
+    if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file is not None:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        choices = ", ".join(choice for choice in error.options if not choice.startswith("_"))
+        return f"{group}={option}: no such option; choose one of {choices}"
     cause: BaseException = error
-    while cause.__cause__ is not None and isinstance(cause.__cause__, OmegaConfBaseException):
+    while cause.__cause__ is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(line for line in lines if not line.startswith(("object_type=", "reference_type=")))
-    key = getattr(cause, "full_key", None)
-    if key and f"full_key: {key}" in text:
-        text = text.replace(f"full_key: {key}", "").strip()
-        value = getattr(cause, "value", None)
-        group, _, name = key.rpartition(".")
-        text = f"{key}: {text}{sweep_hint(group, name, value)}"
-    return text
-
-
-def _leave(message: str, code: int) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr)
-    sys.exit(code)
+    text = " ".join(line.strip() for line in str(cause).splitlines() if "_type=" not in line and "full_key:" not in line)
+    key = getattr(cause, "full_key", None) or getattr(cause, "key", None)
+    if not isinstance(cause, OmegaConfBaseException) or not key:
+        return " ".join(str(error).split())
+    parent = cause.parent_node
+    group, _, name = str(key).rpartition(".")
+    if re.match("Key '.*' (not in|is not in struct)", text) and isinstance(parent, DictConfig):
+        known = [str(child) for child in parent]
+        similar = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        choices = f"did you mean {similar[0]}?" if similar else f"it may be one of {', '.join(known)}"
+        return f"{key}: no such key; {choices}"
+    return f"{key}: {text}{sweep_hint(group, name, getattr(cause, 'value', None))}"

@@ -8,8 +8,10 @@ This module imports no torch, so that `--help` and `--cfg job` answer at once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -206,19 +208,19 @@ class RunConfig:
     logger: Any
 
 
-def schema(cls: type) -> DictConfig:
-    """The structured config of a frozen dataclass, writable while Hydra merges YAML into it; values are frozen again by `typed`."""
-    node = OmegaConf.structured(cls)
-    _thaw(node)
-    return node
-
-
-def _thaw(node: DictConfig) -> None:
-    OmegaConf.set_readonly(node, None)
-    for key in node:
-        child = node._get_node(key)
-        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-            _thaw(child)
+@cache
+def schema(cls: type) -> type:
+    """A twin of a frozen dataclass that Hydra may merge YAML into: OmegaConf makes nodes of frozen classes read-only."""
+    members = []
+    for member in fields(cls):
+        hint = get_type_hints(cls)[member.name]
+        options = [schema(option) if is_dataclass(option) else option for option in get_args(hint)]
+        if is_dataclass(hint):
+            hint = schema(hint)  # type: ignore[arg-type]
+        elif get_origin(hint) in (Union, UnionType):
+            hint = Union[tuple(options)]  # noqa: UP007 - built at run time
+        members.append((member.name, hint) if member.default is MISSING else (member.name, hint, field(default=member.default)))
+    return make_dataclass(cls.__name__, members)
 
 
 def register() -> None:
@@ -231,10 +233,17 @@ def typed(cfg: DictConfig) -> RunConfig:
 
     Accepts a re-read `.hydra/config.yaml` too: the schema is merged in again.
     """
-    node = OmegaConf.merge(schema(RunConfig), cfg)
-    config = OmegaConf.to_object(node)
-    assert isinstance(config, RunConfig)
-    return config
+    return _construct(RunConfig, as_plain(OmegaConf.merge(OmegaConf.structured(schema(RunConfig)), cfg)))  # type: ignore[arg-type]
+
+
+def _construct(cls: type[T], plain: Mapping[str, Any]) -> T:
+    hints = get_type_hints(cls)
+    values = dict(plain)
+    for name, value in plain.items():
+        child = next((option for option in (hints[name], *get_args(hints[name])) if is_dataclass(option)), None)
+        if child is not None and value is not None:
+            values[name] = _construct(child, value)  # type: ignore[type-var]
+    return cls(**values)
 
 
 def as_plain(cfg: DictConfig) -> Mapping[str, Any]:

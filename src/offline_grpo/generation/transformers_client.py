@@ -56,7 +56,7 @@ class TransformersClient:
         """See `RolloutClient.generate`.
 
         Raises:
-            ConfigError: an empty prompt, or one that with `max_new_tokens` exceeds the model's context.
+            ConfigError: an empty stop string, an empty prompt, or one that with `max_new_tokens` exceeds the model's context.
             EngineError: the model's logits were not finite.
             ValueError: not one seed per prompt, or a group of none.
         """
@@ -78,7 +78,9 @@ class TransformersClient:
                 )
                 if (bad := draws.first_non_finite()) is not None:
                     row, step = bad
-                    raise EngineError(f"logits of token {step} after prompt {batch[row][0]} are not finite (weights version {self.version})")
+                    raise EngineError(
+                        f"logits of token {step} after prompt {batch[row][0]} are not finite (weights version {self.version})"
+                    )
                 done.update(zip(batch, draws.completions(self.version), strict=True))
         return [[done[prompt, replicate] for replicate in range(group_size)] for prompt in range(len(prompts))]
 
@@ -129,6 +131,8 @@ class TransformersClient:
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one per prompt")
         if group_size < 1:
             raise ValueError(f"group_size={group_size}: must be at least 1")
+        if "" in sampling.stop:
+            raise ConfigError(f"generation.stop={list(sampling.stop)}: an empty string is in every text; leave it out")
         context = getattr(self._lm.config.get_text_config(decoder=True), "max_position_embeddings", None)
         for index, prompt in enumerate(prompts):
             if len(prompt) == 0:

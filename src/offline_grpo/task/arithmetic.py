@@ -94,9 +94,7 @@ def last_integer(text: str) -> str | None:
     >>> last_integer("17 + 25 is 042.")
     '42'
     """
-    match = None
-    for match in NUMBER.finditer(text):
-        pass
+    *_, match = (None, *NUMBER.finditer(text))
     if match is None or (match["fraction"] or "").strip("0"):
         return None
     # By text, not by int(): Python refuses to convert very long numbers.

@@ -1,11 +1,11 @@
-"""A small random Qwen2 with a character tokenizer. Its weights are wide enough that some tokens are far likelier than others."""
+"""A character tokenizer, and a random model of its vocabulary."""
 
 from __future__ import annotations
 
 import pytest
-import torch
+from factories import make_qwen2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 CHARACTERS = "0123456789+-= #\nabcdefgh"
 
@@ -20,19 +20,5 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def model() -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=2 + len(CHARACTERS),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.25,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    return Qwen2ForCausalLM(config)
+def model() -> PreTrainedModel:
+    return make_qwen2(vocab_size=2 + len(CHARACTERS), initializer_range=0.2, tie_word_embeddings=False)

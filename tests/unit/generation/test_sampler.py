@@ -5,8 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from offline_grpo.generation.sampler import Draws, SeededSampler, cut_at_stop, filters, invert_cdf, uniforms
+from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, cut_at_stop, filters, invert_cdf, uniforms
 from offline_grpo.types import FinishReason, SamplingParams
 
 CPU = torch.device("cpu")
@@ -97,6 +99,25 @@ def test_filters_that_are_off_cost_nothing_and_greedy_keeps_the_penalty_alone() 
     assert filters(SamplingParams(max_new_tokens=1)) == []
     greedy = SamplingParams(max_new_tokens=1, temperature=0, top_p=0.5, top_k=3, repetition_penalty=2)
     assert [type(filter_).__name__ for filter_ in filters(greedy)] == ["RepetitionPenaltyLogitsProcessor"]
+
+
+@pytest.mark.parametrize(("stop", "num_tokens"), [("\u00e9#", 5), (" \u00e9", 4), ("b", 6), ("#\u00e9", 7)])
+def test_stop_strings_of_a_byte_level_tokenizer(stop: str, num_tokens: int) -> None:
+    """Characters outside ASCII take several tokens, so a stop string may end in the middle of nowhere."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    token_ids = torch.tensor([tokenizer.encode("a \u00e9#bc"), tokenizer.encode("xxxxxxx")])  # [2, 7]
+    draws = Draws(2, 7, CPU)
+    ends = RowEnds(draws, [], [stop], tokenizer)
+    for step in range(7):
+        draws.token_ids[:, step] = token_ids[:, step]
+        draws.step += 1
+        ends(token_ids[:, : step + 1], None)
+    assert draws.num_tokens.tolist() == [num_tokens, 7]
+    assert draws.ended.tolist() == [stop != "#\u00e9", False]
 
 
 @pytest.mark.parametrize(

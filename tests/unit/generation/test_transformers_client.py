@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from inspect import signature
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.sampler import cut_at_stop
@@ -35,14 +36,18 @@ def logprobs(groups: list[list[Completion]]) -> torch.Tensor:
     return torch.tensor([logprob for group in groups for completion in group for logprob in completion.logprobs])
 
 
-@pytest.mark.parametrize("sampling", [SAMPLING, SamplingParams(12, 0.8, 0.9, 10, 1.2), replace(SAMPLING, temperature=0.0)], ids=str)
-def test_batches_change_nothing(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, sampling: SamplingParams) -> None:
+@pytest.mark.parametrize(
+    "sampling", [SAMPLING, SamplingParams(12, 0.8, 0.9, 10, 1.2), SamplingParams(12, 0.0)], ids=["plain", "filtered", "greedy"]
+)
+def test_batches_change_nothing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, sampling: SamplingParams) -> None:
+    for parameter in model.parameters():
+        parameter.data *= 0.5  # less rounding noise than with peaked distributions
     together = sample(model, tokenizer, sampling)
     assert len({len(completion.token_ids) for group in together for completion in group}) > 2 or sampling.temperature == 0
     for batch_size in (1, 3, 7):
         split = sample(model, tokenizer, sampling, batch_size=batch_size)
         assert tokens(split) == tokens(together)
-        torch.testing.assert_close(logprobs(split), logprobs(together), rtol=0, atol=2e-6)
+        torch.testing.assert_close(logprobs(split), logprobs(together), rtol=0, atol=1e-6)
 
 
 def test_order_is_kept_and_a_prompt_is_independent_of_the_others(model, tokenizer) -> None:
@@ -59,7 +64,7 @@ def test_completion_j_has_seed_plus_j(model, tokenizer) -> None:
     (group,) = client.generate([PROMPTS[2]], SAMPLING, group_size=4, seeds=[40])
     singles = client.generate([PROMPTS[2]] * 4, SAMPLING, group_size=1, seeds=[40, 41, 42, 43])
     assert tokens([group]) == [[single[0].token_ids for single in singles]]
-    assert len(set(completion.token_ids for completion in group)) == 4
+    assert len({completion.token_ids for completion in group}) == 4
 
 
 def test_eos_is_kept_and_ends_a_row_at_once(model, tokenizer) -> None:
@@ -90,7 +95,7 @@ def test_eos_ids_come_from_model_and_tokenizer(model, tokenizer, eos: int | list
     model.generation_config.eos_token_id = eos
     ids = {EOS, *([eos] if isinstance(eos, int) else eos)}
     ended = sample(model, tokenizer, replace(SAMPLING, max_new_tokens=30))
-    for before, after in zip(sum(tokens(plain), []), sum(tokens(ended), []), strict=True):
+    for before, after in zip(chain(*tokens(plain)), chain(*tokens(ended)), strict=True):
         first = next((index for index, token in enumerate(before) if token in ids), len(before) - 1)
         assert after == before[: first + 1]
 
@@ -107,10 +112,10 @@ def test_a_stop_string_ends_a_row_and_its_tokens_are_kept(model, tokenizer) -> N
     long = replace(SAMPLING, max_new_tokens=40)
     plain = sample(model, tokenizer, long)
     texts = [tokenizer.decode(completion.token_ids, skip_special_tokens=True) for group in plain for completion in group]
-    stop = (texts[0][3:6], texts[5][2], texts[9][4:6])
+    stop = tuple(text[5 : 5 + length] for text, length in zip(sorted(texts, key=len)[-3:], (3, 1, 2), strict=True))
     stopped = [completion for group in sample(model, tokenizer, replace(long, stop=stop)) for completion in group]
     num_cut = 0
-    for before, after, text in zip(sum(plain, []), stopped, texts, strict=True):
+    for before, after, text in zip(chain(*plain), stopped, texts, strict=True):
         assert after.token_ids == before.token_ids[: len(after.token_ids)]
         ended = tokenizer.decode(after.token_ids, skip_special_tokens=True)
         if any(string in text for string in stop):
@@ -120,8 +125,8 @@ def test_a_stop_string_ends_a_row_and_its_tokens_are_kept(model, tokenizer) -> N
             assert not any(string in ended[:-1] for string in stop)
             assert cut_at_stop(ended, stop) == cut_at_stop(text, stop)
         else:
-            assert after == before
-    assert 3 <= num_cut
+            assert (after.token_ids, after.finish_reason) == (before.token_ids, before.finish_reason)
+    assert num_cut >= 3
 
 
 def test_a_stop_string_that_begins_in_the_prompt_does_not_count(model, tokenizer) -> None:
@@ -198,13 +203,13 @@ def test_sampling_leaves_the_model_trainable(model, tokenizer) -> None:
 
 
 def test_non_finite_logits_name_prompt_and_step(model, tokenizer) -> None:
-    """A token whose embedding is NaN poisons the rows that saw it: prompt 2 alone here, from its first token on."""
+    """A token whose embedding is NaN poisons the rows that saw it: here the second prompt's."""
     with torch.no_grad():
         model.model.embed_tokens.weight[20] = torch.nan
         model.lm_head.weight[20] = 0.0
     client = TransformersClient(model, tokenizer, batch_size=2)
+    client.version = 4
     with pytest.raises(EngineError, match=r"token 0 after prompt 1 .*version 4"):
-        client.version = 4
         client.generate([[5, 6], [20, 3], [9]], replace(SAMPLING, max_new_tokens=1), group_size=1, seeds=[1, 2, 3])
 
 
@@ -216,9 +221,11 @@ def test_work_is_shared_within_a_group_and_dropped_at_its_end(model, tokenizer) 
     client.generate([PROMPTS[2]], replace(SAMPLING, max_new_tokens=3), group_size=8, seeds=[0])
     assert positions == [(1, 19), (8, 1), (8, 1), (8, 1)]  # 19 prompt tokens once; the last prompt token and two more, 8 rows each
     positions.clear()
+    model.generation_config.eos_token_id = [1, 2, 3, 4]
     (group,) = client.generate([PROMPTS[2]], replace(SAMPLING, max_new_tokens=40), group_size=32, seeds=[0])
     num_tokens = sum(len(completion.token_ids) for completion in group)
-    assert num_tokens < 32 * 40 * 0.7
+    longest = max(len(completion.token_ids) for completion in group)
+    assert 32 * longest > 3 * num_tokens  # the work without compaction
     assert sum(rows for rows, _ in positions[1:]) < 2 * num_tokens
 
 
@@ -261,6 +268,8 @@ def test_wrong_requests_are_refused(model, tokenizer) -> None:
         client.generate([[3], [4]], SAMPLING, group_size=1, seeds=[1])
     with pytest.raises(ValueError, match="group_size=0"):
         client.generate([[3]], SAMPLING, group_size=0, seeds=[1])
+    with pytest.raises(ConfigError, match=r"generation\.stop=.*empty"):
+        client.generate([[3]], replace(SAMPLING, stop=("#", "")), group_size=1, seeds=[1])
     with pytest.raises(ConfigError, match=r"generation\.batch_size=0"):
         TransformersClient(model, tokenizer, batch_size=0)
     assert client.generate([], SAMPLING, group_size=2, seeds=[]) == []
@@ -269,8 +278,7 @@ def test_wrong_requests_are_refused(model, tokenizer) -> None:
 
 
 def test_yaml_supplies_every_setting() -> None:
-    path = next(parent / "conf" for parent in Path(__file__).parents if (parent / "conf").is_dir()) / "generation" / "transformers.yaml"
-    node = OmegaConf.to_container(OmegaConf.load(path))
+    node = OmegaConf.to_container(OmegaConf.load(Path(__file__).parents[3] / "conf" / "generation" / "transformers.yaml"))
     assert isinstance(node, dict)
     settings = set(signature(TransformersClient).parameters) - {"model", "tokenizer"}
     sampling = {field.name for field in fields(SamplingParams)}

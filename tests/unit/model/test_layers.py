@@ -23,7 +23,7 @@ def test_ranges_and_lists():
 
 @pytest.mark.parametrize("text", ["24", "20-31", "3-1", "a", "1-", "", "-1", "1..3"])
 def test_what_is_no_index_of_a_block_is_refused(text):
-    with pytest.raises(ConfigError, match="train.train_layer_indices="):
+    with pytest.raises(ConfigError, match=r"train.train_layer_indices="):
         parse_layer_indices(text, 24, key="train.train_layer_indices")
 
 

@@ -90,6 +90,18 @@ def test_entropy_as_metric_has_no_gradient_and_leaves_that_of_the_logprobs_alone
     torch.testing.assert_close(gradients((logprobs, entropy), leaves), gradients((expected_logprobs, entropy), leaves))
 
 
+def test_entropy_as_metric_costs_nothing_in_backward() -> None:
+    inputs = make_inputs(torch.float32)
+    num_operations = []
+    for entropy_requires_grad in (False, True):
+        logprobs, entropy = head_stats(**inputs, entropy_requires_grad=entropy_requires_grad, chunk_vocab=VOCAB // 10)
+        total = logprobs.sum() + entropy.sum()
+        with Watch() as watch:
+            total.backward()
+        num_operations.append(watch.num_operations)
+    assert num_operations[0] <= num_operations[1] - 10, "at least one operation less in each of the ten tiles"
+
+
 @pytest.mark.parametrize("trained", ["hidden", "weight", "bias"])
 def test_only_what_is_trained_gets_a_gradient(trained: str) -> None:
     inputs = make_inputs()
@@ -102,10 +114,10 @@ def test_only_what_is_trained_gets_a_gradient(trained: str) -> None:
 
 def test_a_frozen_weight_costs_no_weight_gradient() -> None:
     inputs = make_inputs(torch.float32) | {"bias": None}
-    with LargestTensor() as trained:
+    with Watch() as trained:
         head_stats(**inputs, entropy_requires_grad=False, chunk_vocab=10)[0].sum().backward()
     inputs["weight"].requires_grad_(False)
-    with LargestTensor() as frozen:
+    with Watch() as frozen:
         head_stats(**inputs, entropy_requires_grad=False, chunk_vocab=10)[0].sum().backward()
     assert trained.num_elements == VOCAB * HIDDEN
     assert frozen.num_elements == 2 * NUM_TOKENS * 10
@@ -201,13 +213,15 @@ def test_without_grad_mode_nothing_is_kept_for_backward() -> None:
     assert entropy.grad_fn is None
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the size of the largest tensor that any operation returns."""
+class Watch(TorchDispatchMode):
+    """Counts operations and records the size of the largest tensor that any of them returns."""
 
+    num_operations = 0
     num_elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
+        self.num_operations += 1
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor):
                 self.num_elements = max(self.num_elements, tensor.numel())
@@ -219,7 +233,7 @@ def test_no_tensor_is_larger_than_two_tiles_or_an_input() -> None:
     hidden = torch.randn(num_tokens, hidden_size, requires_grad=True)
     weight = torch.randn(vocab, hidden_size, requires_grad=True)
     targets, temperature = torch.arange(num_tokens), torch.ones(num_tokens)
-    with LargestTensor() as largest:
+    with Watch() as largest:
         outputs = head_stats(hidden, weight, None, targets, temperature, entropy_requires_grad=True, chunk_vocab=chunk_vocab)
         (outputs[0].sum() + outputs[1].sum()).backward()
     assert largest.num_elements == 2 * num_tokens * chunk_vocab
@@ -228,6 +242,6 @@ def test_no_tensor_is_larger_than_two_tiles_or_an_input() -> None:
 def test_the_automatic_chunk_bounds_memory_for_many_tokens() -> None:
     num_tokens, vocab = 4096, 8192
     hidden, weight = torch.randn(num_tokens, 2), torch.randn(vocab, 2)
-    with LargestTensor() as largest, torch.no_grad():
+    with Watch() as largest, torch.no_grad():
         head_stats(hidden, weight, None, torch.zeros(num_tokens, dtype=torch.long), torch.ones(num_tokens), entropy_requires_grad=False)
     assert largest.num_elements * 4 <= 2 * 8 * 2**20

@@ -1,5 +1,7 @@
 """What the policy says about a flat batch, against transformers' own logits one sequence at a time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from factories import make_llama, make_qwen2
@@ -47,7 +49,7 @@ def test_gradient_equals_autograd_through_full_logits(token_batch):
 def test_temperature_of_the_sampler_is_part_of_the_score(token_batch):
     model = make_qwen2()
     hot = Scorer(model, "padded").score(token_batch)
-    cold_batch = type(token_batch)(**{n: getattr(token_batch, n) for n in token_batch.__dataclass_fields__} | {"temperature": torch.ones_like(token_batch.temperature)})
+    cold_batch = replace(token_batch, temperature=torch.ones_like(token_batch.temperature))
     assert not torch.allclose(hot.logprobs, Scorer(model, "padded").score(cold_batch).logprobs, atol=1e-2)
 
 

@@ -224,20 +224,8 @@ def test_bad_values_are_refused(key, values):
 def test_scoring_never_raises():
     rng = random.Random(1)
     digits = ["0", "1", "9" * 5000, "\N{FULLWIDTH DIGIT ONE}", "\N{ARABIC-INDIC DIGIT ONE}", "\N{SUPERSCRIPT TWO}"]
-    pieces = [
-        "<SOLUTION>",
-        "</SOLUTION>",
-        "<solution>",
-        "<",
-        "/",
-        " ",
-        "\n",
-        "\ud800",
-        "\0",
-        "\N{LATIN SMALL LETTER LONG S}",
-        "x1",
-        *digits,
-    ]
+    marks = ["<SOLUTION>", "</SOLUTION>", "<solution>", "<", "/", " ", "\n", "\ud800", "\0", "\N{LATIN SMALL LETTER LONG S}"]
+    pieces = [*marks, *digits]
     task = make_sat()
     for _ in range(3000):
         score = task.score(HAND_MADE, "".join(rng.choices(pieces, k=rng.randint(0, 12))))

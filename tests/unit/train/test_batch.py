@@ -53,9 +53,9 @@ def test_select_takes_whole_sequences_and_renumbers_them():
 
 
 def test_updates_cover_every_sequence_once():
-    assert split_updates(5, num_updates=2, sequences_per_update=None) == [range(0, 3), range(3, 5)]
-    assert split_updates(5, num_updates=None, sequences_per_update=2) == [range(0, 2), range(2, 4), range(4, 5)]
-    assert split_updates(2, num_updates=4, sequences_per_update=None) == [range(0, 1), range(1, 2)]
+    assert split_updates(5, num_updates=2, sequences_per_update=None) == [range(3), range(3, 5)]
+    assert split_updates(5, num_updates=None, sequences_per_update=2) == [range(2), range(2, 4), range(4, 5)]
+    assert split_updates(2, num_updates=4, sequences_per_update=None) == [range(1), range(1, 2)]
     for n in range(1, 30):
         for k in range(1, 8):
             parts = split_updates(n, num_updates=k, sequences_per_update=None)

@@ -11,11 +11,15 @@ from offline_grpo.errors import NonFiniteError
 from offline_grpo.loss.dapo import DAPO
 from offline_grpo.loss.grpo import GRPO
 
+
 def gradient_and_metrics(updater, batch):
     """The gradient of one update, caught where the optimizer would use it."""
     caught = {}
-    step = updater.optimizer.step
-    updater.optimizer.step = lambda *a, **k: (caught.update({n: p.grad.clone() for n, p in updater.policy.masters.parameters.items()}), step())[1]
+
+    def catch(*_):
+        caught.update({name: p.grad.clone() for name, p in updater.policy.masters.parameters.items()})
+
+    updater.optimizer.register_step_pre_hook(catch)
     metrics = updater.run(updater.score(batch), iteration=0)
     return caught, metrics
 
@@ -57,7 +61,8 @@ def test_old_logprobs_are_those_before_the_first_update(tmp_path, token_batch):
 
 
 def test_updates_leave_the_batch_as_it_was(tmp_path, token_batch):
-    before = {name: getattr(token_batch, name).clone() for name in ("token_ids", "advantages", "rollout_logprobs", "old_logprobs", "completion_mask")}
+    tensors = ("token_ids", "advantages", "rollout_logprobs", "old_logprobs", "completion_mask")
+    before = {name: getattr(token_batch, name).clone() for name in tensors}
     make_updater(tmp_path, epochs=2).run(token_batch, iteration=0)
     for name, value in before.items():
         assert torch.equal(getattr(token_batch, name), value), name

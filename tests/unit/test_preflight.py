@@ -1,0 +1,88 @@
+"""Bad input: each is refused before a model is loaded, in one message that names key, value and fix, and leaves nothing behind."""
+
+import re
+
+import pytest
+from factories import compose_config
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from offline_grpo import app
+from offline_grpo.cli import explain
+from offline_grpo.errors import ConfigError
+
+REFUSED = {
+    "data.rollouts_per_problem=1": r"data.rollouts_per_problem=1: .*a group of one has no signal, use 2 or more",
+    "generation.top_p=0.9": r"generation.top_p=0.9: .*set generation.top_p=1, or .*allow_truncated_sampling=true",
+    "generation.top_k=50": r"generation.top_k=50: .*set generation.top_k=0",
+    "generation.repetition_penalty=1.1": r"generation.repetition_penalty=1.1: .*set generation.repetition_penalty=1",
+    "generation.temperature=0": r"generation.temperature=0: .*above 0",
+    "generation.temperature=-1": r"generation.temperature=-1: must be 0 \(greedy\) or more",
+    "generation.max_new_tokens=0": r"generation.max_new_tokens=0: must be at least 1",
+    "generation.max_new_tokens=many": r"generation.max_new_tokens='many': expected int, got str",
+    "generation._target_=offline_grpo.generation.Nothing": r"generation._target_=.*cannot be imported",
+    "+generation.speed=3": r"generation.speed=3: TransformersClient has no such setting; it has batch_size",
+    "train.loss.clip_low=fast": r"train.loss.clip_low='fast': expected float",
+    "+train.loss.clipp=1": r"train.loss.clipp=1: GRPO has no such setting",
+    "train.lr=0": r"train.lr=0.0: must be above 0",
+    "train.lr=-1e-3": r"train.lr=-0.001: must be above 0",
+    "train.schedule=sine": r"train.schedule=sine: must be one of constant, linear, cosine",
+    "train.precision=fp8": r"train.precision=fp8: must be one of fp32, bf16, fp16",
+    "train.batch_size=null": r"train.batch_size=None: set exactly one of train.batch_size .* and train.tokens_per_microbatch",
+    "train.grad_accum_steps=2": r"train.grad_accum_steps=2: set exactly one of train.grad_accum_steps and train.updates_per_iteration",
+    "train.iterations=0": r"train.iterations=0: must be at least 1",
+    "eval.ks=[10]": r"eval.ks=\[10\]: pass@10 needs at least 10 replicates and eval.replicates=4",
+    "eval.do_sample=false": r"eval.replicates=4: greedy decoding .* use eval.replicates=1",
+    "eval.num_ids=100000": r"eval.num_ids=100000: asks for problem 99999 and the task has",
+    "eval.ids=[0,-3]": r"eval.ids=\[0, -3\]: asks for",
+    "data.num_train_seeds=1000000": r"data.num_train_seeds=1000000: asks for",
+    "checkpoint.keep_last_k=0": r"checkpoint.keep_last_k=0: must be at least 1",
+    "model.device=cuda:7": r"model.device=cuda:7: this machine has (no CUDA device; use model.device=cpu|\d CUDA devices?; use cuda:0)",
+    "model.device=tpu0": r"model.device=tpu0: no device of that name",
+    "model.packing=tight": r"model.packing=tight: must be one of auto, padded, varlen",
+    "model.train_id=/no/such/model": r"model.train_id=/no/such/model: no such folder",
+    "task.max_operand=0": r"task.max_operand=0: must be",
+    "task=gsm8k task.path=/no/file.jsonl": r"task.path=.*no/file.jsonl",
+    "resume=/no/such/run": r"resume=/no/such/run: no checkpoint there",
+    "logger.console.refresh_per_s=0": r"logger.console.refresh_per_s=0: must be above 0",
+}
+
+
+@pytest.fixture
+def output_dir(tmp_path):
+    path = tmp_path / "outputs" / "2026-01-01" / "00-00-00-000000"
+    (path / ".hydra").mkdir(parents=True)
+    return path
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_bad_input_is_refused_and_leaves_nothing(overrides, output_dir, tmp_path, monkeypatch):
+    def no_model(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(app, "load_policy", no_model)
+    with pytest.raises(ConfigError, match=REFUSED[overrides]) as caught:
+        app.run(compose_config(f"cache_dir={tmp_path}/cache", "model.tiny.warm_start_steps=1", *overrides.split()), output_dir)
+    assert "\n" not in str(caught.value)
+    assert list((tmp_path).glob("outputs/*")) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lr=fast", r"train.lr: .*'fast'.*could not be converted to Float"),
+        ("train.lr=[5e-6,1e-5]", r"train.lr: .*to sweep over it: --multirun train.lr=5e-06,1e-05"),
+        ("trian.lr=1", r"trian: no such key; did you mean train\?"),
+        ("train.learning_rate=1", r"train.learning_rate: no such key; it may be one of iterations, .*lr,"),
+        ("train/loss=ppo", r"train/loss=ppo: no such option; choose one of cispo, dapo, dr_grpo, grpo, gspo"),
+        ("weight_sync=carrier_pigeon", r"weight_sync=carrier_pigeon: no such option; choose one of .*in_process"),
+        ("train.iterations=1.5", r"train.iterations: .*'1.5'.*Integer"),
+        ("train.lr:3", r"train.lr:3: is no override; write KEY=VALUE"),
+    ],
+)
+def test_hydra_errors_become_one_line(override, message):
+    with pytest.raises((HydraException, OmegaConfBaseException)) as caught:
+        compose_config(override)
+    text = explain(caught.value)
+    assert "\n" not in text
+    assert re.search(message, text), text
