@@ -170,11 +170,11 @@ def main() -> None:
     if args.peak_of:
         print(measure_peak_bytes(args, args.peak_of))
         return
-    peak_bytes = {name: measure_peak_in_child(name) for name in HEADS}
     inputs = Inputs.random(args, args.tokens)
     differences = largest_differences(inputs)
     arms: dict[str, Callable[[], object]] = {name: lambda head=head: backward(head, inputs) for name, head in HEADS.items()}
     timings = alternate(arms | {"three_gemms": three_gemms(inputs)}, rounds=args.rounds)
+    peak_bytes = {name: measure_peak_in_child(name) for name in HEADS}
     measured = {
         "time_ratio": timings.ratio("head_stats", BASELINE),
         "memory_ratio": peak_bytes["head_stats"] / peak_bytes[BASELINE],

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from offline_grpo.build import build
 from offline_grpo.checkpoint import Checkpointer
@@ -243,6 +244,8 @@ def _logging(run_dir: RunDir, ranks: Ranks) -> Iterator[None]:
     """The package's messages go to run.log and, as plain lines, to the terminal; those of other processes nowhere."""
     package = logging.getLogger("offline_grpo")
     package.setLevel(logging.INFO)
+    package.propagate = False
+    disable_progress_bar()  # transformers' bars for loading and saving, which would tear the live display
     handlers: list[logging.Handler] = [logging.NullHandler()]
     if ranks.is_main:
         run_dir.path.mkdir(parents=True, exist_ok=True)

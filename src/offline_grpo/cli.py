@@ -22,6 +22,9 @@ from offline_grpo.interrupt import StopRequested
 
 T = TypeVar("T")
 
+EXPECTED = (GrpoError, StopRequested, KeyboardInterrupt, HydraException, OmegaConfBaseException)
+"""What `leave` turns into one line."""
+
 
 def exit_with(main: Callable[[], object]) -> NoReturn:
     """Run Hydra's `main`, report what people can act on in one line, and leave. Other exceptions keep their traceback.
@@ -38,7 +41,7 @@ def exit_with(main: Callable[[], object]) -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra must raise, not print and exit with 1
     try:
         main()
-    except (GrpoError, StopRequested, KeyboardInterrupt, HydraException, OmegaConfBaseException) as error:
+    except EXPECTED as error:
         leave(error)
     sys.exit(0)
 
@@ -47,7 +50,7 @@ def run_job(job: Callable[[], T]) -> T:
     """Call the function that Hydra runs, and leave at once if it fails; a failed job of a sweep lets the other jobs run first."""
     try:
         return job()
-    except (GrpoError, StopRequested, KeyboardInterrupt, OmegaConfBaseException) as error:
+    except EXPECTED as error:
         if HydraConfig.get().mode is RunMode.MULTIRUN and isinstance(error, GrpoError):
             raise
         leave(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,7 +15,9 @@ from offline_grpo.types import Message, Problem, SamplingParams, Split
 CLIENT_RUNTIME = ("model", "tokenizer")
 """Names under which a rollout client's constructor may ask for objects that exist only once the model is loaded."""
 
-log = logging.getLogger(__name__)
+MAX_PROBLEMS = 1_000_000
+ENDLESS_TASK_PROBLEMS = 10_000
+"""What `data.num_train_seeds: null` means for a task that makes problems from seeds without end."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ def _train_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
     first = config.data.train_seed_start
     count = config.data.num_train_seeds
     if count is None:
-        return _slice(available, range(first, len(available)), "data.train_seed_start", first)
+        last = len(available) if len(available) <= MAX_PROBLEMS else first + ENDLESS_TASK_PROBLEMS
+        return _slice(available, range(first, last), "data.train_seed_start", first)
     return _slice(available, range(first, first + count), "data.num_train_seeds", count)
 
 
@@ -128,9 +130,6 @@ def _eval_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
         return _slice(available, config.eval.ids, "eval.ids", config.eval.ids)
     first = config.eval.id_seed_start
     return _slice(available, range(first, first + config.eval.num_ids), "eval.num_ids", config.eval.num_ids)
-
-
-MAX_PROBLEMS = 1_000_000
 
 
 def _slice(available: Sequence[Problem], indices: Sequence[int], key: str, value: object) -> Sequence[Problem]:

@@ -60,13 +60,15 @@ def test_every_key_has_a_comment_above_it(path):
         match = re.match(r"\s*([A-Za-z]\w*):", line)
         if match and match[1] not in ("defaults", "hydra") and not line.lstrip().startswith("#"):
             above = [previous.strip() for previous in lines[:number] if previous.strip()]
-            if not above or not (above[-1].startswith("#") or is_explained_block(lines, number)):
+            if not (above and above[-1].startswith("#")) and not is_explained_block(lines, number):
                 unexplained.append(line.strip())
     assert not unexplained
 
 
 def is_explained_block(lines, number):
-    """Keys of one kind may share the comment above the first, and a section may open with a key of its own."""
+    """Keys of one kind may share the comment above the first; a section is explained by its own first key."""
+    if lines[number].endswith(":"):
+        return True
     indent = len(lines[number]) - len(lines[number].lstrip())
     for previous in reversed(lines[:number]):
         if not previous.strip():

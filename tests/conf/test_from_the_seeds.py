@@ -62,12 +62,12 @@ def overrides_of(span: str) -> list[str]:
 
 
 def compatible(every_span: list[str]) -> list[list[str]]:
-    """The overrides of all spans in few lists, none of which sets a key twice: composing takes a tenth of a second."""
+    """The overrides of all spans in few lists, none of which sets a key twice (a preset stands alone): composing takes time."""
     lists: list[dict[str, str]] = []
     for span in every_span:
         overrides = {override.partition("=")[0]: override for override in overrides_of(span)}
         for known in lists:
-            if known.keys().isdisjoint(overrides):
+            if known.keys().isdisjoint(overrides) and "experiment" not in known | overrides:
                 known.update(overrides)
                 break
         else:
@@ -101,7 +101,7 @@ def test_column_holds_nothing_but_keys_overrides_and_commands():
     others = [span for span in HERE if span not in KEYS and span not in OVERRIDES and "run_grpo.py" not in span and span != "uv sync"]
 
     assert others == []
-    assert len(KEYS) > 4
+    assert len(KEYS) >= 4
     assert len(OVERRIDES) > 80
 
 

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.task.answers import last_number
 from offline_grpo.types import Problem, Score, Split
 
 OPERATIONS = {"+": int.__add__, "-": int.__sub__}
 MAX_OPERAND_LIMIT = 999  # every pair is enumerated: 10^6 of them here
-
-# A hyphen right after a digit is a minus between two numbers ("9-4"), not the sign of the second.
-NUMBER = re.compile(r"(?P<sign>(?<![0-9])[-−])?(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.(?P<fraction>[0-9]+))?")
 
 
 @dataclass(frozen=True)
@@ -94,12 +92,11 @@ def last_integer(text: str) -> str | None:
     >>> last_integer("17 + 25 is 042.")
     '42'
     """
-    *_, match = (None, *NUMBER.finditer(text))
-    if match is None or (match["fraction"] or "").strip("0"):
+    number = last_number(text.replace("\N{MINUS SIGN}", "-"))
+    if number is None:
         return None
-    # By text, not by int(): Python refuses to convert very long numbers.
-    digits = match["whole"].replace(",", "").lstrip("0") or "0"
-    return "-" + digits if match["sign"] and digits != "0" else digits
+    whole, _, fraction = number.replace(",", "").partition(".")
+    return None if fraction.strip("0") else str(int(whole))
 
 
 def is_bare_integer(text: str) -> bool:

@@ -103,7 +103,7 @@ def test_filters_that_are_off_cost_nothing_and_greedy_keeps_the_penalty_alone() 
 
 @pytest.mark.parametrize(("stop", "num_tokens"), [("\u00e9#", 5), (" \u00e9", 4), ("b", 6), ("#\u00e9", 7)])
 def test_stop_strings_of_a_byte_level_tokenizer(stop: str, num_tokens: int) -> None:
-    """Characters outside ASCII take several tokens, so a stop string may end in the middle of nowhere."""
+    """Characters outside ASCII take several tokens, so a stop string may be longer in tokens than in characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -245,3 +245,22 @@ def test_the_automatic_chunk_bounds_memory_for_many_tokens() -> None:
     with Watch() as largest, torch.no_grad():
         head_stats(hidden, weight, None, torch.zeros(num_tokens, dtype=torch.long), torch.ones(num_tokens), entropy_requires_grad=False)
     assert largest.num_elements * 4 <= 2 * 8 * 2**20
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_without_waiting_for_it() -> None:
+    inputs = make_inputs(torch.bfloat16)
+    inputs = {name: tensor.detach().cuda().requires_grad_(tensor.requires_grad) for name, tensor in inputs.items()}
+    leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
+    expected = materialised(**inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        actual = head_stats(**inputs, entropy_requires_grad=True, chunk_vocab=16)
+        (actual[0].sum() + actual[1].sum()).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, check_dtype=False)
+    # The products that make the gradients read bfloat16, so every term is rounded, not only the sum.
+    expected_gradients = torch.autograd.grad(expected[0].sum() + expected[1].sum(), leaves)
+    for leaf, gradient in zip(leaves, expected_gradients, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient, rtol=2**-6, atol=2**-6 * float(gradient.abs().max()))

@@ -1,0 +1,94 @@
+"""docs/adding_a_component.md works as it is written, and what its run records is in the glossary of docs/numerics.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from factories import compose_config
+
+from offline_grpo.config import typed
+from offline_grpo.errors import ConfigError
+from offline_grpo.preflight import make_plan
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "adding_a_component.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+COMMANDS = [text.strip() for language, text in BLOCKS if language == "bash"]
+SMALL = [
+    *("train.iterations=1", "train.updates_per_iteration=2", "train.batch_size=16", "train.kl_coef=0.1"),
+    *("data.problems_per_iteration=8", "data.rollouts_per_problem=8", "generation.max_new_tokens=2"),
+    *("eval.num_ids=4", "eval.bootstrap_samples=20", "num_threads=1", "model.device=cpu", "model.tiny.warm_start_steps=5"),
+]
+IN_OTHER_RUNS = {"kl_penalty_mean"}  # with train.loss.kl_placement=reward
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The guide's files."""
+    folder = tmp_path_factory.mktemp("guide")
+    for _, text in BLOCKS:
+        if match := re.match(r"# (mine/\S+)\n", text):
+            path = folder / match[1]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    return folder
+
+
+def run(folder: Path, command: str, extra: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """The guide's command, from the folder that it describes."""
+    words = shlex.split(command)
+    assert words[:3] == ["uv", "run", "run_grpo.py"]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    arguments = [sys.executable, str(ROOT / "run_grpo.py"), *words[3:], *extra]
+    return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def metric_names(path: Path) -> set[str]:
+    """The names in a metrics file, as the glossary writes them: pass@k for pass@4, reward/NAME for reward/digits, intervals left out."""
+    names = {re.sub(r"@\d+", "@k", re.sub(r"_(low|high)$", "", name)) for name in json.loads(path.read_text())}
+    return {"reward/NAME" if name.startswith("reward/") else name for name in names}
+
+
+def glossary(heading: str) -> set[str]:
+    """The metrics in the first column of one table of the glossary."""
+    text = (ROOT / "docs" / "numerics.md").read_text().partition("## Metric glossary")[2].partition(f"### {heading}")[2].partition("###")[0]
+    return {name for line in text.splitlines() if line.startswith("| `") for name in re.findall(r"`([^`]+)`", line.split("|")[1])}
+
+
+def test_the_guide_has_a_loss_a_task_and_two_commands(folder):
+    assert {path.relative_to(folder).as_posix() for path in (folder / "mine").rglob("*.*")} == {
+        "mine/reinforce.py",
+        "mine/reverse.py",
+        "mine/conf/train/loss/reinforce.yaml",
+        "mine/conf/task/reverse.yaml",
+    }
+    assert len(COMMANDS) == 2
+
+
+def test_the_guides_run_trains_and_records_what_the_glossary_explains(folder):
+    result = run(folder, COMMANDS[0], [*SMALL, f"hydra.run.dir={folder}/run"])
+
+    assert result.returncode == 0, result.stderr
+    record = json.loads((folder / "run" / "metrics" / "train_iter_000.json").read_text())
+    assert {"reward/correct", "reward/digits"} < record.keys()
+    assert record["num_updates"] == 2
+    assert metric_names(folder / "run" / "metrics" / "train_iter_000.json") == glossary("Training") - IN_OTHER_RUNS
+    assert metric_names(folder / "run" / "metrics" / "eval_init.json") == glossary("Evaluation")
+
+
+def test_a_wrong_value_is_refused_as_the_guide_says(folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    overrides = [word for word in shlex.split(COMMANDS[1]) if "=" in word]
+
+    with pytest.raises(ConfigError) as error:
+        make_plan(typed(compose_config(f"hydra.searchpath=[file://{folder}/mine/conf]", *overrides)))
+
+    assert f"exit code {error.value.exit_code} and `error: {error.value}`" in GUIDE

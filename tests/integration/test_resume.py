@@ -1,0 +1,94 @@
+"""A run that dies anywhere and is resumed ends with the files of a run that did not die."""
+
+import json
+import signal
+
+import pytest
+from children import SMALL, Kill, metrics_of, printed, run_in_child, weights_of
+
+KILLS = {
+    "building the model": Kill("offline_grpo.model.tiny:TinyModel.prepare", 1),
+    "evaluating before training": Kill("offline_grpo.eval.evaluator:PassAtKEvaluator.evaluate", 1),
+    "before sampling": Kill("offline_grpo.rollouts.on_policy:OnPolicy.next", 3),
+    "after sampling": Kill("offline_grpo.rollouts.on_policy:OnPolicy.next", 4, "after"),
+    "between updates": Kill("offline_grpo.train.update:Updater._update", 6),
+    "after the updates": Kill("offline_grpo.train.update:Updater.run", 4, "after"),
+    "syncing": Kill("offline_grpo.weight_sync.in_process:InProcess.push", 4),
+    "evaluating": Kill("offline_grpo.eval.evaluator:PassAtKEvaluator.evaluate", 3),
+    "writing the first checkpoint": Kill("offline_grpo.checkpoint:Checkpointer._write_into", 1, "after"),
+    "writing the second checkpoint": Kill("offline_grpo.checkpoint:Checkpointer._write_into", 2, "after"),
+    "between metrics": Kill("offline_grpo.logger.json_logger:JsonLogger.log", 4),
+    "before the checkpoint counts": Kill("offline_grpo.checkpoint:PendingCheckpoint.commit", 1),
+    "after the checkpoint counts": Kill("offline_grpo.checkpoint:PendingCheckpoint.commit", 1, "after"),
+    "drawing the report": Kill("offline_grpo.report.plots:Figure.savefig", 1),
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    root = tmp_path_factory.mktemp("uninterrupted")
+    run_dir = root / "outputs" / "2026-01-01" / "00-00-00-000000"
+    assert run_in_child(run_dir, f"cache_dir={root}/cache", *SMALL) == 0, printed(run_dir)
+    return run_dir
+
+
+def assert_same_files(run_dir, expected):
+    assert metrics_of(run_dir) == metrics_of(expected)
+    assert weights_of(run_dir) == weights_of(expected)
+    assert len(weights_of(run_dir)) == 2
+    assert (run_dir / "report.png").stat().st_size > 10_000
+
+
+def test_a_run_leaves_its_record(uninterrupted):
+    names = set(metrics_of(uninterrupted))
+    assert names == {f"train_iter_{i:03d}.json" for i in range(4)} | {"eval_init.json", "eval_iter_001.json", "eval_iter_003.json"}
+    assert {path.name for path in uninterrupted.iterdir()} == {"metrics", "checkpoints", "report.png", "run.log"}
+    first = json.loads((uninterrupted / "metrics" / "train_iter_000.json").read_text())
+    for key in ("loss_total", "loss_pg", "loss_kl", "loss_entropy", "kl_divergence", "reward_mean", "grad_norm", "time/generate_s"):
+        assert key in first
+    assert first["loss_total"] == pytest.approx(first["loss_pg"] + first["loss_kl"] + first["loss_entropy"], abs=1e-7)
+
+
+def test_same_seed_same_metrics_and_another_seed_others(uninterrupted, tmp_path):
+    again, other = tmp_path / "again", tmp_path / "other"
+    assert run_in_child(again, f"cache_dir={tmp_path}/cache", *SMALL) == 0, printed(again)
+    assert run_in_child(other, f"cache_dir={tmp_path}/cache", "seed=1", *SMALL) == 0, printed(other)
+    assert_same_files(again, uninterrupted)
+    assert metrics_of(other)["train_iter_000.json"] != metrics_of(uninterrupted)["train_iter_000.json"]
+
+
+@pytest.mark.parametrize("phase", KILLS)
+def test_killed_and_resumed_ends_with_the_same_files(phase, uninterrupted, tmp_path):
+    day = tmp_path / "outputs" / "2026-01-01"
+    killed, fresh = day / "00-00-00-000000", day / "00-01-00-000000"
+    assert run_in_child(killed, f"cache_dir={tmp_path}/cache", *SMALL, kill=KILLS[phase]) == -signal.SIGKILL, printed(killed)
+    assert run_in_child(fresh, f"cache_dir={tmp_path}/cache", "resume=auto", *SMALL) == 0, printed(fresh)
+    had_checkpoint = not fresh.exists()
+    assert_same_files(killed if had_checkpoint else fresh, uninterrupted)
+    assert not list(tmp_path.rglob(".writing*")) or not had_checkpoint
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("where", ["offline_grpo.rollouts.on_policy:OnPolicy._group", "offline_grpo.train.update:Updater._update"])
+def test_a_signal_saves_and_says_how_to_go_on(number, code, where, uninterrupted, tmp_path):
+    stopped, fresh = tmp_path / "stopped", tmp_path / "fresh"
+    count = {"_group": 14, "_update": 7}[where.rpartition(".")[2]]  # in the fourth iteration: the third is not saved by itself
+    kill = Kill(where, count, number=number)
+    assert run_in_child(stopped, f"cache_dir={tmp_path}/cache", "train.iterations=5", *SMALL[:3], *SMALL[4:], kill=kill) == code, printed(
+        stopped
+    )
+    assert f"stopped by {signal.Signals(number).name}; go on with resume={stopped}" in printed(stopped)
+    assert run_in_child(fresh, f"cache_dir={tmp_path}/cache", f"resume={stopped}", "train.iterations=4", *SMALL) == 0, printed(fresh)
+    assert not fresh.exists()
+    assert metrics_of(stopped)["train_iter_002.json"] == metrics_of(uninterrupted)["train_iter_002.json"]
+    assert metrics_of(stopped)["train_iter_003.json"] == metrics_of(uninterrupted)["train_iter_003.json"]
+
+
+def test_a_finished_run_resumed_by_path_can_be_made_longer(uninterrupted, tmp_path):
+    run_dir, fresh = tmp_path / "run", tmp_path / "fresh"
+    cache = f"cache_dir={tmp_path}/cache"
+    short = [override for override in SMALL if not override.startswith("train.iterations")]
+    assert run_in_child(run_dir, cache, "train.iterations=2", *short) == 0, printed(run_dir)
+    assert run_in_child(fresh, cache, f"resume={run_dir}", *SMALL) == 0, printed(fresh)
+    assert "resuming with train.iterations=4 (the checkpoint was written with 2)" in printed(fresh)
+    assert_same_files(run_dir, uninterrupted)

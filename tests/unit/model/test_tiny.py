@@ -1,0 +1,293 @@
+import math
+import random
+import re
+from collections import Counter
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, set_seed
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.tiny import TinyModel, prepare_tiny_model
+from offline_grpo.model.warm_start import collate, demonstrations, distractor, lr_factor
+from offline_grpo.task.arithmetic import Arithmetic
+from offline_grpo.types import Problem, Split
+
+SMALL = TinyModel(
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=1,
+    num_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=64,
+    rope_theta=100.0,
+    initializer_range=0.1,
+    warm_start_steps=3,
+    warm_start_batch_size=8,
+    warm_start_lr=1e-2,
+    noise_frac=0.5,
+    seed=0,
+)
+TASK = Arithmetic(max_operand=9, operations=["+"], eval_frac=0.3, prompt_template="{a}{op}{b}=", format_weight=0.0)
+
+
+def prepare(folder, **settings):
+    return prepare_tiny_model(replace(SMALL, **settings), TASK, folder)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("cache"))
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def test_transformers_loads_it(built):
+    model = AutoModelForCausalLM.from_pretrained(built)
+    assert model.dtype == torch.float32
+    assert model.config.num_hidden_layers == 1
+    assert model.config.num_key_value_heads == 1
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    tokenizer = AutoTokenizer.from_pretrained(built)
+    assert len(tokenizer) == model.config.vocab_size
+    generation = GenerationConfig.from_pretrained(built)
+    assert generation.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
+    assert generation.pad_token_id == tokenizer.pad_token_id
+    assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 4
+
+
+def test_generation_ends_at_eos(built):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(built), AutoTokenizer.from_pretrained(built)
+    prompt = torch.tensor([tokenizer.encode("1+2=")])
+    with torch.no_grad():
+        model.lm_head.weight[tokenizer.eos_token_id] = 0
+        model.lm_head.weight[tokenizer.eos_token_id] = 1e3 * model.model(prompt).last_hidden_state[0, -1]
+    assert model.generate(prompt, max_new_tokens=9)[0, prompt.shape[1] :].tolist() == [tokenizer.eos_token_id]
+
+
+def test_saved_tokenizer_gives_back_any_ascii_text(built):
+    tokenizer = AutoTokenizer.from_pretrained(built)
+    text = "\n" + "".join(map(chr, range(32, 127))) + "  two  spaces , and don't\n\n"
+    token_ids = tokenizer.encode(text)
+    assert len(token_ids) == len(text)
+    assert tokenizer.decode(token_ids) == text
+    assert tokenizer.decode(token_ids, skip_special_tokens=True) == text
+    assert not set(token_ids) & set(tokenizer.all_special_ids)
+
+
+def test_any_other_character_is_one_unknown_token(built):
+    tokenizer = AutoTokenizer.from_pretrained(built)
+    token_ids = tokenizer.encode("1é\t\N{GRINNING FACE}2")
+    assert token_ids[1:4] == [tokenizer.unk_token_id] * 3
+    assert tokenizer.decode(token_ids, skip_special_tokens=True) == "12"
+
+
+def test_chat_template_is_plain(built):
+    tokenizer = AutoTokenizer.from_pretrained(built)
+    user = {"role": "user", "content": "17+25="}
+    assert tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True) == "<bos>17+25="
+    conversation = [{"role": "system", "content": "Add."}, user, {"role": "assistant", "content": "42"}, user]
+    assert tokenizer.apply_chat_template(conversation, tokenize=False) == "<bos>Add.\n17+25=42<eos>17+25="
+    token_ids = tokenizer.apply_chat_template([user], add_generation_prompt=True, return_dict=False)
+    assert tokenizer.convert_ids_to_tokens(token_ids) == ["<bos>", "1", "7", "+", "2", "5", "="]
+
+
+def test_second_call_does_not_train(tmp_path):
+    steps = []
+    first = prepare_tiny_model(SMALL, TASK, tmp_path, progress=lambda step, total, loss: steps.append((step, total, loss)))
+    assert [step[:2] for step in steps] == [(1, 3), (2, 3), (3, 3)]
+    assert all(math.isfinite(loss) for *_, loss in steps)
+    times = {path.name: path.stat().st_mtime_ns for path in first.iterdir()}
+
+    def never(step, total, loss):
+        raise AssertionError("trained again")
+
+    assert prepare_tiny_model(SMALL, TASK, tmp_path, progress=never) == first
+    assert {path.name: path.stat().st_mtime_ns for path in first.iterdir()} == times
+
+
+def test_folder_name_follows_from_all_settings(tmp_path):
+    other_values = {
+        name: value * 2 if isinstance(value, int) else value * 0.5
+        for name, value in vars(SMALL).items()
+        if name not in ("seed", "num_heads")
+    }
+    changes = [*({name: value} for name, value in other_values.items()), {"seed": 1}, {"num_heads": 4}]
+    folders = {prepare(tmp_path), *(prepare(tmp_path, **{"warm_start_steps": 0, **change}) for change in changes)}
+    folders.add(prepare_tiny_model(SMALL, replace(TASK, eval_frac=0.5), tmp_path))
+    folders.add(prepare_tiny_model(SMALL, replace(TASK, prompt_template="{a} {op} {b}="), tmp_path))
+    assert len(folders) == len(changes) + 3
+    assert all(re.fullmatch(r"tiny-[0-9a-f]{12}", folder.name) for folder in folders)
+
+
+def test_interrupted_build_leaves_nothing_that_counts(tmp_path):
+    def interrupt(step, total, loss):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_tiny_model(SMALL, TASK, tmp_path, progress=interrupt)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".tiny-abandoned" / "model").mkdir(parents=True)  # what a killed process leaves
+    assert (prepare(tmp_path) / "model.safetensors").exists()
+
+
+def test_slower_of_two_builders_keeps_what_the_faster_one_made(tmp_path):
+    def build_the_same_elsewhere(step, total, loss):
+        if step == 1:
+            path = prepare(tmp_path)
+            (path / "mark").write_text("of the faster one")
+
+    folder = prepare_tiny_model(SMALL, TASK, tmp_path, progress=build_the_same_elsewhere)
+    assert (folder / "mark").exists()
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_rename_that_fails_for_another_reason_is_an_error(tmp_path, monkeypatch):
+    def refuse(self, target):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr("pathlib.Path.rename", refuse)
+    with pytest.raises(PermissionError):
+        prepare(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _states():
+    return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+
+
+def test_random_state_of_the_caller_is_untouched(tmp_path):
+    set_seed(5)
+    before = _states()
+    prepare(tmp_path)
+    assert _states() == before
+
+
+def test_same_seed_same_weights_whatever_the_callers_random_state(tmp_path, built):
+    set_seed(99)
+    again, other = weights(prepare(tmp_path)), weights(prepare(tmp_path, seed=1))
+    first = weights(built)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+def test_warm_start_learns(tmp_path):
+    losses = []
+    settings = replace(SMALL, warm_start_steps=60, warm_start_batch_size=32)
+    prepare_tiny_model(settings, TASK, tmp_path, progress=lambda step, total, loss: losses.append(loss))
+    assert losses[0] > 3  # about log(100 tokens), or worse
+    assert sum(losses[-5:]) / 5 < 1.8  # a guess among digits and EOS
+
+
+def test_demonstrations_are_wrong_as_often_as_asked():
+    problems = TASK.problems(Split.TRAIN)
+    for noise_frac in (0.0, 0.3, 1.0):
+        drawn = list(islice(demonstrations(problems, noise_frac=noise_frac, seed=3), 4000))
+        num_wrong = sum(eval(d.problem.problem_id) != int(d.answer) for d in drawn)
+        assert abs(num_wrong / 4000 - noise_frac) <= 4 * math.sqrt(noise_frac * (1 - noise_frac) / 4000)  # 4 standard errors
+
+
+def test_demonstrations_cover_training_problems_and_no_other():
+    train, held_out = TASK.problems(Split.TRAIN), {problem.problem_id for problem in TASK.problems(Split.EVAL)}
+    drawn = Counter(d.problem.problem_id for d in islice(demonstrations(train, noise_frac=0.5, seed=0), 5000))
+    assert set(drawn) == {problem.problem_id for problem in train}
+    assert held_out
+    assert not set(drawn) & held_out
+
+
+def test_prepare_shows_the_model_training_problems_only(tmp_path):
+    asked = []
+
+    class Spy:
+        def problems(self, split):
+            asked.append(split)
+            return TASK.problems(split)
+
+        def score(self, problem, text):
+            raise AssertionError("not needed")
+
+    prepare_tiny_model(SMALL, Spy(), tmp_path)
+    assert set(asked) == {Split.TRAIN}
+
+
+def test_distractors_are_wrong_spread_out_and_of_several_lengths():
+    rng = random.Random(0)
+    drawn = Counter(distractor("42", rng) for _ in range(3000))
+    assert set(drawn) == {"41", "43", "32", "52", "4", "422"}
+    assert max(drawn.values()) < 3000 / 4
+    for answer in range(-120, 200):
+        wrong = distractor(str(answer), rng)
+        assert re.fullmatch(r"-?[0-9]+", wrong)
+        assert int(wrong) != answer
+
+
+def test_only_answer_and_eos_are_learned():
+    tokenizer = build_char_tokenizer(64)
+    token_ids, labels = collate(tokenizer, [tokenizer.encode("<bos>1+2="), tokenizer.encode("<bos>10+20=")], ["3", "30"])
+    tokens = [tokenizer.convert_ids_to_tokens(row.tolist()) for row in token_ids]
+    assert tokens[0] == ["<bos>", "1", "+", "2", "=", "3", "<eos>", "<pad>", "<pad>", "<pad>"]
+    assert tokens[1] == ["<bos>", "1", "0", "+", "2", "0", "=", "3", "0", "<eos>"]
+    assert [tokenizer.decode(row[row != -100]) for row in labels] == ["3<eos>", "30<eos>"]
+    assert all((labels[i] == token_ids[i])[labels[i] != -100].all() for i in range(2))
+
+
+def test_learning_rate_rises_then_falls_to_nothing():
+    factors = [lr_factor(step, 100) for step in range(100)]
+    assert factors[0] == pytest.approx(0.2)
+    assert 0.98 < max(factors) <= 1
+    assert factors.index(max(factors)) in (4, 5)
+    assert factors[50] == pytest.approx(0.5)
+    assert factors[-1] < 0.001
+    assert [lr_factor(0, 1), lr_factor(0, 2)] == [1, 1]
+
+
+def test_task_without_integer_answers_is_refused(tmp_path):
+    class Words:
+        def problems(self, split):
+            return [Problem("a", ({"role": "user", "content": "Colour?"},), "blue")]
+
+        def score(self, problem, text):
+            raise AssertionError("not needed")
+
+    with pytest.raises(ConfigError, match=r"task=Words: .* use task=arithmetic"):
+        prepare_tiny_model(SMALL, Words(), tmp_path)
+
+
+def test_prompt_longer_than_the_context_is_refused(tmp_path):
+    """<bos>9+9= and 18, its last digit twice, and EOS: 5 + 2 + 1 + 1."""
+    assert prepare(tmp_path, max_position_embeddings=9)
+    with pytest.raises(ConfigError, match=r"model\.tiny\.max_position_embeddings=8: the longest training example has 9 tokens"):
+        prepare(tmp_path, max_position_embeddings=8)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", 18),
+        ("hidden_size", 0),
+        ("num_layers", 0),
+        ("num_key_value_heads", 3),
+        ("rope_theta", 0.0),
+        ("initializer_range", -1.0),
+        ("warm_start_steps", -1),
+        ("warm_start_batch_size", 0),
+        ("warm_start_lr", 0.0),
+        ("noise_frac", 1.1),
+    ],
+)
+def test_bad_settings_are_refused(key, value):
+    with pytest.raises(ConfigError, match=rf"model\.tiny\.{key}="):
+        replace(SMALL, **{key: value})
+
+
+def test_show_progress_says_how_far_it_is(tmp_path, capsys):
+    replace(SMALL, warm_start_steps=2).prepare(TASK, tmp_path, show_progress=True)
+    assert re.search(r"warm start 2/2, loss \d\.\d{3}", capsys.readouterr().err)
+    replace(SMALL, warm_start_steps=1).prepare(TASK, tmp_path)
+    assert "warm start" not in capsys.readouterr().err

@@ -1,0 +1,164 @@
+import random
+import subprocess
+import sys
+
+import pytest
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.interfaces import Task
+from offline_grpo.task.arithmetic import Arithmetic, last_integer
+from offline_grpo.types import Problem, Split
+
+SETTINGS = {"max_operand": 20, "operations": ["+", "-"], "eval_frac": 0.2, "prompt_template": "{a}{op}{b}=", "format_weight": 0.1}
+
+
+def make(**settings):
+    return Arithmetic(**{**SETTINGS, **settings})
+
+
+def ids(task, split):
+    return [problem.problem_id for problem in task.problems(split)]
+
+
+def test_every_pair_is_in_exactly_one_split():
+    task = make()
+    train, held_out = ids(task, Split.TRAIN), ids(task, Split.EVAL)
+    everything = [f"{a}{op}{b}" for a in range(21) for b in range(21) for op in "+-"]
+    assert sorted(train + held_out) == sorted(everything)
+    prompts = {split: {p.messages[0]["content"] for p in task.problems(split)} for split in Split}
+    assert not prompts[Split.TRAIN] & prompts[Split.EVAL]
+    assert 0.1 < len(held_out) / len(everything) < 0.3
+
+
+def test_no_held_out_problem_has_its_mirror_image_in_training():
+    task = make()
+    train, held_out = set(ids(task, Split.TRAIN)), ids(task, Split.EVAL)
+    assert held_out
+    for problem_id in held_out:
+        a, op, b = problem_id.replace("+", " + ").replace("-", " - ").split()
+        assert f"{b}{op}{a}" not in train
+
+
+def test_problems_are_right():
+    for split in Split:
+        for problem in make().problems(split):
+            assert str(eval(problem.problem_id)) == problem.answer
+            assert problem.messages == ({"role": "user", "content": problem.problem_id + "="},)
+
+
+def test_order_and_split_are_the_same_in_another_process():
+    code = f"""
+from offline_grpo.task.arithmetic import Arithmetic
+print([p.problem_id for split in ("train", "eval") for p in Arithmetic(**{SETTINGS!r}).problems(split)])
+"""
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == str(ids(make(), Split.TRAIN) + ids(make(), Split.EVAL))
+
+
+def test_order_and_split_never_change():
+    """Recorded runs refer to problems by their place in the order."""
+    assert ids(make(max_operand=99, operations=["+"]), Split.EVAL)[:3] == ["6+96", "88+80", "9+61"]
+
+
+def test_order_is_shuffled():
+    train = [int(problem_id.split("+")[0]) for problem_id in ids(make(operations=["+"]), Split.TRAIN)]
+    assert train != sorted(train)
+    assert len(set(train[:40])) > 10
+
+
+def test_more_operands_or_operations_keep_problems_in_their_split():
+    small, large = make(max_operand=9, operations=["+"]), make()
+    for split in Split:
+        assert set(ids(small, split)) <= set(ids(large, split))
+
+
+def test_template_for_chat_models():
+    task = make(prompt_template="What is {a} {op} {b}? Answer with the number alone.")
+    problem = task.problems(Split.TRAIN)[0]
+    a, op, b = problem.problem_id.replace("+", " + ").replace("-", " - ").split()
+    assert problem.messages[0]["content"] == f"What is {a} {op} {b}? Answer with the number alone."
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "is_correct", "reward"),
+    [
+        ("42", "42", True, 1.1),
+        ("42", " 42\n", True, 1.1),
+        ("42", "042", True, 1.1),
+        ("42", "43", False, 0.1),
+        ("42", "-42", False, 0.1),
+        ("42", "", False, 0.0),
+        ("42", "forty-two", False, 0.0),
+        ("42", "17 + 25 = 42.", True, 1.0),
+        ("42", "42 or 43", False, 0.0),
+        ("42", "The answer is 42.0", True, 1.0),
+        ("42", "42.5", False, 0.0),
+        ("42", "4 2", False, 0.0),
+        ("1042", "1,042", True, 1.0),
+        ("-8", "-8", True, 1.1),
+        ("-8", "\N{MINUS SIGN}8", True, 1.0),
+        ("-8", "17-25=-8", True, 1.0),
+        ("8", "25-17=8", True, 1.0),
+        ("-8", "9-8", False, 0.0),
+        ("0", "-0", True, 1.1),
+        ("42", "\N{FULLWIDTH DIGIT FOUR}\N{FULLWIDTH DIGIT TWO}", False, 0.0),
+    ],
+)
+def test_scores(answer, text, is_correct, reward):
+    score = make().score(Problem("x", (), answer), text)
+    assert score.is_correct is is_correct
+    assert score.reward == pytest.approx(reward)
+    assert score.reward == sum(score.parts.values())
+    assert set(score.parts) == {"correct", "format"}
+
+
+def test_format_weight_can_be_switched_off():
+    assert make(format_weight=0.0).score(Problem("x", (), "42"), "41").reward == 0
+    assert make(format_weight=0.0).score(Problem("x", (), "42"), "42").reward == 1
+
+
+def test_no_text_raises_or_hangs():
+    rng = random.Random(0)
+    task, problem = make(), Problem("x", (), "42")
+    nasty = ["9" * 100_000, "1,111" * 50_000, "-" * 100_000, "\x00", "\ud800", "1." * 50_000, " " * 100_000 + "x"]
+    noise = ["".join(rng.choices("0123456789.,-+= \nx\N{MINUS SIGN}\N{SUPERSCRIPT TWO}é", k=rng.randrange(40))) for _ in range(2000)]
+    for text in nasty + noise:
+        assert 0 <= task.score(problem, text).reward <= 1.1
+
+
+def test_last_integer_is_canonical():
+    assert [last_integer(text) for text in ("x", "007", "-07", "a 1 b 2", "3.00", "3.01")] == [None, "7", "-7", "2", "3", None]
+
+
+def test_is_a_task():
+    assert isinstance(make(), Task)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_operand", 0),
+        ("max_operand", 1000),
+        ("operations", []),
+        ("operations", ["*"]),
+        ("operations", ["+", "+"]),
+        ("eval_frac", 0.0),
+        ("eval_frac", 1.0),
+        ("eval_frac", 1e-9),
+        ("format_weight", -0.1),
+        ("format_weight", 1.0),
+        ("prompt_template", "{a}+?"),
+        ("prompt_template", "{a}{b}"),
+        ("prompt_template", "{a}{op}{b}{c}"),
+        ("prompt_template", "{a}{op}{b}{"),
+        ("prompt_template", "{a.x}{op}{b}"),
+        ("prompt_template", "{a:.q}{op}{b}"),
+    ],
+)
+def test_bad_settings_are_refused(key, value):
+    with pytest.raises(ConfigError, match=rf"task\.{key}="):
+        make(**{key: value})
+
+
+def test_template_must_tell_operations_apart_only_where_there_are_several():
+    assert make(prompt_template="{a} plus {b} is ", operations=["+"]).problems(Split.TRAIN)

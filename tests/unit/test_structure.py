@@ -1,0 +1,62 @@
+"""The rules of docs/architecture.md that a program can check: who imports whom, and how long things get."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "offline_grpo"
+FILES = sorted(SOURCE.rglob("*.py"))
+CONCRETE = ("task", "generation", "rollouts", "weight_sync", "eval", "logger", "report", "app", "preflight", "run_dir", "checkpoint")
+KNOWS_HYDRA = ("config.py", "build.py", "cli.py", "app.py", "report/hydra_callback.py")
+
+
+def imports(path):
+    """Dotted names that a file imports anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def ours(path):
+    return {name.removeprefix("offline_grpo.") for name in imports(path) if name.startswith("offline_grpo.")}
+
+
+def relative(path):
+    return str(path.relative_to(SOURCE))
+
+
+def test_types_and_interfaces_stand_on_nothing():
+    assert ours(SOURCE / "types.py") == set()
+    assert {name.split(".")[0] for name in ours(SOURCE / "interfaces.py")} == {"types"}
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "train").glob("*.py")), ids=relative)
+def test_training_knows_no_concrete_component(path):
+    assert {name for name in ours(path) if name.split(".")[0] in CONCRETE} == set()
+
+
+def test_only_app_knows_all_parts():
+    for path in FILES:
+        if relative(path) != "app.py":
+            assert "app" not in ours(path), relative(path)
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_hydra_stops_at_the_door(path):
+    if relative(path) not in KNOWS_HYDRA:
+        assert not {name for name in imports(path) if name.split(".")[0] in ("hydra", "omegaconf")}
+
+
+@pytest.mark.parametrize("path", [*FILES, ROOT / "run_grpo.py", ROOT / "smoke_test.py"], ids=lambda path: path.name)
+def test_files_and_functions_stay_short(path):
+    assert len(path.read_text().splitlines()) <= 300
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < 60, node.name
