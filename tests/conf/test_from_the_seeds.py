@@ -91,8 +91,7 @@ def check_components(cfg: DictConfig) -> None:
     for name, node in (cfg.logger or {}).items():
         nodes[f"logger.{name}"] = node
     for key, node in nodes.items():
-        plain = OmegaConf.to_container(node, resolve=True)
-        assert isinstance(plain, dict)
+        plain = config.as_plain(node)
         settings = {k: v for k, v in plain.items() if k != "_target_" and not (key == "generation" and k in SAMPLING)}
         check_settings(resolve(plain, key), settings, key, given_at_runtime=dict.fromkeys((*CLIENT_RUNTIME, "output_dir")))
 
