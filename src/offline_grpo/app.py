@@ -46,8 +46,7 @@ def run(cfg: DictConfig, output_dir: Path) -> float | None:
         config, plain = typed(cfg), as_plain(cfg)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        resolve_device(config.model.device)
-        ranks = Ranks(use_cpu=config.model.device == "cpu")
+        ranks = Ranks(use_cpu=resolve_device(config.model.device).type == "cpu")
         plan = make_plan(config)
         resume = ranks.from_main(find_resume_point(config.resume, fresh, plain) if ranks.is_main else None)
         run_dir = ranks.from_main(resume.run_dir if resume is not None else fresh)

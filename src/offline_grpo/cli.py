@@ -19,11 +19,14 @@ from omegaconf.errors import OmegaConfBaseException
 from offline_grpo.build import sweep_hint
 from offline_grpo.errors import GrpoError
 from offline_grpo.interrupt import StopRequested
+from offline_grpo.launch import start_missing_processes
 
 T = TypeVar("T")
 
 EXPECTED = (GrpoError, StopRequested, KeyboardInterrupt, HydraException, OmegaConfBaseException)
 """What `leave` turns into one line."""
+
+_failed_jobs: list[int] = []
 
 
 def exit_with(main: Callable[[], object]) -> NoReturn:
@@ -32,6 +35,7 @@ def exit_with(main: Callable[[], object]) -> NoReturn:
     `HYDRA_FULL_ERROR=1` in the environment shows the traceback of everything. Of the processes that `accelerate launch` starts, only
     the first lets Hydra make a run folder.
     """
+    start_missing_processes()
     if os.environ.get("RANK", "0") != "0":
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns of kernels that nobody asked for
@@ -43,17 +47,19 @@ def exit_with(main: Callable[[], object]) -> NoReturn:
         main()
     except EXPECTED as error:
         leave(error)
-    sys.exit(0)
+    sys.exit(max(_failed_jobs, default=0))
 
 
-def run_job(job: Callable[[], T]) -> T:
-    """Call the function that Hydra runs, and leave at once if it fails; a failed job of a sweep lets the other jobs run first."""
+def run_job(job: Callable[[], T]) -> T | None:
+    """Call the function that Hydra runs, and leave at once if it fails. A failed job of a sweep says so and the other jobs run on."""
     try:
         return job()
     except EXPECTED as error:
-        if HydraConfig.get().mode is RunMode.MULTIRUN and isinstance(error, GrpoError):
-            raise
-        leave(error)
+        if HydraConfig.get().mode is not RunMode.MULTIRUN or not isinstance(error, GrpoError):
+            leave(error)
+        _print(f"error in job {HydraConfig.get().job.num} of the sweep: {error}")
+        _failed_jobs.append(error.exit_code)
+        return None
 
 
 def leave(error: BaseException) -> NoReturn:

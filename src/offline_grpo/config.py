@@ -233,7 +233,10 @@ def typed(cfg: DictConfig) -> RunConfig:
 
     Accepts a re-read `.hydra/config.yaml` too: the schema is merged in again.
     """
-    return _construct(RunConfig, as_plain(OmegaConf.merge(OmegaConf.structured(schema(RunConfig)), cfg)))  # type: ignore[arg-type]
+    node = OmegaConf.merge(OmegaConf.structured(schema(RunConfig)), cfg)
+    for key in sorted(OmegaConf.missing_keys(node)):
+        raise ConfigError(f"{key}: has no value; set {key}=...")
+    return _construct(RunConfig, as_plain(node))  # type: ignore[arg-type]
 
 
 def _construct(cls: type[T], plain: Mapping[str, Any]) -> T:

@@ -46,6 +46,8 @@ def test_a_run_leaves_its_record(uninterrupted):
     first = json.loads((uninterrupted / "metrics" / "train_iter_000.json").read_text())
     for key in ("loss_total", "loss_pg", "loss_kl", "loss_entropy", "kl_divergence", "reward_mean", "grad_norm", "time/generate_s"):
         assert key in first
+    assert first["grad_norm"] > 0
+    assert first["reward_std"] > 0
     assert first["loss_total"] == pytest.approx(first["loss_pg"] + first["loss_kl"] + first["loss_entropy"], abs=1e-7)
 
 

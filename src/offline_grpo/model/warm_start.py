@@ -50,10 +50,15 @@ def demonstrations(problems: Sequence[Problem], *, noise_frac: float, seed: int)
 
 
 def distractor(answer: str, rng: random.Random) -> str:
-    """A wrong answer that someone might give: off by one, off by ten, the last digit lost or written twice. `answer` is an integer."""
+    """A wrong answer that someone might give: off by one, with the wrong sign, or its last digit lost or written twice."""
     value = int(answer)
-    wrong = {str(value - 1), str(value + 1), str(value - 10), str(value + 10), answer[:-1], answer + answer[-1]}
-    return rng.choice(sorted(wrong - {"", "-", "00"}))
+    mistakes = [
+        str(value + rng.choice((-1, 1))),
+        str(-value),
+        answer[:-1],
+        answer + answer[-1],
+    ]
+    return rng.choice([mistake for mistake in mistakes if mistake not in ("", "-", "00", answer)])
 
 
 def warm_start(

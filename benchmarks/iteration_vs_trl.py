@@ -1,0 +1,244 @@
+"""Time of the main job's iteration (sample, score, update) against TRL's GRPOTrainer doing the same work.
+
+    python benchmarks/iteration_vs_trl.py [KEY=VALUE ...]        # overrides of the main job's configuration
+
+Both arms start from the same tiny model, with the same reference, prompts (compared token by token before anything is timed), rewards,
+group size, loss, optimizer and learning rate, and make one update per iteration from one microbatch. Neither evaluates, saves or prints.
+They alternate in blocks within one process. Every combination of arm and thread count is measured, and the claim compares each arm's
+faster one.
+
+Arms:
+    ours         the training loop of run_grpo.py with its default configuration
+    all_groups   the same with train.drop_zero_signal_groups=false: trains every sequence that it sampled, as TRL does
+    trl          GRPOTrainer with transformers' generate and gradient checkpointing off (its default is on)
+TRL's other generator without a server, transformers' continuous batching, is tried first; the result says how it went.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Target, Timings, write_result
+from hydra import compose, initialize_config_dir
+from trl_arm import WARMUP_BLOCKS, Interleave, MethodTimes, make_trainer
+
+from offline_grpo import app
+from offline_grpo.config import as_plain, register, typed
+from offline_grpo.interrupt import StopSignal
+from offline_grpo.parallel import Ranks
+from offline_grpo.preflight import Plan, make_plan
+from offline_grpo.run_dir import RunDir
+from offline_grpo.train.loop import Loop
+from offline_grpo.types import Metrics
+
+ROOT = Path(__file__).parents[1]
+TRAINING_ONLY = (
+    "model.device=cpu",
+    "eval.enabled=false",
+    "checkpoint.enabled=false",
+    "data.shuffle=false",
+    f"cache_dir={ROOT}/outputs/.cache",
+)
+ALL_GROUPS = "train.drop_zero_signal_groups=false"
+TRL_PHASES = ("_generate", "_calculate_rewards", "_generate_and_score_completions", "compute_loss", "training_step")
+
+
+@dataclass
+class Recorder:
+    """A MetricLogger that keeps the metrics of every iteration."""
+
+    records: list[Metrics] = field(default_factory=list)
+
+    def start(self, config: Mapping[str, Any], num_iterations: int) -> None: ...
+
+    def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
+        self.records.append(metrics)
+
+    def close(self) -> None: ...
+
+    def medians(self, names: Sequence[str], *, after: int) -> dict[str, float]:
+        return {name: statistics.median(record.get(name, 0.0) for record in self.records[after:]) for name in names}
+
+
+class OurArm:
+    """The main job's loop, advanced a block of iterations at a time."""
+
+    def __init__(self, overrides: Sequence[str], scratch: Path) -> None:
+        register()
+        with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
+            cfg = compose("config", overrides=[*TRAINING_ONLY, *overrides])
+        self.plan: Plan = make_plan(typed(cfg))
+        self.recorder = Recorder()
+        ranks = Ranks(use_cpu=True)
+        self.loop: Loop
+        self.loop, _ = app._assemble(self.plan, as_plain(cfg), RunDir(scratch), None, ranks, StopSignal(), [self.recorder])
+
+    def run(self, num_iterations: int) -> None:
+        first = len(self.recorder.records)
+        self.loop.config = replace(self.loop.config, iterations=first + num_iterations)
+        self.loop.run(first)
+
+
+def trl_settings(plan: Plan) -> dict[str, Any]:
+    """GRPOConfig's names for the main job's settings."""
+    data, train, loss, optimizer = plan.config.data, plan.config.train, plan.loss, plan.optimizer
+    num_sequences = data.problems_per_iteration * data.rollouts_per_problem
+    assert train.batch_size == num_sequences, "one microbatch per update, so that TRL can be given the same"
+    return {
+        "per_device_train_batch_size": num_sequences,
+        "gradient_accumulation_steps": 1,
+        "num_generations": data.rollouts_per_problem,
+        "max_completion_length": plan.sampling.max_new_tokens,
+        "temperature": plan.sampling.temperature,
+        "beta": loss.kl_coef,
+        "loss_type": "grpo",
+        "epsilon": loss.clip_low,  # type: ignore[attr-defined]
+        "scale_rewards": loss.scale_rewards,
+        "learning_rate": train.lr,
+        "weight_decay": train.weight_decay,
+        "adam_beta1": optimizer.beta1,
+        "adam_beta2": optimizer.beta2,
+        "adam_epsilon": optimizer.eps,
+        "max_grad_norm": train.grad_clip,
+        "logging_steps": 1,
+        "seed": plan.config.seed,
+    }
+
+
+def trl_trainer(ours: OurArm, callbacks: list[Any], **settings: Any) -> Any:
+    plan, policy = ours.plan, ours.loop.policy
+    problems = {problem.problem_id: problem for problem in plan.train_problems}
+
+    def reward(completions: Sequence[Any], problem_id: Sequence[str], **_: Any) -> list[float]:
+        texts = [completion[0]["content"] for completion in completions]
+        return [plan.task.score(problems[key], text).reward for key, text in zip(problem_id, texts, strict=True)]
+
+    rows = [{"prompt": [dict(message) for message in p.messages], "problem_id": p.problem_id} for p in plan.train_problems]
+    trainer = make_trainer(policy.model.name_or_path, policy.tokenizer, rows, reward, callbacks, **(trl_settings(plan) | settings))
+    prompts = [row["prompt"] for row in rows]
+    if trainer._tokenize_prompts(prompts)[0] != [policy.encode(problem.messages) for problem in plan.train_problems]:
+        raise AssertionError("TRL's prompts have other token ids than ours")
+    return trainer
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One arm of ours against TRL, with one number of threads."""
+
+    timings: Timings  # seconds per block
+    phases_s: dict[str, dict[str, float]]
+    work: dict[str, dict[str, float]]
+
+
+def measure(overrides: Sequence[str], *, blocks: int, block: int) -> Measurement:
+    with tempfile.TemporaryDirectory() as scratch:
+        ours = OurArm(overrides, Path(scratch))
+    interleave = Interleave(lambda: ours.run(block), updates_per_block=block)
+    trainer = trl_trainer(ours, [interleave], max_steps=(blocks + WARMUP_BLOCKS) * block)
+    times = MethodTimes(trainer, TRL_PHASES)
+    trainer.train()
+    warmup = WARMUP_BLOCKS * block
+    history = [row for row in trainer.state.log_history if "reward" in row][warmup:]
+    medians = {name: statistics.median(seconds[warmup:]) for name, seconds in times.seconds.items()}
+    num_sequences = trainer.args.per_device_train_batch_size
+    return Measurement(
+        timings=interleave.timings,
+        phases_s={
+            "ours": ours.recorder.medians(("time/generate_s", "time/train_s", "time/sync_s"), after=warmup),
+            "trl": {
+                "generate_s": medians["_generate"],
+                "rewards_s": medians["_calculate_rewards"],
+                "reference_and_rest_s": medians["_generate_and_score_completions"] - medians["_generate"] - medians["_calculate_rewards"],
+                "forward_s": medians["compute_loss"],
+                "backward_s": medians["training_step"] - medians["compute_loss"] - medians["_generate_and_score_completions"],
+            },
+        },
+        work={
+            "ours": ours.recorder.medians(("num_completion_tokens", "num_groups_trained", "reward_mean", "num_updates"), after=warmup),
+            "trl": {
+                "num_completion_tokens": statistics.median(row["completions/mean_length"] for row in history) * num_sequences,
+                "num_groups_trained": num_sequences / trainer.num_generations,
+                "reward_mean": statistics.median(row["reward"] for row in history),
+                "num_updates": 1.0,
+            },
+        },
+    )
+
+
+def try_continuous_batching(overrides: Sequence[str]) -> dict[str, Any]:
+    """Seconds per iteration of TRL with transformers' continuous batching, or why it does not run here."""
+    with tempfile.TemporaryDirectory() as scratch:
+        ours = OurArm(overrides, Path(scratch))
+    interleave = Interleave(lambda: None, updates_per_block=1)
+    trainer = trl_trainer(ours, [interleave], max_steps=1 + WARMUP_BLOCKS, use_transformers_continuous_batching=True)
+    try:
+        trainer.train()
+    except (RuntimeError, ValueError, ImportError, AssertionError) as error:
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+    return {"seconds_per_iteration": interleave.timings.min_s("trl")}
+
+
+def measure_threads(num_threads: int, args: argparse.Namespace) -> dict[str, Measurement]:
+    torch.set_num_threads(num_threads)
+    arms = {"ours": args.overrides, "all_groups": [*args.overrides, ALL_GROUPS]}
+    return {arm: measure(overrides, blocks=args.blocks, block=args.block) for arm, overrides in arms.items()}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="of the main job's configuration, KEY=VALUE")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of torch threads to try")
+    parser.add_argument("--blocks", type=int, default=6, help="timed blocks of every arm")
+    parser.add_argument("--block", type=int, default=5, help="iterations of a block")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads[0])
+    continuous_batching = try_continuous_batching(args.overrides)
+    by_threads = {num_threads: measure_threads(num_threads, args) for num_threads in args.threads}
+
+    def fastest_s(arm: str, *, against: str) -> float:
+        """Median seconds of an iteration with the number of threads that suits this arm best."""
+        return min(measurements[against].timings.median_s(arm) for measurements in by_threads.values()) / args.block
+
+    ratios = {arm: fastest_s("ours", against=arm) / fastest_s("trl", against=arm) for arm in ("ours", "all_groups")}
+    measured = {
+        "iteration_ratio": ratios["ours"],
+        "iteration_ratio_all_groups": ratios["all_groups"],
+        "ours_s": fastest_s("ours", against="ours"),
+        "ours_all_groups_s": fastest_s("ours", against="all_groups"),
+        "trl_s": min(fastest_s("trl", against=arm) for arm in ratios),
+        **{
+            f"{arm}_ratio_{threads}_threads": measurement.timings.ratio("ours", "trl")
+            for threads, measurements in by_threads.items()
+            for arm, measurement in measurements.items()
+        },
+    }
+    write_result(
+        "iteration_vs_trl",
+        claim="On a CPU, an iteration of the main job takes at most 0.33 of the time that TRL's GRPOTrainer takes for the same.",
+        targets=[Target("iteration_ratio", "<=", 0.33), Target("iteration_ratio_all_groups", "<=", 0.33)],
+        settings={**vars(args), "trl": version("trl")},
+        measured={key: float(f"{value:.4g}") for key, value in measured.items()},
+        details={
+            "trl_with_continuous_batching": continuous_batching,
+            "by_threads": {
+                threads: {arm: asdict(m) | {"timings": m.timings.summary("trl")} for arm, m in measurements.items()}
+                for threads, measurements in by_threads.items()
+            },
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Several processes on CPUs: what `accelerate launch --num_processes N` asks for and, without a GPU, does not start."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import psutil
+
+
+def start_missing_processes() -> None:
+    """Replace this process by N of torchrun's if `accelerate launch` was told to start N and started this one alone.
+
+    accelerate 1.15 reads `--num_processes` only where it finds several accelerators or an MPI launcher; elsewhere it runs the script
+    once and says nothing. Does nothing under any other launcher, or where there is a GPU.
+    """
+    if "LOCAL_RANK" in os.environ or "RANK" in os.environ:
+        return
+    parent = psutil.Process().parent()
+    num_processes = asked_for(parent.cmdline()) if parent is not None else 1
+    if num_processes == 1:
+        return
+    import torch  # takes seconds, and most starts get by without it here
+
+    if torch.cuda.is_available():
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
+    os.execv(sys.executable, [*torchrun, *sys.argv])
+
+
+def asked_for(command: Sequence[str]) -> int:
+    """The `--num_processes` of an `accelerate launch` command line; 1 for any other command.
+
+    Example: `["python", "/bin/accelerate", "launch", "--num_processes", "2", "run_grpo.py"]` -> 2.
+    """
+    if not any(os.path.basename(word).startswith("accelerate") for word in command[:3]):
+        return 1
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        name, _, value = word.replace("-", "_").partition("=")
+        if name == "__num_processes":
+            text = value or following
+            return int(text) if text.isdigit() else 1
+    return 1
