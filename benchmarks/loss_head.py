@@ -12,7 +12,8 @@ Arms, all computing the logprob of a target and the entropy, both with gradient,
 
 Before anything is timed, values and gradients of the arms are compared. Times are taken in one process, the arms interleaved; time_ratio is
 the median over rounds of the ratio within a round. Other work on the machine hurts the fused arms most, because their threads meet
-after every tile: where time_ratio and time_ratio_of_minima differ much, the machine was not quiet. OMP_NUM_THREADS=1 measures well on a busy machine.
+after every tile: where time_ratio and time_ratio_of_minima differ much, the machine was not quiet.
+OMP_NUM_THREADS=1 measures well on a busy machine.
 
 Memory is the rise of the peak over what was held before the call, gradients included. On a GPU the allocator reports it. On a CPU every
 arm runs in a process of its own: the kernel's high-water mark of resident memory (VmHWM) is reset after the inputs exist and a tiny call

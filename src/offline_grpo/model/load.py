@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -117,12 +116,11 @@ def _load_causal_lm(model_id: str, config: ModelConfig, device: torch.device, dt
 
 def _disable_dropout(model: nn.Module) -> None:
     """The sampler has no dropout, so the scores that are compared with its logprobs must have none either."""
-    modules: list[Any] = list(model.modules())
-    for module in modules:
+    for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - nn.Module's annotations know tensors and modules only
 
 
 def _with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter: Path | None) -> PeftModel:

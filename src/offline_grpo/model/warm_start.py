@@ -29,6 +29,7 @@ BETAS = (0.9, 0.99)
 WEIGHT_DECAY = 0.1
 GRAD_CLIP = 1.0
 WARMUP_FRAC = 0.05
+CLEAN_FRAC = 0.6
 IGNORED = -100  # the label that cross_entropy leaves out
 
 
@@ -75,13 +76,13 @@ def warm_start(
 ) -> None:
     """Train in place with AdamW, linear warm-up and cosine decay; the loss is that of the shown answers and EOS alone."""
     prompt_ids = {problem.problem_id: encode(tokenizer, problem.messages) for problem in problems}
-    draws = demonstrations(problems, noise_frac=noise_frac, seed=seed)
+    clean, noisy = (demonstrations(problems, noise_frac=share, seed=seed) for share in (0.0, noise_frac))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
     model.train()
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = lr * lr_factor(step - 1, steps)
-        batch = list(islice(draws, batch_size))
+        batch = list(islice(clean if step <= steps * CLEAN_FRAC else noisy, batch_size))
         token_ids, labels = collate(tokenizer, [prompt_ids[d.problem.problem_id] for d in batch], [d.answer for d in batch])
         logits = model(input_ids=token_ids, use_cache=False).logits  # [B, L, V]
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)

@@ -1,0 +1,76 @@
+"""What only a CUDA GPU can show: packed attention, 16-bit training, 8-bit optimizer state. `pytest -m gpu tests/gpu`, on one GPU."""
+
+import json
+
+import pytest
+import torch
+from factories import compose_config, make_qwen2
+
+from offline_grpo import app
+from offline_grpo.model.policy import Scorer
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+
+
+def gradients(model, packing, batch):
+    model.zero_grad()
+    model.train()
+    stats = Scorer(model, packing).score(batch, entropy_requires_grad=True)
+    (stats.logprobs.sum() + stats.entropy.sum()).backward()
+    return stats, {name: p.grad.float().clone() for name, p in model.named_parameters()}
+
+
+def test_packed_attention_scores_as_padded_rows_do(token_batch):
+    model = make_qwen2(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.05).to(CUDA, torch.bfloat16)
+    batch = token_batch.to(CUDA)
+    packed, packed_gradients = gradients(model, "varlen", batch)
+    padded, padded_gradients = gradients(model, "padded", batch)
+    assert torch.allclose(packed.logprobs, padded.logprobs, atol=0.03)
+    assert torch.allclose(packed.entropy, padded.entropy, atol=0.03)
+    for name, gradient in padded_gradients.items():
+        similarity = torch.nn.functional.cosine_similarity(gradient.flatten(), packed_gradients[name].flatten(), dim=0)
+        assert similarity > 0.99, (name, similarity)
+
+
+def test_packed_sequences_do_not_see_each_other(token_batch):
+    model = make_qwen2(hidden_size=128, initializer_range=0.05).to(CUDA, torch.bfloat16)
+    whole = Scorer(model, "varlen").logprobs(token_batch.to(CUDA))
+    starts = [0, *torch.tensor(token_batch.sequence_lengths).cumsum(0).tolist()]
+    for sequence in range(token_batch.num_sequences):
+        alone = Scorer(model, "varlen").logprobs(token_batch.select([sequence]).to(CUDA))
+        assert torch.allclose(whole[starts[sequence] : starts[sequence + 1]], alone, atol=0.03)
+
+
+def test_fp32_scores_equal_the_cpus(token_batch):
+    model = make_qwen2()
+    cpu = Scorer(model, "padded").logprobs(token_batch)
+    gpu = Scorer(model.to(CUDA), "padded").logprobs(token_batch.to(CUDA))
+    assert torch.allclose(cpu, gpu.cpu(), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.precision=fp32"],
+        ["train.precision=bf16"],
+        ["train.precision=fp16"],
+        ["train.precision=bf16", "train/optimizer=adamw_8bit"],
+        ["train.precision=bf16", "model/lora=default", "train.gradient_checkpointing=true", "train.lr=3e-3"],
+    ],
+    ids=["fp32", "bf16", "fp16", "adamw_8bit", "lora"],
+)
+def test_the_tiny_model_learns(overrides, tmp_path):
+    if "train/optimizer=adamw_8bit" in overrides:
+        pytest.importorskip("bitsandbytes")
+    small = ["model.device=cuda", "train.iterations=25", "eval.interval=25", "eval.num_ids=128", "logger=[json]", "checkpoint.save_interval=0"]
+    cache = f"cache_dir={tmp_path.parent}/cache"
+    app.run(compose_config(*small, cache, *overrides), tmp_path / "run")
+    before = json.loads((tmp_path / "run" / "metrics" / "eval_init.json").read_text())["pass@1"]
+    after = json.loads((tmp_path / "run" / "metrics" / "eval_iter_024.json").read_text())["pass@1"]
+    metrics = json.loads((tmp_path / "run" / "metrics" / "train_iter_000.json").read_text())
+    print(f"{overrides}: pass@1 {before:.3f} -> {after:.3f}, {metrics}")
+    assert before < 0.6
+    assert after > before + 0.1
+    assert metrics["mismatch/logprob_abs_diff"] < 0.05
