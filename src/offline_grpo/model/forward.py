@@ -7,6 +7,8 @@ Two layouts give the same hidden states:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,10 +47,7 @@ def _padded(decoder: nn.Module, batch: TokenBatch) -> Tensor:
 def _varlen(decoder: nn.Module, batch: TokenBatch) -> Tensor:
     lengths = torch.tensor((0, *batch.sequence_lengths), dtype=torch.int32)
     boundaries = lengths.cumsum(0, dtype=torch.int32).to(batch.token_ids.device, non_blocking=True)  # [S+1]
-    config: Any = decoder.config
-    before = config._attn_implementation
-    config._attn_implementation = VARLEN
-    try:
+    with packed_attention(decoder):
         hidden = decoder(
             input_ids=batch.token_ids[None],  # [1, T]
             position_ids=batch.position_ids[None],
@@ -56,9 +55,22 @@ def _varlen(decoder: nn.Module, batch: TokenBatch) -> Tensor:
             cu_seq_lens_q=boundaries,
             max_length_q=max(batch.sequence_lengths),
         ).last_hidden_state  # [1, T, H]
+    return hidden[0]
+
+
+@contextmanager
+def packed_attention(decoder: nn.Module) -> Iterator[None]:
+    """Variable-length attention inside, the model's own afterwards, which sampling needs.
+
+    With gradient checkpointing the backward pass runs the model again, so it must happen inside too.
+    """
+    config: Any = decoder.config
+    before = config._attn_implementation
+    config._attn_implementation = VARLEN
+    try:
+        yield
     finally:
         config._attn_implementation = before
-    return hidden[0]
 
 
 def _varlen_attention(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.forward import hidden_states
+from offline_grpo.model.forward import hidden_states, packed_attention
 from offline_grpo.model.logprobs import head_stats
 from offline_grpo.model.masters import MasterWeights
 from offline_grpo.types import Message, TokenBatch, TokenStats
@@ -52,6 +52,10 @@ class Scorer:
     @property
     def dtype(self) -> torch.dtype:
         return self.causal_lm.dtype
+
+    def attention(self) -> AbstractContextManager[None]:
+        """The attention that `score` uses; a backward pass through checkpointed activations must run inside."""
+        return packed_attention(self.causal_lm.get_decoder()) if self.packing == "varlen" else nullcontext()
 
     def score(self, batch: TokenBatch, *, entropy_requires_grad: bool = False) -> TokenStats:
         """Logprobs and entropy [T] of the batch's completion tokens, under the batch's temperature."""

@@ -116,7 +116,8 @@ class Updater:
             if is_on_policy:
                 part = part.with_logprobs(old=stats.logprobs.detach())
             output = self.loss(stats, part, totals)
-            self.scaler.scale(output.loss).backward()
+            with self.policy.attention():
+                self.scaler.scale(output.loss).backward()
             for name, share in output.metrics.items():
                 shares[name] = shares[name] + share
         metrics = self._sum_over_ranks(shares)
