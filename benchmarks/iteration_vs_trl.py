@@ -117,12 +117,12 @@ def trl_trainer(ours: OurArm, callbacks: list[Any], **settings: Any) -> Any:
     plan, policy = ours.plan, ours.loop.policy
     problems = {problem.problem_id: problem for problem in plan.train_problems}
 
-    def reward(completions: Sequence[Any], problem_id: Sequence[str], **_: Any) -> list[float]:
+    def reward(completions: Sequence[Any], problem_id: Sequence[str], **_: Any) -> list[float | None]:
         texts = [completion[0]["content"] for completion in completions]
         return [plan.task.score(problems[key], text).reward for key, text in zip(problem_id, texts, strict=True)]
 
     rows = [{"prompt": [dict(message) for message in p.messages], "problem_id": p.problem_id} for p in plan.train_problems]
-    trainer = make_trainer(policy.model.name_or_path, policy.tokenizer, rows, reward, callbacks, **(trl_settings(plan) | settings))
+    trainer = make_trainer(str(policy.model.name_or_path), policy.tokenizer, rows, reward, callbacks, **(trl_settings(plan) | settings))
     prompts = [row["prompt"] for row in rows]
     if trainer._tokenize_prompts(prompts)[0] != [policy.encode(problem.messages) for problem in plan.train_problems]:
         raise AssertionError("TRL's prompts have other token ids than ours")

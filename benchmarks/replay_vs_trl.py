@@ -14,7 +14,8 @@ logprobs as the old ones.
 Before anything is timed, both arms make one update from the same weights on the same batch: loss, gradient norm and the whole gradient
 must agree to 1e-5. TRL's and our microbatch sizes are each the fastest of several that were tried.
 
-Memory is the largest rise of the process's resident memory during one update, over what it held before (Linux).
+Memory is the largest rise of the process's resident memory during one timed update, over what it held before (Linux), with the chosen
+microbatch sizes.
 """
 
 from __future__ import annotations
@@ -219,12 +220,10 @@ def seconds_by_microbatch(batches: Sequence[list[RolloutGroup]], args: argparse.
     """The second update on the same batch with every candidate: sequences per backward pass of TRL, tokens of ours."""
 
     def time_trl(batch_size: int) -> float:
-        times: list[float] = []
         trainer = trl_arm(batches[:1], [], batch_size=batch_size, num_updates=2)
-        steps = MethodTimes(trainer, ["training_step"]).seconds
+        steps_s = MethodTimes(trainer, ["training_step"]).seconds["training_step"]
         trainer.train()
-        times = steps["training_step"]
-        return sum(times[len(times) // 2 :])
+        return sum(steps_s[len(steps_s) // 2 :])
 
     def time_ours(tokens_per_microbatch: int) -> float:
         ours = OurArm(batches[:1], tokens_per_microbatch=tokens_per_microbatch)

@@ -118,7 +118,7 @@ def make_trainer(
     model: str | PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[dict[str, Any]],
-    reward: Callable[..., list[float]],
+    reward: Callable[..., list[float | None]],
     callbacks: Sequence[TrainerCallback],
     *,
     rollout_func: Callable[..., Any] | None = None,
@@ -132,7 +132,8 @@ def make_trainer(
     """
     _silence()
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(prefix="trl-"),
@@ -151,7 +152,7 @@ def make_trainer(
         **settings,
     )
     trainer = GRPOTrainer(
-        model=model,  # type: ignore[arg-type]
+        model=model,
         reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_list(list(rows)),

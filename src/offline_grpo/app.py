@@ -152,7 +152,7 @@ def _model_id(plan: Plan, ranks: Ranks) -> str:
 def _check_model(plan: Plan, model_id: str) -> None:
     """What config.json and tokenizer say against the settings, before any weights are read."""
     config = plan.config
-    if config.train.kl_coef > 0 and config.model.ref_id is not None:
+    if plan.loss.kl_coef > 0 and config.model.ref_id is not None:
         read_model_config(config.model.ref_id, "model.ref_id")
     model_config = read_model_config(model_id, "model.train_id")
     tokenizer = load_tokenizer(model_id)

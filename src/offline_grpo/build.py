@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -11,6 +12,8 @@ import hydra.utils
 from hydra.errors import InstantiationException
 
 from offline_grpo.errors import ConfigError
+
+logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it logs, in several lines, the errors that `resolve` reports in one
 
 
 def build(node: Mapping[str, Any], *, key: str, protocol: type | None = None, **runtime: Any) -> Any:
@@ -43,7 +46,7 @@ def resolve(node: Mapping[str, Any], key: str) -> Any:
     try:
         target = hydra.utils.get_object(node["_target_"])
     except (ImportError, ValueError, AttributeError, InstantiationException) as error:
-        reason = str(error).splitlines()[0]
+        reason = " ".join(str(error).split())
         raise ConfigError(f"{key}._target_={node['_target_']}: cannot be imported ({reason}); give the dotted path of a class") from error
     if not callable(target):
         raise ConfigError(f"{key}._target_={node['_target_']}: is not a class or function")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
+from math import inf
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -52,7 +53,7 @@ class ModelConfig:
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
-        packings = ("auto", "padded", "varlen")
+        packings = ("auto", "padded", "tree", "varlen")
         require(self.packing in packings, "model.packing", self.packing, f"must be one of {', '.join(packings)}")
         require(self.train_id is not None or self.tiny is not None, "model.train_id", None, "name a Hugging Face id or a local folder")
 
@@ -108,7 +109,7 @@ class TrainConfig:
             require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "must be at least 1")
         for name in ("weight_decay", "warmup_steps", "kl_coef"):
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must be 0 or more")
-        require(self.lr > 0, "train.lr", self.lr, "must be above 0")
+        require(0 < self.lr < inf, "train.lr", self.lr, "must be above 0 and finite")
         require(self.grad_clip > 0, "train.grad_clip", self.grad_clip, "must be above 0; use inf to switch clipping off")
         for name, options in (("schedule", ("constant", "linear", "cosine")), ("precision", ("fp32", "bf16", "fp16"))):
             require(getattr(self, name) in options, f"train.{name}", getattr(self, name), f"must be one of {', '.join(options)}")
@@ -206,6 +207,9 @@ class RunConfig:
     eval: EvalConfig
     checkpoint: CheckpointConfig
     logger: Any
+
+    def __post_init__(self) -> None:
+        require(self.num_threads is None or self.num_threads > 0, "num_threads", self.num_threads, "at least 1, or null for one per core")
 
 
 @cache

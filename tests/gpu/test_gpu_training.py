@@ -64,7 +64,14 @@ def test_fp32_scores_equal_the_cpus(token_batch):
 def test_the_tiny_model_learns(overrides, tmp_path):
     if "train/optimizer=adamw_8bit" in overrides:
         pytest.importorskip("bitsandbytes")
-    small = ["model.device=cuda", "train.iterations=25", "eval.interval=25", "eval.num_ids=128", "logger=[json]", "checkpoint.save_interval=0"]
+    small = [
+        "model.device=cuda",
+        "train.iterations=25",
+        "eval.interval=25",
+        "eval.num_ids=128",
+        "logger=[json]",
+        "checkpoint.save_interval=0",
+    ]
     cache = f"cache_dir={tmp_path.parent}/cache"
     app.run(compose_config(*small, cache, *overrides), tmp_path / "run")
     before = json.loads((tmp_path / "run" / "metrics" / "eval_init.json").read_text())["pass@1"]

@@ -39,7 +39,7 @@ REFUSED = {
     "checkpoint.keep_last_k=0": r"checkpoint.keep_last_k=0: must be at least 1",
     "model.device=cuda:7": r"model.device=cuda:7: this machine has (no CUDA device; use model.device=cpu|\d CUDA devices?; use cuda:0)",
     "model.device=tpu0": r"model.device=tpu0: no device of that name",
-    "model.packing=tight": r"model.packing=tight: must be one of auto, padded, varlen",
+    "model.packing=tight": r"model.packing=tight: must be one of auto, padded, tree, varlen",
     "model.train_id=/no/such/model": r"model.train_id=/no/such/model: no such folder",
     "task.max_operand=0": r"task.max_operand=0: must be",
     "task=gsm8k task.path=/no/file.jsonl": r"task.path=.*no/file.jsonl",

@@ -1,7 +1,8 @@
 """Runs a transformers decoder over a flat batch: the one place that knows about rows and padding.
 
-Two layouts give the same hidden states:
+Three layouts give the same hidden states:
     padded   one row per sequence, padded on the right. Causal attention never looks right, so no mask is needed.
+    tree     one row per prompt, what its sequences share computed once (prefix_tree.py); padded where little is shared.
     varlen   all sequences end to end in one row, with variable-length attention: no padding is computed at all (CUDA, 16-bit).
 """
 
@@ -15,16 +16,30 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from offline_grpo.errors import ConfigError
+from offline_grpo.model.prefix_tree import PrefixTrees, prefix_trees
 from offline_grpo.types import TokenBatch
 
 VARLEN = "offline_grpo_varlen"
 
 
 def choose_packing(packing: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Resolve `auto`: varlen where its kernel exists (CUDA, bf16 or fp16), rows elsewhere."""
+    """Resolve `auto`: varlen where its kernel exists (CUDA, bf16 or fp16), tree on the CPU, padded elsewhere.
+
+    Raises:
+        ConfigError: varlen where it does not.
+    """
+    has_kernel = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if packing == "varlen" and not has_kernel:
+        raise ConfigError(
+            "model.packing=varlen: needs a CUDA device and train.precision=bf16 or fp16, and this run has "
+            f"{device.type} and {str(dtype).removeprefix('torch.')}; use model.packing=auto"
+        )
     if packing != "auto":
         return packing
-    return "varlen" if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else "padded"
+    if has_kernel:
+        return "varlen"
+    return "tree" if device.type == "cpu" else "padded"  # laying out trees on a GPU would wait for it
 
 
 def hidden_states(decoder: nn.Module, batch: TokenBatch, packing: str) -> Tensor:
@@ -32,9 +47,27 @@ def hidden_states(decoder: nn.Module, batch: TokenBatch, packing: str) -> Tensor
 
     Args:
         decoder: the transformers model below the language-model head.
-        packing: "padded" or "varlen".
+        packing: "padded", "tree" or "varlen".
     """
-    return _varlen(decoder, batch) if packing == "varlen" else _padded(decoder, batch)
+    if packing == "varlen":
+        return _varlen(decoder, batch)
+    trees = prefix_trees(batch) if packing == "tree" and _takes_masks(decoder, batch) else None
+    return _padded(decoder, batch) if trees is None else _tree(decoder, trees)
+
+
+def _takes_masks(decoder: nn.Module, batch: TokenBatch) -> bool:
+    """Whether the model's attention can be told by a mask alone who sees whom."""
+    config: Any = decoder.config
+    window = getattr(config, "sliding_window", None)
+    return config._attn_implementation in ("sdpa", "eager") and (window is None or max(batch.sequence_lengths) <= window)
+
+
+def _tree(decoder: nn.Module, trees: PrefixTrees) -> Tensor:
+    dtype = next(decoder.parameters()).dtype
+    hidden = decoder(
+        input_ids=trees.token_ids, position_ids=trees.position_ids, attention_mask=trees.attention_mask(dtype), use_cache=False
+    ).last_hidden_state  # [R, L, H]
+    return hidden[trees.rows, trees.columns]  # [T, H]
 
 
 def _padded(decoder: nn.Module, batch: TokenBatch) -> Tensor:

@@ -82,6 +82,7 @@ def load_policy(
     Raises:
         ConfigError: layer indices or target modules that the model does not have, or a head that we cannot score.
     """
+    packing = choose_packing(config.packing, device, DTYPES[precision])
     adapter = checkpoint if checkpoint is not None and config.lora is not None else None
     weights = str(checkpoint) if checkpoint is not None and config.lora is None else model_id
     model = _load_causal_lm(weights, config, device, DTYPES[precision])
@@ -95,7 +96,7 @@ def load_policy(
         train_only_blocks(model, parse_layer_indices(train_layer_indices, num_layers, key="train.train_layer_indices"), num_layers)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = Policy(model, load_tokenizer(model_id), choose_packing(config.packing, device, DTYPES[precision]))
+    policy = Policy(model, load_tokenizer(model_id), packing)
     policy.check_head()
     return policy
 
@@ -110,7 +111,13 @@ def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, precis
 
 
 def _load_causal_lm(model_id: str, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype, attn_implementation=config.attn_implementation)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype, attn_implementation=config.attn_implementation)
+    except (ImportError, ValueError) as error:  # kernels that are not installed, or a name that transformers does not know
+        if "attention" not in str(error).lower() and "attn" not in str(error):
+            raise
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model.attn_implementation={config.attn_implementation}: {reason}; sdpa works everywhere") from error
     return model.to(device)  # pyright: ignore[reportArgumentType]  # transformers' decorated signature
 
 
@@ -126,16 +133,19 @@ def _disable_dropout(model: nn.Module) -> None:
 def _with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter: Path | None) -> PeftModel:
     if adapter is not None:
         return PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
-    layers = None
+    layers, blocks, targets = None, "", lora.target_modules
     if lora.layer_indices is not None:
         layers = parse_layer_indices(lora.layer_indices, num_layers, key="model.lora.layer_indices")
+        blocks, modules = blocks_of(model, num_layers)
+        if targets == ["all-linear"]:  # peft combines layer indices with names alone
+            targets = sorted({name.rsplit(".", 1)[-1] for name, module in modules.named_modules() if isinstance(module, nn.Linear)})
     peft_config = PeftLoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
-        target_modules="all-linear" if lora.target_modules == ["all-linear"] else lora.target_modules,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
         layers_to_transform=layers,
-        layers_pattern=blocks_of(model, num_layers)[0].rsplit(".", 1)[-1] if layers is not None else None,
+        layers_pattern=blocks.rsplit(".", 1)[-1] or None,
         task_type="CAUSAL_LM",
     )
     try:

@@ -25,7 +25,7 @@ class Scorer:
 
     Args:
         model: a transformers model with a language-model head, or a peft model around one.
-        packing: "padded" or "varlen" (see forward.py).
+        packing: "padded", "tree" or "varlen" (see forward.py).
         without_adapter: score with LoRA adapters switched off, so that an adapted policy serves as its own reference.
     """
 

@@ -170,7 +170,7 @@ class Updater:
             batch.sequence_lengths,
             batch_size=self.config.batch_size,
             max_tokens=self.config.tokens_per_microbatch,
-            padded=self.policy.packing == "padded",
+            padded=self.policy.packing != "varlen",
         )
 
     def _set_lr(self) -> None:

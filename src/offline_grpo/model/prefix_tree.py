@@ -1,0 +1,102 @@
+"""Sequences that begin alike, laid out so that what they share is computed once.
+
+The completions of a prompt repeat the prompt, and short completions repeat each other. Here all sequences of a prompt share one row,
+which holds the tree of their prefixes; a token attends to its ancestors in the tree, which are just the tokens before it in its sequence.
+
+    2+3=5   2+3=6   2+3=56      one row:     2 + 3 = 5 6 6          the second 6 is the child of 5
+                                position:    0 1 2 3 4 4 5
+
+The layout pays where prompts are long and completions short. Its attention mask grows with the square of the row's length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from offline_grpo.types import TokenBatch
+
+MAX_ROW_TOKENS = 512
+MAX_SHARE_OF_PADDED = 0.5
+
+
+@dataclass
+class _Tree:
+    """A row while it grows: one node per token, in an order in which parents come first."""
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)  # of a root: itself
+    _children: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent or -1, token) -> node
+
+    def add(self, sequence: list[int]) -> list[int]:
+        """The node of each token of a sequence, made where it is new."""
+        path: list[int] = []
+        parent = -1
+        for position, token in enumerate(sequence):
+            node = self._children.get((parent, token))
+            if node is None:
+                node = len(self.tokens)
+                self._children[parent, token] = node
+                self.tokens.append(token)
+                self.positions.append(position)
+                self.parents.append(max(parent, 0))
+            path.append(node)
+            parent = node
+        return path
+
+
+@dataclass(frozen=True)
+class PrefixTrees:
+    """A batch as R rows of up to L nodes each, and where each of its T tokens stands."""
+
+    token_ids: Tensor  # [R, L]
+    position_ids: Tensor  # [R, L]
+    parents: Tensor  # [R, L]
+    rows: Tensor  # [T]
+    columns: Tensor  # [T]
+
+    def attention_mask(self, dtype: torch.dtype) -> Tensor:
+        """What is added to attention scores, [R, 1, L, L]: 0 for a node and its ancestors, the smallest number elsewhere."""
+        num_rows, length = self.token_ids.shape
+        device = self.token_ids.device
+        is_ancestor = torch.eye(length, dtype=torch.bool, device=device).repeat(num_rows, 1, 1)  # [R, L, L]
+        every_row = torch.arange(num_rows, device=device)
+        for node in range(1, length):  # parents come first, so theirs is complete
+            is_ancestor[:, node] |= is_ancestor[every_row, self.parents[:, node]]
+        blocked = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
+        return torch.where(is_ancestor, torch.zeros_like(blocked), blocked)[:, None]
+
+
+def prefix_trees(batch: TokenBatch) -> PrefixTrees | None:
+    """The batch's trees, one row per distinct prompt; None where rows of whole sequences would be about as good."""
+    token_ids, is_completion = batch.token_ids.tolist(), batch.completion_mask.tolist()
+    trees: dict[tuple[int, ...], _Tree] = {}
+    row_of_prompt: dict[tuple[int, ...], int] = {}
+    rows: list[int] = []
+    columns: list[int] = []
+    start = 0
+    for length in batch.sequence_lengths:
+        sequence = token_ids[start : start + length]
+        mask = is_completion[start : start + length]
+        prompt = tuple(sequence[: mask.index(True)] if True in mask else sequence)
+        rows += [row_of_prompt.setdefault(prompt, len(row_of_prompt))] * length
+        columns += trees.setdefault(prompt, _Tree()).add(sequence)
+        start += length
+    longest = max(len(tree.tokens) for tree in trees.values())
+    num_padded = batch.num_sequences * max(batch.sequence_lengths)
+    if longest > MAX_ROW_TOKENS or len(trees) * longest > MAX_SHARE_OF_PADDED * num_padded:
+        return None
+
+    def stack(lists: list[list[int]]) -> Tensor:
+        return torch.tensor([items + [0] * (longest - len(items)) for items in lists], device=batch.token_ids.device)
+
+    return PrefixTrees(
+        token_ids=stack([tree.tokens for tree in trees.values()]),
+        position_ids=stack([tree.positions for tree in trees.values()]),
+        parents=stack([tree.parents for tree in trees.values()]),
+        rows=torch.tensor(rows, device=batch.token_ids.device),
+        columns=torch.tensor(columns, device=batch.token_ids.device),
+    )

@@ -1,0 +1,541 @@
+"""No key is inert: every leaf of the configuration stands in one of the tables below, with a changed value and what that must change.
+
+A key that is new in `conf/` fails `test_every_key_is_in_exactly_one_table` until it has a row. Keys of the default configuration, and of
+LoRA, are changed in small runs of the whole application; those of the other components where the components are built.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import bitsandbytes.optim.adamw
+import pytest
+import rich.console
+import torch
+import wandb
+from children import SMALL, metrics_of
+from factories import CONF, compose_config
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.tensorboard import writer as tensorboard_writer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from offline_grpo import app
+from offline_grpo.advantage import group_advantages
+from offline_grpo.build import build
+from offline_grpo.config import as_plain
+from offline_grpo.errors import GrpoError
+from offline_grpo.generation.transformers_client import TransformersClient
+from offline_grpo.logger import console
+from offline_grpo.model import policy as policy_module
+from offline_grpo.rollouts.on_policy import OnPolicy
+from offline_grpo.types import BatchTotals, Split, TokenBatch, TokenStats
+
+TWO_ITERATIONS = (*SMALL, "train.iterations=2", "train.lr=0.02", "eval.interval=1", "checkpoint.save_interval=1", "model.device=cpu")
+LAST = "train_iter_001.json"
+
+
+@dataclass
+class Trace:
+    """What a run did, seen from outside and through spies on the seams between its parts."""
+
+    error: str = ""
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)  # file name -> metrics
+    files: set[str] = field(default_factory=set)  # paths in the run folder
+    start: dict[str, torch.Tensor] = field(default_factory=dict)  # the weights that training started from
+    end: dict[str, torch.Tensor] = field(default_factory=dict)  # the weights of the last checkpoint
+    model_dir: Path = Path()
+    iterations: list[int] = field(default_factory=list)  # in which rollouts were sampled
+    groups: list[list[Any]] = field(default_factory=list)  # of each of those, RolloutGroups
+    evaluations: list[list[tuple[int, ...]]] = field(default_factory=list)  # of each evaluation, every completion
+    calls: Counter[str] = field(default_factory=Counter)
+    num_threads: int = 0
+    dtype: str = ""
+
+
+View = Callable[[Trace], Any]
+
+
+@dataclass(frozen=True)
+class Acts:
+    """`change` (overrides, blanks between them), on top of `base`, must change what `sees` sees (to `to`, where that is said) and must
+    leave alone what `keeps` sees. @model and @done stand for the folders of another model and of a finished run."""
+
+    change: str
+    sees: View
+    base: str = ""
+    to: Any = ...
+    keeps: View | None = None
+
+
+def metric(name: str, file: str = LAST) -> View:
+    return lambda run: run.metrics[file].get(name)
+
+
+def error(run: Trace) -> str:
+    return run.error
+
+
+def weights(run: Trace) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in run.end.items()}
+
+
+def moved(run: Trace) -> set[str]:
+    """The parts of the model that training changed."""
+    return {".".join(name.split(".")[:3]) for name, tensor in run.end.items() if not torch.equal(tensor, run.start[name])}
+
+
+def samples(run: Trace) -> Any:
+    """The completions of the first iteration, and their prompts."""
+    return [(r.prompt_ids, r.completion.token_ids) for group in run.groups[0] for r in group.rollouts]
+
+
+def prompts(run: Trace) -> Any:
+    return [[group.rollouts[0].prompt_ids for group in groups] for groups in run.groups]
+
+
+def answers(run: Trace) -> Any:
+    return run.evaluations[0]
+
+
+def checkpoints(run: Trace) -> set[str]:
+    return {Path(file).parts[1] for file in run.files if file.startswith("checkpoints/iter")}
+
+
+def evaluated(run: Trace) -> set[str]:
+    return {name for name in run.metrics if name.startswith("eval")}
+
+
+def adapted(run: Trace) -> set[str]:
+    """The layers that have an adapter, such as 0.mlp.up_proj."""
+    return {name.partition(".layers.")[2].partition(".lora_")[0] for name in run.end}
+
+
+def calls(name: str) -> View:
+    return lambda run: run.calls[name]
+
+
+DIVERGES = "train.lr=1e30 train.epochs=3"
+LENIENT = "generation.allow_truncated_sampling=true"
+FILTERED = f"generation.repetition_penalty=1.5 {LENIENT}"  # the sampler's probabilities then differ from the trainer's
+BRIEF = "train.iterations=1 eval.enabled=false checkpoint.enabled=false data.problems_per_iteration=1"
+QUICK = "model.tiny.warm_start_steps=2 model.tiny.warm_start_batch_size=4"
+QUERIES = {"0.self_attn.q_proj", "1.self_attn.q_proj"}
+LORA = "model/lora=default"
+GREEDY_BASE = "eval.replicates=1 eval.ks=[1]"
+
+RUNS: dict[str, Acts] = {
+    "seed": Acts("seed=1", samples, keeps=lambda run: run.start["model.norm.weight"].tolist()),
+    "num_threads": Acts("num_threads=2", lambda run: run.num_threads, base=BRIEF, to=2),
+    "resume": Acts("resume=@done", lambda run: run.iterations, base="train.iterations=3", to=[2]),
+    "cache_dir": Acts("cache_dir=@elsewhere", lambda run: run.model_dir.parent.name, base=QUICK, to="elsewhere"),
+    "model.train_id": Acts("model.train_id=@model", lambda run: run.model_dir.name),
+    "model.ref_id": Acts("model.ref_id=@model", metric("kl_divergence"), keeps=samples),
+    "model.device": Acts("model.device=cuda:99", error),
+    "model.attn_implementation": Acts("model.attn_implementation=eager", calls("sdpa"), to=0),
+    "model.packing": Acts("model.packing=varlen", error),
+    "model.lora": Acts("model/lora=default", lambda run: "checkpoints/iter_001/adapter_config.json" in run.files, to=True),
+    "model.tiny": Acts("model.tiny=null", error, to="model.train_id=None: name a Hugging Face id or a local folder"),
+    "model.tiny.hidden_size": Acts("model.tiny.hidden_size=16", weights, base=QUICK),
+    "model.tiny.intermediate_size": Acts("model.tiny.intermediate_size=16", weights, base=QUICK),
+    "model.tiny.num_layers": Acts("model.tiny.num_layers=1", weights, base=QUICK),
+    "model.tiny.num_heads": Acts("model.tiny.num_heads=8", weights, base=QUICK + " model.tiny.num_key_value_heads=2"),
+    "model.tiny.num_key_value_heads": Acts("model.tiny.num_key_value_heads=1", weights, base=QUICK),
+    "model.tiny.max_position_embeddings": Acts(
+        "model.tiny.max_position_embeddings=12",
+        error,
+        base=QUICK,
+        to="generation.max_new_tokens=8: with the longest prompt of 7 tokens that is beyond the model's context of 12; "
+        "use generation.max_new_tokens=5 or less",
+    ),
+    "model.tiny.rope_theta": Acts("model.tiny.rope_theta=10", weights, base=QUICK),
+    "model.tiny.initializer_range": Acts("model.tiny.initializer_range=0.1", weights, base=QUICK),
+    "model.tiny.warm_start_steps": Acts("model.tiny.warm_start_steps=3", weights, base=QUICK),
+    "model.tiny.warm_start_batch_size": Acts("model.tiny.warm_start_batch_size=5", weights, base=QUICK),
+    "model.tiny.warm_start_lr": Acts("model.tiny.warm_start_lr=0.01", weights, base=QUICK),
+    "model.tiny.noise_frac": Acts("model.tiny.noise_frac=1", weights, base=QUICK),
+    "model.tiny.seed": Acts("model.tiny.seed=1", weights, base=QUICK),
+    "task.max_operand": Acts("task.max_operand=9", prompts, base="model.train_id=@model"),
+    "task.operations": Acts('task.operations=["-"]', prompts, base="model.train_id=@model"),
+    "task.eval_frac": Acts("task.eval_frac=0.5", prompts, base="model.train_id=@model"),
+    "task.prompt_template": Acts('task.prompt_template="{a}{op}{b}=?"', prompts, base="model.train_id=@model"),
+    "task.format_weight": Acts("task.format_weight=0.25", metric("reward_mean", "train_iter_000.json"), keeps=samples),
+    "data.problems_per_iteration": Acts("data.problems_per_iteration=6", lambda run: len(run.groups[0]), to=6),
+    "data.rollouts_per_problem": Acts("data.rollouts_per_problem=3", lambda run: len(run.groups[0][0].rollouts), to=3),
+    "data.train_seed_start": Acts("data.train_seed_start=1", lambda run: prompts(run)[0][0], base="data.shuffle=false"),
+    "data.num_train_seeds": Acts("data.num_train_seeds=4", lambda run: len({str(p) for group in prompts(run) for p in group}), to=4),
+    "data.shuffle": Acts("data.shuffle=false", prompts),
+    "generation.batch_size": Acts("generation.batch_size=3", calls("decode"), keeps=samples),
+    "generation.max_new_tokens": Acts("generation.max_new_tokens=1", lambda run: max(len(ids) for _, ids in samples(run)), to=1),
+    "generation.temperature": Acts("generation.temperature=0.3", samples, keeps=prompts),
+    "generation.top_p": Acts("generation.top_p=0.5", samples, base=LENIENT),
+    "generation.top_k": Acts("generation.top_k=1", samples, base=LENIENT),
+    "generation.repetition_penalty": Acts("generation.repetition_penalty=3", samples, base=LENIENT),
+    "generation.stop": Acts('generation.stop=["1"]', samples, keeps=prompts),
+    "generation.allow_truncated_sampling": Acts(LENIENT, error, base="generation.top_k=2", to=""),
+    "train.iterations": Acts("train.iterations=1", lambda run: run.iterations, to=[0]),
+    "train.updates_per_iteration": Acts("train.updates_per_iteration=1", metric("num_updates"), to=1),
+    "train.epochs": Acts("train.epochs=2", metric("num_updates"), to=4),
+    "train.batch_size": Acts("train.batch_size=3", calls("forward"), keeps=samples),
+    "train.tokens_per_microbatch": Acts(
+        "train.tokens_per_microbatch=30", calls("forward"), base="train.batch_size=null train.tokens_per_microbatch=4096"
+    ),
+    "train.grad_accum_steps": Acts(
+        "train.grad_accum_steps=2",
+        metric("num_updates"),
+        base="train.updates_per_iteration=null train.batch_size=4 train.grad_accum_steps=1",
+        to=2,
+    ),
+    "train.lr": Acts("train.lr=0.001", weights),
+    "train.weight_decay": Acts("train.weight_decay=0.5", weights),
+    "train.warmup_steps": Acts("train.warmup_steps=4", metric("lr"), to=0.02),
+    "train.schedule": Acts("train.schedule=constant", metric("lr"), to=0.02),
+    "train.grad_clip": Acts("train.grad_clip=0.01", weights, keeps=samples),
+    "train.kl_coef": Acts("train.kl_coef=0.5", metric("loss_kl")),
+    "train.entropy_coef": Acts("train.entropy_coef=0.1", metric("loss_entropy")),
+    "train.precision": Acts("train.precision=bf16", lambda run: run.dtype, to="torch.bfloat16"),
+    "train.gradient_checkpointing": Acts("train.gradient_checkpointing=true", calls("layer"), keeps=weights),
+    "train.train_layer_indices": Acts("train.train_layer_indices=1", moved, to={"model.layers.1"}),
+    "train.mask_truncated": Acts("train.mask_truncated=true", metric("loss_pg"), base="generation.max_new_tokens=1"),
+    "train.drop_zero_signal_groups": Acts("train.drop_zero_signal_groups=true", metric("num_groups_trained")),
+    "train.max_bad_updates": Acts("train.max_bad_updates=1", lambda run: run.error[:35], base=DIVERGES, to="1 updates in a row had a non-finite"),
+    "train.loss.clip_low": Acts("train.loss.clip_low=0", metric("clip_low_frac"), base="train.epochs=2"),
+    "train.loss.clip_high": Acts("train.loss.clip_high=0", metric("clip_high_frac")),
+    "train.loss.dual_clip": Acts("train.loss.dual_clip=1.21", weights, base="train.epochs=3"),
+    "train.loss.kl_coef": Acts("train.loss.kl_coef=0.5", metric("loss_kl")),
+    "train.loss.kl_estimator": Acts("train.loss.kl_estimator=k1", metric("kl_divergence")),
+    "train.loss.kl_placement": Acts("train.loss.kl_placement=reward", metric("kl_penalty_mean")),
+    "train.loss.kl_importance_weight": Acts("train.loss.kl_importance_weight=false", metric("loss_kl")),
+    "train.loss.entropy_coef": Acts("train.loss.entropy_coef=0.1", metric("loss_entropy")),
+    "train.loss.importance_correction": Acts("train.loss.importance_correction=none", metric("importance_weight_mean"), FILTERED, to=1),
+    "train.loss.importance_cap": Acts("train.loss.importance_cap=1.01", metric("importance_weight_mean"), FILTERED),
+    "train.loss.importance_floor": Acts("train.loss.importance_floor=0.99", metric("importance_weight_mean"), FILTERED),
+    "train.loss.scale_rewards": Acts("train.loss.scale_rewards=none", metric("advantage_std")),
+    "train.optimizer.lr": Acts("train.optimizer.lr=0.001", metric("lr")),
+    "train.optimizer.weight_decay": Acts("train.optimizer.weight_decay=0.5", weights),
+    "train.optimizer.beta1": Acts("train.optimizer.beta1=0.5", weights),
+    "train.optimizer.beta2": Acts("train.optimizer.beta2=0.5", weights),
+    "train.optimizer.eps": Acts("train.optimizer.eps=1", weights),
+    "eval.enabled": Acts("eval.enabled=false", evaluated, to=set()),
+    "eval.eval_first": Acts("eval.eval_first=false", evaluated, to={"eval_iter_000.json", "eval_iter_001.json"}),
+    "eval.interval": Acts("eval.interval=2", evaluated, to={"eval_init.json", "eval_iter_001.json"}),
+    "eval.num_ids": Acts("eval.num_ids=6", metric("tasks", "eval_init.json"), to=6),
+    "eval.id_seed_start": Acts("eval.id_seed_start=4", answers),
+    "eval.ids": Acts("eval.ids=[7]", metric("tasks", "eval_init.json"), to=1),
+    "eval.replicates": Acts("eval.replicates=3", lambda run: len(answers(run)), to=12),
+    "eval.ks": Acts("eval.ks=[1]", metric("pass@2", "eval_init.json"), to=None),
+    "eval.seed_base": Acts("eval.seed_base=1", answers, keeps=samples),
+    "eval.bootstrap_samples": Acts("eval.bootstrap_samples=50", metric("reward_mean_all_high", "eval_iter_001.json"), keeps=answers),
+    "eval.do_sample": Acts("eval.do_sample=false", answers, base=GREEDY_BASE, keeps=samples),
+    "eval.temperature": Acts("eval.temperature=0.1", answers, keeps=samples),
+    "eval.top_p": Acts("eval.top_p=0.3", answers, keeps=samples),
+    "eval.top_k": Acts("eval.top_k=1", answers, keeps=samples),
+    "eval.repetition_penalty": Acts("eval.repetition_penalty=5", answers, keeps=samples),
+    "eval.max_new_tokens": Acts("eval.max_new_tokens=1", lambda run: max(map(len, answers(run))), keeps=samples, to=1),
+    "eval.stop": Acts('eval.stop=["4"]', answers, keeps=samples),
+    "checkpoint.enabled": Acts("checkpoint.enabled=false", checkpoints, to=set()),
+    "checkpoint.save_interval": Acts("checkpoint.save_interval=0", checkpoints, to={"iter_001"}),
+    "checkpoint.keep_last_k": Acts("checkpoint.keep_last_k=1", checkpoints, to={"iter_001"}),
+    "model.lora.r": Acts("model.lora.r=4", weights, base=LORA),
+    "model.lora.alpha": Acts("model.lora.alpha=64", weights, base=LORA),
+    "model.lora.dropout": Acts("model.lora.dropout=0.5", weights, base=LORA, keeps=samples),
+    "model.lora.target_modules": Acts("model.lora.target_modules=[q_proj]", adapted, base=LORA, to=QUERIES),
+    "model.lora.layer_indices": Acts("model.lora.layer_indices=1", lambda run: {name[0] for name in adapted(run)}, base=LORA, to={"1"}),
+}  # fmt: skip
+
+
+def make_loss_effect() -> Callable[[Any], Any]:
+    """What a loss makes of one random batch: its metrics, its gradient, and its part in the advantages."""
+    draw = torch.Generator().manual_seed(0)
+    mask = torch.rand(120, generator=draw) > 0.2
+    old, rollout, ref, now = (-torch.rand(120, generator=draw) * mask for _ in range(4))
+    sequence_ids = torch.arange(120) // 10
+    batch = TokenBatch(
+        token_ids=torch.zeros(120, dtype=torch.long),
+        position_ids=torch.arange(120) % 10,
+        sequence_ids=sequence_ids,
+        completion_mask=mask,
+        advantages=torch.randn(12, generator=draw)[sequence_ids] * mask,
+        rollout_logprobs=rollout,
+        old_logprobs=old,
+        ref_logprobs=ref,
+        temperature=torch.ones(120),
+        sequence_lengths=(10,) * 12,
+    )
+
+    def effect(loss: Any) -> Any:
+        stats = TokenStats(now.clone().requires_grad_(), torch.ones(120, requires_grad=True))
+        output = loss(stats, batch, BatchTotals(int(mask.sum()), 12, 16))
+        output.loss.backward()
+        advantages = group_advantages([[0, 1, 0.5], [0, 3, 0]], scale=loss.scale_rewards)
+        gradients = [stats.logprobs.grad.tolist(), None if stats.entropy.grad is None else stats.entropy.grad.tolist()]
+        return {name: value.item() for name, value in output.metrics.items()}, gradients, advantages, loss.kl_in_reward
+
+    return effect
+
+
+def optimizer_effect(optimizer: Any) -> Any:
+    """A matrix and a vector after three steps."""
+    parameters = [nn.Parameter(torch.full((3, 2), 2.0)), nn.Parameter(torch.full((2,), 2.0))]
+    optimizer = optimizer.create(parameters)
+    for step in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, (-0.5) ** step)
+        optimizer.step()
+    return [parameter.tolist() for parameter in parameters]
+
+
+def adamw_8bit_effect(optimizer: Any) -> Any:
+    """What bitsandbytes, whose optimizer runs on a GPU alone, is asked for."""
+    asked: list[Any] = []
+    on_gpu = SimpleNamespace(ndim=2, device=SimpleNamespace(type="cuda"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bitsandbytes.optim.adamw, "AdamW8bit", lambda groups, **settings: asked.append((groups[0]["weight_decay"], settings)))
+        optimizer.create([on_gpu])
+    return asked
+
+
+def task_effect(task: Any) -> Any:
+    """The first problems of both splits, and the reward of an answer in the task's form."""
+    problems = [task.problems(split)[i] for split in Split for i in range(3)]
+    return problems, task.score(problems[0], r"\boxed{3}").reward
+
+
+def logger_effect(logger: Any) -> Any:
+    """What the logger asks of the library that it feeds."""
+    asked: list[Any] = []
+    fake = SimpleNamespace(define_metric=lambda *_, **__: None, add_text=lambda *_: None, start=lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((wandb, "init"), (tensorboard_writer, "SummaryWriter"), (console, "Live")):
+            patch.setattr(owner, name, lambda *_, **settings: asked.append(settings) or fake)
+        if hasattr(logger, "console"):
+            logger.console = rich.console.Console(force_terminal=True)
+        logger.start({}, 1)
+    return [{name: value for name, value in settings.items() if isinstance(value, (str, int, float, list))} for settings in asked]
+
+
+LOSS = {
+    "clip_low": 0.5,
+    "clip_high": 0.5,
+    "dual_clip": 1.3,
+    "kl_coef": 0.5,
+    "kl_estimator": "k1",
+    "kl_placement": "reward",
+    "kl_importance_weight": False,
+    "entropy_coef": 0.1,
+    "importance_correction": "none",
+    "importance_cap": 1.01,
+    "importance_floor": 0.99,
+    "scale_rewards": "batch",
+}
+ADAMW = {"lr": 0.1, "weight_decay": 0.5, "beta1": 0.5, "beta2": 0.5, "eps": 0.1}
+loss_effect = make_loss_effect()
+BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "train/loss=dapo": (loss_effect, LOSS),
+    "train/loss=dr_grpo": (loss_effect, LOSS),
+    "train/loss=gspo": (loss_effect, LOSS),
+    "train/loss=cispo": (loss_effect, {name: value for name, value in LOSS.items() if name != "dual_clip"}),
+    "train/optimizer=adamw_8bit": (adamw_8bit_effect, ADAMW),
+    "train/optimizer=adafactor": (optimizer_effect, {"lr": 0.1, "weight_decay": 0.5, "scale_parameter": True, "relative_step": True}),
+    "task=sat": (task_effect, {"difficulty": 0.9, "max_solution_frac": 0.1, "system_prompt": "Think."}),
+    "task=gsm8k": (
+        task_effect,
+        {
+            "path": "@other",
+            "name": "socratic",
+            "train_split": "test",
+            "eval_split": "train",
+            "system_prompt": "Think.",
+            "prompt_template": "Q: {question}",
+            "format_weight": 0.5,
+        },
+    ),
+    "logger=[console]": (logger_effect, {"console.refresh_per_s": 9}),
+    "logger=[wandb]": (
+        logger_effect,
+        {
+            "wandb.mode": "online",
+            "wandb.project": "another",
+            "wandb.entity": "team",
+            "wandb.group": "sweep",
+            "wandb.name": "first",
+            "wandb.tags": ["new"],
+        },
+    ),
+    "logger=[tensorboard]": (logger_effect, {"tensorboard.flush_s": 99}),
+}
+
+
+class Laboratory:
+    """Runs the application with spies in it; equal overrides run once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._traces: dict[str, Trace] = {}
+
+    def __call__(self, overrides: str) -> Trace:
+        if overrides not in self._traces:
+            self._traces[overrides] = self._run(overrides, self.root / f"run_{len(self._traces)}")
+        return self._traces[overrides]
+
+    def _run(self, overrides: str, run_dir: Path) -> Trace:
+        trace = Trace()
+        places = {"@model": self.root / "other_model", "@done": self.root / "done", "@elsewhere": self.root / "elsewhere"}
+        words = overrides.split()
+        for place, path in places.items():
+            words = [word.replace(place, str(path)) for word in words]
+        with pytest.MonkeyPatch.context() as patch:
+            watch(patch, trace)
+            try:
+                app.run(compose_config(*TWO_ITERATIONS, f"cache_dir={self.root}/cache", *words), run_dir)
+            except GrpoError as error:
+                trace.error = str(error)
+        if run_dir.exists():
+            trace.files = {path.relative_to(run_dir).as_posix() for path in run_dir.rglob("*") if path.is_file()}
+            trace.metrics = metrics_of(run_dir)
+            for file in sorted(run_dir.glob("checkpoints/iter_*/*.safetensors")):
+                trace.end = load_file(file)
+        if (trace.model_dir / "model.safetensors").exists():
+            trace.start = load_file(trace.model_dir / "model.safetensors")
+        return trace
+
+
+def watch(patch: pytest.MonkeyPatch, trace: Trace) -> None:
+    """Note in `trace` what passes between the parts of a run."""
+
+    def after(owner: Any, name: str, note: Callable[..., None]) -> None:
+        original = getattr(owner, name)
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            note(result, *args)
+            return result
+
+        patch.setattr(owner, name, spy)
+
+    def count(owner: Any, name: str, what: str) -> None:
+        after(owner, name, lambda *_: trace.calls.update([what]))
+
+    def note_policy(policy: Any, _config: Any, model_id: str) -> None:
+        trace.model_dir, trace.dtype, trace.num_threads = Path(model_id), str(policy.dtype), torch.get_num_threads()
+
+    def note_groups(groups: Any, _source: Any, iteration: int) -> None:
+        trace.iterations.append(iteration)
+        trace.groups.append(groups)
+
+    def note_answers(completions: Any, _client: Any, _prompts: Any, _sampling: Any) -> None:
+        trace.evaluations.append([completion.token_ids for group in completions for completion in group])
+
+    after(app, "load_policy", note_policy)
+    after(OnPolicy, "next", note_groups)
+    after(TransformersClient, "generate", note_answers)
+    after(OnPolicy, "next", lambda *_: trace.evaluations.pop())  # that call was no evaluation
+    count(TransformersClient, "_sample", "decode")
+    count(policy_module, "hidden_states", "forward")
+    count(LlamaDecoderLayer, "forward", "layer")
+    count(nn.functional, "scaled_dot_product_attention", "sdpa")
+    patch.setattr(app, "save_report", lambda _: None)  # drawing takes longer than the rest
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
+    num_threads = torch.get_num_threads()
+    laboratory = Laboratory(tmp_path_factory.mktemp("laboratory"))
+    shutil.copytree(laboratory("model.tiny.seed=7 " + QUICK).model_dir, laboratory.root / "other_model")
+    laboratory("train.iterations=2")  # builds the model that the other runs find in the cache
+    shutil.copytree(laboratory.root / "run_1", laboratory.root / "done")
+    yield laboratory
+    torch.set_num_threads(num_threads)
+
+
+def leaves(node: Any, prefix: str) -> Iterator[str]:
+    if isinstance(node, dict):
+        for name, child in node.items():
+            yield from leaves(child, f"{prefix}.{name}" if prefix else name)
+    elif not prefix.endswith("_target_"):
+        yield prefix
+
+
+def in_conf() -> set[tuple[str, str]]:
+    """(choice, key) of every leaf that can be composed; options of the default option's class add their new keys alone, as ("", key)."""
+    default = compose_config()
+    found = {("", key) for key in leaves(as_plain(default), "")}
+    for path in sorted(CONF.glob("*/**/*.yaml")):
+        group, option = path.parent.relative_to(CONF).as_posix(), path.stem
+        if group == "experiment" or option.startswith("_"):
+            continue
+        choice = f"logger=[{option}]" if group == "logger" else f"{group}={option}"
+        place = group.replace("/", ".")
+        node = OmegaConf.select(compose_config(choice, *(["model.train_id=some/model"] if option == "hf" else [])), place)
+        is_another = node.get("_target_") != (OmegaConf.select(default, place) or {}).get("_target_")
+        is_part = is_another or group == "logger"
+        found |= {(choice if is_part else "", key) for key in leaves(as_plain(node), place)}
+    return found - {("", "logger.console.refresh_per_s")}  # ("logger=[console]", ...)
+
+
+def test_every_key_is_in_exactly_one_table() -> None:
+    built = [(choice, f"{choice.partition('=')[0].replace('/', '.')}.{name}") for choice, (_, changes) in BUILT.items() for name in changes]
+    rows = [("", key) for key in RUNS] + built
+    assert len(rows) == len(set(rows))
+    assert set(rows) == in_conf()
+
+
+def test_equal_runs_are_equal(run: Laboratory) -> None:
+    """Else the differences below would prove nothing."""
+    first, second = run(""), run("seed=0")
+    assert {f.name for f in fields(Trace) if str(getattr(first, f.name)) != str(getattr(second, f.name))} == set()
+    assert first.error == ""
+    assert len(first.groups) == 2
+    assert len(first.evaluations) == 3
+
+
+@pytest.mark.parametrize("key", RUNS)
+def test_a_run_changes_with(key: str, run: Laboratory) -> None:
+    row = RUNS[key]
+    before, after = run(row.base), run(f"{row.base} {row.change}".strip())
+    assert row.sees(before) != row.sees(after)
+    assert row.to is ... or row.sees(after) == row.to
+    assert row.keeps is None or row.keeps(before) == row.keeps(after)
+    assert after.error == "" or row.sees is error or row.base == DIVERGES
+    assert row.sees is not error or row.to is not ... or after.error.startswith(key)
+
+
+@pytest.mark.parametrize("key", ["task", "generation", "weight_sync", "train.loss", "train.optimizer", "model.tiny", "logger.json"])
+def test_another_target_is_looked_for(key: str, run: Laboratory) -> None:
+    trace = run(f"{key}._target_=offline_grpo.nowhere.Nothing")
+    assert trace.error.startswith(f"{key}._target_=offline_grpo.nowhere.Nothing: cannot be imported")
+    assert "No module named 'offline_grpo.nowhere'" in trace.error
+    assert trace.files == set()
+
+
+@pytest.mark.parametrize("choice", BUILT)
+def test_a_component_changes_with_each_setting(choice: str, tmp_path: Path) -> None:
+    effect, changes = BUILT[choice]
+    group = choice.partition("=")[0].replace("/", ".")
+    cfg = compose_config(choice, f"task.path={word_problems(tmp_path / 'here', 0)}") if choice == "task=gsm8k" else compose_config(choice)
+    other = str(word_problems(tmp_path / "other", 100))
+    for name, value in changes.items():
+        place, _, setting = f"{group}.{name}".rpartition(".")
+        node = as_plain(OmegaConf.select(cfg, place))
+        (tmp_path / name).mkdir()
+        before = effect(build(node, key=place, output_dir=tmp_path / name))
+        changed = {**node, setting: other if value == "@other" else value}
+        assert before != effect(build(changed, key=place, output_dir=tmp_path / name)), name
+
+
+def word_problems(folder: Path, first: int) -> Path:
+    """Local files as task=gsm8k reads them, in the subfolders main and socratic."""
+    for name, step in (("main", 1), ("socratic", 2)):
+        for split, start in (("train", first), ("test", first + 50)):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            lines = [json.dumps({"question": f"{start + i * step} and {i}?", "answer": f"#### {start + i}"}) for i in range(5)]
+            (folder / name / f"{split}.jsonl").write_text("\n".join(lines))
+    return folder
