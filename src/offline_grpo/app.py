@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from offline_grpo.build import build
 from offline_grpo.checkpoint import Checkpointer
 from offline_grpo.config import RunConfig, as_plain, typed
+from offline_grpo.errors import ConfigError
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import MetricLogger, RolloutClient
 from offline_grpo.interrupt import StopRequested, StopSignal
@@ -29,6 +30,7 @@ from offline_grpo.report.plots import save_report
 from offline_grpo.report.summary import print_summary
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run_dir import ResumePoint, RunDir, discard_fresh, find_resume_point
+from offline_grpo.seeding import derive_seed
 from offline_grpo.train.loop import Loop
 from offline_grpo.train.update import Updater
 
@@ -98,6 +100,7 @@ def _assemble(
     _check_model(plan, model_id)
     device = resolve_device(config.model.device, ranks.local_rank)
     checkpoint = resume.checkpoint if resume is not None else None
+    torch.manual_seed(derive_seed(config.seed, "adapters"))  # LoRA draws its first weights
     policy = load_policy(
         config.model,
         model_id,
@@ -145,7 +148,10 @@ def _model_id(plan: Plan, ranks: Ranks) -> str:
     if config.model.train_id is not None:
         return config.model.train_id
     tiny = build(config.model.tiny, key="model.tiny")
-    path = tiny.prepare(plan.task, Path(config.cache_dir).resolve(), show_progress=True) if ranks.is_main else None
+    try:
+        path = tiny.prepare(plan.task, Path(config.cache_dir).resolve(), show_progress=True) if ranks.is_main else None
+    except OSError as error:
+        raise ConfigError(f"cache_dir={config.cache_dir}: the tiny model cannot be kept there ({error.strerror or error})") from error
     return str(ranks.from_main(path))
 
 

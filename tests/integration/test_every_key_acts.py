@@ -26,7 +26,6 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.tensorboard import writer as tensorboard_writer
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from offline_grpo import app
 from offline_grpo.advantage import group_advantages
@@ -202,11 +201,11 @@ RUNS: dict[str, Acts] = {
     "train.kl_coef": Acts("train.kl_coef=0.5", metric("loss_kl")),
     "train.entropy_coef": Acts("train.entropy_coef=0.1", metric("loss_entropy")),
     "train.precision": Acts("train.precision=bf16", lambda run: run.dtype, to="torch.bfloat16"),
-    "train.gradient_checkpointing": Acts("train.gradient_checkpointing=true", calls("layer"), keeps=weights),
+    "train.gradient_checkpointing": Acts("train.gradient_checkpointing=true", calls("sdpa"), keeps=weights),
     "train.train_layer_indices": Acts("train.train_layer_indices=1", moved, to={"model.layers.1"}),
     "train.mask_truncated": Acts("train.mask_truncated=true", metric("loss_pg"), base="generation.max_new_tokens=1"),
     "train.drop_zero_signal_groups": Acts("train.drop_zero_signal_groups=true", metric("num_groups_trained")),
-    "train.max_bad_updates": Acts("train.max_bad_updates=1", lambda run: run.error[:35], base=DIVERGES, to="1 updates in a row had a non-finite"),
+    "train.max_bad_updates": Acts("train.max_bad_updates=1", lambda run: run.error[:18], base=DIVERGES, to="1 updates in a row"),
     "train.loss.clip_low": Acts("train.loss.clip_low=0", metric("clip_low_frac"), base="train.epochs=2"),
     "train.loss.clip_high": Acts("train.loss.clip_high=0", metric("clip_high_frac")),
     "train.loss.dual_clip": Acts("train.loss.dual_clip=1.21", weights, base="train.epochs=3"),
@@ -341,7 +340,7 @@ loss_effect = make_loss_effect()
 BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "train/loss=dapo": (loss_effect, LOSS),
     "train/loss=dr_grpo": (loss_effect, LOSS),
-    "train/loss=gspo": (loss_effect, LOSS),
+    "train/loss=gspo": (loss_effect, LOSS | {"dual_clip": 1.01}),  # ratios of whole completions stay close to 1
     "train/loss=cispo": (loss_effect, {name: value for name, value in LOSS.items() if name != "dual_clip"}),
     "train/optimizer=adamw_8bit": (adamw_8bit_effect, ADAMW),
     "train/optimizer=adafactor": (optimizer_effect, {"lr": 0.1, "weight_decay": 0.5, "scale_parameter": True, "relative_step": True}),
@@ -440,7 +439,6 @@ def watch(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     after(OnPolicy, "next", lambda *_: trace.evaluations.pop())  # that call was no evaluation
     count(TransformersClient, "_sample", "decode")
     count(policy_module, "hidden_states", "forward")
-    count(LlamaDecoderLayer, "forward", "layer")
     count(nn.functional, "scaled_dot_product_attention", "sdpa")
     patch.setattr(app, "save_report", lambda _: None)  # drawing takes longer than the rest
 

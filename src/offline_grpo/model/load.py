@@ -153,4 +153,6 @@ def _with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapte
     except ValueError as error:
         raise ConfigError(f"model.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}") from error
     assert isinstance(wrapped, PeftModel)
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise ConfigError(f"model.lora.target_modules={lora.target_modules}: the output head cannot be adapted; leave it out")
     return wrapped

@@ -10,7 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from offline_grpo.config import require
 from offline_grpo.errors import ConfigError
+
+
+def check_settings(optimizer: Any) -> None:
+    """Raise ConfigError unless the settings that an optimizer has are in their ranges: torch would, but once the model is loaded."""
+    settings = vars(optimizer)
+    require(settings["lr"] > 0, "train.optimizer.lr", settings["lr"], "must be above 0")
+    require(settings["weight_decay"] >= 0, "train.optimizer.weight_decay", settings["weight_decay"], "must be 0 or more")
+    for name in ("beta1", "beta2"):
+        require(0 <= settings.get(name, 0) < 1, f"train.optimizer.{name}", settings.get(name), "a number in [0, 1)")
+    require(settings.get("eps", 0) >= 0, "train.optimizer.eps", settings.get("eps"), "must be 0 or more")
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -32,6 +43,9 @@ class AdamW:
     beta2: float
     eps: float
 
+    def __post_init__(self) -> None:
+        check_settings(self)
+
     def create(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """An optimizer over fp32 `parameters`."""
         return torch.optim.AdamW(
@@ -50,6 +64,7 @@ class AdamW8bit:
     eps: float
 
     def __post_init__(self) -> None:
+        check_settings(self)
         try:
             importlib.import_module("bitsandbytes")
         except (ImportError, OSError, RuntimeError) as error:
@@ -84,6 +99,9 @@ class Adafactor:
     weight_decay: float
     scale_parameter: bool
     relative_step: bool
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     def create(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """An optimizer over fp32 `parameters`; with `relative_step` it sets its own learning rate."""

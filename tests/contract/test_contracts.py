@@ -1,0 +1,350 @@
+"""What every component must do, whoever wrote it: one suite for each Protocol, run over every YAML file of its group."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import CONF, compose_config, make_qwen2
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from offline_grpo.build import build
+from offline_grpo.config import as_plain
+from offline_grpo.errors import ConfigError, GrpoError
+from offline_grpo.interfaces import Loss, MetricLogger, RolloutClient, Task, WeightSync
+from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.policy import Policy
+from offline_grpo.types import BatchTotals, FinishReason, SamplingParams, Split, SyncReport, TokenBatch, TokenStats
+
+
+def options(group: str) -> list[str]:
+    """The options of a configuration group: its YAML files."""
+    found = sorted(path.stem for path in (CONF / group).glob("*.yaml") if not path.stem.startswith("_"))
+    assert found, f"conf/{group} has no options"
+    return found
+
+
+def make(group: str, option: str, *overrides: str, protocol: type | None = None, leave_out: Sequence[str] = (), **runtime: Any) -> Any:
+    """The component of an option, built as the application does."""
+    key = group.replace("/", ".")
+    choice = f"logger=[{option}]" if group == "logger" else f"{group}={option}"
+    place = f"logger.{option}" if group == "logger" else key
+    node = as_plain(OmegaConf.select(compose_config(choice, *overrides), place))
+    return build({name: value for name, value in node.items() if name not in leave_out}, key=place, protocol=protocol, **runtime)
+
+
+# Task
+
+NASTY_TEXTS = [
+    *(
+        "",
+        " ",
+        "\n",
+        "\0",
+        "-",
+        "+",
+        ".",
+        "0",
+        "-0",
+        "00",
+        "1e999",
+        "nan",
+        "inf",
+        "1/0",
+        "9" * 5000,
+        "\u0664\u0662",
+        "\ud800",
+        "\U0001f600" * 50,
+    ),
+    *("\\boxed{", "\\boxed{}", "\\boxed{" * 200, "}" * 200, "\\boxed{\\frac{1}{0}}", "\\boxed{x^{2^{2^{2}}}}", "$" * 99, "\\" * 99),
+    *("<SOLUTION>", "</SOLUTION>", "<SOLUTION></SOLUTION>", "<SOLUTION>0 1 x</SOLUTION> 1", "<SOLUTION>" * 99, "</SOLUTION><SOLUTION>"),
+    *("None", "{a}{op}{b}", "%s%n", "The answer is 1,0,0,0.", "#### 7", "1" + ",000" * 500, "(" * 500, "((((1))))", "<|endoftext|>"),
+]
+
+
+@pytest.fixture(params=options("task"))
+def task_twins(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Task, Task]:
+    """A task, built twice."""
+    overrides = []
+    if request.param == "gsm8k":
+        for split, first in (("train", 0), ("test", 500)):
+            rows = [
+                {"question": f"What is {i} and 1?", "answer": f"{i} and 1 is {i + 1}.\n#### {i + 1}"} for i in range(first, first + 250)
+            ]
+            (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        overrides = [f"task.path={tmp_path}"]
+    first, second = (make("task", request.param, *overrides, protocol=Task) for _ in range(2))
+    return first, second
+
+
+@pytest.mark.parametrize("split", Split)
+def test_task_problems_are_there_and_stable(task_twins: tuple[Task, Task], split: Split) -> None:
+    first, second = ([task.problems(split)[i] for i in range(200)] for task in task_twins)
+    assert first == second
+    assert len({problem.problem_id for problem in first}) == 200
+    for problem in first:
+        assert problem.messages[-1]["role"] == "user"
+        assert {type(value) for message in problem.messages for value in message.values()} == {str}
+        assert all(message["content"].strip() for message in problem.messages)
+        assert problem.answer
+
+
+def test_task_splits_share_no_prompt(task_twins: tuple[Task, Task]) -> None:
+    train, held_out = ({str(problem.messages) for problem in islice(task_twins[0].problems(split), 200)} for split in Split)
+    assert len(train) > 100
+    assert train.isdisjoint(held_out)
+
+
+def test_task_scores_whatever_the_model_wrote(task_twins: tuple[Task, Task]) -> None:
+    first, second = task_twins
+    for split in Split:
+        problem = first.problems(split)[0]
+        texts = [*NASTY_TEXTS, problem.answer, problem.messages[-1]["content"]]
+        scores = [first.score(problem, text) for text in texts]
+        for text, score in zip(texts, scores, strict=True):
+            assert math.isfinite(score.reward), text
+            assert score.reward == pytest.approx(sum(score.parts.values())), text
+            assert isinstance(score.is_correct, bool), text
+        assert [second.score(problem, text) for text in reversed(texts)] == scores[::-1]  # of problem and text alone, in any order
+        assert len({tuple(score.parts) for score in scores}) == 1
+        assert problem == first.problems(split)[0]
+
+
+# Loss
+
+
+def random_batch() -> tuple[TokenStats, TokenBatch, BatchTotals]:
+    """Six sequences of ten tokens, float64."""
+    draw = torch.Generator().manual_seed(3)
+
+    def logprobs() -> Tensor:
+        return -torch.rand(60, generator=draw, dtype=torch.float64) * mask
+
+    positions, sequence_ids = torch.arange(60) % 10, torch.arange(60) // 10
+    mask = positions > 1 + sequence_ids
+    batch = TokenBatch(
+        token_ids=torch.randint(0, 9, (60,), generator=draw),
+        position_ids=positions,
+        sequence_ids=sequence_ids,
+        completion_mask=mask,
+        advantages=torch.randn(6, generator=draw, dtype=torch.float64)[sequence_ids] * mask,
+        rollout_logprobs=logprobs(),
+        old_logprobs=logprobs(),
+        ref_logprobs=logprobs(),
+        temperature=torch.ones(60),
+        sequence_lengths=(10,) * 6,
+    )
+    stats = TokenStats(logprobs().requires_grad_(), (torch.rand(60, generator=draw, dtype=torch.float64) * mask).requires_grad_())
+    return stats, batch, BatchTotals(int(mask.sum()), 6, 16)
+
+
+def part_of(stats: TokenStats, batch: TokenBatch, sequences: list[int]) -> tuple[TokenStats, TokenBatch]:
+    tokens = torch.cat([torch.arange(10 * s, 10 * s + 10) for s in sequences])
+    return TokenStats(stats.logprobs[tokens], stats.entropy[tokens]), batch.select(sequences)
+
+
+@pytest.fixture(params=options("train/loss"))
+def loss_option(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def test_loss_shares_add_up(loss_option: str) -> None:
+    loss = make("train/loss", loss_option, "train.kl_coef=0.2", "train.entropy_coef=0.1", protocol=Loss)
+    stats, batch, totals = random_batch()
+    whole = loss(stats, batch, totals)
+    [expected] = torch.autograd.grad(whole.loss, stats.logprobs)
+    assert expected.abs().sum() > 0
+    parts = [loss(*part_of(stats, batch, sequences), totals) for sequences in ([4, 1], [0], [5, 3, 2])]
+    total = torch.stack([part.loss for part in parts]).sum()
+    torch.testing.assert_close(total, whole.loss)
+    torch.testing.assert_close(torch.autograd.grad(total, stats.logprobs)[0], expected)
+    for name, value in whole.metrics.items():
+        torch.testing.assert_close(sum(part.metrics[name] for part in parts), value, msg=name)
+        assert value.shape == ()
+        assert not value.requires_grad
+
+
+def test_loss_mutates_nothing(loss_option: str) -> None:
+    loss = make("train/loss", loss_option, "train.kl_coef=0.2", "train.entropy_coef=0.1", protocol=Loss)
+    stats, batch, totals = random_batch()
+    tensors = [getattr(part, f.name) for part in (stats, batch) for f in fields(part) if isinstance(getattr(part, f.name), Tensor)]
+    before = [tensor.detach().clone() for tensor in tensors]
+    settings = repr(loss)
+    loss(stats, batch, totals).loss.backward()
+    loss.reward_penalties(batch)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, before, strict=True))
+    assert repr(loss) == settings
+
+
+def test_loss_without_advantage_and_kl_pulls_nowhere_and_needs_no_reference(loss_option: str) -> None:
+    loss = make("train/loss", loss_option, "train.kl_coef=0", protocol=Loss)
+    assert (loss.kl_coef, loss.entropy_coef, loss.kl_in_reward) == (0, 0, False)
+    stats, batch, totals = random_batch()
+    without = loss(stats, replace(batch, ref_logprobs=None), totals)
+    assert torch.equal(without.loss, loss(stats, batch, totals).loss)
+    assert without.loss != 0
+    silent = loss(stats, replace(batch, ref_logprobs=None, advantages=torch.zeros(60, dtype=torch.float64)), totals)
+    assert silent.loss == silent.metrics["loss_pg"] == 0
+    [gradient] = torch.autograd.grad(silent.loss, stats.logprobs)
+    assert torch.all(gradient == 0)
+
+
+# Optimizer
+
+
+@pytest.mark.parametrize("option", options("train/optimizer"))
+def test_optimizer_goes_down_a_quadratic(option: str) -> None:
+    target = torch.tensor([[1.0, -1.0], [0.5, 2.0]])
+    matrix, vector = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.ones(3))
+    factory = make("train/optimizer", option, "train.lr=0.05")
+    if option == "adamw_8bit":  # runs on a GPU alone, and says what runs here
+        with pytest.raises(ConfigError, match=r"use train/optimizer=adamw$"):
+            factory.create(iter([matrix, vector]))
+        return
+    optimizer = factory.create(iter([matrix, vector]))
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = (matrix - target).square().sum() + vector.square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+    assert all(group["lr"] == 0.05 for group in optimizer.param_groups)  # what the schedule scales
+
+
+# Logger
+
+
+@pytest.mark.parametrize("option", options("logger"))
+def test_logger_takes_a_run(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = make("logger", option, protocol=MetricLogger, output_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []  # nothing is written for a run that is refused
+    logger.start({"train": {"lr": 0.1, "ids": [1], "none": None}}, 2)
+    logger.log("train", {"reward_mean": 0.5, "time/generate_s": 1.0, "perf/tokens_per_s": 9.0}, iteration=0)  # before any evaluation
+    logger.log("eval", {"pass@1": 0.5, "pass@1_low": 0.25, "pass@1_high": 0.75}, iteration=0)
+    logger.log("train", {"reward_mean": 0.5}, iteration=0)  # again: a resumed run repeats an iteration
+    logger.close()
+    logger.close()
+
+
+@pytest.mark.parametrize("option", options("logger"))
+def test_logger_closes_after_a_failure(option: str, tmp_path: Path) -> None:
+    make("logger", option, protocol=MetricLogger, output_dir=tmp_path).close()
+
+
+# RolloutClient
+
+CLIENT_ONLY = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "stop", "allow_truncated_sampling")
+PROMPTS = [[1, 21, 15, 22], [1, 30], [1, 21, 15, 22], [1, 9, 9, 9, 9, 9]]
+SEEDS = [5, 6, 7, 2**62]
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return make_qwen2(vocab_size=100, eos_token_id=2)
+
+
+@pytest.fixture(params=options("generation"))
+def client(request: pytest.FixtureRequest, model: PreTrainedModel) -> RolloutClient:
+    tokenizer = build_char_tokenizer(64)
+    return make("generation", request.param, protocol=RolloutClient, leave_out=CLIENT_ONLY, model=model, tokenizer=tokenizer)
+
+
+def test_client_returns_exactly_what_was_asked_for(client: RolloutClient) -> None:
+    client.version = 3
+    groups = client.generate(PROMPTS, SamplingParams(max_new_tokens=6), group_size=3, seeds=SEEDS)
+    assert [len(group) for group in groups] == [3] * 4
+    for completion in (completion for group in groups for completion in group):
+        assert 1 <= len(completion.token_ids) == len(completion.logprobs) <= 6
+        assert all(type(token) is int and 0 <= token < 100 for token in completion.token_ids)
+        assert all(type(value) is float and -math.inf < value <= 0 for value in completion.logprobs)
+        ended = completion.token_ids[-1] == 2
+        assert completion.finish_reason is (FinishReason.STOP if ended else FinishReason.LENGTH)
+        assert ended or len(completion.token_ids) == 6
+        assert 2 not in completion.token_ids[:-1]
+        assert completion.version == 3
+    assert len({completion.token_ids for group in groups for completion in group}) > 6
+
+
+def test_client_draws_from_seeds_alone(client: RolloutClient) -> None:
+    sampling = SamplingParams(max_new_tokens=6)
+    groups = client.generate(PROMPTS, sampling, group_size=3, seeds=SEEDS)
+    torch.manual_seed(99)
+    assert client.generate(PROMPTS, sampling, group_size=3, seeds=SEEDS) == groups
+    backwards = client.generate(PROMPTS[::-1], sampling, group_size=3, seeds=SEEDS[::-1])
+    assert [[c.token_ids for c in group] for group in backwards[::-1]] == [[c.token_ids for c in group] for group in groups]
+    [[third]] = client.generate(PROMPTS[1:2], sampling, group_size=1, seeds=[SEEDS[1] + 2])  # completion j has seed + j
+    assert third.token_ids == groups[1][2].token_ids
+    assert groups[0] != groups[2]  # the same prompt, another seed
+    assert client.generate([], sampling, group_size=3, seeds=[]) == []
+
+
+def test_client_is_greedy_at_temperature_0(client: RolloutClient) -> None:
+    [group] = client.generate(PROMPTS[:1], SamplingParams(max_new_tokens=6, temperature=0), group_size=3, seeds=[1])
+    assert len({completion.token_ids for completion in group}) == 1
+
+
+# WeightSync
+
+
+@pytest.fixture
+def policy(model: PreTrainedModel) -> Policy:
+    return Policy(model, build_char_tokenizer(64), "padded")
+
+
+def partner(option: str, policy: Policy) -> RolloutClient:
+    """A client that this sync can serve."""
+    clients = {"in_process": "transformers"}
+    return make("generation", clients[option], leave_out=CLIENT_ONLY, model=policy.model, tokenizer=policy.tokenizer)
+
+
+class Foreign:
+    """A client with weights of its own."""
+
+    version = 0
+
+    def generate(self, *_: Any, **__: Any) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize("option", options("weight_sync"))
+def test_sync_refuses_a_foreign_client(option: str, policy: Policy) -> None:
+    sync = make("weight_sync", option, protocol=WeightSync)
+    with pytest.raises(GrpoError, match=f"weight_sync={option}"):
+        sync.connect(policy, Foreign())
+    with pytest.raises(GrpoError, match=f"weight_sync={option}"):
+        sync.connect(policy, partner(option, Policy(make_qwen2(vocab_size=100), policy.tokenizer, "padded")))
+
+
+@pytest.mark.parametrize("option", options("weight_sync"))
+def test_sync_delivers_weights_and_version(option: str, policy: Policy) -> None:
+    sync, client = make("weight_sync", option, protocol=WeightSync), partner(option, policy)
+    sync.connect(policy, client)
+    greedy = SamplingParams(max_new_tokens=1, temperature=0)
+    [[before]] = client.generate(PROMPTS[:1], greedy, group_size=1, seeds=[0])
+    with torch.no_grad():
+        for parameter in policy.masters.parameters.values():
+            parameter.mul_(0.5)
+    policy.masters.publish()
+    for _ in range(2):  # idempotent
+        report = sync.push(policy, version=4)
+        assert isinstance(report, SyncReport)
+        assert report.version == client.version == 4
+        assert min(report.num_tensors, report.num_bytes, report.seconds, report.paused_seconds) >= 0
+        assert report.paused_seconds <= report.seconds
+    [[after]] = client.generate(PROMPTS[:1], greedy, group_size=1, seeds=[0])
+    logits = policy.causal_lm(torch.tensor(PROMPTS[:1])).logits[0, -1]
+    assert after.logprobs[0] == pytest.approx(logits.log_softmax(-1).max().item(), abs=1e-5)
+    assert after.logprobs != before.logprobs
+    assert (before.version, after.version) == (0, 4)

@@ -1,0 +1,255 @@
+"""The commands as people type them, in processes of their own, and the main variants of a run."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from children import SMALL, metrics_of, printed, run_in_child, weights_of
+from factories import compose_config
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from offline_grpo import app, cli
+from offline_grpo.checkpoint import list_checkpoints
+from offline_grpo.config import typed
+from offline_grpo.errors import GrpoError
+
+ROOT = Path(__file__).parents[2]
+ONE_ITERATION = (*SMALL, "train.iterations=1", "eval.eval_first=false", "model.device=cpu")
+
+
+def command(folder: Path, script: str, *words: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """`python SCRIPT WORDS` from an empty folder, as someone with the default environment runs it."""
+    folder.mkdir(exist_ok=True)
+    arguments = [sys.executable, *python, str(ROOT / script), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An override: where the runs of this file keep the tiny model."""
+    return f"cache_dir={tmp_path_factory.mktemp('cache')}"
+
+
+def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    done = command(tmp_path, "run_grpo.py", "generation._target_=offline_grpo.generation.Nothing")
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert re.match(r"error: generation._target_=offline_grpo.generation.Nothing: cannot be imported \(.*\); give the dotted path", line)
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_key_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    done = command(tmp_path, "run_grpo.py", "train.learning_rate=1", python=("-X", "importtime"))
+    assert done.returncode == 2
+    imports, lines = [], []
+    for line in done.stderr.splitlines():
+        (imports if line.startswith("import time:") else lines).append(line)
+    assert {"hydra", "omegaconf"} < {line.rpartition("|")[2].strip() for line in imports}
+    assert not [line for line in imports if re.search(r"\| +(torch|transformers)$", line)]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: train.learning_rate: no such key; it may be one of iterations, ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def sweep(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], Path, list[dict[str, str]]]:
+    """The process, the folder and the rows of summary.csv of a `--multirun`."""
+    done = command(folder, "run_grpo.py", "--multirun", *ONE_ITERATION, *words)
+    [sweep_dir] = folder.glob("multirun/*/*")
+    with (sweep_dir / "summary.csv").open() as file:
+        return done, sweep_dir, list(csv.DictReader(file))
+
+
+def test_a_sweep_leaves_a_run_for_each_value_and_a_table(tmp_path: Path, cache: str) -> None:
+    done, sweep_dir, rows = sweep(tmp_path, cache, "train.lr=1e-3,1e-4")
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"multirun/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-\d{6}", sweep_dir.relative_to(tmp_path).as_posix())
+    assert {path.name for path in sweep_dir.iterdir()} == {"0", "1", "summary.csv", "summary.md", "multirun.yaml"}
+    assert {(row["run"], row["train.lr"], row["status"]) for row in rows} == {("0", "0.001", "done"), ("1", "0.0001", "done")}
+    lrs = {name: metrics_of(sweep_dir / name)["train_iter_000.json"]["lr"] for name in "01"}
+    assert lrs == pytest.approx({"0": 0.5e-3, "1": 0.5e-4})
+    assert "2 runs, best final pass@1 first" in done.stdout
+    table = (sweep_dir / "summary.md").read_text()
+    assert table.startswith("| run | train.lr | pass@1 [95 %] |")
+    assert len(table.splitlines()) == 4
+
+
+def test_a_refused_job_does_not_stop_the_sweep_but_shows_in_its_exit_code(tmp_path: Path, cache: str) -> None:
+    done, sweep_dir, rows = sweep(tmp_path, cache, "data.rollouts_per_problem=1,4")
+    assert done.returncode == 2
+    assert re.search(r"^error in job 0 of the sweep: data.rollouts_per_problem=1: ", done.stderr, re.MULTILINE)
+    assert "Traceback" not in done.stderr
+    assert [(row["run"], row["data.rollouts_per_problem"], row["status"]) for row in rows] == [("1", "4", "done")]
+    assert "train_iter_000.json" in metrics_of(sweep_dir / "1")
+    assert "1 runs, best final pass@1 first" in done.stdout
+
+
+def test_the_smoke_test_prints_both_records(tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = command(tmp_path, "smoke_test.py")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60  # seconds on one core, whatever else it is busy with
+    for title, name in (("Train", "loss_total"), ("Eval", "pass@1")):
+        [line] = [line for line in done.stdout.splitlines() if line.startswith(f"{title} metrics: {{")]
+        assert f"'{name}': " in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_resume_completes_it(
+    tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    day = tmp_path / "outputs" / "2026-01-01"
+    stopped, fresh, whole = day / "00-00-00-000000", day / "00-01-00-000000", tmp_path / "whole"
+    save, saved = torch.save, []
+
+    def save_until_the_disk_is_full(content: Any, path: Path) -> None:
+        saved.append(path)
+        if len(saved) == 2:
+            path.write_bytes(b"half of it")
+            raise OSError(28, "No space left on device")
+        save(content, path)
+
+    monkeypatch.setattr(torch, "save", save_until_the_disk_is_full)
+    with pytest.raises(GrpoError) as error:
+        app.run(compose_config(cache, *SMALL), stopped)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        cli.leave(error.value)
+    [line] = capsys.readouterr().err.splitlines()
+    assert exit_.value.code == 1
+    assert re.match(r"error: checkpoint of iteration 3 could not be written to .*No space left on device; the last checkpoint", line)
+    assert [path.name for path in (stopped / "checkpoints").iterdir()] == ["iter_001"]
+    AutoModelForCausalLM.from_pretrained(stopped / "checkpoints" / "iter_001")
+
+    monkeypatch.undo()
+    assert run_in_child(fresh, cache, "resume=auto", *SMALL) == 0, printed(fresh)
+    assert run_in_child(whole, cache, *SMALL) == 0, printed(whole)
+    assert not fresh.exists()
+    assert metrics_of(stopped) == metrics_of(whole)
+    assert weights_of(stopped) == weights_of(whole)
+
+
+def test_all_loggers_together(tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run_dir = tmp_path / "run"
+    assert run_in_child(run_dir, cache, *ONE_ITERATION, "logger=[json,console,wandb,tensorboard]") == 0, printed(run_dir)
+    assert len(list(run_dir.glob("metrics/*.json"))) == 2
+    assert "iteration 1/1 | train | reward " in printed(run_dir)
+    assert len(list(run_dir.glob("wandb/offline-run-*/*.wandb"))) == 1
+    assert len(list(run_dir.glob("tensorboard/events.out.tfevents.*"))) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "run.txt"}
+
+
+@pytest.fixture
+def policies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The policies of runs in this process."""
+    found: list[Any] = []
+    load = app.load_policy
+
+    def load_policy(*args: Any, **kwargs: Any) -> Any:
+        found.append(load(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(app, "load_policy", load_policy)
+    return found
+
+
+def assert_resumes_equal(tmp_path: Path, whole: Path, *overrides: str) -> None:
+    """A run of two iterations that is made two longer ends as `whole`, which had four at once."""
+    part, fresh = tmp_path / "part", tmp_path / "fresh"
+    constant = ("train.schedule=constant", *overrides)
+    assert run_in_child(part, *SMALL, *constant, "train.iterations=2") == 0, printed(part)
+    assert run_in_child(fresh, *SMALL, *constant, f"resume={part}") == 0, printed(fresh)
+    assert metrics_of(part) == metrics_of(whole)
+    assert weights_of(part) == weights_of(whole)
+
+
+def test_lora_saves_adapters_and_leaves_the_base_as_it_was(tmp_path: Path, cache: str, policies: list[Any]) -> None:
+    run_dir = tmp_path / "run"
+    overrides = (cache, "model/lora=default", "train.schedule=constant")
+    app.run(compose_config(*SMALL, *overrides), run_dir)
+    checkpoint = run_dir / "checkpoints" / "iter_003"
+    assert {"adapter_model.safetensors", "adapter_config.json"} < {path.name for path in checkpoint.iterdir()}
+    assert not (checkpoint / "model.safetensors").exists()
+
+    [policy] = policies
+    [folder] = Path(cache.partition("=")[2]).iterdir()
+    trained = {name.replace(".base_layer", ""): tensor for name, tensor in policy.causal_lm.state_dict().items() if "lora_" not in name}
+    base = load_file(folder / "model.safetensors")
+    assert len(base) > 10
+    assert all(torch.equal(trained[name], tensor) for name, tensor in base.items())
+
+    ids = torch.tensor([[1, 21, 15, 22, 33]])
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(checkpoint)).eval()
+    policy.model.eval()
+    with torch.no_grad():
+        expected = policy.causal_lm(ids).logits
+        assert torch.equal(loaded(ids).logits, expected)
+        with loaded.disable_adapter():
+            assert not torch.equal(loaded(ids).logits, expected)
+    assert_resumes_equal(tmp_path, run_dir, *overrides)
+
+
+def test_bf16_steps_on_masters_that_its_checkpoints_hold(tmp_path: Path, cache: str) -> None:
+    run_dir = tmp_path / "run"
+    overrides = (cache, "train.precision=bf16", "train.schedule=constant")
+    assert run_in_child(run_dir, *SMALL, *overrides) == 0, printed(run_dir)
+    [*_, checkpoint] = list_checkpoints(run_dir / "checkpoints")
+    model, masters = load_file(checkpoint / "model.safetensors"), load_file(checkpoint / "trainer" / "masters.safetensors")
+    assert {tensor.dtype for tensor in model.values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
+    assert masters.keys() == model.keys()
+    assert all(torch.equal(master.bfloat16(), model[name]) for name, master in masters.items())
+    assert any(not torch.equal(master, model[name].float()) for name, master in masters.items())
+    assert_resumes_equal(tmp_path, run_dir, *overrides)
+
+
+def test_token_budgets_train_as_whole_batches_do(tmp_path: Path, cache: str) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run_in_child(whole, cache, *ONE_ITERATION) == 0, printed(whole)
+    assert run_in_child(cut, cache, *ONE_ITERATION, "train.batch_size=null", "train.tokens_per_microbatch=25") == 0, printed(cut)
+    assert "in microbatches of up to 25 tokens" in printed(cut)
+    expected, found = metrics_of(whole)["train_iter_000.json"], metrics_of(cut)["train_iter_000.json"]
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert found["grad_norm"] > 0
+
+
+def test_kl_in_the_reward_leaves_the_loss_without_a_kl_term(tmp_path: Path, cache: str) -> None:
+    run_dir = tmp_path / "run"
+    overrides = ("train.loss.kl_placement=reward", "train.kl_coef=0.5", "train.iterations=2", "train.lr=0.01")
+    assert run_in_child(run_dir, cache, *SMALL, *overrides) == 0, printed(run_dir)
+    first, second = (metrics_of(run_dir)[f"train_iter_00{i}.json"] for i in range(2))
+    assert first["kl_penalty_mean"] == pytest.approx(0, abs=1e-6)  # the policy is the reference still
+    assert second["kl_penalty_mean"] > 0.01
+    assert first["loss_kl"] == second["loss_kl"] == 0
+    assert second["kl_divergence"] > 0
+
+
+def test_without_kl_no_reference_is_loaded(tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    load = app.load_reference
+
+    def load_reference(*args: Any, **kwargs: Any) -> Any:
+        loaded.append("reference")
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(app, "load_reference", load_reference)
+    app.run(compose_config(cache, *ONE_ITERATION, "train.kl_coef=0"), tmp_path / "without")
+    assert loaded == []
+    assert metrics_of(tmp_path / "without")["train_iter_000.json"]["grad_norm"] > 0
+    app.run(compose_config(cache, *ONE_ITERATION), tmp_path / "with")
+    assert loaded == ["reference"]
+    assert typed(compose_config()).train.kl_coef > 0  # so the default run has one
