@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from offline_grpo.build import build
 from offline_grpo.checkpoint import Checkpointer
-from offline_grpo.config import RunConfig, as_plain, typed
+from offline_grpo.config import RunConfig, as_plain, require, typed
 from offline_grpo.errors import ConfigError
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import MetricLogger, RolloutClient
@@ -148,6 +148,9 @@ def _model_id(plan: Plan, ranks: Ranks) -> str:
     if config.model.train_id is not None:
         return config.model.train_id
     tiny = build(config.model.tiny, key="model.tiny")
+    for key, sampling in (("generation", plan.sampling), ("eval", plan.eval_sampling)):
+        fix = f"leaves no room for a prompt in the context of model.tiny.max_position_embeddings={tiny.max_position_embeddings}"
+        require(sampling.max_new_tokens < tiny.max_position_embeddings, f"{key}.max_new_tokens", sampling.max_new_tokens, fix)
     try:
         path = tiny.prepare(plan.task, Path(config.cache_dir).resolve(), show_progress=True) if ranks.is_main else None
     except OSError as error:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from children import SMALL, metrics_of, printed, run_in_child, weights_of
 from factories import compose_config
+from omegaconf import OmegaConf
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -23,6 +24,7 @@ from offline_grpo import app, cli
 from offline_grpo.checkpoint import list_checkpoints
 from offline_grpo.config import typed
 from offline_grpo.errors import GrpoError
+from offline_grpo.report.hydra_callback import SweepSummary
 
 ROOT = Path(__file__).parents[2]
 ONE_ITERATION = (*SMALL, "train.iterations=1", "eval.eval_first=false", "model.device=cpu")
@@ -94,6 +96,12 @@ def test_a_refused_job_does_not_stop_the_sweep_but_shows_in_its_exit_code(tmp_pa
     assert [(row["run"], row["data.rollouts_per_problem"], row["status"]) for row in rows] == [("1", "4", "done")]
     assert "train_iter_000.json" in metrics_of(sweep_dir / "1")
     assert "1 runs, best final pass@1 first" in done.stdout
+
+
+def test_a_sweep_without_runs_has_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    SweepSummary().on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_smoke_test_prints_both_records(tmp_path: Path) -> None:

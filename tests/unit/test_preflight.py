@@ -20,6 +20,8 @@ REFUSED = {
     "generation.temperature=-1": r"generation.temperature=-1: must be 0 \(greedy\) or more",
     "generation.max_new_tokens=0 eval.max_new_tokens=8": r"generation.max_new_tokens=0: must be at least 1",
     "generation.max_new_tokens=many eval.max_new_tokens=8": r"generation.max_new_tokens='many': expected int, got str",
+    "generation.max_new_tokens=512": r"generation.max_new_tokens=512: leaves no room for a prompt in the context of .*=512",
+    "generation.max_new_tokens=508": r"generation.max_new_tokens=508: .*longest prompt of 7 tokens .*context of 512; use .*=505 or less",
     "generation._target_=offline_grpo.generation.Nothing": r"generation._target_=.*cannot be imported",
     "+generation.speed=3": r"generation.speed=3: TransformersClient has no such setting; it has batch_size",
     "train.loss.clip_low=fast": r"train.loss.clip_low='fast': expected float",

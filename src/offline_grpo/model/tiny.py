@@ -26,7 +26,7 @@ from offline_grpo.model.policy import encode
 from offline_grpo.model.warm_start import Progress, warm_start
 from offline_grpo.types import Problem, Split
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 """Raise it when the same settings would give another model: folders built before are then no longer found."""
 
 

@@ -1,8 +1,8 @@
-"""Supervised training of the tiny model on demonstrations of which a fixed share is wrong.
+"""Supervised training of the tiny model: first on right answers, then on demonstrations of which a fixed share is wrong.
 
-A language model reproduces its data: shown half wrong answers, spread over many different mistakes, it ends up knowing the right one
-(its single most probable answer) while sampling it only half of the time. That is the kind of base model that RL is good at: the
-knowledge is there, the habit is not.
+A language model reproduces its data. Once it knows the answers, showing it half wrong ones makes it sample the right one only half of
+the time, while that stays its single most probable answer. This is the kind of base model that RL is good at: the knowledge is there,
+the habit is not. Noise from the first step on would leave less time to learn the arithmetic itself, which RL then cannot make up for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BETAS = (0.9, 0.99)
 WEIGHT_DECAY = 0.1
 GRAD_CLIP = 1.0
 WARMUP_FRAC = 0.05
-CLEAN_FRAC = 0.6
+CLEAN_FRAC = 0.6  # share of the steps before wrong answers appear
 IGNORED = -100  # the label that cross_entropy leaves out
 
 
@@ -74,7 +74,10 @@ def warm_start(
     seed: int,
     progress: Progress | None,
 ) -> None:
-    """Train in place with AdamW, linear warm-up and cosine decay; the loss is that of the shown answers and EOS alone."""
+    """Train in place with AdamW, linear warm-up and cosine decay; the loss is that of the shown answers and EOS alone.
+
+    `noise_frac` is the share of wrong answers in the last 40 % of the steps; before, there are none.
+    """
     prompt_ids = {problem.problem_id: encode(tokenizer, problem.messages) for problem in problems}
     clean, noisy = (demonstrations(problems, noise_frac=share, seed=seed) for share in (0.0, noise_frac))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
@@ -82,7 +85,7 @@ def warm_start(
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = lr * lr_factor(step - 1, steps)
-        batch = list(islice(clean if step <= steps * CLEAN_FRAC else noisy, batch_size))
+        batch = list(islice(clean if step <= CLEAN_FRAC * steps else noisy, batch_size))
         token_ids, labels = collate(tokenizer, [prompt_ids[d.problem.problem_id] for d in batch], [d.answer for d in batch])
         logits = model(input_ids=token_ids, use_cache=False).logits  # [B, L, V]
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)

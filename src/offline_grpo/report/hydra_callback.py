@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.console import Console
 
+from offline_grpo.errors import ConfigError
 from offline_grpo.report.sweep import print_sweep
 
 
@@ -16,4 +18,5 @@ class SweepSummary(Callback):
     """Switched on in `conf/config.yaml`: `hydra.callbacks.sweep_summary._target_: offline_grpo.report.hydra_callback.SweepSummary`."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        print_sweep(Path(config.hydra.sweep.dir), Console())
+        with suppress(ConfigError):  # no job came as far as a run, and each has said why
+            print_sweep(Path(config.hydra.sweep.dir), Console())

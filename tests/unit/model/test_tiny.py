@@ -216,11 +216,26 @@ def test_prepare_shows_the_model_training_problems_only(tmp_path):
     assert set(asked) == {Split.TRAIN}
 
 
+def test_wrong_answers_come_after_right_ones(tmp_path, monkeypatch):
+    shares = []
+
+    def count(tokenizer, prompts, answers):
+        sums = [eval(tokenizer.decode(ids, skip_special_tokens=True).rstrip("=")) for ids in prompts]
+        shares.append(sum(answer != str(right) for answer, right in zip(answers, sums, strict=True)) / len(answers))
+        return collate(tokenizer, prompts, answers)
+
+    monkeypatch.setattr("offline_grpo.model.warm_start.collate", count)
+    prepare(tmp_path, warm_start_steps=10, warm_start_batch_size=64, noise_frac=0.5)
+    assert shares[:6] == [0] * 6
+    assert len(shares) == 10
+    assert all(0.2 < share < 0.8 for share in shares[6:])
+
+
 def test_distractors_are_wrong_spread_out_and_of_several_lengths():
     rng = random.Random(0)
     drawn = Counter(distractor("42", rng) for _ in range(3000))
-    assert set(drawn) == {"41", "43", "32", "52", "4", "422"}
-    assert max(drawn.values()) < 3000 / 4
+    assert set(drawn) == {"41", "43", "-42", "4", "422"}
+    assert max(drawn.values()) < 3000 / 3
     for answer in range(-120, 200):
         wrong = distractor(str(answer), rng)
         assert re.fullmatch(r"-?[0-9]+", wrong)

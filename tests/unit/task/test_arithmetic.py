@@ -79,6 +79,11 @@ def test_template_for_chat_models():
     assert problem.messages[0]["content"] == f"What is {a} {op} {b}? Answer with the number alone."
 
 
+def test_template_may_pad_numbers():
+    task = make(prompt_template="{a:02d}{op}{b:02d}=", operations=["+"])
+    assert {p.problem_id: p.messages[0]["content"] for split in Split for p in task.problems(split)}["7+15"] == "07+15="
+
+
 @pytest.mark.parametrize(
     ("answer", "text", "is_correct", "reward"),
     [
