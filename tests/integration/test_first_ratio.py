@@ -1,7 +1,7 @@
 """Sampler and trainer agree: before the first update the ratio of their probabilities is 1, at any temperature."""
 
 import pytest
-from factories import make_qwen2, make_updater
+from factories import make_updater
 
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.train.batch import build_batch, with_advantages
