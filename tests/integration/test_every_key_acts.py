@@ -39,9 +39,8 @@ View = Callable[[Trace], Any]
 @dataclass(frozen=True)
 class Acts:
     """`change` (overrides, blanks between them), on top of `base`, must change what `sees` sees (to `to`, where that is said) and must
-    leave alone what `keeps` sees. @model, @done and @elsewhere stand for the folders of another model, of a finished
-    run, and for one that does
-    not exist yet."""
+    leave alone what `keeps` sees. @model, @done and @elsewhere stand for the folders of another model, of a finished run and of nothing.
+    """
 
     change: str
     sees: View
