@@ -74,23 +74,24 @@ def test_killed_and_resumed_ends_with_the_same_files(phase, uninterrupted, tmp_p
 @pytest.mark.parametrize("where", ["offline_grpo.rollouts.on_policy:OnPolicy._group", "offline_grpo.train.update:Updater._update"])
 def test_a_signal_saves_and_says_how_to_go_on(number, code, where, uninterrupted, tmp_path):
     stopped, fresh = tmp_path / "stopped", tmp_path / "fresh"
-    count = {"_group": 14, "_update": 7}[where.rpartition(".")[2]]  # in the fourth iteration: the third is not saved by itself
+    # In the last iteration's sampling, or in the updates before it: either way the third iteration is the last one to count, and it
+    # would not have been saved by itself.
+    count = {"_group": 14, "_update": 5}[where.rpartition(".")[2]]
     kill = Kill(where, count, number=number)
-    assert run_in_child(stopped, f"cache_dir={tmp_path}/cache", "train.iterations=5", *SMALL[:3], *SMALL[4:], kill=kill) == code, printed(
-        stopped
-    )
+    assert run_in_child(stopped, f"cache_dir={tmp_path}/cache", *SMALL, kill=kill) == code, printed(stopped)
     assert f"stopped by {signal.Signals(number).name}; go on with resume={stopped}" in printed(stopped)
-    assert run_in_child(fresh, f"cache_dir={tmp_path}/cache", f"resume={stopped}", "train.iterations=4", *SMALL) == 0, printed(fresh)
+    assert run_in_child(fresh, f"cache_dir={tmp_path}/cache", f"resume={stopped}", *SMALL) == 0, printed(fresh)
     assert not fresh.exists()
     assert metrics_of(stopped)["train_iter_002.json"] == metrics_of(uninterrupted)["train_iter_002.json"]
     assert metrics_of(stopped)["train_iter_003.json"] == metrics_of(uninterrupted)["train_iter_003.json"]
 
 
-def test_a_finished_run_resumed_by_path_can_be_made_longer(uninterrupted, tmp_path):
-    run_dir, fresh = tmp_path / "run", tmp_path / "fresh"
-    cache = f"cache_dir={tmp_path}/cache"
-    short = [override for override in SMALL if not override.startswith("train.iterations")]
-    assert run_in_child(run_dir, cache, "train.iterations=2", *short) == 0, printed(run_dir)
-    assert run_in_child(fresh, cache, f"resume={run_dir}", *SMALL) == 0, printed(fresh)
+def test_a_finished_run_resumed_by_path_can_be_made_longer(tmp_path):
+    # A schedule that falls to the end would make the longer run another run from its first update on.
+    overrides = [f"cache_dir={tmp_path}/cache", *SMALL, "train.schedule=constant"]
+    whole, run_dir, fresh = tmp_path / "whole", tmp_path / "run", tmp_path / "fresh"
+    assert run_in_child(whole, *overrides) == 0, printed(whole)
+    assert run_in_child(run_dir, *overrides, "train.iterations=2") == 0, printed(run_dir)
+    assert run_in_child(fresh, *overrides, f"resume={run_dir}") == 0, printed(fresh)
     assert "resuming with train.iterations=4 (the checkpoint was written with 2)" in printed(fresh)
-    assert_same_files(run_dir, uninterrupted)
+    assert_same_files(run_dir, whole)
