@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
+from offline_grpo import serving
 from offline_grpo.build import build
 from offline_grpo.checkpoint import Checkpointer
 from offline_grpo.config import RunConfig, as_plain, require, typed
@@ -61,7 +62,7 @@ def _run(plan: Plan, plain: Mapping[str, Any], run_dir: RunDir, resume: ResumePo
     stop = StopSignal()
     with stop.installed(), ExitStack() as stack:
         loggers = _loggers(config, run_dir) if ranks.is_main else []
-        loop, first_iteration = _assemble(plan, plain, run_dir, resume, ranks, stop, loggers)
+        loop, first_iteration = _assemble(plan, plain, run_dir, resume, ranks, stop, loggers, stack)
         if ranks.is_main:
             run_dir.create()
             log.info("run folder: %s", run_dir.path)
@@ -93,8 +94,13 @@ def _assemble(
     ranks: Ranks,
     stop: StopSignal,
     loggers: list[MetricLogger],
+    stack: ExitStack,
 ) -> tuple[Loop, int]:
-    """Load what needs loading and connect the parts. Returns the loop and the iteration that it starts with."""
+    """Load what needs loading and connect the parts. Returns the loop and the iteration that it starts with.
+
+    Args:
+        stack: what has to be let go of on every way out.
+    """
     config = plan.config
     model_id = _model_id(plan, ranks)
     _check_model(plan, model_id)
@@ -109,22 +115,28 @@ def _assemble(
         train_layer_indices=config.train.train_layer_indices,
         gradient_checkpointing=config.train.gradient_checkpointing,
         checkpoint=checkpoint,
+        shares_weights=plan.weight_sync.shares_weights,
     )
+    training = serving.for_training(plan, policy, run_dir.path, ranks)
+    evaluation = serving.for_evaluation(plan, policy, training, run_dir.path)
+    for sampling in dict.fromkeys((training, evaluation)):
+        stack.callback(sampling.weight_sync.close)
+        sampling.weight_sync.connect(policy, sampling.client)
     updater = _updater(plan, policy, model_id, run_dir, ranks)
     checkpointer = None
     first_iteration = 0
     if config.checkpoint.enabled:
         checkpointer = Checkpointer(run_dir.checkpoints, policy, updater, config=plain, keep_last_k=config.checkpoint.keep_last_k)
         first_iteration = checkpointer.restore(checkpoint) + 1 if checkpoint is not None else 0
-    client = build(plan.client_node, key="generation", protocol=RolloutClient, model=policy.model, tokenizer=policy.tokenizer)
     last = config.train.iterations - 1
     loop = Loop(
         config=config.train,
         policy=policy,
-        source=_source(plan, policy, client, ranks),
+        source=_source(plan, policy, training.client, ranks),
         updater=updater,
-        client=client,
-        weight_sync=plan.weight_sync,
+        weight_sync=training.weight_sync,
+        eval_client=evaluation.client,
+        eval_sync=evaluation.weight_sync if evaluation is not training else None,
         evaluator=_evaluator(plan, policy, ranks) if config.eval.enabled else None,
         checkpointer=checkpointer,
         loggers=loggers,

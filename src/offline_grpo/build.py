@@ -6,6 +6,7 @@ import inspect
 import logging
 import types
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import hydra.utils
@@ -65,7 +66,8 @@ def check_settings(target: Any, settings: Mapping[str, Any], key: str, *, given_
         is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         if parameter.default is parameter.empty and not is_variadic and name not in settings and name not in given_at_runtime:
             raise ConfigError(f"{key}.{name}: {target.__name__} needs it and it is not set")
-    hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    # a dataclass's own hints: those of its __init__ would be looked up where the subclass is defined, and not where a field is
+    hints = get_type_hints(target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target)
     for name, value in settings.items():
         if name in hints and not fits(value, hints[name]):
             raise ConfigError(

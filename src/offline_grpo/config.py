@@ -21,6 +21,9 @@ from offline_grpo.errors import ConfigError
 
 T = TypeVar("T")
 
+TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""What torch, and servers, call the formats of `train.precision`; in YAML: ${torch_dtype:${train.precision}}."""
+
 
 def require(condition: bool, key: str, value: object, fix: str) -> None:
     """Raise ConfigError naming key, value and fix unless `condition` holds."""
@@ -145,6 +148,9 @@ class TrainConfig:
 class EvalConfig:
     enabled: bool
     eval_first: bool
+    backend: str | None
+    base_url: str | None
+    batch_size: int
     interval: int
     num_ids: int
     id_seed_start: int
@@ -162,7 +168,9 @@ class EvalConfig:
     stop: list[str]
 
     def __post_init__(self) -> None:
-        for name in ("interval", "num_ids", "replicates", "bootstrap_samples", "max_new_tokens"):
+        backends = (None, "transformers", "vllm_server", "sglang_server")
+        require(self.backend in backends, "eval.backend", self.backend, f"must be null or one of {', '.join(map(str, backends[1:]))}")
+        for name in ("interval", "batch_size", "num_ids", "replicates", "bootstrap_samples", "max_new_tokens"):
             require(getattr(self, name) > 0, f"eval.{name}", getattr(self, name), "must be at least 1")
         require(
             self.replicates == 1 or (self.do_sample and self.temperature != 0),
@@ -193,6 +201,16 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class PlacementConfig:
+    engine_devices: list[int] | None
+    check_memory: bool
+
+    def __post_init__(self) -> None:
+        devices = self.engine_devices
+        require(devices is None or len(devices) > 0, "placement.engine_devices", devices, "null, or a list of GPUs such as [1]")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     seed: int
     num_threads: int | None
@@ -204,9 +222,11 @@ class RunConfig:
     generation: Any
     train: TrainConfig
     weight_sync: Any
+    placement: PlacementConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig
     logger: Any
+    engine: Any = None
 
     def __post_init__(self) -> None:
         require(self.num_threads is None or self.num_threads > 0, "num_threads", self.num_threads, "at least 1, or null for one per core")
@@ -229,6 +249,7 @@ def schema(cls: type) -> type:
 
 def register() -> None:
     """Make the schema available to Hydra as `config_schema`, the first entry of the defaults list in conf/config.yaml."""
+    OmegaConf.register_new_resolver("torch_dtype", TORCH_DTYPES.get, replace=True)
     ConfigStore.instance().store(name="config_schema", node=schema(RunConfig))
 
 

@@ -17,6 +17,14 @@ class EngineError(GrpoError):
     """The sampling engine failed or returned something other than what was asked for."""
 
 
+class EngineUnreachable(EngineError):
+    """A server did not answer: it is not there, too slow, or the connection broke."""
+
+
+class EngineDied(EngineError):
+    """The server's process has ended. One that the run started can be started again."""
+
+
 class CheckpointError(GrpoError):
     """A checkpoint could not be written or read."""
 

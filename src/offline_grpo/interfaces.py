@@ -59,15 +59,19 @@ class RolloutClient(Protocol):
 class EngineControl(Protocol):
     """What weight sync, and only weight sync, may do to a running engine."""
 
-    version: int
+    def pause(self) -> None:
+        """Stop generating; what happens to requests in flight is the engine's pause mode."""
+        ...
 
-    def pause(self) -> None: ...
+    def resume(self) -> None: ...
 
-    def resume(self, version: int) -> None: ...
+    def reset_prefix_cache(self) -> None:
+        """Forget keys and values that other weights computed."""
+        ...
 
-    def reset_prefix_cache(self) -> None: ...
-
-    def call_worker(self, method: str, **kwargs: Any) -> Any: ...
+    def call_worker(self, method: str, **kwargs: Any) -> Any:
+        """Call a method of the worker extension, inside the engine."""
+        ...
 
 
 @runtime_checkable
@@ -116,12 +120,36 @@ class Loss(Protocol):
 class WeightSync(Protocol):
     """Delivers the policy's weights to the engine."""
 
-    def connect(self, policy: Any, client: RolloutClient) -> None:
-        """Prepare the path. Raises unless every tensor of the policy is covered exactly once."""
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the policy's parameters become the engine's own memory: the policy is then loaded on the CPU, and moved by `connect`."""
         ...
 
-    def push(self, policy: Any, *, version: int) -> SyncReport:
-        """Pause, write, fence, flush the prefix cache, set the version, resume. Idempotent."""
+    def connect(self, policy: Any, client: RolloutClient) -> None:
+        """Start or find the engine and prepare the path. Called once, before masters and optimizer exist.
+
+        Raises unless every tensor of the policy is covered exactly once.
+        """
+        ...
+
+    def push(self, policy: Any, *, version: int, force: bool = True) -> SyncReport:
+        """Pause, write, fence, flush the prefix cache, set the version, resume, and prove that the engine serves the policy. Idempotent.
+
+        Args:
+            force: False lets a strategy that pushes at intervals leave it for later.
+
+        Raises:
+            offline_grpo.errors.EngineDied: the engine, one that the run started, has ended.
+            offline_grpo.errors.EngineError: the engine does not serve what was pushed.
+        """
+        ...
+
+    def recover(self, policy: Any, *, version: int) -> None:
+        """Start the engine again after EngineDied, and push."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the engine. Called once, on every way out."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,7 +13,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Loss, Task, WeightSync
 from offline_grpo.types import Message, Problem, SamplingParams, Split
 
-CLIENT_RUNTIME = ("model", "tokenizer")
+CLIENT_RUNTIME = ("model", "tokenizer", "server", "eos_ids")
 """Names under which a rollout client's constructor may ask for objects that exist only once the model is loaded."""
 
 MAX_PROBLEMS = 1_000_000
@@ -31,6 +32,10 @@ class Plan:
     sampling: SamplingParams
     eval_sampling: SamplingParams
     client_node: Mapping[str, Any]
+    needs_server: bool
+    base_url: str | None
+    api_key: str | None
+    launcher: Any
     loss: Loss
     optimizer: Any
     weight_sync: WeightSync
@@ -43,12 +48,10 @@ def make_plan(config: RunConfig) -> Plan:
         ConfigError: the first thing that is wrong, with key, value and fix.
     """
     sampling, client_node = _split_generation(config.generation)
-    check_settings(
-        resolve(client_node, "generation"),
-        {name: value for name, value in client_node.items() if name != "_target_"},
-        "generation",
-        given_at_runtime=dict.fromkeys(CLIENT_RUNTIME),
-    )
+    address = {name: client_node.pop(name, None) for name in ("base_url", "api_key")}
+    needs_server = _check_client(client_node)
+    if needs_server and address["base_url"] is None and config.engine is None:
+        raise ConfigError("generation.base_url=None: no server to ask; name a running one, or let the run start one with engine=vllm")
     eval_sampling = _eval_sampling(config)
     task = build(config.task, key="task", protocol=Task)
     train_problems = _train_problems(task, config)
@@ -62,10 +65,21 @@ def make_plan(config: RunConfig) -> Plan:
         sampling=sampling,
         eval_sampling=eval_sampling,
         client_node=client_node,
+        needs_server=needs_server,
+        **address,
+        launcher=build(config.engine, key="engine") if needs_server and address["base_url"] is None else None,
         loss=build(config.train.loss, key="train.loss", protocol=Loss),
         optimizer=build(config.train.optimizer, key="train.optimizer"),
         weight_sync=build(config.weight_sync, key="weight_sync", protocol=WeightSync),
     )
+
+
+def _check_client(node: Mapping[str, Any]) -> bool:
+    """Check the client's settings against its signature. Returns whether it asks a server."""
+    target = resolve(node, "generation")
+    settings = {name: value for name, value in node.items() if name != "_target_"}
+    check_settings(target, settings, "generation", given_at_runtime=dict.fromkeys(CLIENT_RUNTIME))
+    return "server" in inspect.signature(target).parameters
 
 
 def _split_generation(node: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:

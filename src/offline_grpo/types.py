@@ -8,7 +8,7 @@ Everything here is plain data: no component is imported, nothing is mutated afte
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -192,13 +192,30 @@ class LossOutput:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What one push of weights to the engine moved, and how long the engine stood still for it."""
+    """What one push of weights to the engine moved, how long the engine stood still for it, and what proved that they arrived.
+
+    `version` is the version that the engine serves afterwards; a push that was not due leaves the older one.
+    """
 
     version: int
     num_tensors: int
-    num_bytes: int
-    seconds: float
+    num_bytes: int  # copied from one place to another
+    seconds: float  # of the delivery, without the proof
     paused_seconds: float
+    proof_seconds: float = 0.0
+    alignment: Mapping[str, float] = field(default_factory=dict)  # metrics of the proof; empty where there was nothing to compare
+
+    def metrics(self) -> dict[str, float]:
+        """For the iteration's metrics file."""
+        return {
+            "sync/version": float(self.version),
+            "sync/num_tensors": float(self.num_tensors),
+            "sync/num_bytes": float(self.num_bytes),
+            "time/sync_push_s": self.seconds,
+            "time/sync_paused_s": self.paused_seconds,
+            "time/sync_proof_s": self.proof_seconds,
+            **self.alignment,
+        }
 
 
 Metrics = Mapping[str, float]

@@ -76,8 +76,12 @@ def load_policy(
     train_layer_indices: str | None,
     gradient_checkpointing: bool,
     checkpoint: Path | None,
+    shares_weights: bool = False,
 ) -> Policy:
     """The policy, from `checkpoint` (a folder that the checkpointer wrote) or else from `model_id`.
+
+    Args:
+        shares_weights: load it on the CPU, because its weights will be memory on `device` that is there already.
 
     Raises:
         ConfigError: layer indices or target modules that the model does not have, or a head that we cannot score.
@@ -85,7 +89,7 @@ def load_policy(
     packing = choose_packing(config.packing, device, DTYPES[precision])
     adapter = checkpoint if checkpoint is not None and config.lora is not None else None
     weights = str(checkpoint) if checkpoint is not None and config.lora is None else model_id
-    model = _load_causal_lm(weights, config, device, DTYPES[precision])
+    model = _load_causal_lm(weights, config, torch.device("cpu") if shares_weights else device, DTYPES[precision])
     _disable_dropout(model)
     num_layers = model.config.get_text_config().num_hidden_layers
     if config.lora is not None:
@@ -96,7 +100,7 @@ def load_policy(
         train_only_blocks(model, parse_layer_indices(train_layer_indices, num_layers, key="train.train_layer_indices"), num_layers)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = Policy(model, load_tokenizer(model_id), packing)
+    policy = Policy(model, load_tokenizer(model_id), packing, home=device)
     policy.check_head()
     return policy
 

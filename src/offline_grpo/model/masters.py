@@ -6,7 +6,7 @@ on bf16 weights changes few of them (84 % stay put at lr 1e-5). Here the update 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,28 @@ class MasterWeights:
 
     The gradient of every backward pass is added to the master's fp32 gradient at once, so accumulation over microbatches
     loses nothing and 16-bit gradients are freed as soon as they exist.
+
+    Args:
+        separate: give fp32 parameters a master too, because something else reads their memory while the optimizer steps.
+        before_publish: called before the model's weights are written to.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        separate: bool = False,
+        before_publish: Callable[[], None] | None = None,
+    ) -> None:
+        self._separate = separate
+        self._before_publish = before_publish
         self._working: dict[str, nn.Parameter] = {name: p for name, p in named_parameters if p.requires_grad}
         self.parameters: dict[str, nn.Parameter] = {name: self._master_of(p) for name, p in self._working.items()}
 
     def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        if parameter.dtype == torch.float32:
+        if parameter.dtype == torch.float32 and not self._separate:
             return parameter
-        master = nn.Parameter(parameter.detach().float())
+        master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
 
         def accumulate(working: Tensor) -> None:
             assert working.grad is not None
@@ -40,13 +52,15 @@ class MasterWeights:
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the model's weights, in place: whoever shares their memory sees the update."""
+        if self._before_publish is not None:
+            self._before_publish()
         for name, working in self._working.items():
             if working is not self.parameters[name]:
                 working.copy_(self.parameters[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The masters that are not weights of the model themselves: what a checkpoint must hold beside the model."""
-        return {name: p.detach() for name, p in self.parameters.items() if p is not self._working[name]}
+        """The masters that say more than the model's weights: what a checkpoint must hold beside the model."""
+        return {name: p.detach() for name, p in self.parameters.items() if self._working[name].dtype != torch.float32}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -105,12 +106,43 @@ class Scorer:
 
 
 class Policy(Scorer):
-    """The trained model with its tokenizer and fp32 masters."""
+    """The trained model with its tokenizer and fp32 masters.
 
-    def __init__(self, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, packing: str) -> None:
+    Args:
+        home: where it computes; other than the model's device only until `become_shared`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, packing: str, *, home: torch.device | None = None
+    ) -> None:
         super().__init__(model, packing)
         self.tokenizer = tokenizer
-        self.masters = MasterWeights(model.named_parameters())
+        self.home = home or self.device
+        self._before_publish: Callable[[], None] | None = None
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether LoRA adapters are what is trained."""
+        return isinstance(self.model, PeftModel)
+
+    @cached_property
+    def masters(self) -> MasterWeights:
+        """Made when first asked for, from the memory that the weights are in by then."""
+        is_shared = self._before_publish is not None
+        return MasterWeights(self.model.named_parameters(), separate=is_shared, before_publish=self._before_publish)
+
+    def become_shared(self, *, before_publish: Callable[[], None]) -> None:
+        """The parameters have moved to memory of `home` that others read too; let the rest of the model follow them.
+
+        Args:
+            before_publish: called before that memory is written to.
+        """
+        assert "masters" not in self.__dict__, "masters would be left behind in the old memory"
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.home)
+        self._before_publish = before_publish
 
     def as_reference(self) -> Scorer:
         """The base model under the adapters: a reference that costs no memory. Only for peft models."""

@@ -8,13 +8,15 @@ anywhere goes on from the last checkpoint, repeats what came after it, and ends 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from offline_grpo.config import TrainConfig
-from offline_grpo.errors import GrpoError
+from offline_grpo.errors import EngineDied, GrpoError
 from offline_grpo.interfaces import (
     Checkpointer,
     Evaluator,
@@ -32,17 +34,23 @@ from offline_grpo.train.experience import prepare_batch, rollout_metrics
 from offline_grpo.train.update import Updater
 from offline_grpo.types import Metrics, RolloutGroup
 
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class Loop:
-    """The components of a run, connected. `save_due` and `eval_due` say whether to do so after an iteration."""
+    """The components of a run, connected. `save_due` and `eval_due` say whether to do so after an iteration; `eval_sync` serves
+    evaluations that ask another engine than training does."""
 
     config: TrainConfig
     policy: Policy
     source: RolloutSource
     updater: Updater
-    client: RolloutClient
     weight_sync: WeightSync
+    eval_client: RolloutClient
+    eval_sync: WeightSync | None
     evaluator: Evaluator | None
     checkpointer: Checkpointer | None
     loggers: Sequence[MetricLogger]
@@ -53,6 +61,7 @@ class Loop:
     eval_due: Callable[[int], bool]
     save_due: Callable[[int], bool]
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
+    _num_recoveries: int = field(default=0, init=False)
     _last_saved: int | None = field(default=None, init=False)
 
     def run(self, first_iteration: int) -> None:
@@ -62,8 +71,7 @@ class Loop:
             StopRequested: a signal came; the state after the last complete iteration has been saved.
         """
         self._last_saved = first_iteration - 1 if first_iteration > 0 else None
-        self.weight_sync.connect(self.policy, self.client)
-        self.weight_sync.push(self.policy, version=self.updater.counters.version)
+        self._push(force=True)
         if self.eval_first and first_iteration == 0:
             with self._safe_point(-1):
                 self._log("eval", self._evaluate(-1), -1)
@@ -73,11 +81,11 @@ class Loop:
     def _iterate(self, iteration: int) -> None:
         self._seconds = {}
         with self._safe_point(iteration), self._phase("generate", iteration):
-            groups = self.source.next(iteration)
+            groups = self._recovering(lambda: self.source.next(iteration))
         with self._phase("train", iteration):
             metrics = rollout_metrics(groups) | self._train(groups, iteration)
         with self._phase("sync", iteration):
-            self.weight_sync.push(self.policy, version=self.updater.counters.version)
+            metrics |= self._push(force=self.eval_due(iteration))
         evaluation = self._evaluate(iteration) if self.eval_due(iteration) else None
         with self._phase("checkpoint", iteration):
             pending = self._write_checkpoint(iteration) if self.save_due(iteration) else None
@@ -97,7 +105,28 @@ class Loop:
     def _evaluate(self, iteration: int) -> Metrics:
         assert self.evaluator is not None
         with self._phase("eval", iteration):
-            return self.evaluator.evaluate(self.client, cycle=iteration + 1)
+            if self.eval_sync is not None:
+                self.eval_sync.push(self.policy, version=self._version)
+            evaluator = self.evaluator
+            return self._recovering(lambda: evaluator.evaluate(self.eval_client, cycle=iteration + 1))
+
+    @property
+    def _version(self) -> int:
+        return self.updater.counters.version
+
+    def _push(self, *, force: bool) -> Metrics:
+        report = self._recovering(lambda: self.weight_sync.push(self.policy, version=self._version, force=force))
+        return report.metrics() | {"sync/num_recoveries": float(self._num_recoveries)}
+
+    def _recovering(self, action: Callable[[], T]) -> T:
+        """Do it, and if the engine died of it, once more with a new engine: sampling and pushing start from the same state again."""
+        try:
+            return action()
+        except EngineDied as death:
+            self._num_recoveries += 1
+            log.warning("%s Starting it again.", death)
+            self.weight_sync.recover(self.policy, version=self._version)
+            return action()
 
     def _write_checkpoint(self, iteration: int) -> PendingCheckpoint | None:
         """Written by the first process, where all learn whether that went well. None on the others."""

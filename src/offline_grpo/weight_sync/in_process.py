@@ -12,6 +12,8 @@ from offline_grpo.types import SyncReport
 class InProcess:
     """The client's module is the policy's module, so every weight is covered by being the same object."""
 
+    shares_weights = False  # there is no other memory to move to
+
     def __init__(self) -> None:
         self._client: RolloutClient | None = None
 
@@ -24,8 +26,15 @@ class InProcess:
             )
         self._client = client
 
-    def push(self, policy: Any, *, version: int) -> SyncReport:
+    def push(self, policy: Any, *, version: int, force: bool = True) -> SyncReport:
         """Tell the client which version the shared weights have."""
         assert self._client is not None, "push() before connect()"
         self._client.version = version
         return SyncReport(version=version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
+
+    def recover(self, policy: Any, *, version: int) -> None:
+        """Never called: this process is the engine."""
+        raise AssertionError("a client in this process cannot die alone")
+
+    def close(self) -> None:
+        """There is nothing to let go of."""

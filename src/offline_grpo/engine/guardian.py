@@ -1,0 +1,111 @@
+"""Runs one command and outlives its parent just long enough to clean up: a server must not survive the run that started it.
+
+    python -I guardian.py PARENT_PID DEATH_PIPE REMOVE -- COMMAND ...
+
+Started by `process.py`, in a process group of its own, with the standard library alone. The parent holds the other end of the pipe
+`DEATH_PIPE` (a file descriptor, the read end): when it closes, because the parent let go or died by whatever signal, the command's
+processes are terminated, then killed, and the folder `REMOVE` (empty: none) is deleted. Leaves with the command's exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+KILL_AFTER_S = 10.0
+POLL_S = 0.2
+
+
+def main(arguments: list[str]) -> int:
+    parent, pipe, remove = int(arguments[0]), int(arguments[1]), arguments[2]
+    command = arguments[4:]
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # processes that the server leaves behind become our children
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the pipe alone says when to stop
+    try:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: _in_child(libc))
+    except OSError as error:
+        print(f"cannot start {command[0]}: {error}", flush=True)
+        return 127
+    try:
+        while server.poll() is None and os.getppid() == parent and not _is_closed(pipe):
+            pass
+        _terminate(server)
+    finally:
+        if remove:
+            shutil.rmtree(remove, ignore_errors=True)
+    code = server.returncode
+    return code if code >= 0 else 128 - code
+
+
+def _in_child(libc: ctypes.CDLL) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # should the guardian itself be killed
+
+
+def _is_closed(pipe: int) -> bool:
+    """Wait for up to `POLL_S` for the parent's end to close."""
+    readable, _, _ = select.select([pipe], [], [], POLL_S)
+    return bool(readable)  # nothing is ever written
+
+
+def _terminate(server: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, then SIGKILL, to the command and to all that it started."""
+    if server.poll() is None:
+        _signal_all(signal.SIGTERM)
+    deadline = time.monotonic() + KILL_AFTER_S
+    while time.monotonic() < deadline and server.poll() is None:
+        time.sleep(0.05)
+    while _children() and time.monotonic() < deadline + KILL_AFTER_S:
+        _signal_all(signal.SIGKILL)
+        server.poll()
+        _reap()
+        time.sleep(0.05)
+    server.wait()
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _signal_all(number: int) -> None:
+    for pid in _children():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _children() -> list[int]:
+    """Every process below this one, from /proc."""
+    parents = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    state, parent = file.read().rpartition(b")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != b"Z":
+                parents[int(name)] = int(parent)
+    found: set[int] = set()
+    frontier = {os.getpid()}
+    while frontier:
+        frontier = {pid for pid, parent in parents.items() if parent in frontier} - found
+        found |= frontier
+    return sorted(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

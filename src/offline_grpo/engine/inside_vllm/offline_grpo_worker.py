@@ -1,0 +1,227 @@
+"""What must run inside vLLM: exports its weights, tells which rows of which tensor are which parameter, and adds them up for proofs.
+
+This folder is put on the server's PYTHONPATH, and vLLM loads the class by `--worker-extension-cls`; no file of vLLM is touched. The module
+stands alone (torch, vLLM, its neighbour in this folder), because the server may run in another environment than the trainer. Methods are
+called through POST /collective_rpc and return plain JSON types: anything else would end the server.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import secrets
+import sys
+import types
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import torch
+from offline_grpo_fingerprint import fingerprints
+from torch import Tensor, nn
+
+
+def prepare_process() -> None:
+    """Runs when the worker imports this module, before it loads the model."""
+    if not torch.cuda.is_available():
+        _keep_cpu_weights_plain()
+    if os.environ.get("OFFLINE_GRPO_NEEDS_RAY") == "1":
+        _stand_in_for_ray()
+
+
+def _keep_cpu_weights_plain() -> None:
+    """On CPUs vLLM packs the weights of linear layers into a format of its own, which nobody else can read or write."""
+    from vllm.model_executor.layers import utils
+
+    def plain(layer: nn.Module, remove_weight: bool = False) -> None:
+        layer.cpu_linear = nn.functional.linear  # type: ignore[assignment]
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def _stand_in_for_ray() -> None:
+    """vLLM 0.25 imports ray for CUDA IPC weight transfer, without using it in a server and without requiring it."""
+    try:
+        import ray  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError:
+        sys.modules["ray"] = types.ModuleType("ray")
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker. Names start with `grpo_`, because none may collide with one of the worker's."""
+
+    model_runner: Any
+    vllm_config: Any
+    _grpo_version: int | None = None
+    _grpo_files: list[int]  # descriptors of the shared memory, which a trainer opens through /proc
+
+    def grpo_describe(self) -> dict[str, Any]:
+        """Who and what this worker is, and why its weights cannot be shared, if so."""
+        config = self.vllm_config
+        device = next(_model(self).parameters()).device
+        return {
+            "pid": os.getpid(),
+            "device": device.type,
+            "gpu_uuid": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "world_size": int(config.parallel_config.world_size),
+            "refusals": list(_refusals(config)),
+        }
+
+    def grpo_layout(self) -> list[dict[str, Any]]:
+        """One entry for each checkpoint parameter: the server's tensor that holds it, and its rows there."""
+        return list(_layout(_model(self)))
+
+    def grpo_export(self) -> dict[str, Any]:
+        """Handles of every storage that holds parameters, and where in it each tensor lies.
+
+        On a GPU the storages stay where they are, because CUDA graphs hold their addresses. On the CPU they move into anonymous shared
+        memory, which has no name that could outlive the processes.
+        """
+        model = _model(self)
+        if not hasattr(self, "_grpo_files"):
+            self._grpo_files = []
+            if next(model.parameters()).device.type == "cpu":
+                _move_to_shared_memory(model, self._grpo_files)
+        storages: dict[int, int] = {}
+        handles = []
+        tensors = []
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            storage = parameter.data.untyped_storage()
+            if storage.data_ptr() not in storages:
+                storages[storage.data_ptr()] = len(handles)
+                handles.append(_handle(storage, self._grpo_files[len(handles)] if self._grpo_files else None))
+            tensors.append(
+                {
+                    "name": _plain_name(name),
+                    "storage": storages[storage.data_ptr()],
+                    "offset": parameter.storage_offset(),
+                    "shape": list(parameter.shape),
+                    "stride": list(parameter.stride()),
+                    "dtype": str(parameter.dtype).removeprefix("torch."),
+                }
+            )
+        return {"storages": handles, "tensors": tensors}
+
+    def grpo_set_version(self, version: int) -> None:
+        """Note which version the weights have, after everything written so far has arrived."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._grpo_version = version
+
+    def grpo_state(self) -> dict[str, Any]:
+        """The version noted last (None: none since the start), and the fingerprint of each checkpoint parameter."""
+        tensors = {_plain_name(name): p.data for name, p in _model(self).named_parameters(remove_duplicate=False)}
+        entries = list(_layout(_model(self)))
+        views = [tensors[entry["tensor"]].narrow(0, entry["row"], entry["rows"]) for entry in entries]
+        return {"version": self._grpo_version, "fingerprints": dict(zip([e["name"] for e in entries], fingerprints(views), strict=True))}
+
+
+def _model(worker: Any) -> nn.Module:
+    return worker.model_runner.get_model() if hasattr(worker.model_runner, "get_model") else worker.model_runner.model
+
+
+def _refusals(config: Any) -> Iterator[str]:
+    model, parallel = config.model_config, config.parallel_config
+    if parallel.world_size > 1:
+        yield f"the server spreads its weights over {parallel.world_size} processes (tensor or pipeline parallel)"
+    if model.quantization is not None:
+        yield f"the server quantises its weights ({model.quantization})"
+    if getattr(model, "use_mla", False):
+        yield "the server derives tensors from the weights when it loads them (multi-head latent attention)"
+    if getattr(model, "enable_sleep_mode", False) or getattr(model, "enable_cumem_allocator", False):
+        yield "the server may take its memory away (sleep mode)"
+    offload = getattr(config, "offload_config", None)
+    if getattr(config.cache_config, "cpu_offload_gb", 0) or getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0):
+        yield "the server keeps part of its weights on the host (cpu_offload_gb)"
+
+
+def _layout(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Fused tensors taken apart by what vLLM's own layer classes say about them. All parts are ranges of rows."""
+    packed = getattr(model, "packed_modules_mapping", {})
+    for path, module in model.named_modules(remove_duplicate=False):
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            prefix, _, fused = _plain_name(path).rpartition(".")
+            tensor = f"{_plain_name(path)}.{leaf}" if path else leaf
+            for name, row, rows in _parts(module, packed.get(fused, []), parameter):
+                own = ".".join(filter(None, [prefix, name or fused, leaf]))
+                yield {"name": own, "tensor": tensor, "row": row, "rows": rows, "shape": [rows, *parameter.shape[1:]]}
+
+
+def _parts(module: nn.Module, names: list[str], parameter: Tensor) -> Iterator[tuple[str | None, int, int]]:
+    """(name of a module in the checkpoint, first row, rows), for a tensor of `module` that may hold several."""
+    kinds = {cls.__name__ for cls in type(module).__mro__}
+    if "QKVParallelLinear" in kinds and len(names) == 3:
+        for name, part in zip(names, "qkv", strict=True):
+            yield name, module._get_shard_offset_mapping(part), module._get_shard_size_mapping(part)  # type: ignore[operator]
+    elif "MergedColumnParallelLinear" in kinds and len(names) > 1:
+        row = 0
+        for name, rows in zip(names, module.output_sizes, strict=True):  # type: ignore[arg-type]
+            yield name, row, rows
+            row += rows
+    elif "VocabParallelEmbedding" in kinds:
+        yield None, 0, module.org_vocab_size  # type: ignore[misc]  # rows beyond it are padding
+    else:
+        yield None, 0, parameter.shape[0] if parameter.dim() else 1
+
+
+def _plain_name(name: str) -> str:
+    """Without the level that vLLM's LoRA wrappers add."""
+    return name.replace(".base_layer", "")
+
+
+def _move_to_shared_memory(model: nn.Module, files: list[int]) -> None:
+    moved: dict[int, Any] = {}
+    for parameter in model.parameters():
+        old = parameter.data.untyped_storage()
+        if old.data_ptr() not in moved:
+            files.append(os.memfd_create("offline-grpo-weights"))
+            os.ftruncate(files[-1], max(old.nbytes(), 1))
+            new = torch.UntypedStorage.from_file(f"/proc/self/fd/{files[-1]}", shared=True, nbytes=old.nbytes())
+            new.copy_(old)
+            moved[old.data_ptr()] = new
+    for parameter in model.parameters():
+        old = parameter.data
+        storage = moved[old.untyped_storage().data_ptr()]
+        parameter.data = torch.empty(0, dtype=old.dtype).set_(storage, old.storage_offset(), old.shape, old.stride())
+
+
+def _handle(storage: torch.UntypedStorage, file: int | None) -> dict[str, Any]:
+    if file is not None:
+        return {"kind": "file", "pid": os.getpid(), "fd": file, "num_bytes": storage.nbytes()}
+    device, handle, size, offset, counter, counter_offset, event, sync = storage._share_cuda_()
+    return {
+        "kind": "cuda",
+        "device": device,
+        "handle": _text(handle),
+        "num_bytes": size,
+        "offset_bytes": offset,
+        "counter_handle": _text(counter),
+        "counter_offset": counter_offset,
+        "event_handle": _text(event),
+        "event_sync_required": sync,
+    }
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+class TokenGate:
+    """ASGI middleware: every request but GET /health needs the token. vLLM's own --api-key guards /v1 alone, not the control endpoints."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+        self._expected = f"Bearer {os.environ['OFFLINE_GRPO_TOKEN']}".encode()
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        given = dict(scope.get("headers") or []).get(b"authorization", b"")
+        is_open = scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] == "/health")
+        if is_open or secrets.compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+            return
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        await send({"type": "http.response.body", "body": b'{"error": "this server needs its token: Authorization: Bearer ..."}'})
+
+
+prepare_process()

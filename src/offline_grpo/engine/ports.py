@@ -1,0 +1,41 @@
+"""Ports of this machine: find a free one, or say who has the one that was asked for."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+
+from offline_grpo.errors import ConfigError
+
+
+def choose_port(host: str, port: int | None, *, key: str) -> int:
+    """`port`, or a free one for null.
+
+    Raises:
+        ConfigError: something listens there already; the message names the process.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            probe.bind((host, port or 0))
+        except OSError as error:
+            owner = f"is taken by {owner_of(port)}" if port and owner_of(port) else f"cannot be used on {host} ({error.strerror})"
+            raise ConfigError(f"{key}={port}: {owner}; stop that process, choose another port, or null for any free one") from error
+        return int(probe.getsockname()[1])
+
+
+def owner_of(port: int) -> str | None:
+    """The process that listens on a port, such as `python3 server.py (pid 4711)`; None if there is none that we may see."""
+    try:
+        listeners = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port]
+    except psutil.AccessDenied:
+        return None
+    for listener in listeners:
+        if listener.pid is None:
+            return "a process of another user"
+        try:
+            return f"{' '.join(psutil.Process(listener.pid).cmdline())[:120]} (pid {listener.pid})"
+        except psutil.Error:
+            return f"pid {listener.pid}"
+    return None

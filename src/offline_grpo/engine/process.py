@@ -1,0 +1,141 @@
+"""A server process: started through `guardian.py` in a process group of its own, watched, and stopped with all that it started."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from offline_grpo.errors import EngineDied, EngineError
+
+log = logging.getLogger(__name__)
+
+GUARDIAN = Path(__file__).with_name("guardian.py")
+STOP_TIMEOUT_S = 25.0  # the guardian terminates, waits 10 s, kills
+POLL_S = 0.25
+PROGRESS_INTERVAL_S = 10.0
+
+
+class ServerProcess:
+    """A running command whose output goes to `log_path`.
+
+    It ends with this object's `stop`, when this process exits, and when this process is killed, whatever the signal.
+
+    Args:
+        log_path: the command line and then everything that the command prints.
+        remove: a folder that belongs to the command, deleted after it has ended, by whom- or whatever it was ended.
+
+    Raises:
+        EngineError: the command cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], log_path: Path, remove: Path | None = None) -> None:
+        self.command = list(command)
+        self.log_path = log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        read_end, self._pipe = os.pipe()
+        guardian = [sys.executable, "-I", str(GUARDIAN), str(os.getpid()), str(read_end), str(remove or ""), "--"]
+        try:
+            with log_path.open("wb") as output:
+                output.write(f"$ {shlex.join(command)}\n".encode())
+                output.flush()
+                self._guardian = subprocess.Popen(
+                    [*guardian, *command],
+                    env=dict(env),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(read_end,),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            os.close(self._pipe)
+            raise EngineError(f"the server cannot be started ({error})") from error
+        finally:
+            os.close(read_end)
+        atexit.register(self.stop)
+
+    @property
+    def pid(self) -> int:
+        """Of the guardian, which is the parent of the server and leads its process group."""
+        return self._guardian.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._guardian.poll() is None
+
+    def check_alive(self) -> None:
+        """Raise EngineDied, with the last error lines of the log, if the server has ended."""
+        code = self._guardian.poll()
+        if code is None:
+            return
+        why = f"signal {code - 128}" if code > 128 else f"exit code {code}"
+        raise EngineDied(f"the server has ended ({why}); {last_lines(self.log_path)} The whole log: {self.log_path}")
+
+    def wait_until(self, is_ready: Callable[[], bool], *, timeout_s: float, what: str) -> None:
+        """Wait until `is_ready()`, telling every ten seconds for how long, and what the server printed last.
+
+        Raises:
+            EngineDied: the server ended first.
+            EngineError: `timeout_s` passed first; the server has been stopped.
+        """
+        started = told = time.monotonic()
+        while not is_ready():
+            self.check_alive()
+            now = time.monotonic()
+            if now - started > timeout_s:
+                self.stop()
+                raise EngineError(
+                    f"{what} was not ready after {timeout_s:g} s (engine.start_timeout_s); {last_lines(self.log_path)} "
+                    f"The whole log: {self.log_path}"
+                )
+            if now - told >= PROGRESS_INTERVAL_S:
+                told = now
+                log.info("waiting for %s: %.0f s; %s", what, now - started, last_line(self.log_path))
+            time.sleep(POLL_S)
+
+    def stop(self) -> None:
+        """End the server and wait until it has gone. Does nothing the second time."""
+        atexit.unregister(self.stop)
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+        try:
+            self._guardian.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._guardian.kill()  # the server dies with its parent
+            self._guardian.wait()
+
+
+def last_line(path: Path) -> str:
+    """The newest line of a log, cut to 120 characters."""
+    lines = _tail(path)
+    return lines[-1][:120] if lines else "(nothing printed yet)"
+
+
+def last_lines(path: Path, *, count: int = 3) -> str:
+    """What a log says about an error: its last lines that name one, else its last lines, as one line of text."""
+    lines = _tail(path)
+    telling = [line for line in lines if _names_an_error(line)]
+    chosen = (telling or lines)[-count:]
+    return "its last words: " + " | ".join(line.strip()[:300] for line in chosen) + "." if chosen else "it printed nothing."
+
+
+def _names_an_error(line: str) -> bool:
+    head, colon, _ = line.strip().partition(": ")
+    is_exception = bool(colon) and head.split(" ")[-1].split(".")[-1].endswith(("Error", "Exception"))
+    return is_exception or " ERROR " in line or "error: " in line or "out of memory" in line
+
+
+def _tail(path: Path, num_bytes: int = 65536) -> list[str]:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - num_bytes))
+        text = file.read().decode(errors="replace")
+    return [line for line in text.splitlines() if line.strip()]

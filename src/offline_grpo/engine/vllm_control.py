@@ -1,0 +1,87 @@
+"""What weight sync may do to a running vLLM server: pause it, call its worker, flush its caches, swap its adapters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from offline_grpo.engine.server import Server
+from offline_grpo.errors import ConfigError, EngineError
+
+GRACE_S = 5.0
+"""How long after a failed call a server that is ending may take to end."""
+OLDEST, NEWEST = (0, 25), (0, 32)
+
+
+@dataclass
+class VllmControl:
+    """An `EngineControl` over HTTP. Every call raises EngineError, or EngineDied where our own server has ended."""
+
+    server: Server
+    pause_mode: str
+    is_paused: bool = False
+
+    def check_version(self) -> str:
+        """The server's version.
+
+        Raises:
+            ConfigError: one that this was not made for.
+        """
+        version = str(self._get("/version")["version"])
+        numbers = re.match(r"(\d+)\.(\d+)", version)
+        if numbers is None or not OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
+            raise ConfigError(
+                f"engine.python={self.server.base_url}: vLLM {version} answers there; versions 0.{OLDEST[1]} to 0.{NEWEST[1]} are supported"
+            )
+        return version
+
+    def pause(self) -> None:
+        """Stop generating. What is in flight is kept, waited for or aborted, as `pause_mode` says; KV caches are cleared."""
+        if not self.is_paused:
+            self._post("/pause", params={"mode": self.pause_mode, "clear_cache": "true"}, timeout_s=3600)
+            self.is_paused = True
+
+    def resume(self) -> None:
+        """Go on with what was kept and what has arrived since."""
+        self._post("/resume")
+        self.is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Paused inside. After an error the server stays paused: it must not serve half-written weights."""
+        self.pause()
+        yield
+        self.resume()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget keys and values that other weights computed."""
+        self._post("/reset_prefix_cache")
+
+    def call_worker(self, method: str, *, timeout_s: float = 600.0, **kwargs: Any) -> Any:
+        """What the worker's method returns; of several workers, the first one's."""
+        body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
+        return self._post("/collective_rpc", body, timeout_s=timeout_s + 10)["results"][0]
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Serve the LoRA adapter of a folder under a name that was never used before."""
+        self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter's name; requests in flight finish with it."""
+        self._post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def _get(self, path: str) -> Any:
+        return self._or_died(lambda: self.server.api.get(path))
+
+    def _post(self, path: str, body: Any = None, **arguments: Any) -> Any:
+        return self._or_died(lambda: self.server.api.post(path, body, **arguments))
+
+    def _or_died(self, call: Any) -> Any:
+        try:
+            return call()
+        except EngineError:
+            self.server.check_alive(grace_s=GRACE_S)
+            raise

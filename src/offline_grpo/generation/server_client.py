@@ -1,0 +1,194 @@
+"""What clients of inference servers share: many requests in flight, retries of what is safe to retry, and trust in nothing that comes back.
+
+The public side is synchronous. Requests run in an event loop on a thread of their own, so that a signal to the main thread interrupts
+the wait at once, and connections outlive a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from offline_grpo.engine.http import SAFE_TO_RETRY_STATUS, authorization, body_of, describe
+from offline_grpo.engine.server import Server
+from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.types import Completion, FinishReason, SamplingParams
+
+GRACE_S = 5.0
+"""How long a server of our own may take to end after an answer that says that it failed."""
+
+LOWEST_LOGPROB = -9999.0
+"""Servers write this for minus infinity, which JSON cannot."""
+
+Choice = tuple[Sequence[int], Sequence[float], str]
+"""A completion as a server tells it: token ids, their logprobs in nats, and the word for why it ended."""
+
+
+class ServerClient(ABC):
+    """A `RolloutClient` that asks a server over HTTP: token ids in, token ids and logprobs out. Subclasses speak one server's language:
+    `path` is where they ask for completions.
+
+    Generation is a pure function of weights, prompt and seed, so a request that failed on the way is sent again: after a refused or broken
+    connection, a truncated answer, or a status that asks for it (429, 502, 503, 504). Any other status is an error at once.
+
+    Args:
+        server: what to ask. Its death is noticed between attempts.
+        eos_ids: tokens that end a completion.
+        batch_size: requests in flight; each asks for all completions of one prompt.
+        timeout_s: for one request, from sending it to the last byte of its answer.
+        max_retries: further attempts of a request; the pauses between them double, from half a second to at most ten.
+    """
+
+    path: str
+
+    def __init__(self, *, server: Server, eos_ids: Sequence[int], batch_size: int, timeout_s: float, max_retries: int) -> None:
+        for name, value, is_good in (
+            ("batch_size", batch_size, batch_size >= 1),
+            ("timeout_s", timeout_s, timeout_s > 0),
+            ("max_retries", max_retries, max_retries >= 0),
+        ):
+            if not is_good:
+                raise ConfigError(f"generation.{name}={value}: must be {'at least 1' if name == 'batch_size' else '0 or more'}")
+        self.version = 0
+        self.server = server
+        self._eos_ids = list(eos_ids)
+        self._batch_size = batch_size
+        self._timeout_s = timeout_s
+        self._max_retries = max_retries
+        self._stack = ExitStack()
+        self._portal: BlockingPortal | None = None
+        self._http: httpx.AsyncClient | None = None
+
+    @abstractmethod
+    def request(self, prompt: Sequence[int], sampling: SamplingParams, *, group_size: int, seed: int) -> dict[str, Any]:
+        """The JSON body that asks for `group_size` completions, the j-th drawn with `seed + j`."""
+
+    @abstractmethod
+    def choices(self, body: Any, prompt: Sequence[int], group_size: int) -> list[Choice]:
+        """The completions in an answer, in order. May raise KeyError, TypeError, IndexError or ValueError on one that is malformed."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, group_size: int, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """See `RolloutClient.generate`.
+
+        Raises:
+            EngineDied: the server, one that this run started, has ended.
+            EngineError: it cannot be reached, refused, or answered something else than what was asked for.
+            ValueError: not one seed per prompt, or a group of none.
+        """
+        if len(seeds) != len(prompts):
+            raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one per prompt")
+        if group_size < 1:
+            raise ValueError(f"group_size={group_size}: must be at least 1")
+        work = [
+            (prompt, self.request(prompt, sampling, group_size=group_size, seed=seed)) for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        future = self._running_portal().start_task_soon(self._ask_all, work, group_size, sampling.max_new_tokens)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Close the connections and end the thread. The client can be used again afterwards."""
+        if self._portal is not None and self._http is not None:
+            self._portal.call(self._http.aclose)
+        self._stack.close()
+        self._portal = self._http = None
+
+    def _running_portal(self) -> BlockingPortal:
+        if self._portal is None:
+            self._portal = self._stack.enter_context(start_blocking_portal())
+            self._http = self._portal.call(self._connect)
+        return self._portal
+
+    async def _connect(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=self._batch_size, max_keepalive_connections=self._batch_size)
+        headers = authorization(self.server.api_key)
+        return httpx.AsyncClient(base_url=self.server.base_url, headers=headers, limits=limits, timeout=self._timeout_s, trust_env=False)
+
+    async def _ask_all(
+        self, work: Sequence[tuple[Sequence[int], Mapping[str, Any]]], group_size: int, max_new_tokens: int
+    ) -> list[list[Completion]]:
+        slots = asyncio.Semaphore(self._batch_size)
+
+        async def ask(prompt: Sequence[int], request: Mapping[str, Any]) -> list[Completion]:
+            async with slots:
+                body = await self._post(request)
+                return self._completions(body, prompt, group_size, max_new_tokens)
+
+        tasks = [asyncio.create_task(ask(prompt, request)) for prompt, request in work]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # the first failure, or being cancelled, ends the others
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _post(self, request: Mapping[str, Any]) -> Any:
+        assert self._http is not None
+        failure = ""
+        for attempt in range(self._max_retries + 1):
+            if attempt > 0:
+                await asyncio.sleep(min(10.0, 0.5 * 2 ** (attempt - 1)) * random.uniform(0.8, 1.2))
+                self.server.check_alive()
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    response = await self._http.post(self.path, json=request)
+            except TimeoutError as error:
+                raise EngineError(
+                    f"{self._url}: no answer after {self._timeout_s:g} s; raise generation.timeout_s, or look at the server"
+                ) from error
+            except httpx.TransportError as error:
+                failure = describe(error)
+                continue
+            if response.status_code in SAFE_TO_RETRY_STATUS:
+                failure = f"status {response.status_code}"
+                continue
+            if response.status_code >= 500:
+                self.server.check_alive(grace_s=GRACE_S)
+            return body_of(response)
+        self.server.check_alive()
+        raise EngineError(
+            f"{self._url}: {failure}, after {self._max_retries + 1} attempts; is the server running, and generation.base_url its address?"
+        )
+
+    @property
+    def _url(self) -> str:
+        return f"{self.server.base_url}{self.path}"
+
+    def _completions(self, body: Any, prompt: Sequence[int], group_size: int, max_new_tokens: int) -> list[Completion]:
+        try:
+            choices = self.choices(body, prompt, group_size)
+            completions = [self._completion(*choice, max_new_tokens) for choice in choices]
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+            raise EngineError(f"{self._url}: a malformed answer ({type(error).__name__}: {error}): {str(body)[:200]}") from error
+        if len(completions) != group_size:
+            raise EngineError(f"{self._url}: {len(completions)} completions where {group_size} were asked for")
+        return completions
+
+    def _completion(self, token_ids: Sequence[int], logprobs: Sequence[float], reason: str, max_new_tokens: int) -> Completion:
+        if not all(type(token) is int for token in token_ids):
+            raise ValueError("token ids are not integers")
+        if len(logprobs) != len(token_ids):
+            raise ValueError(f"{len(logprobs)} logprobs for {len(token_ids)} tokens")
+        finish = FinishReason(reason)
+        if not (0 if finish is FinishReason.ABORT else 1) <= len(token_ids) <= max_new_tokens:
+            raise ValueError(f"{len(token_ids)} tokens where 1 to {max_new_tokens} were asked for")
+        for position, logprob in enumerate(logprobs):
+            if not (math.isfinite(logprob) and LOWEST_LOGPROB < logprob <= 1e-3):
+                raise EngineError(
+                    f"{self._url}: the logprob of token {position} is {logprob} (weights version {self.version}): "
+                    "the served weights, or their activations, are not finite"
+                )
+        return Completion(tuple(token_ids), tuple(map(float, logprobs)), finish, self.version)

@@ -1,0 +1,213 @@
+"""`vllm_bridge_config.json`: which memory of a vLLM worker holds which parameter. Written whole or not at all, read field by field.
+
+A handle only opens memory: nothing in the file is executed, unpickled or used as a path. It names the worker's process, by pid and start
+time, so a file that outlived its server is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from offline_grpo.errors import EngineError
+
+T = TypeVar("T")
+
+FORMAT = 1
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class StorageHandle:
+    """A piece of memory: an open file of the worker (CPU), or a CUDA IPC handle with its offset and reference counter."""
+
+    kind: str
+    num_bytes: int
+    fd: int = -1
+    handle: str = ""
+    offset_bytes: int = 0
+    counter_handle: str = ""
+    counter_offset: int = 0
+    event_handle: str = ""
+    event_sync_required: bool = False
+
+
+@dataclass(frozen=True)
+class SharedTensor:
+    """A tensor of the server: a view of `storages[storage]`. Offset and strides count elements."""
+
+    name: str
+    storage: int
+    offset: int
+    shape: list[int]
+    stride: list[int]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ParamMapping:
+    """A parameter of the checkpoint: `rows` rows of the server's tensor `tensor`, from `row` on."""
+
+    name: str
+    tensor: str
+    row: int
+    rows: int
+    shape: list[int]
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """Everything that attaching needs to know."""
+
+    run_id: str
+    pid: int
+    start_time: int
+    model: str
+    device: str
+    gpu_uuid: str | None
+    tp_degree: int
+    storages: list[StorageHandle]
+    tensors: list[SharedTensor]
+    param_mappings: list[ParamMapping]
+
+    @classmethod
+    def from_worker(cls, run_id: str, model: str, described: Mapping[str, Any], exported: Mapping[str, Any], layout: Any) -> Bridge:
+        """What the worker extension told us, checked like a file."""
+        record = {
+            "run_id": run_id,
+            "pid": described["pid"],
+            "start_time": start_time_of(described["pid"]) or 0,
+            "model": model,
+            "device": described["device"],
+            "gpu_uuid": described["gpu_uuid"],
+            "tp_degree": described["world_size"],
+            **exported,
+            "param_mappings": layout,
+        }
+        return _parse_bridge(record, "the server's answer")
+
+    def write(self, path: Path) -> None:
+        """Save, for tools that attach later and for people who want to look. The file appears complete."""
+        hidden = path.with_name(f".{path.name}.{os.getpid()}")
+        hidden.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1))
+        os.replace(hidden, path)
+
+    @classmethod
+    def read(cls, path: Path) -> Bridge:
+        """Load what `write` saved.
+
+        Raises:
+            EngineError: no such file, not in this format, or of a server that has ended since.
+        """
+        try:
+            record = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise EngineError(
+                f"{path}: no readable bridge file ({error}); it is in the run folder of a weight_sync=shared_vllm run"
+            ) from error
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            raise EngineError(f"{path}: is no bridge file of format {FORMAT}")
+        bridge = _parse_bridge({key: value for key, value in record.items() if key != "format"}, str(path))
+        if start_time_of(bridge.pid) != bridge.start_time:
+            raise EngineError(f"{path}: is stale: the server that wrote it (pid {bridge.pid}, run {bridge.run_id}) has ended")
+        return bridge
+
+    def open(self, device: torch.device) -> dict[str, Tensor]:
+        """The server's memory as tensors of ours: checkpoint name -> view. Nothing is copied.
+
+        Raises:
+            EngineError: the memory cannot be opened from here.
+        """
+        storages = [self._open_storage(handle, device) for handle in self.storages]
+        whole = {}
+        for t in self.tensors:
+            view = torch.empty(0, dtype=DTYPES[t.dtype], device=device)
+            whole[t.name] = view.set_(storages[t.storage], t.offset, t.shape, t.stride)
+        return {m.name: whole[m.tensor].narrow(0, m.row, m.rows) for m in self.param_mappings}
+
+    def _open_storage(self, handle: StorageHandle, device: torch.device) -> Any:
+        try:
+            if handle.kind == "file":
+                return torch.UntypedStorage.from_file(f"/proc/{self.pid}/fd/{handle.fd}", shared=True, nbytes=handle.num_bytes)
+            return torch.UntypedStorage._new_shared_cuda(
+                device.index or 0,
+                base64.b64decode(handle.handle),
+                handle.num_bytes,
+                handle.offset_bytes,
+                base64.b64decode(handle.counter_handle),
+                handle.counter_offset,
+                base64.b64decode(handle.event_handle),
+                handle.event_sync_required,
+            )
+        except (RuntimeError, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise EngineError(
+                f"memory of the server (pid {self.pid}) cannot be opened ({reason}): trainer and server must run on one machine, as "
+                "one user, not in separate containers, and without expandable_segments in PYTORCH_CUDA_ALLOC_CONF"
+            ) from error
+
+
+def start_time_of(pid: int) -> int | None:
+    """When a process started, in clock ticks since the machine did; None if there is no such process. With the pid it is unique."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _parse_bridge(record: Mapping[str, Any], source: str) -> Bridge:
+    if not isinstance(record, dict):
+        raise EngineError(f"{source}: is no bridge record")
+    values = dict(record)
+    for key, cls in (("storages", StorageHandle), ("tensors", SharedTensor), ("param_mappings", ParamMapping)):
+        if not isinstance(values.get(key), list):
+            raise EngineError(f"{source}: {key} must be a list")
+        values[key] = [_parse(cls, item, f"{source}: {key}[{index}]") for index, item in enumerate(values[key])]
+    bridge = _parse(Bridge, values, source)
+    names = {tensor.name: tensor for tensor in bridge.tensors}
+    for tensor in bridge.tensors:
+        _check_tensor(tensor, bridge, source)
+    for mapping in bridge.param_mappings:
+        tensor = names.get(mapping.tensor)
+        if tensor is None or mapping.row < 0 or mapping.rows < 1 or mapping.row + mapping.rows > (tensor.shape or [1])[0]:
+            raise EngineError(f"{source}: {mapping.name} is not inside {mapping.tensor}")
+    return bridge
+
+
+def _check_tensor(tensor: SharedTensor, bridge: Bridge, source: str) -> None:
+    dtype = DTYPES.get(tensor.dtype)
+    numbers = [*tensor.shape, *tensor.stride, tensor.offset]
+    is_good = dtype is not None and 0 <= tensor.storage < len(bridge.storages) and len(tensor.shape) == len(tensor.stride)
+    if not (is_good and all(type(number) is int and number >= 0 for number in numbers)):
+        raise EngineError(f"{source}: {tensor.name} is no tensor that can be shared ({tensor})")
+    assert dtype is not None
+    last = tensor.offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True))
+    if (last + 1) * dtype.itemsize > bridge.storages[tensor.storage].num_bytes:
+        raise EngineError(f"{source}: {tensor.name} reaches beyond its memory")
+
+
+def _parse(cls: type[T], item: Any, source: str) -> T:
+    """A dataclass from a record whose fields have exactly its names and types. Extra fields are ignored."""
+    if not isinstance(item, dict):
+        raise EngineError(f"{source}: must be a record")
+    types = {"str": str, "int": int, "bool": bool, "str | None": (str, type(None))}
+    values = {}
+    for name, field in cls.__dataclass_fields__.items():  # type: ignore[attr-defined]
+        if name not in item:
+            continue
+        expected = types.get(field.type, list)
+        if not isinstance(item[name], expected) or (expected is int and isinstance(item[name], bool)):
+            raise EngineError(f"{source}: {name} must be {field.type}, and is {str(item[name])[:60]!r}")
+        values[name] = item[name]
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise EngineError(f"{source}: {error}") from error

@@ -1,0 +1,75 @@
+"""LoRA adapters are swapped over HTTP while the server runs, with CUDA graphs on.
+
+Every push has a name of its own. vLLM keys its prefix cache on the name, requests in flight finish on the adapter they began with, and the
+`load_inplace` option, which makes the server read the adapter from disk again at every step, is never used.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.model.policy import Policy
+from offline_grpo.weight_sync.proof import Proof, prove
+from offline_grpo.weight_sync.server_sync import Moved, ServerSync
+
+
+@dataclass(kw_only=True)
+class LoraHotswap(ServerSync):
+    """Needs no pause, and of a server that was found only --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
+
+    moves = "lora"
+
+    _tag: str = field(default_factory=lambda: f"{os.getpid()}-{uuid.uuid4().hex[:6]}", init=False)
+    _pushes: int = field(default=0, init=False)
+    _loaded: list[tuple[str, Path]] = field(default_factory=list, init=False)  # newest last
+
+    def attach(self, policy: Policy) -> None:
+        """A new server has none of our adapters."""
+        check_rank(policy, self.server_args)
+        self._loaded = []
+
+    def deliver(self, policy: Policy, version: int) -> Moved:
+        """Write to shared memory, load under a new name, switch, unload the old one."""
+        self._pushes += 1
+        name = f"policy-{self._tag}-{self._pushes}"
+        folder = self.server.scratch / name
+        num_bytes = save_adapter(policy, folder)
+        self.control.load_adapter(name, str(folder))
+        self.client.model_name = name
+        self._loaded.append((name, folder))
+        if len(self._loaded) > 1:
+            self.control.unload_adapter(self._loaded[-2][0])
+        for _, old in self._loaded[:-2]:  # the one before last may still be read by requests in flight
+            shutil.rmtree(old, ignore_errors=True)
+        self._loaded = self._loaded[-2:]
+        return Moved(num_tensors=len(policy.masters.parameters), num_bytes=num_bytes, paused_seconds=0.0)
+
+    def prove(self, policy: Policy, version: int) -> Proof:
+        """The name in each request is the proof of the version; the probe proves the weights."""
+        return prove(policy, self.client, None, version=version, tolerance_nats=self.tolerance_nats)
+
+
+def save_adapter(policy: Policy, folder: Path) -> int:
+    """Write the adapter alone. Returns its size in bytes."""
+    shutil.rmtree(folder, ignore_errors=True)
+    policy.model.save_pretrained(str(folder))
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def check_rank(policy: Policy, server_args: Any) -> None:
+    """Raise ConfigError if the adapters' rank is above what the server makes room for."""
+    assert isinstance(policy.model, PeftModel)
+    rank = max(config.r for config in policy.model.peft_config.values() if hasattr(config, "r"))  # type: ignore[union-attr]
+    room = server_args.get("max_lora_rank", 16)
+    if rank > room:
+        raise ConfigError(
+            f"weight_sync.server_args.max_lora_rank={room}: the adapters have rank {rank}; set it to the next of 16, 32, 64, 128, ..."
+        )

@@ -1,0 +1,55 @@
+"""With several training processes, the first one alone moves weights: all have the same. The others learn what it did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offline_grpo.errors import GrpoError
+from offline_grpo.interfaces import RolloutClient, WeightSync
+from offline_grpo.parallel import Ranks
+from offline_grpo.types import SyncReport
+
+
+class MainOnly:
+    """Wraps the strategy of a run with several processes. An error of the first process is raised on all."""
+
+    def __init__(self, inner: WeightSync, ranks: Ranks) -> None:
+        self._inner = inner
+        self._ranks = ranks
+        self._client: Any = None
+
+    @property
+    def shares_weights(self) -> bool:
+        """The first process's parameters may be the engine's; those of the others are their own."""
+        return self._inner.shares_weights and self._ranks.is_main
+
+    def connect(self, policy: Any, client: RolloutClient) -> None:
+        """See `WeightSync.connect`."""
+        self._client = client
+        self._on_main(lambda: self._inner.connect(policy, client))
+
+    def push(self, policy: Any, *, version: int, force: bool = True) -> SyncReport:
+        """See `WeightSync.push`. Every process's client then asks for the same weights."""
+        report = self._on_main(lambda: self._inner.push(policy, version=version, force=force))
+        self._client.version, self._client.model_name = self._ranks.from_main((self._client.version, self._client.model_name))
+        return report
+
+    def recover(self, policy: Any, *, version: int) -> None:
+        """See `WeightSync.recover`."""
+        self._on_main(lambda: self._inner.recover(policy, version=version))
+
+    def close(self) -> None:
+        """See `WeightSync.close`."""
+        self._inner.close()
+
+    def _on_main(self, action: Any) -> Any:
+        result, error = None, None
+        if self._ranks.is_main:
+            try:
+                result = action()
+            except GrpoError as caught:
+                error = caught
+        result, error = self._ranks.from_main((result, error))
+        if error is not None:
+            raise error
+        return result

@@ -1,0 +1,65 @@
+"""vLLM's weight-transfer engine over NCCL: trainer and server on different GPUs, weights broadcast from one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offline_grpo.engine.ports import choose_port
+from offline_grpo.errors import ConfigError
+from offline_grpo.model.policy import Policy
+from offline_grpo.weight_sync.ipc import gpu_uuid
+from offline_grpo.weight_sync.weight_transfer import Named, WeightTransfer
+
+
+@dataclass(kw_only=True)
+class Nccl(WeightTransfer):
+    """The trainer is rank 0 of a group with the server's workers. Needs vLLM in the trainer's environment, for its communicator.
+
+    Args:
+        master_address: of the trainer's machine, as the server's workers reach it.
+    """
+
+    master_address: str
+
+    _group: Any = field(default=None, init=False)
+
+    def attach(self, policy: Policy) -> None:
+        """Form the group.
+
+        Raises:
+            ConfigError: no GPU, the same GPU as the server, or no vLLM here.
+        """
+        described = self.control.call_worker("grpo_describe")
+        ours = gpu_uuid(policy.device)
+        if ours is None or described["gpu_uuid"] in (None, ours):
+            raise ConfigError(
+                f"weight_sync=nccl: the policy is on {policy.device} ({ours or 'no GPU'}), the server on GPU {described['gpu_uuid']}; NCCL "
+                "needs two GPUs: give the server its own by placement.engine_devices, or use ipc or shared_vllm on one"
+            )
+        try:
+            from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+            from vllm.distributed.utils import StatelessProcessGroup
+        except ImportError as error:
+            raise ConfigError(f"weight_sync=nccl: needs vLLM in the trainer's environment ({error}): uv sync --extra vllm") from error
+        world_size = 1 + int(self.server.api.get("/get_world_size")["world_size"])
+        port = choose_port(self.master_address, None, key="weight_sync.master_address")
+        init_info = {"master_address": self.master_address, "master_port": port, "rank_offset": 1, "world_size": world_size}
+        with ThreadPoolExecutor(1) as thread:  # both sides wait for each other
+            joined = thread.submit(self.server.api.post, "/init_weight_transfer_engine", {"init_info": init_info}, timeout_s=300)
+            meeting = StatelessProcessGroup.create(host=self.master_address, port=port, rank=0, world_size=world_size)
+            self._group = PyNcclCommunicator(meeting, device=policy.device)
+            joined.result()
+
+    def send(self, bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
+        """Broadcast in the order of the names, while the server answers the request that announces them."""
+        with ThreadPoolExecutor(1) as thread:
+            received = thread.submit(self.server.api.post, "/update_weights", {"update_info": update_info}, timeout_s=600)
+            for _, tensor in bucket:
+                self._group.broadcast(tensor.detach().contiguous(), src=0, stream=torch.cuda.current_stream(tensor.device))
+            received.result()
+            torch.cuda.synchronize(bucket[0][1].device)

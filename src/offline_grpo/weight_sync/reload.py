@@ -1,0 +1,53 @@
+"""The policy is saved as a checkpoint, in shared memory or on disk, and the running server loads it in place of its weights."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.model.policy import Policy
+from offline_grpo.weight_sync.server_sync import Moved, ServerSync
+
+LOCATIONS = ("memory", "disk")
+
+
+@dataclass(kw_only=True)
+class Reload(ServerSync):
+    """Works with every model and layout that vLLM can load, quantised and spread ones included.
+
+    Args:
+        location: "memory" writes to /dev/shm, "disk" to the run folder. Either way the file is deleted after the push.
+    """
+
+    location: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.location not in LOCATIONS:
+            raise ConfigError(f"weight_sync.location={self.location}: must be one of {', '.join(LOCATIONS)}")
+
+    def deliver(self, policy: Policy, version: int) -> Moved:
+        """Saving happens before the pause: only loading stops the server."""
+        folder = (self.server.scratch if self.location == "memory" else self.server.log_dir) / f".push_{version}"
+        try:
+            num_bytes = save_weights(policy, folder)
+            started = time.perf_counter()
+            with self.control.paused():
+                self.control.call_worker("reload_weights", weights_path=str(folder))
+                self.control.reset_prefix_cache()
+                self.control.call_worker("grpo_set_version", version=version)
+            paused_seconds = time.perf_counter() - started
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return Moved(num_tensors=len(list(policy.causal_lm.parameters())), num_bytes=num_bytes, paused_seconds=paused_seconds)
+
+
+def save_weights(policy: Policy, folder: Path) -> int:
+    """Write model, or adapter, and tokenizer as a plain folder that vLLM loads. Returns the size in bytes."""
+    shutil.rmtree(folder, ignore_errors=True)
+    policy.model.save_pretrained(str(folder))
+    policy.tokenizer.save_pretrained(str(folder))
+    return sum(path.stat().st_size for path in folder.iterdir())
