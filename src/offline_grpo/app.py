@@ -104,19 +104,8 @@ def _assemble(
     config = plan.config
     model_id = _model_id(plan, ranks)
     _check_model(plan, model_id)
-    device = resolve_device(config.model.device, ranks.local_rank)
     checkpoint = resume.checkpoint if resume is not None else None
-    torch.manual_seed(derive_seed(config.seed, "adapters"))  # LoRA draws its first weights
-    policy = load_policy(
-        config.model,
-        model_id,
-        device=device,
-        precision=config.train.precision,
-        train_layer_indices=config.train.train_layer_indices,
-        gradient_checkpointing=config.train.gradient_checkpointing,
-        checkpoint=checkpoint,
-        shares_weights=plan.weight_sync.shares_weights,
-    )
+    policy = _policy(plan, model_id, checkpoint, ranks)
     training = serving.for_training(plan, policy, run_dir.path, ranks)
     evaluation = serving.for_evaluation(plan, policy, training, run_dir.path)
     for sampling in dict.fromkeys((training, evaluation)):
@@ -148,6 +137,21 @@ def _assemble(
         save_due=lambda i: checkpointer is not None and (i == last or _is_multiple(i + 1, config.checkpoint.save_interval)),
     )
     return loop, first_iteration
+
+
+def _policy(plan: Plan, model_id: str, checkpoint: Path | None, ranks: Ranks) -> Policy:
+    config = plan.config
+    torch.manual_seed(derive_seed(config.seed, "adapters"))  # LoRA draws its first weights
+    return load_policy(
+        config.model,
+        model_id,
+        device=resolve_device(config.model.device, ranks.local_rank),
+        precision=config.train.precision,
+        train_layer_indices=config.train.train_layer_indices,
+        gradient_checkpointing=config.train.gradient_checkpointing,
+        checkpoint=checkpoint,
+        shares_weights=plan.weight_sync.shares_weights and ranks.is_main,
+    )
 
 
 def _is_multiple(number: int, interval: int) -> bool:

@@ -1,0 +1,81 @@
+"""One server for all strategies that can share one; the same tests run on the CPU and, with `-m gpu`, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import CPU, GPU, LORA_ARGS, Where, found, load, make_client, make_server, running, save_model, strategy
+
+from offline_grpo.engine.server import Server
+from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.model.policy import Policy
+from offline_grpo.weight_sync.reload import Reload
+
+Connected = tuple[Any, Policy, VllmClient]
+
+
+@pytest.fixture(scope="session", params=[pytest.param(CPU, id="cpu"), pytest.param(GPU, id="gpu", marks=pytest.mark.gpu)])
+def where(request: pytest.FixtureRequest) -> Where:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def model_folder(where: Where, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "tied", dtype=where.dtype)
+
+
+@pytest.fixture(scope="session")
+def full_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """For strategies that move all weights."""
+    options: dict[str, Any] = {} if where.device.type == "cpu" else {"weight_transfer_config": {"backend": "ipc"}}
+    variables = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "1"}
+    if where.device.type == "cpu":
+        options, variables = LORA_ARGS, {}  # one server for all
+    with running(make_server(where, tmp_path_factory.mktemp("full"), options=options, variables=variables), model_folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def lora_server(
+    where: Where, model_folder: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """For strategies that move adapters."""
+    if where.device.type == "cpu":
+        yield request.getfixturevalue("full_server")
+        return
+    with running(make_server(where, tmp_path_factory.mktemp("lora"), options=LORA_ARGS), model_folder) as server:
+        yield server
+
+
+@pytest.fixture
+def connect(where: Where, model_folder: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Connected]]:
+    """Connects a strategy to the session's server, which serves the saved model again before and after."""
+    opened: list[Any] = []
+
+    def connect(option: str, *overrides: str) -> Connected:
+        is_lora = option.startswith("lora")
+        server = found(request.getfixturevalue("lora_server" if is_lora else "full_server"))
+        reset(server, model_folder, where)
+        sync = strategy(option, f"weight_sync.tolerance_nats={where.tolerance_nats}", *overrides)
+        policy = load(model_folder, where, shared=sync.shares_weights, lora=is_lora)
+        client = make_client(server)
+        opened.append(sync)
+        sync.connect(policy, client)
+        return sync, policy, client
+
+    yield connect
+    for sync in opened:
+        sync.close()
+
+
+def reset(server: Server, model_folder: Path, where: Where) -> None:
+    """Serve the saved model again."""
+    sync = Reload(interval=1, pause_mode="abort", tolerance_nats=1.0, server_args={}, location="memory")
+    sync.connect(load(model_folder, where), make_client(server))
+    sync.control.is_paused = True  # a test that failed may have left it so
+    sync.control.resume()
+    sync.push(load(model_folder, where), version=-1)
+    sync.close()

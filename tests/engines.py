@@ -1,0 +1,203 @@
+"""Real vLLM servers for tests, on the CPU in fp32 or on a GPU in bf16, and what the tests do to the policies that they serve."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from factories import compose_config
+from omegaconf import OmegaConf
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from offline_grpo.build import build
+from offline_grpo.config import as_plain
+from offline_grpo.engine.server import Server
+from offline_grpo.engine.vllm import VllmEngine
+from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.interfaces import WeightSync
+from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.load import load_tokenizer
+from offline_grpo.model.policy import Policy
+from offline_grpo.train.batch import build_batch
+from offline_grpo.types import Completion, Rollout, SamplingParams, Score
+
+CPU_ARGS: dict[str, Any] = {
+    "enforce_eager": True,
+    "distributed_executor_backend": "uni",
+    "kv_cache_memory_bytes": 2**26,
+    "gpu_memory_utilization": None,
+}
+CPU_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+LORA_ARGS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 2}
+CONTEXT = 512
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a suite runs, and how close server and trainer are there."""
+
+    device: torch.device
+    dtype: torch.dtype
+    tolerance_nats: float
+
+    @property
+    def args(self) -> dict[str, Any]:
+        common = {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "seed": 0,
+        }
+        return common | (CPU_ARGS if self.device.type == "cpu" else {"gpu_memory_utilization": 0.3})
+
+
+CPU = Where(torch.device("cpu"), torch.float32, 1e-5)
+GPU = Where(torch.device("cuda", 0), torch.bfloat16, 0.05)
+
+
+def engine(where: Where, **changes: Any) -> VllmEngine:
+    """Settings of a server of our own."""
+    settings: dict[str, Any] = {
+        "python": None,
+        "host": "127.0.0.1",
+        "port": None,
+        "api_key": None,
+        "start_timeout_s": 300.0,
+        "args": where.args,
+        "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0"} | (CPU_ENV if where.device.type == "cpu" else {}),
+        "blackwell_workaround": False,
+    }
+    return VllmEngine(**{**settings, **changes})
+
+
+def make_server(where: Where, log_dir: Path, *, options: dict[str, Any] | None = None, variables: dict[str, str] | None = None) -> Server:
+    """A server, not started yet."""
+    gpus = [0] if where.device.type == "cuda" else None
+    return Server(
+        base_url=None, api_key=None, launcher=engine(where), log_dir=log_dir, gpus=gpus, options=options or {}, variables=variables or {}
+    )
+
+
+def found(server: Server) -> Server:
+    """The same server as somebody sees it who did not start it."""
+    return Server(base_url=server.base_url, api_key=server.api_key, launcher=None, log_dir=server.log_dir)
+
+
+def make_client(server: Server) -> VllmClient:
+    return VllmClient(server=server, eos_ids=[2], batch_size=16, timeout_s=120, max_retries=2)
+
+
+def strategy(option: str, *overrides: str) -> Any:
+    """A strategy as the application builds it."""
+    node = as_plain(OmegaConf.select(compose_config(f"weight_sync={option}", *overrides), "weight_sync"))
+    return build(node, key="weight_sync", protocol=WeightSync)
+
+
+def save_model(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Path:
+    """A random Llama with everything that a name map can stumble over: grouped queries, biases, tied embeddings, a vocabulary of 100 that
+    vLLM pads to 128, and llama3's rope scaling."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=128,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=tied,
+        attention_bias=True,
+        initializer_range=0.15,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    model.to(dtype).save_pretrained(str(folder))
+    build_char_tokenizer(CONTEXT).save_pretrained(str(folder))
+    return folder
+
+
+def load(folder: Path, where: Where, *, shared: bool = False, lora: bool = False) -> Policy:
+    """The policy of a saved model, as `load_policy` makes it."""
+    device = torch.device("cpu") if shared else where.device
+    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=where.dtype).to(device)
+    if lora:
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+    return Policy(model, load_tokenizer(str(folder)), "padded", home=where.device)
+
+
+@torch.no_grad()
+def train(policy: Policy, *, seed: int, scale: float = 0.05, only: str | None = None) -> None:
+    """Stand in for an optimizer: change all trained weights, or one, and publish them."""
+    for index, (name, master) in enumerate(sorted(policy.masters.parameters.items())):
+        if only is None or name == only:
+            draw = torch.Generator().manual_seed(1000 * seed + index)
+            master.add_(torch.randn(master.shape, generator=draw).to(master.device) * scale)
+    policy.masters.publish()
+
+
+PROMPTS = [[1] + [4 + (7 * i + j * j) % 90 for j in range(length)] for i, length in enumerate((3, 40, 200))]
+
+
+def sample(client: VllmClient, *, tokens: int = 12, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Completion]:
+    """One completion of each prompt; always the same seeds."""
+    groups = client.generate(prompts, SamplingParams(tokens), group_size=1, seeds=range(len(prompts)))
+    return [completion for [completion] in groups]
+
+
+def score(policy: Policy, completions: Sequence[Completion], prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Tensor]:
+    """The policy's logprobs of each completion's tokens, in nats."""
+    rollouts = [Rollout(tuple(p), c, "", Score(0.0, False, {})) for p, c in zip(prompts, completions, strict=True)]
+    batch = build_batch(rollouts, temperature=1.0, mask_truncated=False)
+    logprobs = policy.logprobs(batch.to(policy.device)).cpu()[batch.completion_mask]
+    return list(logprobs.split([len(c.token_ids) for c in completions]))
+
+
+def distance(policy: Policy, completions: Sequence[Completion]) -> float:
+    """Mean |trainer - server| over the tokens of completions of `PROMPTS`, in nats."""
+    theirs = torch.cat([torch.tensor(c.logprobs) for c in completions])
+    return (torch.cat(score(policy, completions)) - theirs).abs().mean().item()
+
+
+def processes_naming(text: str) -> list[int]:
+    """Ids of processes with this text in their command line."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = Path(f"/proc/{name}/cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if text in command and int(name) != os.getpid():
+            found.append(int(name))
+    return found
+
+
+@contextmanager
+def running(server: Server, model: Path) -> Iterator[Server]:
+    """The server, started, and stopped afterwards."""
+    try:
+        server.start(str(model))
+        yield server
+    finally:
+        server.stop()
