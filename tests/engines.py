@@ -36,7 +36,7 @@ CPU_ARGS: dict[str, Any] = {
 }
 CPU_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 LORA_ARGS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 2}
-CONTEXT = 512
+CONTEXT = 4096
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,11 @@ class Where:
     tolerance_nats: float
 
     @property
+    def long(self) -> int:
+        """Tokens that take long enough for a push in the middle of them."""
+        return 300 if self.device.type == "cpu" else 3000
+
+    @property
     def args(self) -> dict[str, Any]:
         common = {
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -55,11 +60,11 @@ class Where:
             "generation_config": "vllm",
             "seed": 0,
         }
-        return common | (CPU_ARGS if self.device.type == "cpu" else {"gpu_memory_utilization": 0.3})
+        return common | (CPU_ARGS if self.device.type == "cpu" else {"gpu_memory_utilization": 0.1})
 
 
 CPU = Where(torch.device("cpu"), torch.float32, 1e-5)
-GPU = Where(torch.device("cuda", 0), torch.bfloat16, 0.05)
+GPU = Where(torch.device("cuda", 0), torch.bfloat16, 0.15)
 
 
 def engine(where: Where, **changes: Any) -> VllmEngine:

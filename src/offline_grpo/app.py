@@ -25,6 +25,7 @@ from offline_grpo.interrupt import StopRequested, StopSignal
 from offline_grpo.model.load import load_policy, load_reference, load_tokenizer, read_model_config, resolve_device
 from offline_grpo.model.policy import Policy, encode
 from offline_grpo.parallel import Ranks
+from offline_grpo.placement import check_placement
 from offline_grpo.preflight import Plan, check_context, describe_batches, make_plan, planned_updates_per_iteration
 from offline_grpo.report.history import load_history
 from offline_grpo.report.plots import save_report
@@ -103,7 +104,7 @@ def _assemble(
     """
     config = plan.config
     model_id = _model_id(plan, ranks)
-    _check_model(plan, model_id)
+    check_placement(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)
     checkpoint = resume.checkpoint if resume is not None else None
     policy = _policy(plan, model_id, checkpoint, ranks)
     training = serving.for_training(plan, policy, run_dir.path, ranks)
@@ -174,15 +175,15 @@ def _model_id(plan: Plan, ranks: Ranks) -> str:
     return str(ranks.from_main(path))
 
 
-def _check_model(plan: Plan, model_id: str) -> None:
-    """What config.json and tokenizer say against the settings, before any weights are read."""
+def _check_model(plan: Plan, model_id: str) -> int:
+    """What config.json and tokenizer say against the settings, before any weights are read. Returns the longest prompt, in tokens."""
     config = plan.config
     if plan.loss.kl_coef > 0 and config.model.ref_id is not None:
         read_model_config(config.model.ref_id, "model.ref_id")
     model_config = read_model_config(model_id, "model.train_id")
     tokenizer = load_tokenizer(model_id)
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    check_context(plan, lambda messages: encode(tokenizer, messages), context)
+    return check_context(plan, lambda messages: encode(tokenizer, messages), context)
 
 
 def _updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ranks: Ranks) -> Updater:

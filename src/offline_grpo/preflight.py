@@ -173,25 +173,29 @@ def _prompt_key(problem: Problem) -> tuple[tuple[str, str], ...]:
     return tuple((message["role"], message["content"]) for message in problem.messages)
 
 
-def check_context(plan: Plan, encode: Callable[[Sequence[Message]], list[int]], context: int | None) -> None:
-    """Raise ConfigError if the longest prompt and `max_new_tokens` do not fit into the model's context of that many tokens.
+def check_context(plan: Plan, encode: Callable[[Sequence[Message]], list[int]], context: int | None) -> int:
+    """The longest prompt of training and evaluation, in tokens.
 
     Args:
         encode: messages -> prompt token ids.
         context: the model's limit, None if it has none.
+
+    Raises:
+        ConfigError: the longest prompt and `max_new_tokens` do not fit into a context of that many tokens.
     """
-    if context is None:
-        return
+    longest_of_all = 0
     for key, problems, sampling in (("generation", plan.train_problems, plan.sampling), ("eval", plan.eval_problems, plan.eval_sampling)):
         if not problems:
             continue
         sample = problems if len(problems) <= 10_000 else problems[:10_000]  # the client checks every prompt again when it is sampled
         longest = max(len(encode(problem.messages)) for problem in sample)
-        if longest + sampling.max_new_tokens > context:
+        longest_of_all = max(longest_of_all, longest)
+        if context is not None and longest + sampling.max_new_tokens > context:
             raise ConfigError(
                 f"{key}.max_new_tokens={sampling.max_new_tokens}: with the longest prompt of {longest} tokens that is beyond the model's "
                 f"context of {context}; use {key}.max_new_tokens={max(1, context - longest)} or less"
             )
+    return longest_of_all
 
 
 def describe_batches(plan: Plan) -> str:

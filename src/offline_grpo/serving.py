@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from offline_grpo.build import build
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.server_client import ServerClient
+from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.interfaces import RolloutClient, WeightSync
 from offline_grpo.model.policy import Policy
 from offline_grpo.parallel import Ranks
+from offline_grpo.placement import server_gpus
 from offline_grpo.preflight import Plan
 from offline_grpo.weight_sync.in_process import InProcess
 from offline_grpo.weight_sync.lora_hotswap import LoraHotswap
 from offline_grpo.weight_sync.main_only import MainOnly
 from offline_grpo.weight_sync.reload import Reload
 
-EVAL_BACKENDS: dict[str, type] = {"transformers": TransformersClient, "vllm_server": VllmClient}
+EVAL_BACKENDS: dict[str, type] = {"transformers": TransformersClient, "vllm_server": VllmClient, "sglang_server": SglangClient}
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ def for_training(plan: Plan, policy: Policy, run_folder: Path, ranks: Ranks) -> 
     """The client of `generation` and the strategy of `weight_sync`, not connected yet."""
     server = None
     if plan.needs_server:
-        server = _server(plan, run_folder, policy.home) if ranks.is_main else None
+        server = _server(plan, run_folder, ranks) if ranks.is_main else None
         url = ranks.from_main(server.base_url if server is not None else None)
         server = server or Server(base_url=url, api_key=_api_key(plan), launcher=None, log_dir=run_folder)
     runtime = {"model": policy.model, "tokenizer": policy.tokenizer, "server": server, "eos_ids": eos_ids(policy)}
@@ -62,7 +62,7 @@ def for_evaluation(plan: Plan, policy: Policy, training: Sampling, run_folder: P
             )
         return Sampling(TransformersClient(policy.model, policy.tokenizer, settings.batch_size), InProcess())
     if not issubclass(kind, ServerClient):
-        raise ConfigError(f"eval.base_url={settings.base_url}: name the kind of server too: eval.backend=vllm_server")
+        raise ConfigError(f"eval.base_url={settings.base_url}: name the kind of server too: eval.backend=vllm_server or sglang_server")
     server = Server(base_url=settings.base_url, api_key=plan.api_key, launcher=None, log_dir=run_folder)
     client = kind(server=server, eos_ids=eos_ids(policy), batch_size=settings.batch_size, timeout_s=600, max_retries=5)
     common: dict[str, Any] = {"interval": 1, "pause_mode": "keep", "tolerance_nats": 0.1}
@@ -83,13 +83,13 @@ def end_ids(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase)
     return sorted({token for token in ids if isinstance(token, int)})
 
 
-def _server(plan: Plan, run_folder: Path, device: torch.device) -> Server:
+def _server(plan: Plan, run_folder: Path, ranks: Ranks) -> Server:
     return Server(
         base_url=plan.base_url,
         api_key=_api_key(plan),
         launcher=plan.launcher if plan.base_url is None else None,
         log_dir=run_folder,
-        gpus=engine_gpus(plan.config.placement.engine_devices, device),
+        gpus=server_gpus(plan, ranks.world_size),
         options=getattr(plan.weight_sync, "server_args", {}),
         variables=getattr(plan.weight_sync, "variables", {}),
     )
@@ -97,10 +97,3 @@ def _server(plan: Plan, run_folder: Path, device: torch.device) -> Server:
 
 def _api_key(plan: Plan) -> str | None:
     return plan.api_key if plan.base_url is not None or plan.launcher is None else plan.launcher.api_key
-
-
-def engine_gpus(configured: Sequence[int] | None, trainer: torch.device) -> list[int] | None:
-    """The GPUs of a server that the run starts: those of `placement.engine_devices`, else the trainer's; None for a trainer on the CPU."""
-    if configured is not None:
-        return list(configured)
-    return [trainer.index or 0] if trainer.type == "cuda" else None

@@ -80,4 +80,4 @@ def test_the_tiny_model_learns(overrides, tmp_path):
     print(f"{overrides}: pass@1 {before:.3f} -> {after:.3f}, {metrics}")
     assert before < 0.6
     assert after > before + 0.1
-    assert metrics["mismatch/logprob_abs_diff"] < 0.05
+    assert metrics["alignment/diff_abs_mean"] < 0.05

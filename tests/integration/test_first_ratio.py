@@ -25,6 +25,6 @@ def test_ratio_to_the_sampler_is_one_before_the_first_update(tmp_path, temperatu
     ratio = (scored.old_logprobs - scored.rollout_logprobs).exp()[batch.completion_mask]
     assert len(ratio) > 50
     assert ratio.tolist() == pytest.approx([1.0] * len(ratio), abs=1e-4)
-    assert updater.run(scored, iteration=0)["mismatch/logprob_abs_diff"] < 1e-5
+    assert updater.run(scored, iteration=0)["alignment/diff_abs_mean"] < 1e-5
     wrong = updater.score(build_batch(rollouts, temperature=1.6, mask_truncated=False))
     assert (wrong.old_logprobs - scored.rollout_logprobs).abs().max() > 0.1  # the temperature matters

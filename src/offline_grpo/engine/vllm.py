@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
-import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.engine.command_line import CommandLine, flags
 
 EXTENSION_FOLDER = Path(__file__).with_name("inside_vllm")
 EXTENSION = "offline_grpo_worker.WorkerExtension"
@@ -20,42 +17,16 @@ SERVED_NAME = "policy"
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmEngine:
-    """The command line and environment of a vLLM server of our own.
+class VllmEngine(CommandLine):
+    """The command line and environment of a vLLM server of our own. See `CommandLine`.
 
     Args:
-        python: interpreter that has vLLM; null is the one that runs the trainer.
-        host: address to listen on; any other than this machine's own needs an api_key.
-        port: null takes a free one.
-        api_key: what requests must carry, the control endpoints included; null asks for none.
-        start_timeout_s: from the start until /health answers.
-        args: options of vLLM, underscores for dashes. null leaves an option out, true gives it without a value.
-        env: further environment variables.
         blackwell_workaround: set TRITON and CUDA variables that keep GDC launches away (see docs/weight_sync.md).
     """
 
-    python: str | None
-    host: str
-    port: int | None
-    api_key: str | None
-    start_timeout_s: float
-    args: Any
-    env: Any
     blackwell_workaround: bool
 
     name = "vLLM"
-
-    def __post_init__(self) -> None:
-        if self.port is not None and not 0 < self.port < 65536:
-            raise ConfigError(f"engine.port={self.port}: must be from 1 to 65535, or null for a free one")
-        if self.start_timeout_s <= 0:
-            raise ConfigError(f"engine.start_timeout_s={self.start_timeout_s}: must be above 0")
-        if self.python is not None and not os.access(self.python, os.X_OK):
-            raise ConfigError(f"engine.python={self.python}: no such interpreter; null takes the one that runs this")
-        if self.api_key is None and not is_loopback(self.host):
-            raise ConfigError(
-                f"engine.host={self.host}: on that address others could control the server; set engine.api_key, or engine.host=127.0.0.1"
-            )
 
     def command(self, model: str, port: int, options: Mapping[str, Any]) -> list[str]:
         """See `Launcher.command`. The module is started, not the `vllm` script, which some builds lack."""
@@ -63,8 +34,7 @@ class VllmEngine:
         settings["worker_extension_cls"] = EXTENSION
         if self.api_key is not None:
             settings |= {"api_key": self.api_key, "middleware": TOKEN_GATE}
-        python = self.python or sys.executable
-        return [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags(settings)]
+        return [self.interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags(settings)]
 
     def environment(self, variables: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
         """See `Launcher.environment`."""
@@ -77,42 +47,4 @@ class VllmEngine:
         }
         if self.api_key is not None:
             ours["OFFLINE_GRPO_TOKEN"] = self.api_key
-        if gpus is not None:
-            ours["CUDA_VISIBLE_DEVICES"] = visible(gpus)
-        return {**without_launch_variables(os.environ), **ours, **variables, **{name: str(value) for name, value in self.env.items()}}
-
-
-def flags(settings: Mapping[str, Any]) -> list[str]:
-    """`{"max_model_len": 512, "enable_lora": True, "seed": None}` as `--max-model-len 512 --enable-lora`."""
-    words = []
-    for name, value in settings.items():
-        if value is None or value is False:
-            continue
-        words.append("--" + name.replace("_", "-"))
-        if isinstance(value, (dict, list)):
-            words += [json.dumps(value)] if isinstance(value, dict) else [str(item) for item in value]
-        elif value is not True:
-            words.append(str(value))
-    return words
-
-
-def visible(gpus: Sequence[int]) -> str:
-    """CUDA_VISIBLE_DEVICES for GPUs numbered as this process sees them."""
-    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = ours.split(",") if ours else None
-    return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def without_launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Free of what a launcher of several training processes sets: the server would take itself for one of them."""
-    launch = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    prefixes = ("TORCHELASTIC_", "ACCELERATE_", "OMP_NUM_THREADS_BY_LAUNCHER")
-    return {name: value for name, value in environment.items() if name not in launch and not name.startswith(prefixes)}
+        return self.merged_environment(ours, variables, gpus)

@@ -102,6 +102,5 @@ def mismatch(batch: TokenBatch) -> dict[str, Tensor]:
     return {
         "mismatch/kl_k1": -log_ratio,
         "mismatch/kl_k3": torch.expm1(log_ratio) - log_ratio,
-        "mismatch/logprob_abs_diff": log_ratio.abs(),
         "mismatch/ratio_mean": log_ratio.exp(),
     }

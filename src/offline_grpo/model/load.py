@@ -90,19 +90,37 @@ def load_policy(
     adapter = checkpoint if checkpoint is not None and config.lora is not None else None
     weights = str(checkpoint) if checkpoint is not None and config.lora is None else model_id
     model = _load_causal_lm(weights, config, torch.device("cpu") if shares_weights else device, DTYPES[precision])
-    _disable_dropout(model)
-    num_layers = model.config.get_text_config().num_hidden_layers
-    if config.lora is not None:
-        if train_layer_indices is not None:
-            raise ConfigError(f"train.train_layer_indices={train_layer_indices}: with LoRA choose blocks by model.lora.layer_indices")
-        model = _with_lora(model, config.lora, num_layers, adapter)
-    elif train_layer_indices is not None:
-        train_only_blocks(model, parse_layer_indices(train_layer_indices, num_layers, key="train.train_layer_indices"), num_layers)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing, adapter=adapter)
     policy = Policy(model, load_tokenizer(model_id), packing, home=device)
     policy.check_head()
     return policy
+
+
+def prepare(
+    model: PreTrainedModel,
+    config: ModelConfig,
+    *,
+    train_layer_indices: str | None,
+    gradient_checkpointing: bool,
+    adapter: Path | None = None,
+) -> PreTrainedModel | PeftModel:
+    """Make a model the one to be trained: dropout off, adapters (from the folder `adapter`, or new) or chosen blocks, checkpointing.
+
+    Raises:
+        ConfigError: layer indices or target modules that the model does not have.
+    """
+    _disable_dropout(model)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    trained: PreTrainedModel | PeftModel = model
+    if config.lora is not None:
+        if train_layer_indices is not None:
+            raise ConfigError(f"train.train_layer_indices={train_layer_indices}: with LoRA choose blocks by model.lora.layer_indices")
+        trained = _with_lora(model, config.lora, num_layers, adapter)
+    elif train_layer_indices is not None:
+        train_only_blocks(model, parse_layer_indices(train_layer_indices, num_layers, key="train.train_layer_indices"), num_layers)
+    if gradient_checkpointing:
+        trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return trained
 
 
 def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, precision: str) -> Scorer:

@@ -24,6 +24,7 @@ from offline_grpo.interfaces import Loss
 from offline_grpo.model.policy import Policy, Scorer
 from offline_grpo.parallel import Ranks
 from offline_grpo.seeding import derive_seed
+from offline_grpo.train.alignment import Alignment
 from offline_grpo.train.batch import microbatches, share_of_rank, split_updates, totals_of
 from offline_grpo.train.schedule import lr_scale
 from offline_grpo.types import TokenBatch
@@ -70,9 +71,11 @@ class Updater:
         """
         torch.manual_seed(derive_seed(self.seed, "dropout", iteration, self.ranks.rank))
         updates = [sequences for _ in range(self.config.epochs) for sequences in self.updates_of(batch)]
-        results = [self._update(batch, sequences, iteration) for sequences in updates]
+        alignment = Alignment()
+        results = [self._update(batch, sequences, iteration, alignment) for sequences in updates]
         applied = [metrics for metrics in results if metrics is not None]
         means = {name: sum(metrics[name] for metrics in applied) / len(applied) for name in (applied[0] if applied else ())}
+        means |= alignment.metrics(self.ranks)
         return means | {"num_updates": float(len(applied)), "num_updates_refused": float(len(results) - len(applied)), **self._lr_metric()}
 
     def updates_of(self, batch: TokenBatch) -> list[range]:
@@ -102,7 +105,7 @@ class Updater:
         self.ranks.sum_([logprobs])
         return logprobs
 
-    def _update(self, batch: TokenBatch, sequences: Sequence[int], iteration: int) -> dict[str, float] | None:
+    def _update(self, batch: TokenBatch, sequences: Sequence[int], iteration: int, alignment: Alignment) -> dict[str, float] | None:
         """One optimizer step on these sequences and its metrics; None if loss or gradient was not finite and the step was refused."""
         self._set_lr()
         totals = totals_of(batch, sequences, max_new_tokens=self.max_new_tokens)
@@ -115,6 +118,7 @@ class Updater:
             stats = self.policy.score(part, entropy_requires_grad=self.loss.entropy_coef != 0)
             if is_on_policy:
                 part = part.with_logprobs(old=stats.logprobs.detach())
+            alignment.add(part)
             output = self.loss(stats, part, totals)
             with self.policy.attention():
                 self.scaler.scale(output.loss).backward()

@@ -26,6 +26,8 @@ class Nccl(WeightTransfer):
 
     master_address: str
 
+    gpu_rule = "other"
+
     _group: Any = field(default=None, init=False)
 
     def attach(self, policy: Policy) -> None:

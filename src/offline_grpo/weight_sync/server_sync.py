@@ -46,6 +46,8 @@ class ServerSync(ABC):
     """Whether the trainer's parameters become the server's memory."""
     moves = "full"
     """"full" for all weights of the model, "lora" for adapters alone."""
+    gpu_rule = "any"
+    """Where a server that the run starts must be: "same" GPU as the first training process, any "other" than those, or "any"."""
     variables = {}  # noqa: RUF012 - read only
     """Environment variables that the server needs for this strategy."""
 

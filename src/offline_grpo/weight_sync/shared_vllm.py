@@ -39,6 +39,7 @@ class SharedVllm(ServerSync):
     bridge_config: str | None
 
     shares_weights = True
+    gpu_rule = "same"
 
     _paused_at: float | None = field(default=None, init=False)
     _addresses: dict[str, int] = field(default_factory=dict, init=False)

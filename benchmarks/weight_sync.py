@@ -1,0 +1,297 @@
+"""Seconds per push, tokens per second and GPU memory of each weight-sync strategy, on a model of random weights. Needs a GPU and vLLM.
+
+    python benchmarks/weight_sync.py shared_vllm lora_hotswap --with-stock       # servers side by side, measured alternately
+    python benchmarks/weight_sync.py reload
+    python benchmarks/weight_sync.py --table                                    # results/weight_sync_*.json as one Markdown table
+
+A push is timed from the first write (or the first byte saved) until the server has the weights and goes on; the proof afterwards is timed
+apart. `--with-stock` adds a vLLM server without anything of ours, started from the same files, as the measure of tokens per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, Target, alternate, write_result
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from offline_grpo.build import build
+from offline_grpo.config import as_plain, register
+from offline_grpo.engine.server import Server
+from offline_grpo.engine.vllm import VllmEngine
+from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.load import load_tokenizer
+from offline_grpo.model.policy import Policy
+from offline_grpo.types import SamplingParams
+
+CONF = Path(__file__).parents[1] / "conf"
+SHAPES = {
+    "qwen2_5_0_5b": Qwen2Config(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+    ),
+    "small": Qwen2Config(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+    ),
+}
+TARGETS = {
+    "shared_vllm": [Target("push_s", "<=", 0.05), Target("bytes_copied", "<=", 0)],
+    "lora_hotswap": [Target("push_s", "<=", 0.15)],
+}
+STOCK_TARGETS = {
+    "shared_vllm": [Target("single_stream_vs_stock", ">=", 0.97), Target("concurrent_vs_stock", ">=", 0.97)],
+    "lora_hotswap": [Target("single_stream_vs_base", ">=", 0.85), Target("concurrent_vs_base", ">=", 0.85)],
+}
+
+
+class StockEngine(VllmEngine):
+    """vLLM as anybody starts it: no worker extension."""
+
+    def command(self, model: str, port: int, options: Mapping[str, Any]) -> list[str]:
+        words = super().command(model, port, options)
+        at = words.index("--worker-extension-cls")
+        return words[:at] + words[at + 2 :]
+
+
+@dataclass
+class Arm:
+    """A strategy, connected, with what was seen on the way."""
+
+    name: str
+    sync: Any
+    policy: Policy
+    client: VllmClient
+    start_s: float
+    trainer_mib: float
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    arguments = parse()
+    if arguments.table:
+        print(table())
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_model(Path(folder) / "model", arguments.shape, arguments.dtype)
+        servers: list[Server] = []
+        try:
+            measure(arguments, model, Path(folder), servers)
+        finally:
+            for server in servers:
+                server.stop()
+
+
+def measure(arguments: argparse.Namespace, model: Path, folder: Path, servers: list[Server]) -> None:
+    """Connect all arms, time their pushes, then the tokens of all alternately, and write the results."""
+    stock = None
+    if arguments.with_stock:
+        stock = new_server(arguments, StockEngine, folder / "stock", {}, {})
+        servers.append(stock)
+        stock.start(str(model))
+    arms = [connect(name, arguments, model, folder / name, servers) for name in arguments.strategies]
+    pushes = {arm.name: [push(arm, version) for version in range(1, pushes_of(arm, arguments) + 1)] for arm in arms}
+    speeds = throughput(arms, stock, arguments)
+    for arm in arms:
+        report(arm, pushes[arm.name], speeds, arguments, has_stock=stock is not None)
+
+
+def pushes_of(arm: Arm, arguments: argparse.Namespace) -> int:
+    return 2 if "restart" in arm.name else arguments.pushes
+
+
+def connect(name: str, arguments: argparse.Namespace, model: Path, folder: Path, servers: list[Server]) -> Arm:
+    node = as_plain(OmegaConf.select(configuration(f"weight_sync={name}"), "weight_sync"))
+    sync = build({**node, "tolerance_nats": arguments.tolerance_nats}, key="weight_sync")
+    server = new_server(arguments, VllmEngine, folder, sync.server_args, sync.variables)
+    servers.append(server)
+    before = allocated_mib()
+    policy = load(model, arguments, shared=sync.shares_weights, lora=name.startswith("lora"))
+    client = VllmClient(server=server, eos_ids=[], batch_size=arguments.concurrent, timeout_s=600, max_retries=0)
+    started = time.perf_counter()
+    sync.connect(policy, client)
+    start_s = time.perf_counter() - started
+    _ = policy.masters
+    arm = Arm(name, sync, policy, client, start_s, allocated_mib() - before)
+    sync.push(policy, version=0)
+    return arm
+
+
+def push(arm: Arm, version: int) -> dict[str, float]:
+    """Change every master a little, publish, push. Returns the seconds of each part."""
+    with torch.no_grad():
+        for master in arm.policy.masters.parameters.values():
+            master.add_(torch.randn_like(master), alpha=1e-3)
+    synchronize()
+    started = time.perf_counter()
+    arm.policy.masters.publish()
+    report = arm.sync.push(arm.policy, version=version)
+    whole = time.perf_counter() - started - report.proof_seconds
+    print(
+        f"{arm.name} version {version}: {whole:.4f} s, paused {report.paused_seconds:.4f} s, proof {report.proof_seconds:.3f} s", flush=True
+    )
+    return {
+        "push_s": whole,
+        "paused_s": report.paused_seconds,
+        "proof_s": report.proof_seconds,
+        "bytes_copied": report.num_bytes,
+        "probe_diff_abs_mean": report.alignment["sync/probe_diff_abs_mean"],
+    }
+
+
+def throughput(arms: Sequence[Arm], stock: Server | None, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Seconds of the same load for every arm, and for stock, in alternation: "single_stream" and "concurrent"."""
+    clients = {arm.name: (arm.client, arm.client.model_name) for arm in arms}
+    for arm in arms:
+        if arm.name.startswith("lora"):
+            clients[f"{arm.name} base"] = (arm.client, arm.client.server.model_name)
+    if stock is not None:
+        client = VllmClient(server=stock, eos_ids=[], batch_size=arguments.concurrent, timeout_s=600, max_retries=0)
+        clients["stock"] = (client, "")
+    results: dict[str, dict[str, Any]] = {}
+    for load_name, num_prompts, num_tokens in (
+        ("single_stream", 1, arguments.tokens * 2),
+        ("concurrent", arguments.concurrent, arguments.tokens),
+    ):
+
+        def ask(client: VllmClient, model_name: str, num_prompts: int = num_prompts, num_tokens: int = num_tokens) -> None:
+            client.model_name = model_name
+            prompts = [[5 + (i * 31 + j * 7) % 90 for j in range(64)] for i in range(num_prompts)]
+            groups = client.generate(prompts, SamplingParams(num_tokens), group_size=1, seeds=range(num_prompts))
+            assert sum(len(c.token_ids) for [c] in groups) > 0.8 * num_prompts * num_tokens
+
+        timings = alternate({name: lambda pair=pair: ask(*pair) for name, pair in clients.items()}, rounds=arguments.rounds, warmup=1)
+        tokens = num_prompts * num_tokens
+        results[load_name] = {
+            "tokens_per_s": {name: tokens / timings.median_s(name) for name in clients},
+            "timings": timings,
+        }
+    return results
+
+
+def report(arm: Arm, pushes: list[dict[str, float]], speeds: dict[str, dict[str, Any]], arguments: Any, *, has_stock: bool) -> None:
+    measured = {key: statistics.median(push[key] for push in pushes) for key in pushes[0]}
+    measured |= {"push_max_s": max(push["push_s"] for push in pushes), "server_start_s": arm.start_s, "trainer_gpu_mib": arm.trainer_mib}
+    for load_name, speed in speeds.items():
+        measured[f"{load_name}_tokens_per_s"] = speed["tokens_per_s"][arm.name]
+        if has_stock:
+            measured[f"{load_name}_vs_stock"] = 1 / speed["timings"].ratio(arm.name, "stock")
+        if f"{arm.name} base" in speed["tokens_per_s"]:
+            measured[f"{load_name}_vs_base"] = 1 / speed["timings"].ratio(arm.name, f"{arm.name} base")
+    targets = TARGETS.get(arm.name, []) + [t for t in STOCK_TARGETS.get(arm.name, []) if t.metric in measured]
+    write_result(
+        f"weight_sync_{arm.name}",
+        claim=f"weight_sync={arm.name}: a push of {arguments.shape}, and what the server then makes per second",
+        targets=targets,
+        settings={"shape": arguments.shape, "dtype": arguments.dtype, "concurrent": arguments.concurrent, "tokens": arguments.tokens},
+        measured=measured,
+        details={"pushes": pushes, "rounds": {name: speed["timings"].summary(arm.name) for name, speed in speeds.items()}},
+    )
+
+
+def new_server(
+    arguments: argparse.Namespace, kind: type[VllmEngine], folder: Path, options: Mapping[str, Any], variables: Mapping[str, str]
+) -> Server:
+    overrides = ["generation=vllm_server", f"engine.args.gpu_memory_utilization={arguments.gpu_memory_utilization}", *arguments.engine]
+    node = as_plain(OmegaConf.select(configuration(*overrides), "engine"))
+    args = {**node["args"], "dtype": arguments.dtype}
+    launcher = kind(**{**{key: value for key, value in node.items() if key != "_target_"}, "args": args})
+    gpus = [arguments.server_gpu] if torch.cuda.is_available() else None
+    return Server(base_url=None, api_key=None, launcher=launcher, log_dir=folder, gpus=gpus, options=options, variables=variables)
+
+
+def configuration(*overrides: str) -> Any:
+    register()
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+def save_model(folder: Path, shape: str, dtype: str) -> Path:
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen2ForCausalLM(SHAPES[shape])
+    model.to(getattr(torch, dtype)).save_pretrained(str(folder))
+    build_char_tokenizer(SHAPES[shape].max_position_embeddings).save_pretrained(str(folder))
+    return folder
+
+
+def load(folder: Path, arguments: argparse.Namespace, *, shared: bool, lora: bool) -> Policy:
+    home = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=getattr(torch, arguments.dtype))
+    model = model.to("cpu" if shared else home)
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+    return Policy(model, load_tokenizer(str(folder)), "padded", home=home)
+
+
+def allocated_mib() -> float:
+    return torch.cuda.memory_allocated() / 2**20 if torch.cuda.is_available() else 0.0
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def table() -> str:
+    """The results of all strategies as Markdown."""
+    lines = [
+        "| weight_sync | seconds per push | server stands still, s | tokens/s, one stream | tokens/s, 256 at once | trainer, MiB of GPU |",
+        "|---|---|---|---|---|---|",
+    ]
+    for path in sorted(RESULTS.glob("weight_sync_*.json")):
+        m = json.loads(path.read_text())["measured"]
+        cells = [f"{m[key]:.3g}" for key in ("push_s", "paused_s")]
+        cells += [f"{m[key]:.0f}" for key in ("single_stream_tokens_per_s", "concurrent_tokens_per_s", "trainer_gpu_mib")]
+        lines.append(f"| {' | '.join([path.stem.removeprefix('weight_sync_'), *cells])} |")
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("strategies", nargs="*")
+    parser.add_argument("--with-stock", action="store_true")
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen2_5_0_5b")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--pushes", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--concurrent", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tolerance-nats", type=float, default=0.1)
+    parser.add_argument("--gpu-memory-utilization", default="0.25")
+    parser.add_argument("--server-gpu", type=int, default=0)
+    parser.add_argument("--engine", nargs="*", default=[], help="further overrides, such as engine.args.enforce_eager=true")
+    parser.add_argument("--table", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What the command lines of vLLM and SGLang servers have in common."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offline_grpo.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """Settings of a server of our own, whatever its kind.
+
+    Args:
+        python: interpreter that has the server's package; null is the one that runs the trainer.
+        host: address to listen on; any other than this machine's own needs an api_key.
+        port: null takes a free one.
+        api_key: what requests must carry, the control endpoints included; null asks for none.
+        start_timeout_s: from the start until /health answers.
+        args: options of the server, underscores for dashes. null leaves an option out, true gives it without a value.
+        env: further environment variables.
+    """
+
+    python: str | None
+    host: str
+    port: int | None
+    api_key: str | None
+    start_timeout_s: float
+    args: Any
+    env: Any
+
+    def __post_init__(self) -> None:
+        if self.port is not None and not 0 < self.port < 65536:
+            raise ConfigError(f"engine.port={self.port}: must be from 1 to 65535, or null for a free one")
+        if self.start_timeout_s <= 0:
+            raise ConfigError(f"engine.start_timeout_s={self.start_timeout_s}: must be above 0")
+        if self.python is not None and not os.access(self.python, os.X_OK):
+            raise ConfigError(f"engine.python={self.python}: no such interpreter; null takes the one that runs this")
+        if self.api_key is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"engine.host={self.host}: on that address others could control the server; set engine.api_key, or engine.host=127.0.0.1"
+            )
+
+    @property
+    def interpreter(self) -> str:
+        return self.python or sys.executable
+
+    def merged_environment(self, ours: Mapping[str, str], variables: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
+        """What we have ourselves, then `ours`, then a strategy's `variables`, then `env`: the later wins."""
+        merged = {**without_launch_variables(os.environ), **ours}
+        if gpus is not None:
+            merged["CUDA_VISIBLE_DEVICES"] = visible(gpus)
+        return {**merged, **variables, **{name: str(value) for name, value in self.env.items()}}
+
+
+def flags(settings: Mapping[str, Any]) -> list[str]:
+    """`{"max_model_len": 512, "enable_lora": True, "seed": None}` as `--max-model-len 512 --enable-lora`."""
+    words = []
+    for name, value in settings.items():
+        if value is None or value is False:
+            continue
+        words.append("--" + name.replace("_", "-"))
+        if isinstance(value, (dict, list)):
+            words += [json.dumps(value)] if isinstance(value, dict) else [str(item) for item in value]
+        elif value is not True:
+            words.append(str(value))
+    return words
+
+
+def visible(gpus: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES for GPUs numbered as this process sees them."""
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = ours.split(",") if ours else None
+    return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def without_launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Free of what a launcher of several training processes sets: the server would take itself for one of them."""
+    launch = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    prefixes = ("TORCHELASTIC_", "ACCELERATE_", "OMP_NUM_THREADS_BY_LAUNCHER")
+    return {name: value for name, value in environment.items() if name not in launch and not name.startswith(prefixes)}

@@ -1,0 +1,29 @@
+"""How an SGLang server is started, 0.5.11 to 0.5.15."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offline_grpo.engine.command_line import CommandLine, flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class SglangEngine(CommandLine):
+    """The command line and environment of an SGLang server of our own. See `CommandLine`."""
+
+    name = "SGLang"
+
+    def command(self, model: str, port: int, options: Mapping[str, Any]) -> list[str]:
+        """See `Launcher.command`. The module is started, not the `sglang` script: an interpreter is all that has to be known."""
+        settings = {"host": self.host, "port": port, **self.args, **options, "api_key": self.api_key}
+        return [self.interpreter, "-m", "sglang.launch_server", "--model-path", model, *flags(settings)]
+
+    def environment(self, variables: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
+        """See `Launcher.environment`."""
+        ours = {
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # "1" gives logprobs from before the division by the temperature
+            "PYTHONUNBUFFERED": "1",
+        }
+        return self.merged_environment(ours, variables, gpus)

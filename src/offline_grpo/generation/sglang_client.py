@@ -1,0 +1,56 @@
+"""Samples from an SGLang server through its native endpoint, which takes and returns token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from offline_grpo.generation.server_client import Choice, ServerClient
+from offline_grpo.types import SamplingParams
+
+
+class SglangClient(ServerClient):
+    """See `ServerClient`. Made from the source of SGLang 0.5.11 to 0.5.15.
+
+    Seeds act under `--enable-deterministic-inference` alone, and its `n` would draw all completions of a prompt with one seed. So a request
+    is a batch: the prompt once per completion, each with sampling parameters of its own.
+
+    Logprobs are those of softmax(logits / temperature), with a repetition penalty in the logits, unless SGLANG_RETURN_ORIGINAL_LOGPROB is
+    set in the server's environment. SGLang does not renormalise them over what `top_p` and `top_k` leave.
+    """
+
+    engine_name = "SGLang"
+    path = "/generate"
+
+    def request(self, prompt: Sequence[int], sampling: SamplingParams, *, group_size: int, seed: int) -> dict[str, Any]:
+        """See `ServerClient.request`. SGLang keeps seeds in 64 bits with a sign, so the last one is followed by 0."""
+        common = {
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": 0.0,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop": list(sampling.stop),
+            "stop_token_ids": self._eos_ids,
+            "skip_special_tokens": False,
+        }
+        return {
+            "input_ids": [list(prompt)] * group_size,
+            "sampling_params": [{**common, "sampling_seed": (seed + j) % 2**63} for j in range(group_size)],
+            "return_logprob": True,
+        }
+
+    def choices(self, body: Any, prompt: Sequence[int], group_size: int) -> list[Choice]:
+        """See `ServerClient.choices`. The answers of a batch come in its order."""
+        return [_choice(answer["meta_info"], len(prompt)) for answer in body]
+
+
+def _choice(meta: Any, prompt_length: int) -> Choice:
+    reason = meta["finish_reason"]["type"]
+    if reason != "abort" and meta["prompt_tokens"] != prompt_length:  # the length is all that it tells, and not of what it dropped unread
+        raise ValueError(f"the prompt had {prompt_length} tokens and the server read {meta['prompt_tokens']}")
+    tokens = meta["output_token_logprobs"]  # (logprob, token id, text or None) each
+    if meta["completion_tokens"] != len(tokens):
+        raise ValueError(f"{len(tokens)} logprobs for {meta['completion_tokens']} tokens")
+    return [token[1] for token in tokens], [token[0] for token in tokens], reason

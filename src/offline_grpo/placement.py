@@ -1,0 +1,117 @@
+"""Who computes where: the GPUs of the training processes, and of a server that the run starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.memory_plan import check, describe, needs_reference_copy, predict
+from offline_grpo.model.load import read_model_config, resolve_device
+from offline_grpo.preflight import Plan
+
+log = logging.getLogger(__name__)
+
+
+def check_placement(plan: Plan, model_id: str, *, longest_prompt: int, num_processes: int) -> None:
+    """Refuse GPUs that do not suit, and, where `placement.check_memory` asks for it, a run that they cannot hold; log the prediction.
+
+    Args:
+        model_id: of the model to train; of it, and of a reference, the configuration alone is read.
+        longest_prompt: in tokens.
+
+    Raises:
+        ConfigError: names key, value and fix.
+    """
+    model = plan.config.model
+    trainers = trainer_gpus(model.device, num_processes)
+    servers = server_gpus(plan, num_processes)
+    if not trainers or not plan.config.placement.check_memory:
+        return
+    memory = predict(
+        plan,
+        read_model_config(model_id, "model.train_id"),
+        read_model_config(model.ref_id or model_id, "model.ref_id") if needs_reference_copy(plan) else None,
+        longest_prompt=longest_prompt,
+        trainers=trainers,
+        server_gpus=servers or (),
+        total_bytes=[torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())],
+    )
+    for line in describe(memory):
+        log.info(line)
+    check(memory)
+
+
+def trainer_gpus(device: str, num_processes: int) -> list[int]:
+    """The GPU of every training process, that of the first one first; empty on the CPU.
+
+    Args:
+        device: `model.device`.
+
+    Raises:
+        ConfigError: a GPU that this machine has not.
+    """
+    devices = [resolve_device(device, process) for process in range(num_processes)]
+    return [device.index or 0 for device in devices if device.type == "cuda"]
+
+
+def server_gpus(plan: Plan, num_processes: int) -> list[int] | None:
+    """The GPUs of a server that the run starts; None where it starts none, or where all that it sees will do. See `engine_gpus`."""
+    if plan.launcher is None:
+        return None
+    return engine_gpus(
+        plan.config.placement.engine_devices,
+        getattr(plan.weight_sync, "gpu_rule", "any"),
+        name=getattr(plan.weight_sync, "name", type(plan.weight_sync).__name__),
+        trainers=trainer_gpus(plan.config.model.device, num_processes),
+        num_gpus=torch.cuda.device_count(),
+    )
+
+
+def engine_gpus(configured: Sequence[int] | None, rule: str, *, name: str, trainers: Sequence[int], num_gpus: int) -> list[int] | None:
+    """The GPUs of a server that the run starts, numbered as this process sees them; None (all that it sees) for trainers on the CPU.
+
+    Args:
+        configured: `placement.engine_devices`; null takes the trainer's GPU for the rule "same", else the first that no process trains on,
+            else (rule "any") the trainer's.
+        rule: "same" where weights never leave the trainer's GPU, "other" where they must, "any".
+        name: of the strategy with that rule.
+        trainers: the GPU of every training process, that of the first one first.
+
+    Raises:
+        ConfigError: GPUs that do not exist or break the rule.
+    """
+    setting = f"placement.engine_devices={'null' if configured is None else list(configured)}"
+    if configured is not None:
+        _check_existing(configured, setting, num_gpus)
+    if not trainers:
+        return None if configured is None else list(configured)
+    free = [gpu for gpu in range(num_gpus) if gpu not in trainers]
+    if configured is None:
+        if rule == "other" and not free:
+            raise ConfigError(
+                f"{setting}: weight_sync={name} needs a GPU for the server that no process trains on, and all {num_gpus} of this machine "
+                "are trained on; use weight_sync=shared_vllm, or fewer training processes"
+            )
+        return [trainers[0]] if rule == "same" or not free else [free[0]]
+    if rule == "same" and trainers[0] not in configured:
+        raise ConfigError(
+            f"{setting}: weight_sync={name} needs the server on the trainer's GPU {trainers[0]}; use placement.engine_devices=null, or "
+            "weight_sync=nccl"
+        )
+    shared = sorted(set(configured) & set(trainers))
+    if rule == "other" and shared:
+        raise ConfigError(
+            f"{setting}: weight_sync={name} needs other GPUs for the server, and GPU {shared[0]} is trained on; "
+            + (f"use placement.engine_devices={free[:1]}" if free else "use weight_sync=shared_vllm")
+        )
+    return list(configured)
+
+
+def _check_existing(gpus: Sequence[int], setting: str, num_gpus: int) -> None:
+    if all(0 <= gpu < num_gpus for gpu in gpus) and len(set(gpus)) == len(gpus):
+        return
+    exist = f"this machine has {num_gpus} GPU{'s' if num_gpus != 1 else ''}" + (f", 0 to {num_gpus - 1}" if num_gpus > 1 else "")
+    raise ConfigError(f"{setting}: {exist}; name each GPU of the server once, or use placement.engine_devices=null")

@@ -1,0 +1,114 @@
+"""Rollouts, a training epoch, the evaluator and a whole run on one GPU next to a real vLLM server. `pytest -m gpu tests/gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from children import metrics_of
+from engines import GPU, load, make_client, make_server, processes_naming, running, save_model
+from factories import compose_config
+
+from offline_grpo import app
+from offline_grpo.config import typed
+from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.model.policy import Policy
+from offline_grpo.parallel import Ranks
+from offline_grpo.preflight import Plan, make_plan
+from offline_grpo.run_dir import RunDir
+from offline_grpo.train.experience import prepare_batch
+from offline_grpo.types import RolloutGroup, Score
+
+pytestmark = pytest.mark.gpu
+
+OVERRIDES = ("train.precision=bf16", "train.lr=1e-3", "data.problems_per_iteration=8", "data.rollouts_per_problem=8", "eval.num_ids=16")
+
+
+@dataclass
+class Bench:
+    """A policy beside the server that serves it, and the plan of a run."""
+
+    plan: Plan
+    policy: Policy
+    client: VllmClient
+    ranks: Ranks
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("integration")
+    model = save_model(folder / "model", dtype=torch.bfloat16)
+    plan = make_plan(typed(compose_config("generation=vllm_server", "weight_sync=reload", *OVERRIDES)))
+    with running(make_server(GPU, folder), model) as server:
+        client = make_client(server)
+        yield Bench(plan, load(model, GPU), client, Ranks(use_cpu=False), folder)
+        client.close()
+
+
+@pytest.fixture(scope="module")
+def groups(bench: Bench) -> list[RolloutGroup]:
+    return app._source(bench.plan, bench.policy, bench.client, bench.ranks).next(0)
+
+
+def test_rollouts(bench: Bench, groups: list[RolloutGroup]) -> None:
+    assert [len(group.rollouts) for group in groups] == [8] * 8
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        assert 1 <= len(rollout.completion.token_ids) == len(rollout.completion.logprobs) <= 8
+        assert rollout.text == bench.policy.decode(rollout.completion.token_ids)
+    assert len({rollout.completion.token_ids for rollout in groups[0].rollouts}) > 1
+
+
+def judged(group: RolloutGroup) -> RolloutGroup:
+    """The group with rewards that a random model earns too: its share of even tokens."""
+    shares = [sum(t % 2 == 0 for t in r.completion.token_ids) / len(r.completion.token_ids) for r in group.rollouts]
+    scored = [replace(r, score=Score(share, share > 0.5, {})) for r, share in zip(group.rollouts, shares, strict=True)]
+    return replace(group, rollouts=tuple(scored))
+
+
+def test_a_training_epoch(bench: Bench, groups: list[RolloutGroup]) -> None:
+    before = {name: p.detach().clone() for name, p in bench.policy.model.named_parameters()}
+    updater = app._updater(bench.plan, bench.policy, str(bench.folder / "model"), RunDir(bench.folder), bench.ranks)
+    batch, _ = prepare_batch([judged(group) for group in groups], updater, bench.plan.config.train, temperature=1.0)
+    assert batch is not None
+    metrics = updater.run(batch, iteration=0)
+    assert metrics["num_updates"] == 1
+    assert metrics["grad_norm"] > 0
+    assert metrics["alignment/diff_abs_mean"] < 0.05  # the server sampled from the policy as it was
+    assert any(not torch.equal(p, before[name]) for name, p in bench.policy.model.named_parameters())
+
+
+def test_evaluator(bench: Bench) -> None:
+    metrics = app._evaluator(bench.plan, bench.policy, bench.ranks).evaluate(bench.client, cycle=0)
+    assert 0 <= metrics["pass@1"] <= metrics["pass@4"] <= 1
+    assert metrics["completion_tokens_mean"] > 0
+
+
+def test_end_to_end(tmp_path: Path) -> None:
+    """One copy of the weights, CUDA graphs on, from the first rollout to the last checkpoint."""
+    run_dir = tmp_path / "run"
+    small = (
+        "model.tiny.warm_start_steps=60",
+        "task.format_weight=0.5",
+        "eval.interval=2",
+        "train.iterations=4",
+        "checkpoint.save_interval=2",
+    )
+    memory = "engine.args.gpu_memory_utilization=0.1"
+    app.run(
+        compose_config("generation=vllm_server", "weight_sync=shared_vllm", *OVERRIDES, *small, memory, f"cache_dir={tmp_path}/cache"),
+        run_dir,
+    )
+    metrics = metrics_of(run_dir)
+    for iteration in range(4):
+        found = metrics[f"train_iter_{iteration:03d}.json"]
+        assert found["sync/version"] == iteration + 1
+        assert found["sync/num_bytes"] == 0
+        assert found["sync/num_tensors_proven"] == found["sync/num_tensors"] > 0
+        assert found["alignment/diff_abs_mean"] < 0.05
+    assert {"eval_init.json", "eval_iter_001.json", "eval_iter_003.json"} <= set(metrics)
+    assert (run_dir / "checkpoints" / "iter_003" / "model.safetensors").exists()
+    assert processes_naming(str(tmp_path)) == []

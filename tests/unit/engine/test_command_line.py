@@ -1,0 +1,50 @@
+"""What the command lines of servers have in common."""
+
+from __future__ import annotations
+
+import pytest
+
+from offline_grpo.engine.command_line import flags, is_loopback, visible, without_launch_variables
+
+
+def test_flags() -> None:
+    assert flags({"max_model_len": 512, "enable_lora": True, "seed": None, "trust": False, "zero": 0}) == [
+        *("--max-model-len", "512", "--enable-lora", "--zero", "0"),
+    ]
+    assert flags({"config": {"a": [1]}, "lora_modules": ["a=1", "b=2"]}) == ["--config", '{"a": [1]}', "--lora-modules", "a=1", "b=2"]
+
+
+def test_gpus_are_numbered_as_this_process_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible([1, 0]) == "1,0"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-abc,6")
+    assert visible([1, 2]) == "GPU-abc,6"
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("10.0.0.1", False),
+        ("gpu1", False),
+    ],
+)
+def test_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_launch_variables_stay_here() -> None:
+    ours = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "a",
+        "ACCELERATE_USE_CPU": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "HOME": "/",
+        "RANKING": "1",
+    }
+    assert without_launch_variables(ours) == {"HOME": "/", "RANKING": "1"}

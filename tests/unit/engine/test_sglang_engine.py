@@ -1,0 +1,154 @@
+"""Starting and controlling SGLang, against a stand-in written from its source (tests/fake_sglang.py): no real SGLang ran."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import compose_config
+from fake_sglang import FakeSglang
+from omegaconf import OmegaConf
+from scripted_server import ScriptedServer
+
+from offline_grpo.build import build
+from offline_grpo.config import as_plain
+from offline_grpo.engine.server import Server
+from offline_grpo.engine.sglang import SglangEngine
+from offline_grpo.engine.sglang_control import SglangControl
+from offline_grpo.errors import ConfigError, EngineDied, EngineError
+
+SETTINGS: dict[str, Any] = {
+    "python": None,
+    "host": "127.0.0.1",
+    "port": None,
+    "api_key": None,
+    "start_timeout_s": 60.0,
+    "args": {"dtype": "float32", "context_length": 512, "disable_cuda_graph": True, "max_running_requests": None, "log_requests": False},
+    "env": {},
+}
+
+
+def test_command_of_an_engine() -> None:
+    assert SglangEngine(**SETTINGS).command("some/model", 4321, {"context_length": 64, "skip_server_warmup": True}) == [
+        *(sys.executable, "-m", "sglang.launch_server", "--model-path", "some/model", "--host", "127.0.0.1", "--port", "4321"),
+        *("--dtype", "float32", "--context-length", "64", "--disable-cuda-graph", "--skip-server-warmup"),
+    ]
+    assert SglangEngine(**{**SETTINGS, "api_key": "k"}).command("m", 1, {})[-2:] == ["--api-key", "k"]
+
+
+def test_the_shipped_engine_makes_seeds_act_and_keeps_the_temperature_in_the_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = compose_config("generation=sglang_server", "weight_sync=restart", "train.precision=bf16")
+    engine = build(as_plain(OmegaConf.select(config, "engine")), key="engine")
+    assert isinstance(engine, SglangEngine)
+    command = engine.command("m", 1, {})
+    assert "--enable-deterministic-inference" in command
+    assert command[command.index("--dtype") + 1] == "bfloat16"
+    environment = engine.environment({"FROM_STRATEGY": "1"}, [2])
+    assert environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["FROM_STRATEGY"]) == ("2", "1")
+    assert "RANK" not in environment
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"port": 70000}, "engine.port=70000"),
+        ({"start_timeout_s": 0}, "engine.start_timeout_s=0"),
+        ({"python": "/no/such/python"}, "engine.python=/no/such/python"),
+        ({"host": "0.0.0.0"}, r"engine\.host=0\.0\.0\.0: .* set engine\.api_key"),
+    ],
+)
+def test_settings_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SglangEngine(**{**SETTINGS, **change})
+
+
+# Control
+
+
+@pytest.fixture
+def fake() -> FakeSglang:
+    return FakeSglang(api_key="secret")
+
+
+@pytest.fixture
+def web(fake: FakeSglang) -> Iterator[ScriptedServer]:
+    with ScriptedServer(fake) as server:
+        yield server
+
+
+@pytest.fixture
+def control(web: ScriptedServer, tmp_path: Path) -> SglangControl:
+    return SglangControl(Server(base_url=web.base_url, api_key="secret", launcher=None, log_dir=tmp_path), "abort")
+
+
+@pytest.mark.parametrize("version", ["0.5.11", "0.5.15", "0.5.12.post1"])
+def test_versions_that_are_supported(control: SglangControl, fake: FakeSglang, version: str) -> None:
+    fake.version = version
+    assert control.check_version() == version
+
+
+@pytest.mark.parametrize("version", ["0.5.10", "0.5.16", "0.6.0", "0.4.11", "nightly"])
+def test_versions_that_are_not(control: SglangControl, fake: FakeSglang, version: str) -> None:
+    fake.version = version
+    with pytest.raises(ConfigError, match=rf"SGLang {version} answers there; versions 0\.5\.11 to 0\.5\.15 are supported"):
+        control.check_version()
+
+
+def test_a_server_that_ignores_seeds_is_refused(control: SglangControl, fake: FakeSglang) -> None:
+    fake.is_deterministic = False
+    with pytest.raises(ConfigError, match=r"engine\.args\.enable_deterministic_inference=false: .*ignores seeds"):
+        control.check_version()
+
+
+def test_the_version_is_kept_with_the_weights(control: SglangControl, fake: FakeSglang) -> None:
+    assert control.served_version() is None
+    control.set_version(3)
+    assert control.served_version() == 3
+    assert fake.num_aborts == 0
+    control.load_weights("/some/folder", version=4)
+    assert (control.served_version(), fake.loaded) == (4, ["/some/folder"])
+
+
+def test_loading_weights_cannot_end_the_server(control: SglangControl, fake: FakeSglang, web: ScriptedServer) -> None:
+    fake.is_dirty = True
+    control.load_weights("/some/folder", version=1)
+    assert (fake.is_dead, fake.is_paused, fake.num_aborts) == (False, False, 1)
+    assert [request.path for request in web.requests] == [
+        *("/pause_generation", "/flush_cache", "/update_weights_from_disk", "/continue_generation"),
+    ]
+
+
+def test_weights_that_cannot_be_loaded_leave_the_server_paused(control: SglangControl, fake: FakeSglang) -> None:
+    with pytest.raises(EngineError, match="/update_weights_from_disk: status 400: Failed to get weights iterator: /missing"):
+        control.load_weights("/missing", version=1)
+    assert fake.is_paused
+    assert control.served_version() is None
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+def test_pause_modes_that_sglang_lacks(control: SglangControl, web: ScriptedServer, mode: str) -> None:
+    control.pause_mode = mode
+    with pytest.raises(ConfigError, match=f"weight_sync.pause_mode={mode}: .* set it to abort"):
+        control.load_weights("/some/folder", version=1)
+    assert web.requests == []
+
+
+def test_the_death_of_our_own_server_is_told(control: SglangControl, fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
+    graces = []
+
+    def check_alive(*, grace_s: float = 0.0) -> None:
+        graces.append(grace_s)
+        raise EngineDied("the server has ended")
+
+    monkeypatch.setattr(control.server, "check_alive", check_alive)
+    fake.is_dead = True
+    with pytest.raises(EngineDied):
+        control.set_version(1)
+    assert graces == [5.0]

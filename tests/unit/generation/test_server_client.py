@@ -1,0 +1,617 @@
+"""Both clients against a server that misbehaves: each fault is retried or named, and never becomes a rollout."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_server import Reply, Request, ScriptedServer
+
+from offline_grpo.engine.server import Server
+from offline_grpo.errors import ConfigError, EngineDied, EngineError
+from offline_grpo.generation import server_client
+from offline_grpo.generation.server_client import ServerClient
+from offline_grpo.generation.sglang_client import SglangClient
+from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.types import Completion, FinishReason, SamplingParams
+
+PROMPT = [7, 8, 9]
+SAMPLING = SamplingParams(max_new_tokens=4)
+TWO = [([5, 2], [-0.5, -0.25], "stop"), ([6, 7, 8, 9], [-1.0, -2.0, -3.0, -4.0], "length")]
+"""Two completions of PROMPT, as the tests write them: token ids, logprobs, why it ended."""
+
+Script = Callable[[Request], Reply]
+
+
+def vllm_answer(completions: Sequence[Any], prompt: Sequence[int] = PROMPT) -> dict[str, Any]:
+    """What vLLM 0.32 answers at /v1/completions with `return_token_ids` and `logprobs=0`."""
+    choices = [
+        {
+            "index": index,
+            "text": "",
+            "finish_reason": reason,
+            "stop_reason": None,
+            "token_ids": tokens,
+            "prompt_token_ids": list(prompt),
+            "logprobs": {"token_logprobs": logprobs, "tokens": [f"token_id:{token}" for token in tokens], "top_logprobs": []},
+        }
+        for index, (tokens, logprobs, reason) in enumerate(completions)
+    ]
+    return {"id": "cmpl-1", "object": "text_completion", "model": "policy", "choices": choices}
+
+
+def sglang_answer(completions: Sequence[Any], prompt: Sequence[int] = PROMPT) -> list[dict[str, Any]]:
+    """What SGLang 0.5.15 answers at /generate to a batch with `return_logprob`."""
+    return [
+        {
+            "text": "",
+            "output_ids": tokens,
+            "meta_info": {
+                "id": f"{index}",
+                "finish_reason": {"type": reason},
+                "prompt_tokens": len(prompt),
+                "completion_tokens": len(tokens),
+                "output_token_logprobs": [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=False)],
+                "output_token_logprobs_length": len(logprobs),
+            },
+        }
+        for index, (tokens, logprobs, reason) in enumerate(completions)
+    ]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One server's language."""
+
+    client: type[ServerClient]
+    answer: Callable[..., Any]
+    prompt_of: Callable[[Any], list[int]]
+    sent_names: dict[str, str]  # SamplingParams' names -> the server's
+    settings_of: Callable[[Any], dict[str, Any]]
+    required: tuple[tuple[Any, ...], ...]  # paths in an answer without which there is no completion
+
+
+COMMON_NAMES = {name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty", "stop")}
+DIALECTS = {
+    "vllm": Dialect(
+        VllmClient,
+        vllm_answer,
+        lambda body: body["prompt"],
+        {**COMMON_NAMES, "max_new_tokens": "max_tokens"},
+        lambda body: body,
+        (
+            ("choices",),
+            *(("choices", 1, name) for name in ("index", "token_ids", "logprobs", "finish_reason")),
+            ("choices", 0, "prompt_token_ids"),
+            ("choices", 1, "logprobs", "token_logprobs"),
+        ),
+    ),
+    "sglang": Dialect(
+        SglangClient,
+        sglang_answer,
+        lambda body: body["input_ids"][0],
+        {**COMMON_NAMES, "max_new_tokens": "max_new_tokens"},
+        lambda body: body["sampling_params"][0],
+        (
+            (1, "meta_info"),
+            *((1, "meta_info", name) for name in ("finish_reason", "prompt_tokens", "completion_tokens", "output_token_logprobs")),
+            (1, "meta_info", "finish_reason", "type"),
+        ),
+    ),
+}
+
+
+class MortalServer(Server):
+    """A server that somebody found, with the life of one that was started."""
+
+    is_dead = False
+
+    def check_alive(self, *, grace_s: float = 0.0) -> None:
+        if self.is_dead:
+            raise EngineDied("the server has ended (exit code 1)")
+
+
+@dataclass
+class Lab:
+    """A scripted server and a client of it."""
+
+    dialect: Dialect
+    server: ScriptedServer
+    handle: MortalServer
+    client: ServerClient
+
+    def set_script(self, script: Script) -> None:
+        self.server.script = script
+
+    def answers(self, completions: Sequence[Any] = TWO, **changes: Any) -> None:
+        self.set_script(lambda _: Reply(self.dialect.answer(completions, **changes)))
+
+    def ask(self, *, num_prompts: int = 1, group_size: int = 2) -> list[list[Completion]]:
+        """Completions of prompts that start with their number."""
+        prompts = [[number, 8, 9] for number in range(num_prompts)] if num_prompts > 1 else [PROMPT]
+        return self.client.generate(prompts, SAMPLING, group_size=group_size, seeds=range(num_prompts))
+
+    def echo(self, request: Request) -> Reply:
+        """A completion that tells which prompt it is of."""
+        prompt = self.dialect.prompt_of(request.body)
+        return Reply(self.dialect.answer([([prompt[0], 2], [-1.0, -1.0], "stop")], prompt=prompt))
+
+    def error(self, kind: type[EngineError] = EngineError, **ask: Any) -> str:
+        """The message of the error that asking gives; it names the URL."""
+        with pytest.raises(EngineError) as raised:
+            self.ask(**ask)
+        assert type(raised.value) is kind
+        assert kind is EngineDied or f"{self.server.base_url}{self.client.path}" in str(raised.value)
+        return str(raised.value)
+
+
+def make_client(dialect: Dialect, server: Server, *, batch_size: int = 4, timeout_s: float = 5.0, max_retries: int = 3) -> ServerClient:
+    return dialect.client(server=server, eos_ids=[2], batch_size=batch_size, timeout_s=timeout_s, max_retries=max_retries)
+
+
+def mortal(base_url: str, tmp_path: Path, api_key: str | None = None) -> MortalServer:
+    server = MortalServer(base_url=base_url, api_key=api_key, launcher=None, log_dir=tmp_path)
+    server._name = "policy"  # what vLLM would say at /v1/models
+    return server
+
+
+@pytest.fixture(params=DIALECTS)
+def dialect(request: pytest.FixtureRequest) -> Dialect:
+    return DIALECTS[request.param]
+
+
+@pytest.fixture
+def lab(dialect: Dialect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    monkeypatch.setattr(server_client, "FIRST_PAUSE_S", 0.01)
+    with ScriptedServer(lambda _: Reply(dialect.answer(TWO))) as server:
+        handle = mortal(server.base_url, tmp_path)
+        client = make_client(dialect, handle)
+        yield Lab(dialect, server, handle, client)
+        client.close()
+
+
+# What works
+
+
+def test_completions_are_what_the_server_said(lab: Lab) -> None:
+    lab.client.version = 3
+    assert lab.ask() == [
+        [
+            Completion((5, 2), (-0.5, -0.25), FinishReason.STOP, 3),
+            Completion((6, 7, 8, 9), (-1.0, -2.0, -3.0, -4.0), FinishReason.LENGTH, 3),
+        ]
+    ]
+    assert lab.client.generate([], SAMPLING, group_size=2, seeds=[]) == []
+
+
+def test_aborted_completions_keep_what_they_have(lab: Lab) -> None:
+    lab.answers([([5], [-0.5], "abort"), ([], [], "abort")])
+    [[first, second]] = lab.ask()
+    assert (first.token_ids, first.finish_reason) == ((5,), FinishReason.ABORT)
+    assert (second.token_ids, second.logprobs, second.finish_reason) == ((), (), FinishReason.ABORT)
+
+
+def test_every_sampling_setting_is_sent_under_its_name(lab: Lab) -> None:
+    sampling = SamplingParams(max_new_tokens=17, temperature=0.7, top_p=0.9, top_k=40, repetition_penalty=1.2, stop=("\n", "END"))
+    lab.client.generate([PROMPT], sampling, group_size=2, seeds=[5])
+    body = lab.server.requests[0].body
+    settings = lab.dialect.settings_of(body)
+    for field in fields(SamplingParams):
+        value = getattr(sampling, field.name)
+        assert settings[lab.dialect.sent_names[field.name]] == (list(value) if field.name == "stop" else value)
+    assert settings["stop_token_ids"] == [2]
+    assert settings["min_p"] == 0  # a server may have another default
+    assert lab.dialect.prompt_of(body) == PROMPT
+
+
+def test_filters_that_are_off_are_sent_too(lab: Lab) -> None:
+    lab.client.generate([PROMPT], SamplingParams(max_new_tokens=4), group_size=2, seeds=[5])
+    settings = lab.dialect.settings_of(lab.server.requests[0].body)
+    assert (settings["top_k"], settings["top_p"], settings["repetition_penalty"], settings["temperature"]) == (-1, 1, 1, 1)
+
+
+def test_vllm_is_asked_for_a_group_with_one_seed(tmp_path: Path) -> None:
+    with ScriptedServer(lambda _: Reply(vllm_answer(TWO))) as server:
+        client = make_client(DIALECTS["vllm"], mortal(server.base_url, tmp_path))
+        client.generate([PROMPT], SAMPLING, group_size=2, seeds=[2**62])
+        body = server.requests[0].body
+        assert {name: body[name] for name in ("n", "seed", "logprobs", "return_token_ids", "model")} == {
+            "n": 2,
+            "seed": 2**62,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "model": "policy",
+        }
+        client.close()
+
+
+def test_choices_in_another_order_are_put_right(tmp_path: Path) -> None:
+    answer = vllm_answer(TWO)
+    answer["choices"].reverse()
+    with ScriptedServer(lambda _: Reply(answer)) as server:
+        client = make_client(DIALECTS["vllm"], mortal(server.base_url, tmp_path))
+        [[first, second]] = client.generate([PROMPT], SAMPLING, group_size=2, seeds=[0])
+        assert (first.token_ids, second.token_ids) == ((5, 2), (6, 7, 8, 9))
+        client.close()
+
+
+def test_answers_in_reverse_come_back_in_the_order_of_prompts(lab: Lab) -> None:
+    answered: list[int] = []
+
+    def script(request: Request) -> Reply:
+        number = lab.dialect.prompt_of(request.body)[0]
+        lab.server.wait_until(lambda: len(answered) == 3 - number)
+        with lab.server.changed:
+            answered.append(number)
+            lab.server.changed.notify_all()
+        return lab.echo(request)
+
+    lab.set_script(script)
+    groups = lab.ask(num_prompts=4, group_size=1)
+    assert answered == [3, 2, 1, 0]
+    assert [group[0].token_ids[0] for group in groups] == [0, 1, 2, 3]
+
+
+def test_requests_in_flight_are_batch_size_and_never_more(lab: Lab) -> None:
+    def script(request: Request) -> Reply:
+        if request.number < 4:
+            lab.server.wait_until(lambda: lab.server.max_active == 4)
+        time.sleep(0.02)  # one too many would come now
+        return lab.echo(request)
+
+    lab.set_script(script)
+    lab.ask(num_prompts=14, group_size=1)
+    assert lab.server.max_active == 4
+    assert len(lab.server.requests) == 14
+
+
+def test_connections_are_kept(lab: Lab) -> None:
+    lab.set_script(lab.echo)
+    for _ in range(3):
+        lab.ask(num_prompts=8, group_size=1)
+    assert len(lab.server.requests) == 24
+    assert lab.server.num_connections <= 4
+
+
+def test_a_connection_is_not_kept_until_the_server_closes_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server_client.KEEP_ALIVE_S < 5  # uvicorn's, under vLLM and SGLang
+    monkeypatch.setattr(server_client, "KEEP_ALIVE_S", 0.05)
+    lab.ask()
+    time.sleep(0.1)
+    lab.ask()
+    assert lab.server.num_connections == 2
+
+
+def test_a_closed_client_opens_again(lab: Lab) -> None:
+    first = lab.ask()
+    lab.client.close()
+    lab.client.close()
+    assert lab.ask() == first
+    assert lab.server.num_connections == 2
+    lab.client.close()
+    names = [thread.name for thread in threading.enumerate() if lab.server.base_url in thread.name]
+    deadline = time.monotonic() + 5
+    while names and time.monotonic() < deadline:
+        names = [thread.name for thread in threading.enumerate() if lab.server.base_url in thread.name]
+    assert names == []
+
+
+def test_the_key_is_sent(dialect: Dialect, tmp_path: Path) -> None:
+    with ScriptedServer(lambda _: Reply(dialect.answer(TWO))) as server:
+        for api_key in ("secret", None):
+            client = make_client(dialect, mortal(server.base_url, tmp_path, api_key))
+            client.generate([PROMPT], SAMPLING, group_size=2, seeds=[0])
+            client.close()
+        assert [request.headers.get("Authorization") for request in server.requests] == ["Bearer secret", None]
+
+
+# What is tried again
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_a_status_that_asks_for_it_is_tried_again(lab: Lab, status: int) -> None:
+    lab.set_script(lambda request: Reply({"error": "later"}, status=status) if request.number < 2 else Reply(lab.dialect.answer(TWO)))
+    assert len(lab.ask()[0]) == 2
+    assert len(lab.server.requests) == 3
+    assert lab.server.requests[0].body == lab.server.requests[2].body
+
+
+@pytest.mark.parametrize("cut", ["reset", "close", "silence"])
+def test_a_broken_connection_is_tried_again(lab: Lab, cut: str) -> None:
+    lab.set_script(lambda request: Reply(lab.dialect.answer(TWO), cut=cut if request.number < 2 else ""))
+    assert lab.ask()[0][0].token_ids == (5, 2)
+    assert len(lab.server.requests) == 3
+
+
+def test_a_garbled_body_is_tried_again(lab: Lab) -> None:
+    garbled = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    lab.set_script(
+        lambda request: Reply(b"this is not gzip", headers=garbled) if request.number == 0 else Reply(lab.dialect.answer(TWO)),
+    )
+    assert lab.ask()[0][0].token_ids == (5, 2)
+
+
+@pytest.mark.parametrize("reply", [Reply({}, status=503), Reply({}, cut="close")])
+def test_trying_again_ends(lab: Lab, reply: Reply) -> None:
+    lab.set_script(lambda _: reply)
+    message = lab.error()
+    assert "after 4 attempts" in message
+    assert "status 503" in message or "connection broke" in message
+    assert len(lab.server.requests) == 4
+
+
+def test_pauses_between_attempts_double_up_to_a_limit(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    real_sleep = server_client.asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        await real_sleep(0)
+
+    monkeypatch.setattr(server_client, "FIRST_PAUSE_S", 0.5)
+    monkeypatch.setattr(server_client.random, "uniform", lambda low, high: 1.0)
+    monkeypatch.setattr(server_client.asyncio, "sleep", sleep)
+    client = make_client(lab.dialect, lab.handle, max_retries=7)
+    lab.set_script(lambda _: Reply({}, status=503))
+    with pytest.raises(EngineError, match="after 8 attempts"):
+        client.generate([PROMPT], SAMPLING, group_size=2, seeds=[0])
+    client.close()
+    assert pauses == [0.5, 1, 2, 4, 8, 10, 10]
+
+
+# What is an error at once
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (Reply({"detail": "Not Found"}, status=404), r"status 404: .*Not Found"),
+        (Reply({"error": {"message": "Unauthorized"}}, status=401), r"status 401: Unauthorized"),
+        (Reply({"error": {"message": "prompt too long"}}, status=400), r"status 400: prompt too long"),
+        (Reply({"error": "CUDA error"}, status=500), r"status 500: CUDA error"),
+        (Reply(b"<html>gateway</html>", status=500, headers={"Content-Type": "text/html"}), r"status 500: <html>gateway"),
+        (Reply(b'{"choices": [', 200), r"malformed answer.*\{\"choices\""),
+        (Reply(b"\xff\xfe{", 200), r"malformed answer"),
+        (Reply(b"ok", headers={"Content-Type": "text/plain"}), r"malformed answer.*ok"),
+        (Reply(b""), r"malformed answer"),
+        (Reply(None), r"malformed answer"),
+        (Reply({"choices": None}), r"malformed answer"),
+        (Reply([[]]), r"malformed answer"),
+        (Reply(b"", status=307, headers={"Location": "/elsewhere"}), r"malformed answer"),
+    ],
+)
+def test_an_answer_that_is_none(lab: Lab, reply: Reply, expected: str) -> None:
+    lab.set_script(lambda _: reply)
+    assert re.search(expected, lab.error())
+    assert len(lab.server.requests) == 1
+
+
+GOOD = ([6], [-1.0], "length")
+
+
+@pytest.mark.parametrize(
+    ("completions", "expected"),
+    [
+        ([], "0 completions where 2 were asked for"),
+        ([GOOD], "1 completions where 2 were asked for"),
+        ([GOOD] * 3, "3 completions where 2 were asked for"),
+        ([GOOD, ([5], [math.nan], "stop")], "the logprob of token 0 is nan"),
+        ([GOOD, ([5, 6], [-1.0, -9999.0], "stop")], "the logprob of token 1 is -9999.0"),
+        ([GOOD, ([5], [-3.4028234663852886e38], "stop")], "the logprob of token 0 is -3.4"),  # what SGLang writes for minus infinity
+        ([GOOD, ([5], [-math.inf], "stop")], "the logprob of token 0 is -inf"),
+        ([GOOD, ([5], [0.5], "stop")], "the logprob of token 0 is 0.5"),
+        ([GOOD, ([5], [None], "stop")], "malformed answer"),  # what SGLang writes for NaN
+        ([GOOD, ([5], ["-1"], "stop")], "malformed answer"),
+        ([GOOD, ([5, 6], [-1.0], "stop")], r"malformed answer.*1 logprobs for 2 tokens"),
+        ([GOOD, ([1, 2, 3, 4, 5], [-1.0] * 5, "length")], r"malformed answer.*5 tokens where 1 to 4 were asked for"),
+        ([GOOD, ([], [], "stop")], r"malformed answer.*0 tokens where 1 to 4"),
+        ([GOOD, ([], [], "length")], r"malformed answer.*0 tokens"),
+        ([GOOD, ([5.0], [-1.0], "stop")], r"malformed answer.*not integers"),
+        ([GOOD, (["5"], [-1.0], "stop")], r"malformed answer.*not integers"),
+        ([GOOD, ([5], [-1.0], "content_filter")], r"malformed answer.*content_filter"),
+        ([GOOD, ([5], [-1.0], None)], r"malformed answer.*None"),
+    ],
+)
+def test_completions_that_are_not_what_was_asked_for(lab: Lab, completions: list[Any], expected: str) -> None:
+    lab.answers(completions)
+    assert re.search(expected, lab.error())
+    assert len(lab.server.requests) == 1
+
+
+def test_fields_that_are_missing(lab: Lab) -> None:
+    for path in lab.dialect.required:
+        answer = json.loads(json.dumps(lab.dialect.answer(TWO)))
+        *parents, last = path
+        place = answer
+        for step in parents:
+            place = place[step]
+        del place[last]
+        lab.set_script(lambda _, answer=answer: Reply(answer))
+        assert f"malformed answer (KeyError: '{last}')" in lab.error()
+
+
+def test_a_prompt_that_came_back_changed(lab: Lab) -> None:
+    lab.answers(TWO, prompt=PROMPT[1:])
+    assert re.search("malformed answer.*prompt", lab.error())
+
+
+def test_choices_that_are_numbered_twice(tmp_path: Path) -> None:
+    answer = vllm_answer(TWO)
+    answer["choices"][1]["index"] = 0
+    with ScriptedServer(lambda _: Reply(answer)) as server:
+        client = make_client(DIALECTS["vllm"], mortal(server.base_url, tmp_path))
+        with pytest.raises(EngineError, match="not numbered from 0"):
+            client.generate([PROMPT], SAMPLING, group_size=2, seeds=[0])
+        client.close()
+
+
+def test_one_bad_answer_ends_the_other_requests(lab: Lab) -> None:
+    def script(request: Request) -> Reply:
+        if lab.dialect.prompt_of(request.body)[0] == 2:
+            lab.server.wait_until(lambda: lab.server.num_active == 4)
+            return Reply({}, status=404)
+        lab.server.hold(request)
+        return Reply()
+
+    lab.set_script(script)
+    assert "status 404" in lab.error(num_prompts=9, group_size=1)
+    lab.server.wait_until(lambda: lab.server.num_active == 0)
+    assert len(lab.server.requests) == 4
+    lab.answers()
+    assert len(lab.ask()[0]) == 2
+
+
+def test_nobody_listens(dialect: Dialect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client, "FIRST_PAUSE_S", 0.01)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        client = make_client(dialect, mortal(url, tmp_path))
+        with pytest.raises(EngineError, match=rf"{url}{client.path}: no connection .*after 4 attempts.*generation\.base_url") as raised:
+            client.generate([PROMPT], SAMPLING, group_size=2, seeds=[0])
+        assert type(raised.value) is EngineError
+        client.close()
+
+
+@pytest.mark.parametrize("is_trickling", [False, True])
+def test_a_server_that_is_too_slow_is_not_asked_again(lab: Lab, is_trickling: bool) -> None:
+    def script(request: Request) -> Reply:
+        if is_trickling:
+            return Reply(lab.dialect.answer(TWO), byte_pause_s=0.02)
+        lab.server.hold(request)
+        return Reply()
+
+    lab.set_script(script)
+    lab.client.close()
+    lab.client = make_client(lab.dialect, lab.handle, timeout_s=0.2)
+    started = time.monotonic()
+    assert "no answer after 0.2 s; raise generation.timeout_s" in lab.error()
+    assert time.monotonic() - started < 2
+    assert len(lab.server.requests) == 1
+    lab.client.close()
+
+
+def test_settings_that_cannot_be(dialect: Dialect, tmp_path: Path) -> None:
+    server = mortal("http://127.0.0.1:1", tmp_path)
+    for name, value, rule in (("batch_size", 0, "at least 1"), ("timeout_s", 0.0, "above 0"), ("max_retries", -1, "0 or more")):
+        with pytest.raises(ConfigError, match=f"generation.{name}={value}: must be {rule}"):
+            make_client(dialect, server, **{name: value})
+    client = make_client(dialect, server)
+    with pytest.raises(ValueError, match="2 seeds for 1 prompts"):
+        client.generate([PROMPT], SAMPLING, group_size=1, seeds=[1, 2])
+    with pytest.raises(ValueError, match="group_size=0"):
+        client.generate([PROMPT], SAMPLING, group_size=0, seeds=[1])
+
+
+# A server of our own that ends
+
+
+@pytest.mark.parametrize("reply", [Reply({"error": "engine dead"}, status=500), Reply({}, cut="reset"), Reply({}, status=503)])
+@pytest.mark.parametrize("max_retries", [0, 3])
+def test_the_death_of_our_own_server_is_told(lab: Lab, reply: Reply, max_retries: int) -> None:
+    def script(_: Request) -> Reply:
+        lab.handle.is_dead = True
+        return reply
+
+    lab.set_script(script)
+    client, lab.client = lab.client, make_client(lab.dialect, lab.handle, max_retries=max_retries)
+    assert "exit code 1" in lab.error(EngineDied)
+    assert len(lab.server.requests) == 1
+    lab.client.close()
+    lab.client = client
+
+
+def test_it_may_die_a_moment_after_the_failure(lab: Lab) -> None:
+    """The connection breaks first, the process ends next: hence the period of grace, in which other answers still come in."""
+    graces: list[float] = []
+    is_answered = threading.Event()
+
+    def check_alive(*, grace_s: float = 0.0) -> None:
+        with lab.server.changed:
+            graces.append(grace_s)
+            lab.server.changed.notify_all()
+        if grace_s:
+            is_answered.wait(5)
+            raise EngineDied("the server has ended")
+
+    def script(request: Request) -> Reply:
+        if lab.dialect.prompt_of(request.body)[0] == 0:
+            return Reply({}, status=500)
+        lab.server.wait_until(lambda: bool(graces))
+        is_answered.set()
+        return lab.echo(request)
+
+    lab.handle.check_alive = check_alive  # type: ignore[method-assign]
+    lab.set_script(script)
+    started = time.monotonic()
+    lab.error(EngineDied, num_prompts=2, group_size=1)
+    assert graces == [server_client.GRACE_S]
+    assert time.monotonic() - started < 4
+
+
+# Interruption
+
+
+class Interrupted(Exception):
+    """Raised by a signal handler, as on Ctrl-C."""
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.mark.usefixtures("alarm")
+@pytest.mark.parametrize("closes", [False, True])
+def test_an_interruption_leaves_no_request_and_a_client_that_works(lab: Lab, closes: bool) -> None:
+    def script(request: Request) -> Reply:
+        if lab.server.num_active == 4:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+        lab.server.hold(request)
+        return Reply()
+
+    lab.set_script(script)
+    started = time.monotonic()
+    with pytest.raises(Interrupted):
+        lab.ask(num_prompts=9, group_size=1)
+    if closes:
+        lab.client.close()
+    lab.server.wait_until(lambda: lab.server.num_active == 0)
+    assert time.monotonic() - started < 3
+    assert len(lab.server.requests) == 4  # those that waited for a place were not sent afterwards
+    lab.answers()
+    assert len(lab.ask()[0]) == 2
+
+
+def test_a_process_can_end_with_the_client_open(lab: Lab) -> None:
+    program = f"""
+from pathlib import Path
+from offline_grpo.engine.server import Server
+from offline_grpo.generation.{lab.dialect.client.__module__.rpartition(".")[2]} import {lab.dialect.client.__name__} as Client
+from offline_grpo.types import SamplingParams
+server = Server(base_url={lab.server.base_url!r}, api_key=None, launcher=None, log_dir=Path("."))
+server._name = "policy"
+client = Client(server=server, eos_ids=[2], batch_size=2, timeout_s=5, max_retries=0)
+print(len(client.generate([{PROMPT}], SamplingParams(4), group_size=2, seeds=[0])[0]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    errors = [line for line in done.stderr.splitlines() if "Error" in line or "Exception" in line]
+    assert (done.returncode, done.stdout, errors) == (0, "2\n", [])

@@ -1,0 +1,166 @@
+"""Memory found out on the meta device, against hand counts and what torch's profiler sees of the same work on the CPU."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, Qwen2Config
+
+from offline_grpo.config import LoraConfig, ModelConfig
+from offline_grpo.model.footprint import LiveBytes, Microbatch, build_on_meta, measure, weights_bytes
+from offline_grpo.model.forward import hidden_states
+from offline_grpo.model.logprobs import head_stats
+from offline_grpo.train.batch import build_batch
+from offline_grpo.types import Completion, FinishReason, Rollout, Score
+
+HIDDEN, LAYERS, VOCAB, MLP, HEADS, KV_HEADS = 64, 3, 512, 160, 4, 2
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": MLP,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 256,
+}
+QWEN2 = Qwen2Config(**SIZES, tie_word_embeddings=True)
+LLAMA = LlamaConfig(**SIZES, tie_word_embeddings=False)
+KV_WIDTH = HIDDEN // HEADS * KV_HEADS
+LINEARS = [(HIDDEN, HIDDEN), (HIDDEN, KV_WIDTH), (HIDDEN, KV_WIDTH), (HIDDEN, HIDDEN), (HIDDEN, MLP), (HIDDEN, MLP), (MLP, HIDDEN)]
+BLOCK = sum(n * m for n, m in LINEARS) + 2 * HIDDEN  # two norms
+QWEN2_BIASES = HIDDEN + 2 * KV_WIDTH
+QWEN2_SIZE = VOCAB * HIDDEN + LAYERS * (BLOCK + QWEN2_BIASES) + HIDDEN
+LLAMA_SIZE = 2 * VOCAB * HIDDEN + LAYERS * BLOCK + HIDDEN
+ROWS, TOKENS, PROMPT = 8, 48, 8
+MICROBATCH = Microbatch(ROWS, TOKENS, TOKENS - PROMPT, is_whole_update=True)
+LORA = LoraConfig(r=4, alpha=8.0, dropout=0.0, target_modules=["all-linear"], layer_indices=None)
+
+
+def footprint(
+    config=QWEN2, *, precision="bf16", lora=None, attention="eager", layers=None, checkpointing=False, microbatch=MICROBATCH, **settings
+):
+    model_config = ModelConfig("none", None, "auto", attention, "auto", None, lora)
+    model = build_on_meta(config, model_config, precision=precision, train_layer_indices=layers, gradient_checkpointing=checkpointing)
+    return measure(model, microbatch, **{"packing": "padded", "separate_masters": False, "entropy_requires_grad": False, **settings})
+
+
+def about(num_bytes):
+    """Up to the rounding of small tensors to 512 bytes and the buffers of the rotary embedding."""
+    return pytest.approx(num_bytes, abs=60 * 512)
+
+
+@pytest.mark.parametrize(("config", "size"), [(QWEN2, QWEN2_SIZE), (LLAMA, LLAMA_SIZE)], ids=["tied", "untied"])
+def test_full_training_in_16_bit_has_weights_masters_and_gradients(config, size):
+    found = footprint(config)
+    assert found.weights_bytes == about(2 * size)
+    assert found.masters_bytes == about(4 * size)
+    assert found.gradients_bytes == about(4 * size)
+    assert weights_bytes(config, torch.bfloat16) == found.weights_bytes
+    assert sum(shape.numel() for shape in found.trained_shapes) == size
+
+
+def test_fp32_weights_are_their_own_masters_unless_they_are_shared():
+    assert footprint(precision="fp32").weights_bytes == about(4 * QWEN2_SIZE)
+    assert footprint(precision="fp32").masters_bytes == 0
+    assert footprint(precision="fp32", separate_masters=True).masters_bytes == about(4 * QWEN2_SIZE)
+
+
+def test_lora_trains_the_adapters_alone():
+    adapters = LAYERS * sum(LORA.r * (n + m) for n, m in LINEARS)
+    found = footprint(lora=LORA)
+    assert found.weights_bytes == about(2 * QWEN2_SIZE + 4 * adapters)
+    assert found.masters_bytes == 0
+    assert found.gradients_bytes == about(4 * adapters)
+    assert sum(shape.numel() for shape in found.trained_shapes) == adapters
+
+
+def test_chosen_blocks_are_trained_alone():
+    found = footprint(layers="1-2")
+    assert found.gradients_bytes == about(4 * 2 * (BLOCK + QWEN2_BIASES))
+    assert found.masters_bytes == found.gradients_bytes
+
+
+def peak_on_cpu(model, batch, num_passes):
+    """The largest sum of allocations and releases that torch's profiler reports, gradients included."""
+    at = batch.completion_mask.nonzero().squeeze(-1)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for _ in range(num_passes):
+            hidden = hidden_states(model.get_decoder(), batch, "padded")
+            head = model.get_output_embeddings()
+            logprobs, _ = head_stats(
+                hidden[at - 1], head.weight, head.bias, batch.token_ids[at], batch.temperature[at], entropy_requires_grad=False
+            )
+            del hidden
+            logprobs.sum().backward()
+            del logprobs
+    held, peak = 0, 0
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("num_passes", [1, 2])
+@pytest.mark.parametrize("config", [QWEN2, LLAMA], ids=["tied", "untied"])
+def test_the_peak_is_that_of_the_same_work_on_the_cpu(config, num_passes, checkpointing):
+    torch.manual_seed(0)
+    ids = torch.randint(1, VOCAB, (ROWS, TOKENS)).tolist()
+    rollouts = [
+        Rollout(
+            tuple(row[:PROMPT]), Completion(tuple(row[PROMPT:]), (0.0,) * (TOKENS - PROMPT), FinishReason.STOP, 0), "", Score(0, False, {})
+        )
+        for row in ids
+    ]
+    batch = build_batch(rollouts, temperature=1.0, mask_truncated=False)
+    with torch.device("cpu"):
+        model = build_real(config, checkpointing)
+    measured = peak_on_cpu(model, batch, num_passes)
+    microbatch = Microbatch(ROWS, TOKENS, TOKENS - PROMPT, is_whole_update=num_passes == 1)
+    found = footprint(config, precision="fp32", checkpointing=checkpointing, microbatch=microbatch)
+    assert found.gradients_bytes + found.activations_bytes == pytest.approx(measured, rel=0.05)
+
+
+def build_real(config, checkpointing):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def test_activations_grow_with_the_tokens_and_shrink_with_checkpointing():
+    def activations(rows, **settings):
+        return footprint(microbatch=Microbatch(rows, 128, 100, True), packing="varlen", attention="sdpa", **settings).activations_bytes
+
+    assert activations(64) == pytest.approx(2 * activations(32), rel=0.1)
+    assert activations(64, checkpointing=True) < 0.6 * activations(64)
+
+
+@pytest.mark.parametrize(("precision", "grows_by"), [("bf16", 2), ("fp32", 4)])
+def test_attention_keeps_no_scores_where_cuda_has_a_kernel_that_keeps_none(precision, grows_by):
+    """Flash attention takes fewer key heads than query heads; for fp32 only the kernel that keeps [L, L] scores does."""
+
+    def activations(length):
+        config = Qwen2Config(**{**SIZES, "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 4096})
+        return footprint(config, precision=precision, attention="sdpa", microbatch=Microbatch(1, length, 1, True)).activations_bytes
+
+    assert activations(4096) == pytest.approx(grows_by * activations(2048), rel=0.15)
+
+
+def test_live_bytes_follow_tensors_through_views_and_their_end():
+    with LiveBytes() as live:
+        a = torch.empty(1000, device="meta")
+        assert live.now == 4096
+        view = a[10:]
+        del a
+        assert live.now == 4096
+        b = view + 1
+        assert live.now == 4096 + 4096
+        del view
+        assert live.now == 4096
+        b.add_(1)
+        del b
+    assert live.now == 0
+    assert live.peak == 8192

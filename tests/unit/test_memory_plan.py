@@ -1,0 +1,289 @@
+"""Predicted memory of whole runs, against hand counts and real optimizers, and the refusal of what does not fit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from factories import compose_config
+from transformers import Qwen2Config
+
+from offline_grpo.config import typed
+from offline_grpo.errors import ConfigError
+from offline_grpo.memory_plan import (
+    GIB,
+    DevicePlan,
+    MemoryPlan,
+    Part,
+    check,
+    describe,
+    largest_microbatch,
+    needs_reference_copy,
+    optimizer_state_bytes,
+    predict,
+)
+from offline_grpo.model.footprint import Microbatch
+from offline_grpo.preflight import make_plan
+from offline_grpo.train.optimizer import Adafactor, AdamW, AdamW8bit
+
+# 10 million weights: 20480 x 256 shared by embedding and head, and 4 blocks of about 1.2 million
+MODEL = Qwen2Config(
+    vocab_size=20480,
+    hidden_size=256,
+    intermediate_size=1280,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    max_position_embeddings=4096,
+    tie_word_embeddings=True,
+)
+NUM_WEIGHTS = 20480 * 256 + 4 * (4 * 256 * 256 + 3 * 256 + 3 * 256 * 1280 + 2 * 256) + 256
+SERVED = ("generation=vllm_server", "model=qwen2_5_0_5b", "train.precision=bf16", "train.kl_coef=0")
+CHECKPOINTING = "train.gradient_checkpointing=true"
+
+
+def plan_of(*overrides):
+    return make_plan(typed(compose_config(*overrides)))
+
+
+def predicted(*overrides, trainers=(0,), server_gpus=(0,), total=GIB * 16, num_gpus=2):
+    plan = plan_of(*overrides)
+    reference = MODEL if needs_reference_copy(plan) else None
+    total_bytes = [total] * num_gpus
+    return predict(plan, MODEL, reference, longest_prompt=56, trainers=trainers, server_gpus=server_gpus, total_bytes=total_bytes)
+
+
+def parts(device):
+    return {part.name: part.num_bytes for part in device.parts}
+
+
+def about(num_bytes):
+    return pytest.approx(num_bytes, rel=0.01)
+
+
+def test_a_trainer_beside_its_server_has_every_part():
+    (device,) = predicted(*SERVED, "weight_sync=reload", "train.kl_coef=0.1", "engine.args.gpu_memory_utilization=0.25").devices
+    found = parts(device)
+    assert found.pop("activations") > 0
+    assert found == {
+        "policy weights": about(2 * NUM_WEIGHTS),
+        "fp32 masters": about(4 * NUM_WEIGHTS),
+        "gradients": about(4 * NUM_WEIGHTS),
+        "optimizer state": about(8 * NUM_WEIGHTS),
+        "reference weights": about(2 * NUM_WEIGHTS),
+        "CUDA context": GIB // 2,
+        "server: weights": about(2 * NUM_WEIGHTS),
+        "server: KV cache and the rest": about(4 * GIB - 2 * NUM_WEIGHTS),
+        "server: CUDA context": GIB // 2,
+    }
+    assert device.needed_bytes == sum(parts(device).values())
+
+
+def test_shared_weights_are_the_servers():
+    (device,) = predicted(*SERVED, "weight_sync=shared_vllm").devices
+    assert "policy weights" not in parts(device)
+    assert parts(device)["fp32 masters"] == about(4 * NUM_WEIGHTS)
+    (in_fp32,) = predicted(*SERVED, "weight_sync=shared_vllm", "train.precision=fp32").devices
+    assert parts(in_fp32)["fp32 masters"] == about(4 * NUM_WEIGHTS)
+    assert parts(in_fp32)["server: weights"] == about(4 * NUM_WEIGHTS)
+
+
+def test_only_the_first_process_shares_the_servers_weights():
+    first, second = predicted(*SERVED, "weight_sync=shared_vllm", trainers=[0, 1]).devices
+    assert "policy weights" not in parts(first)
+    assert parts(second)["policy weights"] == about(2 * NUM_WEIGHTS)
+    assert not second.server
+
+
+def test_a_server_on_its_own_gpu_leaves_the_trainers_alone():
+    first, second = predicted(*SERVED, "weight_sync=nccl", server_gpus=[1]).devices
+    assert (first.gpu, second.gpu) == (0, 1)
+    assert not first.server
+    assert not second.trainer
+    assert set(parts(second)) == {"server: weights", "server: KV cache and the rest", "server: CUDA context"}
+
+
+def test_a_server_over_two_gpus_halves_its_weights():
+    split = predicted(*SERVED, "weight_sync=reload", "+engine.args.tensor_parallel_size=2", trainers=[0], server_gpus=[0, 1]).devices
+    assert [parts(device)["server: weights"] for device in split] == [about(NUM_WEIGHTS)] * 2
+
+
+def test_sglangs_share_has_another_name():
+    (device,) = predicted(*SERVED[1:], "generation=sglang_server", "weight_sync=reload", "engine.args.mem_fraction_static=0.5").devices
+    assert parts(device)["server: KV cache and the rest"] == about(8 * GIB - 2 * NUM_WEIGHTS)
+    assert device.server[1].setting == "engine.args.mem_fraction_static=0.5"
+
+
+def test_a_server_that_was_found_and_sampling_in_process_take_no_share():
+    (found,) = predicted(*SERVED, "generation.base_url=http://127.0.0.1:1", "weight_sync=reload").devices
+    (in_process,) = predicted("train.precision=bf16").devices
+    assert not found.server
+    assert not in_process.server
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["train.kl_coef=0.1"], True),
+        (["train.kl_coef=0"], False),
+        (["train.kl_coef=0.1", "model/lora=default"], False),
+        (["train.kl_coef=0.1", "model/lora=default", "model.ref_id=org/other"], True),
+    ],
+)
+def test_a_reference_is_a_copy_unless_adapters_can_be_switched_off(overrides, expected):
+    assert needs_reference_copy(plan_of("model=qwen2_5_0_5b", *overrides)) is expected
+
+
+def test_two_processes_need_room_for_the_sum_of_their_gradients():
+    settings = ("train.precision=bf16", "train.kl_coef=0", CHECKPOINTING, "data.problems_per_iteration=2")
+    (alone,) = predicted(*settings).devices
+    first, second = predicted(*settings, trainers=[0, 1]).devices
+    assert parts(first) == parts(second)
+    assert parts(alone)["activations"] < parts(first)["activations"]
+    assert parts(first)["activations"] == about(2 * 4 * NUM_WEIGHTS)
+
+
+def test_the_kv_cache_of_sampling_in_process_counts_where_it_is_more_than_training():
+    (device,) = predicted(
+        "train.precision=bf16", "generation.batch_size=2048", "generation.max_new_tokens=2048", "train.batch_size=1", CHECKPOINTING
+    ).devices
+    kv_cache = 2 * 2048 * (56 + 2048) * 256 * 2 * (4 + 1)  # keys and values, rows, tokens, width, bytes, layers and a copy of one
+    logits = 4 * 4 * 2048 * 20480
+    expected = kv_cache + logits - parts(device)["gradients"] - parts(device)["activations"]
+    assert parts(device)["KV cache of sampling, beyond gradients and activations"] == about(expected)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_processes", "expected"),
+    [
+        # 8 problems x 4 rollouts = 32 sequences of 600 tokens, up to 500 of them sampled
+        (["train.batch_size=8"], 1, Microbatch(8, 600, 500, False)),
+        (["train.batch_size=64"], 1, Microbatch(32, 600, 500, True)),
+        (["train.batch_size=64"], 2, Microbatch(16, 600, 500, True)),
+        (["train.batch_size=64", "train.updates_per_iteration=4"], 1, Microbatch(8, 600, 500, True)),
+        (["train.batch_size=4", "train.updates_per_iteration=null", "train.grad_accum_steps=1"], 1, Microbatch(4, 600, 500, True)),
+        (["train.batch_size=4", "train.updates_per_iteration=null", "train.grad_accum_steps=3"], 2, Microbatch(4, 600, 500, False)),
+        (["train.batch_size=null", "train.tokens_per_microbatch=2000"], 1, Microbatch(4, 500, 499, False)),
+        (["train.batch_size=null", "train.tokens_per_microbatch=100"], 1, Microbatch(1, 600, 500, False)),
+        (["train.batch_size=null", "train.tokens_per_microbatch=99999"], 1, Microbatch(32, 600, 500, True)),
+    ],
+)
+def test_the_largest_microbatch(overrides, num_processes, expected):
+    data = ["data.problems_per_iteration=8", "data.rollouts_per_problem=4"]
+    plan = plan_of("model=qwen2_5_0_5b", "generation.max_new_tokens=500", "eval.max_new_tokens=500", *data, *overrides)
+    assert largest_microbatch(plan, 600, num_processes=num_processes) == expected
+
+
+SHAPES = [(300, 70), (5, 40), (7, 3, 11), (1000,), (4096,)]
+
+
+def held_bytes(optimizer):
+    """Of the state tensors of a real optimizer after a step, in blocks of 512 as the allocator gives them."""
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors)
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        AdamW(lr=1e-3, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8),
+        Adafactor(lr=1e-3, weight_decay=0.0, scale_parameter=False, relative_step=False),
+    ],
+    ids=["adamw", "adafactor"],
+)
+def test_optimizer_state_is_what_the_real_one_holds(factory):
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = factory.create(parameters)
+    optimizer.step()
+    assert optimizer_state_bytes(factory, SHAPES) == pytest.approx(held_bytes(optimizer), abs=512 * len(SHAPES))
+
+
+def test_eight_bit_state_is_what_bitsandbytes_makes():
+    bnb = pytest.importorskip("bitsandbytes")
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    optimizer = bnb.optim.AdamW8bit(parameters)
+    for index, parameter in enumerate(parameters):
+        parameter.grad = torch.randn_like(parameter)
+        optimizer.init_state(optimizer.param_groups[0], parameter, 0, index)
+    factory = object.__new__(AdamW8bit)  # its constructor needs nothing but a working bitsandbytes
+    tables = 2 * 256 * 4  # of code values: one pair for all parameters
+    ours = optimizer_state_bytes(factory, SHAPES)
+    unique = {t.data_ptr(): t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)}
+    real = sum(-(-tensor.nbytes // 512) * 512 for tensor in unique.values())
+    assert ours == real - tables
+
+
+def test_lora_pays_for_its_adapters_alone():
+    (device,) = predicted(*SERVED, "weight_sync=lora_hotswap", "model/lora=default", "model.lora.r=8").devices
+    adapters = 4 * 8 * (4 * (256 + 256) + 3 * (256 + 1280))
+    found = parts(device)
+    assert "fp32 masters" not in found
+    assert found["policy weights"] == about(2 * NUM_WEIGHTS + 4 * adapters)
+    assert found["gradients"] == pytest.approx(4 * adapters, rel=0.05)
+    assert found["optimizer state"] == pytest.approx(8 * adapters, rel=0.1)
+
+
+def made_up(*, total_gib, trainer_gib=(), server_gib=()):
+    trainer = tuple(Part(f"part {i}", int(gib * GIB), f"train.key_{i}={i}", f"fix {i}") for i, gib in enumerate(trainer_gib))
+    names = ("weights", "KV cache", "context")
+    setting = "engine.args.gpu_memory_utilization=0.6"
+    server = tuple(Part(name, int(gib * GIB), setting, "lower it") for name, gib in zip(names, server_gib, strict=bool(server_gib)))
+    return MemoryPlan((DevicePlan(0, int(total_gib * GIB), trainer, server),))
+
+
+def test_what_fits_passes_up_to_the_last_byte():
+    check(made_up(total_gib=10, trainer_gib=[4, 6]))
+    with pytest.raises(ConfigError):
+        check(made_up(total_gib=10, trainer_gib=[4, 6.001]))
+    check(made_up(total_gib=10, trainer_gib=[3.5], server_gib=[2, 4, 0.5]))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            made_up(total_gib=10, trainer_gib=[4, 7]),
+            r"^train.key_1=1: GPU 0 has 10.0 GiB and would have to hold 11.0 GiB \(part 1 7.0 GiB, part 0 4.0 GiB, ...\); fix 1; "
+            "placement.check_memory=false starts all the same$",
+        ),
+        (
+            made_up(total_gib=10, trainer_gib=[6.5], server_gib=[1, 5, 0.5]),  # 10 - 6.5 - 0.5 = 3 GiB are left
+            r"^engine.args.gpu_memory_utilization=0.6: GPU 0 .* 13.0 GiB .*; use engine.args.gpu_memory_utilization=0.30 or less; ",
+        ),
+        (
+            made_up(total_gib=10, trainer_gib=[8.5], server_gib=[1, 5, 0.5]),  # 1 GiB is left: the weights' own size
+            r"^train.key_0=0: GPU 0 .*; fix 0; ",
+        ),
+        (
+            made_up(total_gib=10, server_gib=[6.5, -0.5, 0.5]),
+            r"^engine.args.gpu_memory_utilization=0.6: that share of GPU 0, 6.0 GiB, .* weights of 6.5 GiB .*; use 0.72 or more$",
+        ),
+        (made_up(total_gib=10, server_gib=[9.5, -3.5, 0.5]), r"it needs several GPUs \(placement.engine_devices\), or a smaller model$"),
+    ],
+    ids=["trainer", "smaller server", "no smaller server", "server's weights", "no server fits"],
+)
+def test_what_does_not_fit_is_refused_with_the_setting_to_change(plan, message):
+    with pytest.raises(ConfigError, match=message):
+        check(plan)
+
+
+def test_a_run_that_is_too_large_is_refused_by_its_own_settings():
+    too_small = predicted("train.precision=bf16", "train.kl_coef=0", "generation.max_new_tokens=400", total=GIB)
+    with pytest.raises(
+        ConfigError, match=r"^train.batch_size=256: GPU 0 has 1.0 GiB .*lower it, .* or set train.gradient_checkpointing=true"
+    ):
+        check(too_small)
+    check(replace(too_small, devices=tuple(replace(device, total_bytes=64 * GIB) for device in too_small.devices)))
+
+
+def test_the_table_has_a_line_for_every_part():
+    lines = describe(made_up(total_gib=80, trainer_gib=[4, 6.26], server_gib=[1, 5, 0.5]))
+    assert lines == [
+        "GPU 0: predicted to hold 16.8 GiB of 80.0 GiB at its fullest",
+        "      4.00 GiB  part 0",
+        "      6.26 GiB  part 1",
+        "      1.00 GiB  weights",
+        "      5.00 GiB  KV cache",
+        "      0.50 GiB  context",
+    ]

@@ -1,0 +1,146 @@
+"""Which GPUs the server gets, and what is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from factories import compose_config
+from transformers import Qwen2Config
+
+from offline_grpo.config import typed
+from offline_grpo.errors import ConfigError
+from offline_grpo.placement import check_placement, engine_gpus, trainer_gpus
+from offline_grpo.preflight import make_plan
+
+TABLE = [
+    # rule, GPUs of the training processes, GPUs of the machine, GPUs of the server (None: refused)
+    ("same", [0], 1, [0]),
+    ("same", [0], 2, [0]),
+    ("same", [1], 4, [1]),
+    ("same", [0, 1], 2, [0]),
+    ("same", [0, 1], 4, [0]),
+    ("other", [0], 1, None),
+    ("other", [0], 2, [1]),
+    ("other", [1], 2, [0]),
+    ("other", [0], 4, [1]),
+    ("other", [0, 1], 2, None),
+    ("other", [0, 1], 4, [2]),
+    ("any", [0], 1, [0]),
+    ("any", [0], 2, [1]),
+    ("any", [1], 2, [0]),
+    ("any", [0], 4, [1]),
+    ("any", [0, 1], 2, [0]),
+    ("any", [0, 1], 4, [2]),
+]
+
+
+@pytest.mark.parametrize(("rule", "trainers", "num_gpus", "expected"), TABLE)
+def test_null_takes_the_gpu_that_the_strategy_needs(rule, trainers, num_gpus, expected):
+    if expected is None:
+        with pytest.raises(ConfigError, match=r"placement.engine_devices=null: weight_sync=x needs a GPU .* all \d .*; use weight_sync="):
+            engine_gpus(None, rule, name="x", trainers=trainers, num_gpus=num_gpus)
+    else:
+        assert engine_gpus(None, rule, name="x", trainers=trainers, num_gpus=num_gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("rule", "trainers", "configured"),
+    [("any", [0], [0]), ("any", [0], [1, 3]), ("other", [0, 1], [3, 2]), ("same", [2], [2]), ("same", [0, 1], [0])],
+)
+def test_a_list_is_used_as_it_is(rule, trainers, configured):
+    assert engine_gpus(configured, rule, name="x", trainers=trainers, num_gpus=4) == configured
+
+
+@pytest.mark.parametrize(
+    ("rule", "trainers", "configured", "num_gpus", "message"),
+    [
+        ("any", [0], [1], 1, r"placement.engine_devices=\[1\]: this machine has 1 GPU; .*null"),
+        ("any", [0], [2], 2, r"placement.engine_devices=\[2\]: this machine has 2 GPUs, 0 to 1; "),
+        ("any", [0], [-1], 2, r"placement.engine_devices=\[-1\]: this machine has 2 GPUs"),
+        ("any", [0], [1, 1], 2, r"placement.engine_devices=\[1, 1\]: .*each GPU of the server once"),
+        ("any", [], [0], 0, r"placement.engine_devices=\[0\]: this machine has 0 GPUs; "),
+        ("same", [0], [1], 2, r"placement.engine_devices=\[1\]: weight_sync=x needs the server on the trainer's GPU 0; use .*null"),
+        ("other", [0], [0], 2, r"placement.engine_devices=\[0\]: weight_sync=x needs other GPUs .* use placement.engine_devices=\[1\]"),
+        ("other", [0, 1], [1, 2], 4, r"GPU 1 is trained on; use placement.engine_devices=\[2\]"),
+        ("other", [0], [0], 1, r"GPU 0 is trained on; use weight_sync=shared_vllm"),
+    ],
+)
+def test_what_cannot_be_is_refused(rule, trainers, configured, num_gpus, message):
+    with pytest.raises(ConfigError, match=message):
+        engine_gpus(configured, rule, name="x", trainers=trainers, num_gpus=num_gpus)
+
+
+def test_a_trainer_on_the_cpu_leaves_the_server_all_gpus_or_those_named():
+    assert engine_gpus(None, "any", name="x", trainers=[], num_gpus=2) is None
+    assert engine_gpus([1], "any", name="x", trainers=[], num_gpus=2) == [1]
+
+
+@pytest.mark.parametrize(
+    ("device", "num_processes", "expected"),
+    [("auto", 2, [0, 1]), ("cuda", 1, [0]), ("cuda:1", 1, [1]), ("cpu", 2, [])],
+)
+def test_every_training_process_has_a_gpu(device, num_processes, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert trainer_gpus(device, num_processes) == expected
+
+
+def test_more_training_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="cuda:2: this machine has 2 CUDA devices"):
+        trainer_gpus("auto", 3)
+
+
+@pytest.fixture
+def two_small_gpus(monkeypatch):
+    """A machine with two GPUs of 4 GiB, as far as placement asks."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=4 * 2**30))
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A config.json, and no weights."""
+    folder = tmp_path_factory.mktemp("model")
+    Qwen2Config(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def checked(folder, *overrides):
+    plan = make_plan(typed(compose_config("model=hf", f"model.train_id={folder}", "train.precision=bf16", *overrides)))
+    check_placement(plan, folder, longest_prompt=20, num_processes=1)
+
+
+def test_the_prediction_is_logged_before_the_run(two_small_gpus, model_folder, caplog):
+    with caplog.at_level("INFO"):
+        checked(model_folder, "generation=vllm_server", "weight_sync=reload")
+    table = "\n".join(caplog.messages)
+    assert "GPU 0: predicted to hold" in table
+    assert "optimizer state" in table.partition("GPU 1")[0]
+    assert "server: weights" in table.partition("GPU 1")[2]
+
+
+def test_a_run_that_cannot_fit_is_refused_unless_told_otherwise(two_small_gpus, model_folder):
+    too_much = ("train.batch_size=4096", "data.problems_per_iteration=1024", "generation.max_new_tokens=1000", "eval.max_new_tokens=1000")
+    with pytest.raises(ConfigError, match=r"train.batch_size=4096: GPU 0 has 4.0 GiB"):
+        checked(model_folder, *too_much)
+    checked(model_folder, *too_much, "placement.check_memory=false")
+
+
+def test_a_gpu_that_is_not_there_is_refused_whatever_check_memory_says(two_small_gpus, model_folder):
+    with pytest.raises(ConfigError, match=r"placement.engine_devices=\[5\]: this machine has 2 GPUs"):
+        checked(
+            model_folder, "generation=vllm_server", "weight_sync=reload", "placement.engine_devices=[5]", "placement.check_memory=false"
+        )
+
+
+def test_nothing_is_predicted_for_cpus_and_found_servers_may_be_anywhere(two_small_gpus, model_folder, caplog):
+    with caplog.at_level("INFO"):
+        checked(model_folder, "model.device=cpu", "train.batch_size=4096")
+    assert caplog.messages == []
+    found = ("generation=vllm_server", "weight_sync=reload", "generation.base_url=http://127.0.0.1:1")
+    checked(model_folder, *found, "placement.engine_devices=[5]")
