@@ -65,7 +65,8 @@ def for_evaluation(plan: Plan, policy: Policy, training: Sampling, run_folder: P
         raise ConfigError(f"eval.base_url={settings.base_url}: name the kind of server too: eval.backend=vllm_server or sglang_server")
     server = Server(base_url=settings.base_url, api_key=plan.api_key, launcher=None, log_dir=run_folder)
     client = kind(server=server, eos_ids=eos_ids(policy), batch_size=settings.batch_size, timeout_s=600, max_retries=5)
-    common: dict[str, Any] = {"interval": 1, "pause_mode": "keep", "tolerance_nats": 0.1}
+    pause_mode = "abort" if issubclass(kind, SglangClient) else "keep"  # nothing is in flight at a push; SGLang knows no other
+    common: dict[str, Any] = {"interval": 1, "pause_mode": pause_mode, "tolerance_nats": 0.1}
     if policy.has_adapters:
         return Sampling(client, LoraHotswap(**common, server_args={"max_lora_rank": 512}))
     return Sampling(client, Reload(**common, server_args={}, location="memory"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,14 @@ def flags(settings: Mapping[str, Any]) -> list[str]:
         elif value is not True:
             words.append(str(value))
     return words
+
+
+def shown(command: Sequence[str]) -> str:
+    """A command line to copy from a log, without the key that it may carry."""
+    words = list(command)
+    if "--api-key" in words:
+        words[words.index("--api-key") + 1] = "..."
+    return shlex.join(words)
 
 
 def visible(gpus: Sequence[int]) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import shlex
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from offline_grpo.engine.command_line import shown
 from offline_grpo.errors import EngineDied, EngineError
 
 log = logging.getLogger(__name__)
@@ -20,6 +21,9 @@ GUARDIAN = Path(__file__).with_name("guardian.py")
 STOP_TIMEOUT_S = 25.0  # the guardian terminates, waits 10 s, kills
 POLL_S = 0.25
 PROGRESS_INTERVAL_S = 10.0
+EXCEPTION = re.compile(r"(\b[\w.]*(Error|Exception)|\berror): \S.*", re.ASCII)
+NO_CAUSE = re.compile(r"see (stack trace|root cause)| WARNING ", re.IGNORECASE)
+"""Lines that point at another exception, or speak of one that may come."""
 
 
 class ServerProcess:
@@ -43,7 +47,7 @@ class ServerProcess:
         guardian = [sys.executable, "-I", str(GUARDIAN), str(os.getpid()), str(read_end), str(remove or ""), "--"]
         try:
             with log_path.open("wb") as output:
-                output.write(f"$ {shlex.join(command)}\n".encode())
+                output.write(f"$ {shown(command)}\n".encode())
                 output.flush()
                 self._guardian = subprocess.Popen(
                     [*guardian, *command],
@@ -119,18 +123,12 @@ def last_line(path: Path) -> str:
     return lines[-1][:120] if lines else "(nothing printed yet)"
 
 
-def last_lines(path: Path, *, count: int = 3) -> str:
-    """What a log says about an error: its last lines that name one, else its last lines, as one line of text."""
+def last_lines(path: Path, *, count: int = 2) -> str:
+    """What a log says about an error, as one line of text: the last exceptions in it, else its last lines."""
     lines = _tail(path)
-    telling = [line for line in lines if _names_an_error(line)]
-    chosen = (telling or lines)[-count:]
+    exceptions = dict.fromkeys(found[0].strip() for line in lines if (found := EXCEPTION.search(line)) and not NO_CAUSE.search(line))
+    chosen = (list(exceptions) or lines)[-count:]
     return "its last words: " + " | ".join(line.strip()[:300] for line in chosen) + "." if chosen else "it printed nothing."
-
-
-def _names_an_error(line: str) -> bool:
-    head, colon, _ = line.strip().partition(": ")
-    is_exception = bool(colon) and head.split(" ")[-1].split(".")[-1].endswith(("Error", "Exception"))
-    return is_exception or " ERROR " in line or "error: " in line or "out of memory" in line
 
 
 def _tail(path: Path, num_bytes: int = 65536) -> list[str]:

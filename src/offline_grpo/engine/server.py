@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import shutil
 import tempfile
 import time
@@ -12,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from offline_grpo.engine.command_line import shown
 from offline_grpo.engine.http import ServerApi
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.engine.process import ServerProcess
@@ -120,7 +120,7 @@ class Server:
         choose_port(self._launcher.host, self._port, key="engine.port")
         command = self._launcher.command(model, self._port, {**self._options, **(options or {})})
         log_path = self.log_dir / f"server_{self.num_starts}.log"
-        log.info("starting %s: %s", self._launcher.name, shlex.join(command))
+        log.info("starting %s: %s", self._launcher.name, shown(command))
         self.num_starts += 1
         self._process = ServerProcess(
             command, env=self._launcher.environment(self._variables, self._gpus), log_path=log_path, remove=self.scratch

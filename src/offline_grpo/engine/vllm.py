@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from offline_grpo.engine.command_line import CommandLine, flags
+
+log = logging.getLogger(__name__)
 
 EXTENSION_FOLDER = Path(__file__).with_name("inside_vllm")
 EXTENSION = "offline_grpo_worker.WorkerExtension"
@@ -21,7 +24,8 @@ class VllmEngine(CommandLine):
     """The command line and environment of a vLLM server of our own. See `CommandLine`.
 
     Args:
-        blackwell_workaround: set TRITON and CUDA variables that keep GDC launches away (see docs/weight_sync.md).
+        blackwell_workaround: switch programmatic dependent launch (PDL, also called GDC) off in the server's LoRA kernels, which are known
+            to fail with it on SM100 GPUs. Sets VLLM_LORA_DISABLE_PDL for the server and nothing else.
     """
 
     blackwell_workaround: bool
@@ -33,7 +37,7 @@ class VllmEngine(CommandLine):
         settings = {"host": self.host, "port": port, "served_model_name": SERVED_NAME, **self.args, **options}
         settings["worker_extension_cls"] = EXTENSION
         if self.api_key is not None:
-            settings |= {"api_key": self.api_key, "middleware": TOKEN_GATE}
+            settings["middleware"] = TOKEN_GATE  # the key itself travels in the environment, where other users cannot read it
         return [self.interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags(settings)]
 
     def environment(self, variables: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
@@ -46,5 +50,8 @@ class VllmEngine(CommandLine):
             "PYTHONPATH": os.pathsep.join(filter(None, [str(EXTENSION_FOLDER), os.environ.get("PYTHONPATH", "")])),
         }
         if self.api_key is not None:
-            ours["OFFLINE_GRPO_TOKEN"] = self.api_key
+            ours["VLLM_API_KEY"] = self.api_key
+        if self.blackwell_workaround:
+            log.info("engine.blackwell_workaround: the server gets VLLM_LORA_DISABLE_PDL=1")
+            ours["VLLM_LORA_DISABLE_PDL"] = "1"
         return self.merged_environment(ours, variables, gpus)

@@ -65,6 +65,17 @@ class VllmControl:
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
         return self._post("/collective_rpc", body, timeout_s=timeout_s + 10)["results"][0]
 
+    def load_weights(self, folder: str, *, version: int) -> None:
+        """Load the weights of a folder in place of those being served, and note their version. Paused meanwhile."""
+        with self.paused():
+            self.call_worker("reload_weights", weights_path=folder)
+            self.reset_prefix_cache()
+            self.set_version(version)
+
+    def set_version(self, version: int) -> None:
+        """Note the version of the weights that are being served."""
+        self.call_worker("grpo_set_version", version=version)
+
     def load_adapter(self, name: str, path: str) -> None:
         """Serve the LoRA adapter of a folder under a name that was never used before."""
         self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})

@@ -7,7 +7,6 @@ the wait at once, and connections outlive a call.
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import threading
 from abc import ABC, abstractmethod
@@ -214,7 +213,7 @@ class ServerClient(ABC):
         if not (0 if finish is FinishReason.ABORT else 1) <= len(token_ids) <= max_new_tokens:
             raise ValueError(f"{len(token_ids)} tokens where 1 to {max_new_tokens} were asked for")
         for position, logprob in enumerate(logprobs):
-            if not (math.isfinite(logprob) and LOWEST_LOGPROB < logprob <= 1e-3):
+            if not LOWEST_LOGPROB < logprob <= 1e-3:  # true of NaN too
                 raise EngineError(
                     f"{self._url}: the logprob of token {position} is {logprob} (weights version {self.version}): no token that was drawn "
                     "has that; the served weights, or their activations, are probably not finite"

@@ -178,18 +178,14 @@ def _default_chunk(num_tokens: int, dtype: torch.dtype, device: torch.device) ->
 
 def _matmul_input(hidden: Tensor) -> Tensor:
     """`hidden` in the dtype to multiply in. Only CUDA multiplies 16-bit matrices into float32; elsewhere widening gives the same logits."""
-    return hidden if _widens_products(hidden) else hidden.to(_stats_dtype(hidden))
-
-
-def _widens_products(tensor: Tensor) -> bool:
-    return tensor.is_cuda or tensor.is_meta  # memory is predicted on the meta device as if it were a GPU
+    return hidden if hidden.is_cuda else hidden.to(_stats_dtype(hidden))
 
 
 def _matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out = a @ b, accumulated in float32 or wider and rounded to `out`'s dtype once."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
-    elif _widens_products(a) and a.dtype.itemsize < out.dtype.itemsize:
+    elif a.is_cuda and a.dtype.itemsize < out.dtype.itemsize:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
         out.copy_(a @ b)

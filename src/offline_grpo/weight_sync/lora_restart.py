@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.lora_hotswap import check_rank
 from offline_grpo.weight_sync.restart import Restart
@@ -19,6 +20,7 @@ class LoraRestart(Restart):
     """See `Restart`. The base model is what the server is started with, every time."""
 
     moves = "lora"
+    serves = (VllmClient,)
 
     def start_model(self, policy: Policy) -> str:
         """The base model."""

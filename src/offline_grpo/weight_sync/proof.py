@@ -9,6 +9,7 @@ import torch
 from peft import PeftModel
 
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
+from offline_grpo.engine.sglang_control import SglangControl
 from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.errors import EngineError
 from offline_grpo.interfaces import RolloutClient
@@ -44,7 +45,9 @@ class Proof:
         }
 
 
-def prove(policy: Policy, client: RolloutClient, control: VllmControl | None, *, version: int, tolerance_nats: float) -> Proof:
+def prove(
+    policy: Policy, client: RolloutClient, control: VllmControl | SglangControl | None, *, version: int, tolerance_nats: float
+) -> Proof:
     """Compare what is served with what is trained, and log the verdict.
 
     Args:
@@ -96,8 +99,10 @@ def probe(policy: Policy, client: RolloutClient) -> torch.Tensor:
     return (ours - batch.rollout_logprobs)[batch.completion_mask]
 
 
-def _compare_bits(policy: Policy, control: VllmControl) -> tuple[int | None, list[str], int]:
-    """The server's version, the names of parameters whose bits differ, and how many could be compared."""
+def _compare_bits(policy: Policy, control: VllmControl | SglangControl) -> tuple[int | None, list[str], int]:
+    """The server's version, the names of parameters whose bits differ, and how many could be compared: none of SGLang's."""
+    if isinstance(control, SglangControl):
+        return control.served_version(), [], 0
     state = control.call_worker("grpo_state")
     if isinstance(policy.model, PeftModel):
         return state["version"], [], 0

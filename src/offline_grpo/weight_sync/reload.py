@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.generation.sglang_client import SglangClient
+from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.server_sync import Moved, ServerSync
 
@@ -16,13 +18,15 @@ LOCATIONS = ("memory", "disk")
 
 @dataclass(kw_only=True)
 class Reload(ServerSync):
-    """Works with every model and layout that vLLM can load, quantised and spread ones included.
+    """Works with every model and layout that the server can load, quantised and spread ones included.
 
     Args:
         location: "memory" writes to /dev/shm, "disk" to the run folder. Either way the file is deleted after the push.
     """
 
     location: str
+
+    serves = (VllmClient, SglangClient)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,10 +39,7 @@ class Reload(ServerSync):
         try:
             num_bytes = save_weights(policy, folder)
             started = time.perf_counter()
-            with self.control.paused():
-                self.control.call_worker("reload_weights", weights_path=str(folder))
-                self.control.reset_prefix_cache()
-                self.control.call_worker("grpo_set_version", version=version)
+            self.control.load_weights(str(folder), version=version)
             paused_seconds = time.perf_counter() - started
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -46,7 +47,7 @@ class Reload(ServerSync):
 
 
 def save_weights(policy: Policy, folder: Path) -> int:
-    """Write model, or adapter, and tokenizer as a plain folder that vLLM loads. Returns the size in bytes."""
+    """Write model, or adapter, and tokenizer as a plain folder that servers load. Returns the size in bytes."""
     shutil.rmtree(folder, ignore_errors=True)
     policy.model.save_pretrained(str(folder))
     policy.tokenizer.save_pretrained(str(folder))

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.generation.sglang_client import SglangClient
+from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.reload import save_weights
@@ -17,6 +19,8 @@ from offline_grpo.weight_sync.server_sync import Moved, ServerSync
 @dataclass(kw_only=True)
 class Restart(ServerSync):
     """Only for a server of our own. The weights being served are in the run folder's `served/` until the next push."""
+
+    serves = (VllmClient, SglangClient)
 
     _folder: Path | None = field(default=None, init=False)
 
@@ -38,7 +42,7 @@ class Restart(ServerSync):
             num_bytes = self._save(policy, version)
             self.client.close()
             self.server.restart(self.start_model(policy), options=self.start_options(policy))
-        self.control.call_worker("grpo_set_version", version=version)
+        self.control.set_version(version)
         return Moved(num_tensors=0, num_bytes=num_bytes, paused_seconds=time.perf_counter() - started if num_bytes else 0.0)
 
     def recover(self, policy: Policy, *, version: int) -> None:

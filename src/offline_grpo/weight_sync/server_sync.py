@@ -7,13 +7,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from peft import PeftModel
 
 from offline_grpo.engine.server import Server
+from offline_grpo.engine.sglang_control import SglangControl
 from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.errors import ConfigError
+from offline_grpo.generation.server_client import ServerClient
+from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
@@ -27,7 +30,7 @@ PAUSE_MODES = ("keep", "wait", "abort")
 
 @dataclass(kw_only=True)
 class ServerSync(ABC):
-    """A `WeightSync` to a vLLM server. Subclasses say how the weights travel, in `deliver`.
+    """A `WeightSync` to a server. Subclasses say how the weights travel, in `deliver`.
 
     Args:
         interval: push at every N-th opportunity, and always before an evaluation. In between the server samples from an older policy.
@@ -48,11 +51,13 @@ class ServerSync(ABC):
     """"full" for all weights of the model, "lora" for adapters alone."""
     gpu_rule = "any"
     """Where a server that the run starts must be: "same" GPU as the first training process, any "other" than those, or "any"."""
+    serves: ClassVar[tuple[type[ServerClient], ...]] = (VllmClient,)
+    """Whose servers it can reach."""
     variables = {}  # noqa: RUF012 - read only
     """Environment variables that the server needs for this strategy."""
 
-    client: VllmClient = field(init=False)
-    control: VllmControl = field(init=False)
+    client: Any = field(init=False)  # one of `serves`
+    control: Any = field(init=False)  # its VllmControl or SglangControl
     _skipped: int = field(default=0, init=False)
     _served: int | None = field(default=None, init=False)
 
@@ -78,7 +83,7 @@ class ServerSync(ABC):
         self._check(policy, client)
         self.server.start(self.start_model(policy), options=self.start_options(policy))
         version = self.control.check_version()
-        log.info("connected to vLLM %s at %s, weight_sync=%s", version, self.server.base_url, self.name)
+        log.info("connected to %s %s at %s, weight_sync=%s", self.client.engine_name, version, self.server.base_url, self.name)
         self.attach(policy)
 
     def push(self, policy: Policy, *, version: int, force: bool = True) -> SyncReport:
@@ -111,7 +116,7 @@ class ServerSync(ABC):
         """Start our own server again after its death, and push. Raises as `connect` and `push` do."""
         self.server.stop()
         self.client.close()
-        self.control.is_paused = False
+        self.control = control_of(self.client, self.pause_mode)
         self.server.start(self.recovery_model(policy), options=self.start_options(policy))
         self.attach(policy)
         self.push(policy, version=version)
@@ -151,10 +156,9 @@ class ServerSync(ABC):
         return type(self).__module__.rpartition(".")[2]
 
     def _check(self, policy: Policy, client: RolloutClient) -> None:
-        if not isinstance(client, VllmClient):
-            raise ConfigError(
-                f"weight_sync={self.name}: moves weights to a vLLM server; use generation=vllm_server, or another weight_sync"
-            )
+        if not isinstance(client, self.serves):
+            names = " or ".join(kind.engine_name for kind in self.serves)
+            raise ConfigError(f"weight_sync={self.name}: moves weights to a {names} server; use another generation, or another weight_sync")
         has_adapters = isinstance(policy.model, PeftModel)
         if has_adapters and self.moves == "full":
             raise ConfigError(
@@ -165,7 +169,15 @@ class ServerSync(ABC):
                 f"weight_sync={self.name}: moves LoRA adapters and the policy has none; add model/lora=default, or choose another"
             )
         self.client = client
-        self.control = VllmControl(client.server, self.pause_mode)
+        self.control = control_of(client, self.pause_mode)
+
+
+def control_of(client: RolloutClient, pause_mode: str) -> VllmControl | SglangControl:
+    """What may be done to the server of a client."""
+    if isinstance(client, SglangClient):
+        return SglangControl(client.server, pause_mode)
+    assert isinstance(client, VllmClient)
+    return VllmControl(client.server, pause_mode)
 
 
 @dataclass(frozen=True)

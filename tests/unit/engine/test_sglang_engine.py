@@ -55,6 +55,13 @@ def test_the_shipped_engine_makes_seeds_act_and_keeps_the_temperature_in_the_log
     assert "RANK" not in environment
 
 
+def test_the_environment_of_the_configuration_wins_over_the_strategy_and_that_over_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("B", "inherited")
+    engine = SglangEngine(**{**SETTINGS, "env": {"A": 1}})
+    environment = engine.environment({"A": "strategy", "B": "strategy", "PYTHONUNBUFFERED": "0"}, None)
+    assert {name: environment[name] for name in ("A", "B", "PYTHONUNBUFFERED")} == {"A": "1", "B": "strategy", "PYTHONUNBUFFERED": "0"}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

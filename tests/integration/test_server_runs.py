@@ -1,0 +1,179 @@
+"""Whole runs against real vLLM servers on the CPU: a server that dies, a trainer that is killed, strategies that follow one trajectory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from children import SMALL, Kill, metrics_of, printed, run_in_child
+from engines import CPU, LORA_ARGS, load, make_client, make_server, processes_naming, running
+from factories import compose_config
+
+from offline_grpo import app
+from offline_grpo.engine.server import Server
+from offline_grpo.rollouts.on_policy import OnPolicy
+from offline_grpo.weight_sync.reload import Reload
+from offline_grpo.weight_sync.shared_vllm import SharedVllm
+
+OWN_SERVER = (
+    "generation=vllm_server",
+    "engine.args.enforce_eager=true",
+    "+engine.args.distributed_executor_backend=uni",
+    "+engine.args.kv_cache_memory_bytes=67108864",
+    "+engine.args.max_num_batched_tokens=32768",
+    "engine.args.gpu_memory_utilization=null",
+    "+engine.env.OMP_NUM_THREADS=1",
+    '+engine.env.VLLM_ENABLE_V1_MULTIPROCESSING="0"',
+)
+FIVE = (
+    *SMALL,
+    "model.tiny.hidden_size=128",
+    "train.iterations=5",
+    "eval.interval=5",
+    "train.lr=1e-3",
+    "checkpoint.enabled=false",
+    "model.device=cpu",
+)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of this file keep their tiny model."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def run(folder: Path, cache: Path, *overrides: str) -> dict[str, dict[str, float]]:
+    """A run in this process; its metrics."""
+    app.run(compose_config(*FIVE, f"cache_dir={cache}", *overrides), folder)
+    return metrics_of(folder)
+
+
+def of_training(metrics: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Without what says how the weights travelled."""
+    return {
+        name: {key: value for key, value in found.items() if not key.startswith(("sync/", "alignment/", "mismatch/", "logprobs/inference"))}
+        for name, found in metrics.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def found_server(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A server of somebody else's, on the tiny model that the runs build."""
+    folder = tmp_path_factory.mktemp("found")
+    run(folder / "builds_the_model", cache, "train.iterations=1", "eval.enabled=false", "train.updates_per_iteration=1")
+    [model] = cache.glob("tiny-*")
+    with running(make_server(CPU, folder, options=LORA_ARGS), model) as server:
+        yield server, model
+
+
+def serve_again(server: Server, model: Path) -> None:
+    """Give the found server the weights that it was started with."""
+    sync = Reload(interval=1, pause_mode="abort", tolerance_nats=0.1, server_args={}, location="memory")
+    there = Server(base_url=server.base_url, api_key=None, launcher=None, log_dir=server.log_dir)
+    sync.connect(load(model, CPU), make_client(there))
+    sync.push(load(model, CPU), version=0)
+    sync.close()
+
+
+def test_strategies_follow_one_trajectory(found_server: Any, cache: Path, tmp_path: Path) -> None:
+    server, model = found_server
+    results = {}
+    for option in ("reload", "shared_vllm"):
+        serve_again(server, model)
+        results[option] = run(
+            tmp_path / option, cache, "generation=vllm_server", f"generation.base_url={server.base_url}", f"weight_sync={option}"
+        )
+    reload, shared = results["reload"], results["shared_vllm"]
+    assert len(reload) == 7  # five iterations, two evaluations
+    for name in reload:
+        for key, value in of_training(reload)[name].items():
+            assert shared[name][key] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, key)
+    rewards = [reload[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(5)]
+    assert len(set(rewards)) > 1
+    assert [reload[f"train_iter_{i:03d}.json"]["sync/version"] for i in range(5)] == [2.0, 4.0, 6.0, 8.0, 10.0]
+    assert all(found["alignment/diff_abs_mean"] < 1e-4 for name, found in reload.items() if name.startswith("train"))
+
+
+def test_evaluation_asks_its_own_server(found_server: Any, cache: Path, tmp_path: Path) -> None:
+    """Training samples in process, evaluation from a server that gets the weights before each evaluation."""
+    server, model = found_server
+    serve_again(server, model)
+    asked = count_requests(server)
+    apart = run(
+        tmp_path / "apart", cache, "eval.backend=vllm_server", f"eval.base_url={server.base_url}", "train.iterations=2", "eval.interval=2"
+    )
+    assert count_requests(server) - asked >= 2 * 8  # two evaluations of 4 problems, 2 replicates each
+    here = run(tmp_path / "here", cache, "train.iterations=2", "eval.interval=2")
+    train = "train_iter_001.json"
+    assert of_training(apart)[train] == of_training(here)[train]
+    served = load(model, CPU)
+    assert served is not None
+    assert apart["eval_iter_001.json"].keys() == here["eval_iter_001.json"].keys()
+
+
+def count_requests(server: Server) -> float:
+    lines = server.api.get("/metrics").splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total{"))
+
+
+def test_a_server_that_dies_is_started_again(found_server: Any, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while it samples, and again while weights are pushed: the run goes on to the same result, and counts it."""
+    server, model = found_server
+    serve_again(server, model)
+    three = ("weight_sync=shared_vllm", "train.iterations=3")
+    undisturbed = run(tmp_path / "undisturbed", cache, "generation=vllm_server", f"generation.base_url={server.base_url}", *three)
+    before = processes_naming(str(cache))
+    sampled, pushed = OnPolicy.next, SharedVllm.deliver
+
+    def next_and_kill(self: OnPolicy, iteration: int) -> Any:
+        if iteration == 1 and not killed["sampling"]:
+            killed["sampling"] = kill_engine(self._client.server)
+        return sampled(self, iteration)
+
+    def push_and_kill(self: SharedVllm, policy: Any, version: int) -> Any:
+        if version == 6 and not killed["pushing"]:
+            killed["pushing"] = kill_engine(self.server)
+        return pushed(self, policy, version)
+
+    killed = {"sampling": 0, "pushing": 0}
+    monkeypatch.setattr(OnPolicy, "next", next_and_kill)
+    monkeypatch.setattr(SharedVllm, "deliver", push_and_kill)
+    disturbed = run(tmp_path / "disturbed", cache, *OWN_SERVER, *three)
+    assert all(killed.values())
+    assert disturbed["train_iter_002.json"]["sync/num_recoveries"] == 2
+    assert of_training(disturbed) == of_training(undisturbed)
+    assert processes_naming(str(cache)) == before
+    assert "Starting it again" in (tmp_path / "disturbed" / "run.log").read_text()
+
+
+def kill_engine(server: Server) -> int:
+    """SIGKILL to the process that computes, as the kernel would when memory runs out."""
+    assert server.pid is not None
+    [core] = [p for p in psutil.Process(server.pid).children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+    core.kill()
+    return core.pid
+
+
+KILLS = [
+    pytest.param("reload", "reload:shutil.rmtree", id="reload"),
+    pytest.param("shared_vllm", "shared_vllm:SharedVllm.deliver", id="shared_vllm", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("option", "where"), KILLS)
+def test_a_killed_trainer_leaves_nothing(option: str, where: str, cache: Path, tmp_path: Path) -> None:
+    """SIGKILL in the middle of a push: no process and no shared memory outlives it."""
+    files, processes = set(os.listdir("/dev/shm")), processes_naming(str(cache))
+    kill = Kill(f"offline_grpo.weight_sync.{where}", count=3)
+    code = run_in_child(tmp_path / "run", *FIVE, f"cache_dir={cache}", *OWN_SERVER, f"weight_sync={option}", kill=kill)
+    assert code == -signal.SIGKILL, printed(tmp_path / "run")
+    deadline = time.monotonic() + 20
+    while (set(os.listdir("/dev/shm")) != files or processes_naming(str(cache)) != processes) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert set(os.listdir("/dev/shm")) == files
+    assert processes_naming(str(cache)) == processes

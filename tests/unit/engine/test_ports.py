@@ -1,0 +1,58 @@
+"""Ports: a free one, or the name of who has the one that was asked for."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from offline_grpo.engine.ports import choose_port, owner_of
+from offline_grpo.errors import ConfigError
+
+LISTEN = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(100)"
+
+
+def test_null_takes_a_free_one() -> None:
+    port = choose_port("127.0.0.1", None, key="engine.port")
+    assert 1024 <= port < 65536
+    with socket.create_server(("127.0.0.1", port)):
+        assert choose_port("127.0.0.1", None, key="engine.port") != port
+
+
+def test_a_taken_port_names_its_owner() -> None:
+    with subprocess.Popen([sys.executable, "-c", LISTEN], stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout is not None
+            port = int(owner.stdout.readline())
+            name = rf"{sys.executable} -c import socket, .*\(pid {owner.pid}\)"
+            with pytest.raises(ConfigError, match=rf"^engine\.port={port}: is taken by {name}; stop that process, .*null for any free one$"):
+                choose_port("127.0.0.1", port, key="engine.port")
+        finally:
+            owner.kill()
+    assert owner_of(port) is None
+    assert choose_port("127.0.0.1", port, key="engine.port") == port
+
+
+def test_one_that_listens_everywhere_has_the_port_too() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as server, pytest.raises(ConfigError, match=rf"\(pid {os.getpid()}\)"):
+        choose_port("127.0.0.1", server.getsockname()[1], key="engine.port")
+
+
+def test_a_port_whose_server_has_just_ended_is_free() -> None:
+    """Its connections are in TIME_WAIT for a minute: a restart must not wait for that."""
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    client = socket.create_connection(("127.0.0.1", port))
+    connection, _ = server.accept()
+    connection.close()  # the side that closes first keeps the state
+    client.close()
+    server.close()
+    assert choose_port("127.0.0.1", port, key="engine.port") == port
+
+
+def test_an_address_of_another_machine() -> None:
+    with pytest.raises(ConfigError, match=r"^engine\.port=None: cannot be used on 192\.0\.2\.1 \(Cannot assign requested address\); "):
+        choose_port("192.0.2.1", None, key="engine.port")

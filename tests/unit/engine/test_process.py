@@ -1,0 +1,331 @@
+"""A server's process ends with the run that started it, however that ends, and takes along all that it started. No vLLM here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from offline_grpo.engine import process as process_module
+from offline_grpo.engine.process import GUARDIAN, ServerProcess, last_line, last_lines
+from offline_grpo.errors import EngineDied, EngineError
+
+PYTHON = [sys.executable, "-I", "-S"]
+WAIT_S = 15.0
+
+FAMILY = """
+import os, signal, sys, time
+folder = sys.argv[1]
+def note(name):
+    with open(f"{folder}/.{name}", "w") as file:
+        file.write(str(os.getpid()))
+    os.replace(f"{folder}/.{name}", f"{folder}/{name}")
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note("deaf")
+    time.sleep(100)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        note("daemon")
+        time.sleep(100)
+    os._exit(0)
+note("server")
+time.sleep(100)
+"""
+"""A server that leaves a child which ignores SIGTERM, and a daemon: a grandchild in a session of its own whose parent has ended."""
+MEMBERS = ("server", "deaf", "daemon")
+
+Starter = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Starter]:
+    """Starts a command in `tmp_path`, and stops it after the test."""
+    started: list[ServerProcess] = []
+
+    def start(
+        *command: str, name: str = "server", remove: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> ServerProcess:
+        env = os.environ if env is None else env
+        started.append(ServerProcess(command, env=env, log_path=tmp_path / "logs" / f"{name}.log", remove=remove))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    return [*PYTHON, "-c", code, *map(str, arguments)]
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain: {what}"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def family_of(folder: Path) -> dict[str, int]:
+    """Ids of a family that has come up completely."""
+    wait_for(lambda: all((folder / name).exists() for name in MEMBERS), "the family")
+    pids = {name: int((folder / name).read_text()) for name in MEMBERS}
+    assert all(map(is_running, pids.values()))
+    return pids
+
+
+def folder_with_a_file(path: Path) -> Path:
+    path.mkdir()
+    (path / "weights").write_bytes(b"x")
+    return path
+
+
+# What it says
+
+
+def test_log_has_the_command_line_and_all_output(start: Starter, tmp_path: Path) -> None:
+    server = start(*python("import sys; print('out', flush=True); print('err', file=sys.stderr)", "two words"))
+    wait_for(lambda: not server.is_alive, "the end")
+    command, *output = server.log_path.read_text().splitlines()
+    assert command.startswith(f"$ {sys.executable} -I -S -c ")
+    assert command.endswith(" 'two words'")
+    assert output == ["out", "err"]
+    assert server.log_path == tmp_path / "logs" / "server.log"
+
+
+def test_a_key_in_the_command_line_is_not_logged(start: Starter) -> None:
+    server = start(*python("pass"), "--api-key", "hush-hush", "--port", "1")
+    assert "hush-hush" not in server.log_path.read_text()
+    assert server.log_path.read_text().splitlines()[0].endswith("--api-key ... --port 1")
+
+
+def test_the_environment_is_exactly_the_given_one(start: Starter) -> None:
+    server = start("/usr/bin/env", env={"ONE": "1"})
+    wait_for(lambda: not server.is_alive, "the end")
+    assert [line for line in server.log_path.read_text().splitlines() if not line.startswith(("$", "LC_CTYPE"))] == ["ONE=1"]
+
+
+def test_ready(start: Starter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "PROGRESS_INTERVAL_S", 0.0)
+    server = start(*python("import time; print('loading weights', flush=True); time.sleep(100)"))
+    wait_for(lambda: "loading" in last_line(server.log_path), "output")
+    answers = iter([False, False, True])
+    with caplog.at_level("INFO"):
+        server.wait_until(lambda: next(answers), timeout_s=60, what="the stand-in")
+    assert server.is_alive
+    assert caplog.messages == ["waiting for the stand-in: 0 s; loading weights"] * 2
+
+
+def test_not_ready_in_time(start: Starter) -> None:
+    server = start(*python("import time; print('compiling', flush=True); time.sleep(100)"))
+    with pytest.raises(EngineError, match=r"^the stand-in was not ready after 0\.6 s \(engine\.start_timeout_s\); .*compiling.*server\.log$") as error:
+        server.wait_until(lambda: False, timeout_s=0.6, what="the stand-in")
+    assert not isinstance(error.value, EngineDied)
+    assert not server.is_alive
+
+
+@pytest.mark.parametrize(
+    ("ending", "why"), [("sys.exit(3)", "exit code 3"), ("os.kill(os.getpid(), 9)", "signal 9"), ("os.kill(os.getpid(), 15)", "signal 15")]
+)
+def test_death_tells_why(ending: str, why: str, start: Starter) -> None:
+    code = f"import os, sys; print('INFO 1\\nValueError: no room for the KV cache\\nINFO 2\\nINFO 3\\nINFO 4', flush=True); {ending}"
+    server = start(*python(code))
+    with pytest.raises(EngineDied) as error:
+        server.wait_until(lambda: False, timeout_s=60, what="the stand-in")
+    message = f"the server has ended ({why}); its last words: ValueError: no room for the KV cache. The whole log: {server.log_path}"
+    assert str(error.value) == message
+    with pytest.raises(EngineDied, match="no room"):  # and again, whenever asked
+        server.check_alive()
+
+
+def test_nothing_is_told_of_a_server_that_lives(start: Starter) -> None:
+    start(*python("import time; time.sleep(100)")).check_alive()
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("", "it printed nothing."),
+        ("\n \n", "it printed nothing."),
+        ("a\nb\nc\nd\n", "its last words: b | c | d."),
+        ("Traceback\nRuntimeError: one\n  at\n(Engine pid=7) torch.OutOfMemoryError: two\nbye", "its last words: RuntimeError: one | (Engine pid=7) torch.OutOfMemoryError: two."),
+        ("x: error: unrecognized arguments: --foo\nbye\n", "its last words: x: error: unrecognized arguments: --foo."),
+        ("CUDA out of memory\nbye\n", "its last words: CUDA out of memory."),
+        ("y" * 500, f"its last words: {'y' * 300}."),
+    ],
+)  # fmt: skip
+def test_last_words(log: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(log)
+    assert last_lines(path) == words
+
+
+def test_last_words_of_a_long_log_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_bytes(b"ValueError: long ago\n" + b"\xff" * 100_000 + b"\nthe end\n")
+    assert last_line(path) == "the end"
+    assert "long ago" not in last_lines(path)
+
+
+def test_a_command_that_does_not_exist(start: Starter, tmp_path: Path) -> None:
+    folder = folder_with_a_file(tmp_path / "scratch")
+    server = start("/no/such/python", "-m", "server", remove=folder)
+    with pytest.raises(EngineDied, match=r"exit code 127.*cannot start /no/such/python: .*No such file or directory"):
+        server.wait_until(lambda: False, timeout_s=60, what="the stand-in")
+    assert not folder.exists()
+
+
+# How it ends
+
+
+def test_stop_ends_all_that_the_server_started(start: Starter, tmp_path: Path) -> None:
+    folder = folder_with_a_file(tmp_path / "scratch")
+    server = start(*python(FAMILY, tmp_path), remove=folder)
+    pids = family_of(tmp_path)
+    assert os.getsid(pids["daemon"]) != os.getsid(pids["server"]) != os.getsid(0)
+    server.stop()
+    assert not any(map(is_running, [*pids.values(), server.pid]))
+    assert not folder.exists()
+    server.stop()  # does nothing
+
+
+def test_a_server_may_end_in_its_own_way(start: Starter, tmp_path: Path) -> None:
+    code = "import signal, sys, time\nsignal.signal(15, lambda *_: (print('saved', flush=True), sys.exit()))\nprint('up', flush=True)\ntime.sleep(100)"
+    server = start(*python(code))
+    wait_for(lambda: last_line(server.log_path) == "up", "the server")
+    server.stop()
+    assert last_line(server.log_path) == "saved"
+
+
+def test_a_server_that_ignores_sigterm_is_killed(start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    impatient = tmp_path / "guardian.py"
+    impatient.write_text(GUARDIAN.read_text().replace("KILL_AFTER_S = 10.0", "KILL_AFTER_S = 0.3"))
+    assert "KILL_AFTER_S = 0.3" in impatient.read_text()
+    monkeypatch.setattr(process_module, "GUARDIAN", impatient)
+    server = start(*python("import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(100)"))
+    wait_for(lambda: last_line(server.log_path) == "deaf", "the server")
+    server.stop()
+    with pytest.raises(EngineDied, match="signal 9"):
+        server.check_alive()
+
+
+def test_what_a_server_leaves_behind_when_it_dies_is_ended(start: Starter, tmp_path: Path) -> None:
+    folder = folder_with_a_file(tmp_path / "scratch")
+    server = start(*python(FAMILY, tmp_path), remove=folder)
+    pids = family_of(tmp_path)
+    os.kill(pids["server"], signal.SIGKILL)
+    wait_for(lambda: not server.is_alive, "the guardian's end")
+    assert not any(map(is_running, pids.values()))
+    assert not folder.exists()
+
+
+def test_a_server_dies_with_its_guardian(start: Starter, tmp_path: Path) -> None:
+    server = start(*python(FAMILY, tmp_path))
+    pids = family_of(tmp_path)
+    try:
+        os.kill(server.pid, signal.SIGKILL)
+        wait_for(lambda: not is_running(pids["server"]), "the server's end")
+    finally:
+        for pid in (pids["deaf"], pids["daemon"]):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_is_for_the_run_and_not_for_the_server(number: signal.Signals, start: Starter) -> None:
+    server = start(*python("print('up', flush=True)\nimport time; time.sleep(100)"))
+    wait_for(lambda: last_line(server.log_path) == "up", "the server")
+    assert os.getpgid(server.pid) != os.getpgid(0)
+    os.kill(server.pid, number)
+    time.sleep(0.3)
+    server.check_alive()
+
+
+PARENT = """
+import os, sys, time
+from pathlib import Path
+from offline_grpo.engine.process import ServerProcess
+folder, ending, *command = sys.argv[1:]
+server = ServerProcess(command, env=os.environ, log_path=Path(folder, "server.log"), remove=Path(folder, "scratch"))
+Path(folder, "guardian").write_text(str(server.pid))
+if ending == "forked" and os.fork() == 0:  # a copy of this process that holds the pipe too, and goes on
+    Path(folder, "copy").write_text(str(os.getpid()))
+    time.sleep(100)
+while not all(Path(folder, name).exists() for name in ("server", "deaf", "daemon")):
+    time.sleep(0.02)
+if ending == "error":
+    raise SystemExit(1)
+if ending != "exit":
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("ending", ["exit", "error", "killed", "terminated", "forked"])
+def test_a_server_does_not_survive_its_run(ending: str, tmp_path: Path) -> None:
+    """However it ends, and whether or not somebody else still holds its files open."""
+    folder = folder_with_a_file(tmp_path / "scratch")
+    command = [sys.executable, "-c", PARENT, str(tmp_path), ending, *python(FAMILY, tmp_path)]
+    parent = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        pids = family_of(tmp_path)
+        if ending in ("killed", "forked", "terminated"):
+            assert folder.exists()
+            parent.send_signal(signal.SIGTERM if ending == "terminated" else signal.SIGKILL)
+        parent.wait(WAIT_S)
+        pids["guardian"] = int((tmp_path / "guardian").read_text())
+        wait_for(lambda: not any(map(is_running, pids.values())), "the end of the family")
+        assert not folder.exists()
+    finally:
+        parent.kill()
+        if ending == "forked":
+            os.kill(int((tmp_path / "copy").read_text()), signal.SIGKILL)
+
+
+def test_two_servers_do_not_meet(start: Starter, tmp_path: Path) -> None:
+    homes = [folder_with_a_file(tmp_path / name) for name in ("first", "second")]
+    first, second = (start(*python(FAMILY, home), name=home.name, remove=home / "scratch") for home in homes)
+    families = [family_of(home) for home in homes]
+    for home in homes:
+        folder_with_a_file(home / "scratch")
+    first.stop()
+    assert not any(map(is_running, families[0].values()))
+    assert not (homes[0] / "scratch").exists()
+    assert all(map(is_running, families[1].values()))
+    assert (homes[1] / "scratch" / "weights").exists()
+    second.check_alive()
+    second.stop()
+    assert not any(map(is_running, families[1].values()))
+
+
+def test_processes_of_others_survive(start: Starter, tmp_path: Path) -> None:
+    """Even one with the very same command line."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    command = python(FAMILY, theirs)
+    foreign = subprocess.Popen(command, start_new_session=True)
+    pids = family_of(theirs)
+    try:
+        for name in MEMBERS:
+            (theirs / name).unlink()
+        server = start(*command)
+        family_of(theirs)
+        server.stop()
+        assert all(map(is_running, pids.values()))
+    finally:
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+        foreign.wait(WAIT_S)

@@ -1,0 +1,131 @@
+"""`restart` and `reload` with SGLang, against a stand-in written from its source that serves a real model: no real SGLang ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import compose_config, make_qwen2
+from fake_sglang import FakeSglang
+from omegaconf import OmegaConf
+from scripted_server import ScriptedServer
+from transformers import AutoModelForCausalLM
+
+from offline_grpo.build import build
+from offline_grpo.config import as_plain
+from offline_grpo.engine.server import Server
+from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.generation.sglang_client import SglangClient
+from offline_grpo.interfaces import WeightSync
+from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.policy import Policy
+
+
+def load(folder: str) -> Callable[[list[int]], list[float]]:
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    @torch.no_grad()
+    def logits(token_ids: list[int]) -> list[float]:
+        return model(torch.tensor([token_ids])).logits[0, -1].double().tolist()
+
+    return logits
+
+
+class OurServer(Server):
+    """A server of our own, as far as a strategy can tell; its process is the stand-in."""
+
+    fake: FakeSglang
+    is_managed = True
+
+    def start(self, model: str, *, options: Mapping[str, Any] | None = None) -> None:
+        assert not options
+        self.fake.model = load(model)
+        self.fake.weight_version = "default"
+        self.fake.loaded.append(model)
+
+
+@pytest.fixture
+def fake() -> FakeSglang:
+    return FakeSglang(load=load)
+
+
+@pytest.fixture
+def client(fake: FakeSglang, tmp_path: Path) -> Iterator[SglangClient]:
+    with ScriptedServer(fake) as web:
+        server = OurServer(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path / "run")
+        server.fake = fake
+        client = SglangClient(server=server, eos_ids=[2], batch_size=4, timeout_s=30, max_retries=0)
+        yield client
+        client.close()
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Policy:
+    model = make_qwen2(vocab_size=100, max_position_embeddings=256)
+    tokenizer = build_char_tokenizer(64)
+    model.save_pretrained(tmp_path / "start")
+    tokenizer.save_pretrained(tmp_path / "start")
+    model.config._name_or_path = model.name_or_path = str(tmp_path / "start")
+    return Policy(model, tokenizer, "padded")
+
+
+def strategy(option: str, *overrides: str) -> Any:
+    node = as_plain(OmegaConf.select(compose_config(f"weight_sync={option}", *overrides), "weight_sync"))
+    return build(node, key="weight_sync", protocol=WeightSync)
+
+
+def train(policy: Policy) -> None:
+    with torch.no_grad():
+        for parameter in policy.masters.parameters.values():
+            parameter.mul_(0.5)
+    policy.masters.publish()
+
+
+@pytest.mark.parametrize(("option", "overrides"), [("restart", ()), ("reload", ("weight_sync.pause_mode=abort",))])
+def test_weights_and_version_arrive(option: str, overrides: tuple[str, ...], policy: Policy, client: SglangClient, fake: FakeSglang) -> None:
+    sync = strategy(option, *overrides)
+    sync.connect(policy, client)
+    sync.push(policy, version=0)
+    train(policy)
+    report = sync.push(policy, version=1)
+    assert (report.version, client.version, fake.weight_version) == (1, 1, "1")
+    assert report.alignment["sync/probe_diff_max"] < 1e-4
+    assert report.alignment["sync/num_tensors_proven"] == 0
+    assert report.num_bytes > 0
+    assert len(fake.loaded) == (2 if option == "restart" else 3)
+    sync.close()
+
+
+def test_stale_weights_are_found(policy: Policy, client: SglangClient, fake: FakeSglang) -> None:
+    sync = strategy("reload", "weight_sync.pause_mode=abort")
+    sync.connect(policy, client)
+    sync.push(policy, version=0)
+    stale = fake.model
+    fake.load = lambda _: stale
+    train(policy)
+    with pytest.raises(EngineError, match="MISMATCH"):
+        sync.push(policy, version=1)
+
+
+def test_another_version_is_found(policy: Policy, client: SglangClient, fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = strategy("restart")
+    sync.connect(policy, client)
+    monkeypatch.setattr(type(sync.control), "set_version", lambda *_: None)
+    with pytest.raises(EngineError, match="the server has version None"):
+        sync.push(policy, version=0)
+
+
+@pytest.mark.parametrize("option", ["shared_vllm", "ipc", "nccl", "lora_hotswap", "lora_restart"])
+def test_what_cannot_serve_sglang_is_refused(option: str, policy: Policy, client: SglangClient) -> None:
+    with pytest.raises(ConfigError, match=rf"^weight_sync={option}: moves weights to a vLLM server; [^\n]*$"):
+        strategy(option).connect(policy, client)
+
+
+def test_reload_needs_its_pause_mode(policy: Policy, client: SglangClient) -> None:
+    sync = strategy("reload")
+    sync.connect(policy, client)
+    with pytest.raises(ConfigError, match="weight_sync.pause_mode=keep: .*set it to abort"):
+        sync.push(policy, version=0)
