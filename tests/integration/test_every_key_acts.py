@@ -1,11 +1,13 @@
 """No key is inert: every leaf of the configuration stands in one of the tables below, with a changed value and what that must change.
 
 A key that is new in `conf/` fails `test_every_key_is_in_exactly_one_table` until it has a row. Keys of the default configuration, and of
-LoRA, are changed in small runs of the whole application; those of the other components where the components are built.
+LoRA, are changed in small runs of the whole application; those of the other components where the components are built; those that only
+act beside a server, or on a machine with GPUs, where such a run is put together.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,13 +24,19 @@ import wandb
 from factories import CONF, compose_config
 from laboratory import Laboratory, Trace
 from omegaconf import OmegaConf
+from serving_effects import Asked, ask, engine_effect, sync_effect
 from torch import nn
 from torch.utils.tensorboard import writer as tensorboard_writer
+from transformers import Qwen2Config
 
+from offline_grpo import placement
 from offline_grpo.advantage import group_advantages
 from offline_grpo.build import build
-from offline_grpo.config import as_plain
+from offline_grpo.config import as_plain, typed
+from offline_grpo.errors import ConfigError
 from offline_grpo.logger import console
+from offline_grpo.placement import check_placement, server_gpus
+from offline_grpo.preflight import make_plan
 from offline_grpo.types import BatchTotals, Split, TokenBatch, TokenStats
 
 LAST = "train_iter_001.json"
@@ -309,6 +317,30 @@ LOSS = {
     "importance_floor": 0.99,
     "scale_rewards": "batch",
 }
+COMMAND_LINE = {"python": "/bin/sh", "host": "127.0.0.2", "port": 4321, "api_key": "key", "start_timeout_s": 5}
+VLLM_ARGS = {
+    "dtype": "float16",
+    "gpu_memory_utilization": 0.3,
+    "max_model_len": 99,
+    "enforce_eager": True,
+    "max_num_seqs": 7,
+    "logprobs_mode": "raw_logprobs",
+    "generation_config": "auto",
+    "seed": 3,
+}
+SGLANG_ARGS = {
+    "dtype": "float16",
+    "mem_fraction_static": 0.3,
+    "context_length": 99,
+    "disable_cuda_graph": True,
+    "max_running_requests": 7,
+    "enable_deterministic_inference": False,
+    "random_seed": 3,
+}
+SYNC = {"interval": 2, "pause_mode": "wait", "tolerance_nats": 0.01}
+SYNC_WITHOUT_PAUSE = SYNC | {"pause_mode": "sleep"}  # what never pauses only refuses what is no mode
+TRANSFER = SYNC | {"server_args.weight_transfer_config.backend": "other", "bucket_mib": 1}
+LORA_ARGS = {"server_args.enable_lora": False, "server_args.max_lora_rank": 8, "server_args.max_loras": 2}
 ADAMW = {"lr": 0.1, "weight_decay": 0.5, "beta1": 0.5, "beta2": 0.5, "eps": 0.1}
 loss_effect = make_loss_effect()
 BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
@@ -344,7 +376,84 @@ BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
         },
     ),
     "logger=[tensorboard]": (logger_effect, {"tensorboard.flush_s": 99}),
+    "engine=vllm": (
+        engine_effect,
+        COMMAND_LINE
+        | {f"args.{name}": value for name, value in VLLM_ARGS.items()}
+        | {"env.VLLM_USE_FLASHINFER_SAMPLER": "1", "blackwell_workaround": True},
+    ),
+    "engine=sglang": (engine_effect, COMMAND_LINE | {f"args.{name}": value for name, value in SGLANG_ARGS.items()}),
+    "weight_sync=reload": (sync_effect, SYNC | {"location": "disk"}),
+    "weight_sync=restart": (sync_effect, SYNC_WITHOUT_PAUSE),
+    "weight_sync=shared_vllm": (sync_effect, SYNC | {"bridge_config": "/no/such.json"}),
+    "weight_sync=ipc": (sync_effect, TRANSFER),
+    "weight_sync=nccl": (sync_effect, TRANSFER | {"master_address": "127.0.0.2"}),
+    "weight_sync=lora_hotswap": (sync_effect, SYNC_WITHOUT_PAUSE | LORA_ARGS),
+    "weight_sync=lora_restart": (sync_effect, SYNC_WITHOUT_PAUSE | LORA_ARGS),
 }
+
+
+def settings(asked: Asked) -> Any:
+    return asked.settings
+
+
+CLIENT: dict[str, tuple[str, Callable[[Asked], Any], str]] = {
+    # setting: changed to, what that changes in a request, on top of
+    "base_url": ("@there", lambda asked: asked.where, ""),
+    "api_key": ("key", lambda asked: asked.key, ""),
+    "batch_size": ("1", lambda asked: asked.max_active, ""),
+    "timeout_s": ("0.03", lambda asked: asked.error, ""),
+    "max_retries": ("0", lambda asked: asked.error, ""),
+    "max_new_tokens": ("3", settings, ""),
+    "temperature": ("0.5", settings, ""),
+    "top_p": ("0.5", settings, LENIENT),
+    "top_k": ("5", settings, LENIENT),
+    "repetition_penalty": ("1.5", settings, LENIENT),
+    "stop": ("[x]", settings, ""),
+    "allow_truncated_sampling": ("true", lambda asked: asked.error, "generation.top_k=5"),
+}
+"""Settings of the clients that ask a server."""
+
+
+def launcher_effect(overrides: str) -> Any:
+    try:
+        return make_plan(typed(compose_config(*overrides.split()))).launcher
+    except ConfigError as error:
+        return str(error)
+
+
+def placement_effect(overrides: str) -> Any:
+    """Which of two small GPUs the server gets, and whether what cannot fit is refused."""
+    model = Qwen2Config(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**20))
+        patch.setattr(placement, "read_model_config", lambda *_: model)
+        plan = make_plan(typed(compose_config("model.device=cuda", *overrides.split())))
+        try:
+            check_placement(plan, "some/model", longest_prompt=20, num_processes=1)
+            error = ""
+        except ConfigError as caught:
+            error = str(caught)
+        return server_gpus(plan, 1), error
+
+
+def evaluation_effect(overrides: str) -> Asked:
+    return ask(overrides, role="evaluation")
+
+
+OWN_SERVER = "generation=vllm_server weight_sync=reload"
+EVAL_SERVER = "eval.backend=vllm_server eval.base_url=@here"
+ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    "engine": (launcher_effect, f"{OWN_SERVER} engine=null", "engine=vllm"),
+    "placement.engine_devices": (placement_effect, f"{OWN_SERVER} placement.check_memory=false", "placement.engine_devices=[0]"),
+    "placement.check_memory": (placement_effect, "", "placement.check_memory=false"),
+    "eval.backend": (evaluation_effect, EVAL_SERVER, "eval.backend=sglang_server"),
+    "eval.base_url": (evaluation_effect, EVAL_SERVER, "eval.base_url=@there"),
+    "eval.batch_size": (evaluation_effect, EVAL_SERVER, "eval.batch_size=1"),
+}
+"""Key: what sees it, on top of which overrides, its change."""
 
 
 @pytest.fixture(scope="module")
@@ -385,7 +494,8 @@ def in_conf() -> set[tuple[str, str]]:
 
 def test_every_key_is_in_exactly_one_table() -> None:
     built = [(choice, f"{choice.partition('=')[0].replace('/', '.')}.{name}") for choice, (_, changes) in BUILT.items() for name in changes]
-    rows = [("", key) for key in RUNS] + built
+    asked = [(f"generation={option}", f"generation.{name}") for option in ("vllm_server", "sglang_server") for name in CLIENT]
+    rows = [("", key) for key in (*RUNS, *ASSEMBLED)] + built + asked
     assert len(rows) == len(set(rows))
     assert set(rows) == in_conf()
 
@@ -425,12 +535,60 @@ def test_a_component_changes_with_each_setting(choice: str, tmp_path: Path) -> N
     cfg = compose_config(choice, f"task.path={word_problems(tmp_path / 'here', 0)}") if choice == "task=gsm8k" else compose_config(choice)
     other = str(word_problems(tmp_path / "other", 100))
     for name, value in changes.items():
-        place, _, setting = f"{group}.{name}".rpartition(".")
+        part, _, setting = name.partition(".") if group == "logger" else ("", "", name)
+        place = f"{group}.{part}".rstrip(".")
         node = as_plain(OmegaConf.select(cfg, place))
         (tmp_path / name).mkdir()
-        before = effect(build(node, key=place, output_dir=tmp_path / name))
-        changed = {**node, setting: other if value == "@other" else value}
-        assert before != effect(build(changed, key=place, output_dir=tmp_path / name)), name
+
+        def seen(node: Any, place: str = place, folder: Path = tmp_path / name) -> Any:
+            try:
+                return effect(build(node, key=place, output_dir=folder))
+            except ConfigError as error:
+                return str(error)
+
+        before = seen(node)
+        assert not isinstance(before, str) or "weight_sync." not in before, "refused"
+        assert before == seen(node)  # else a difference would prove nothing
+        assert before != seen(with_setting(node, setting, other if value == "@other" else value)), name
+
+
+def with_setting(node: Any, setting: str, value: Any) -> Any:
+    """A copy of a node with one value replaced, such as `args.dtype`."""
+    changed = copy.deepcopy(node)
+    *parents, last = setting.split(".")
+    part = changed
+    for parent in parents:
+        part = part[parent]
+    assert last in part
+    part[last] = value
+    return changed
+
+
+@pytest.mark.parametrize("name", CLIENT)
+@pytest.mark.parametrize("option", ["vllm_server", "sglang_server"])
+def test_a_client_of_a_server_changes_with(option: str, name: str) -> None:
+    value, sees, base = CLIENT[name]
+    common = f"generation={option} weight_sync=reload generation.base_url=@here {base}"
+    before, after = ask(common), ask(f"{common} generation.{name}={value}")
+    assert sees(before) != sees(after)
+    assert (before.error == "") is (name != "allow_truncated_sampling")
+    assert (after.error == "") is (name not in ("timeout_s", "max_retries"))
+
+
+def test_equal_clients_ask_equally() -> None:
+    """Else the differences above would prove nothing."""
+    for option in ("vllm_server", "sglang_server"):
+        common = f"generation={option} weight_sync=reload generation.base_url=@here"
+        assert ask(common) == ask(common)
+        assert ask(common).max_active == 4
+
+
+@pytest.mark.parametrize("key", ASSEMBLED)
+def test_a_run_is_put_together_otherwise_with(key: str) -> None:
+    effect, base, change = ASSEMBLED[key]
+    before, after = effect(base), effect(f"{base} {change}")
+    assert before == effect(base)
+    assert before != after
 
 
 def word_problems(folder: Path, first: int) -> Path:

@@ -33,11 +33,11 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the pipe alone says when to stop
     try:
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: _in_child(libc))
-    except OSError as error:
-        print(f"cannot start {command[0]}: {error}", flush=True)
-        return 127
-    try:
+        try:
+            server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: _in_child(libc))
+        except OSError as error:
+            print(f"cannot start {command[0]}: {error}", flush=True)
+            return 127
         while server.poll() is None and os.getppid() == parent and not _is_closed(pipe):
             pass
         _terminate(server)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from offline_grpo.engine.command_line import shown
 from offline_grpo.errors import EngineDied, EngineError
@@ -81,6 +82,11 @@ class ServerProcess:
             return
         why = f"signal {code - 128}" if code > 128 else f"exit code {code}"
         raise EngineDied(f"the server has ended ({why}); {last_lines(self.log_path)} The whole log: {self.log_path}")
+
+    def end_unhealthy(self) -> NoReturn:
+        """Stop a server that runs but cannot work any more, and raise EngineDied."""
+        self.stop()
+        raise EngineDied(f"the server was not healthy any more and was stopped; {last_lines(self.log_path)} The whole log: {self.log_path}")
 
     def wait_until(self, is_ready: Callable[[], bool], *, timeout_s: float, what: str) -> None:
         """Wait until `is_ready()`, telling every ten seconds for how long, and what the server printed last.

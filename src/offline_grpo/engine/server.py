@@ -6,10 +6,12 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from offline_grpo.engine.command_line import shown
 from offline_grpo.engine.http import ServerApi
@@ -19,7 +21,11 @@ from offline_grpo.errors import EngineError
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 SHARED_MEMORY = Path("/dev/shm")
+HEALTH_INTERVAL_S = 2.0
+"""How often a server is asked for its health while a request to it is open."""
 
 
 class Launcher(Protocol):
@@ -145,6 +151,24 @@ class Server:
                 return
             time.sleep(0.1)
 
+    def watched(self, call: Callable[[], T]) -> T:
+        """The result of a request, or EngineDied as soon as our own server has ended or no longer says that it is healthy.
+
+        A server whose engine has died waits for open requests before it ends, and they wait for the engine: the request alone would take
+        until its timeout.
+        """
+        if self._process is None:
+            return call()
+        outcome: Future[T] = Future()
+        threading.Thread(target=_settle, args=(outcome, call), daemon=True).start()
+        while True:
+            try:
+                return outcome.result(timeout=HEALTH_INTERVAL_S)
+            except TimeoutError:
+                self.check_alive()
+                if not self.api.answers("/health"):
+                    self._process.end_unhealthy()
+
     def stop(self) -> None:
         """Stop our own server and remove its scratch folder; leave one that was found alone."""
         if self._process is not None:
@@ -158,6 +182,13 @@ class Server:
     def pid(self) -> int | None:
         """Of our own server's guardian, None if there is none."""
         return None if self._process is None else self._process.pid
+
+
+def _settle(outcome: Future[T], call: Callable[[], T]) -> None:
+    try:
+        outcome.set_result(call())
+    except EngineError as error:
+        outcome.set_exception(error)
 
 
 def reachable(host: str) -> str:

@@ -79,7 +79,7 @@ class SglangControl:
 
     def _or_died(self, call: Any) -> Any:
         try:
-            return call()
+            return self.server.watched(call)
         except EngineError:
             self.server.check_alive(grace_s=GRACE_S)
             raise

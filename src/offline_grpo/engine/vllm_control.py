@@ -41,12 +41,12 @@ class VllmControl:
     def pause(self) -> None:
         """Stop generating. What is in flight is kept, waited for or aborted, as `pause_mode` says; KV caches are cleared."""
         if not self.is_paused:
-            self._post("/pause", params={"mode": self.pause_mode, "clear_cache": "true"}, timeout_s=3600)
+            self.post("/pause", params={"mode": self.pause_mode, "clear_cache": "true"}, timeout_s=3600)
             self.is_paused = True
 
     def resume(self) -> None:
         """Go on with what was kept and what has arrived since."""
-        self._post("/resume")
+        self.post("/resume")
         self.is_paused = False
 
     @contextmanager
@@ -58,12 +58,12 @@ class VllmControl:
 
     def reset_prefix_cache(self) -> None:
         """Forget keys and values that other weights computed."""
-        self._post("/reset_prefix_cache")
+        self.post("/reset_prefix_cache")
 
     def call_worker(self, method: str, *, timeout_s: float = 600.0, **kwargs: Any) -> Any:
         """What the worker's method returns; of several workers, the first one's."""
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
-        return self._post("/collective_rpc", body, timeout_s=timeout_s + 10)["results"][0]
+        return self.post("/collective_rpc", body, timeout_s=timeout_s + 10)["results"][0]
 
     def load_weights(self, folder: str, *, version: int) -> None:
         """Load the weights of a folder in place of those being served, and note their version. Paused meanwhile."""
@@ -78,21 +78,22 @@ class VllmControl:
 
     def load_adapter(self, name: str, path: str) -> None:
         """Serve the LoRA adapter of a folder under a name that was never used before."""
-        self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter's name; requests in flight finish with it."""
-        self._post("/v1/unload_lora_adapter", {"lora_name": name})
+        self.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     def _get(self, path: str) -> Any:
         return self._or_died(lambda: self.server.api.get(path))
 
-    def _post(self, path: str, body: Any = None, **arguments: Any) -> Any:
+    def post(self, path: str, body: Any = None, **arguments: Any) -> Any:
+        """POST `path`, see `ServerApi.post`."""
         return self._or_died(lambda: self.server.api.post(path, body, **arguments))
 
     def _or_died(self, call: Any) -> Any:
         try:
-            return call()
+            return self.server.watched(call)
         except EngineError:
             self.server.check_alive(grace_s=GRACE_S)
             raise

@@ -136,7 +136,7 @@ class Bridge:
     def _open_storage(self, handle: StorageHandle, device: torch.device) -> Any:
         try:
             if handle.kind == "file":
-                return torch.UntypedStorage.from_file(f"/proc/{self.pid}/fd/{handle.fd}", shared=True, nbytes=handle.num_bytes)
+                return torch.UntypedStorage.from_file(_memory_file(self.pid, handle), shared=True, nbytes=handle.num_bytes)
             return torch.UntypedStorage._new_shared_cuda(
                 device.index or 0,
                 base64.b64decode(handle.handle),
@@ -147,7 +147,7 @@ class Bridge:
                 base64.b64decode(handle.event_handle),
                 handle.event_sync_required,
             )
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError) as error:  # ValueError: no base64
             reason = str(error).splitlines()[0]
             raise EngineError(
                 f"memory of the server (pid {self.pid}) cannot be opened ({reason}): trainer and server must run on one machine, as "
@@ -163,6 +163,14 @@ def start_time_of(pid: int) -> int | None:
         return None
 
 
+def _memory_file(pid: int, handle: StorageHandle) -> str:
+    """Anonymous memory alone, and no more of it than there is: torch would write into any other file, and extend one that is too short."""
+    path = f"/proc/{pid}/fd/{handle.fd}"
+    if not os.readlink(path).startswith("/memfd:") or os.stat(path).st_size < handle.num_bytes:
+        raise OSError(f"{path} is no memory of {handle.num_bytes} bytes")
+    return path
+
+
 def _parse_bridge(record: Mapping[str, Any], source: str) -> Bridge:
     if not isinstance(record, dict):
         raise EngineError(f"{source}: is no bridge record")
@@ -172,6 +180,9 @@ def _parse_bridge(record: Mapping[str, Any], source: str) -> Bridge:
             raise EngineError(f"{source}: {key} must be a list")
         values[key] = [_parse(cls, item, f"{source}: {key}[{index}]") for index, item in enumerate(values[key])]
     bridge = _parse(Bridge, values, source)
+    for handle in bridge.storages:
+        if handle.kind not in ("file", "cuda"):
+            raise EngineError(f"{source}: storages of kind {handle.kind[:60]!r} are unknown")
     names = {tensor.name: tensor for tensor in bridge.tensors}
     for tensor in bridge.tensors:
         _check_tensor(tensor, bridge, source)
@@ -186,7 +197,8 @@ def _check_tensor(tensor: SharedTensor, bridge: Bridge, source: str) -> None:
     dtype = DTYPES.get(tensor.dtype)
     numbers = [*tensor.shape, *tensor.stride, tensor.offset]
     is_good = dtype is not None and 0 <= tensor.storage < len(bridge.storages) and len(tensor.shape) == len(tensor.stride)
-    if not (is_good and all(type(number) is int and number >= 0 for number in numbers)):
+    limit = max(bridge.storages[tensor.storage].num_bytes, 1) if is_good else 0
+    if not (is_good and all(type(number) is int and 0 <= number <= limit for number in numbers)):
         raise EngineError(f"{source}: {tensor.name} is no tensor that can be shared ({tensor})")
     assert dtype is not None
     last = tensor.offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True))

@@ -36,7 +36,7 @@ class Ipc(WeightTransfer):
                 f"weight_sync=ipc: the policy is on {policy.device} ({ours or 'no GPU'}), the server on {described['device']} "
                 f"({described['gpu_uuid'] or 'no GPU'}); both must be on one GPU: use nccl for two, reload for CPUs"
             )
-        self.server.api.post("/init_weight_transfer_engine", {"init_info": {}})
+        self.control.post("/init_weight_transfer_engine", {"init_info": {}})
 
     def send(self, bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
         """Handles of the policy's own tensors: nothing is staged. The server has copied when it answers."""
@@ -44,7 +44,7 @@ class Ipc(WeightTransfer):
         handles = [{uuid: reduce_tensor(tensor.detach().contiguous())[1]} for _, tensor in bucket]
         update_info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
         torch.cuda.synchronize()
-        self.server.api.post("/update_weights", {"update_info": update_info}, timeout_s=600)
+        self.control.post("/update_weights", {"update_info": update_info}, timeout_s=600)
 
 
 def gpu_uuid(device: torch.device) -> str | None:

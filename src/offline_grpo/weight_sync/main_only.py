@@ -31,16 +31,23 @@ class MainOnly:
     def push(self, policy: Any, *, version: int, force: bool = True) -> SyncReport:
         """See `WeightSync.push`. Every process's client then asks for the same weights."""
         report = self._on_main(lambda: self._inner.push(policy, version=version, force=force))
-        self._client.version, self._client.model_name = self._ranks.from_main((self._client.version, self._client.model_name))
+        self._tell_clients()
         return report
 
     def recover(self, policy: Any, *, version: int) -> None:
         """See `WeightSync.recover`."""
         self._on_main(lambda: self._inner.recover(policy, version=version))
+        self._tell_clients()
 
     def close(self) -> None:
         """See `WeightSync.close`."""
         self._inner.close()
+
+    def _tell_clients(self) -> None:
+        names = [name for name in ("version", "model_name") if hasattr(self._client, name)]  # SGLang's requests name no model
+        state = self._ranks.from_main({name: getattr(self._client, name) for name in names})
+        for name, value in state.items():
+            setattr(self._client, name, value)
 
     def _on_main(self, action: Any) -> Any:
         result, error = None, None

@@ -52,7 +52,7 @@ class Nccl(WeightTransfer):
         port = choose_port(self.master_address, None, key="weight_sync.master_address")
         init_info = {"master_address": self.master_address, "master_port": port, "rank_offset": 1, "world_size": world_size}
         with ThreadPoolExecutor(1) as thread:  # both sides wait for each other
-            joined = thread.submit(self.server.api.post, "/init_weight_transfer_engine", {"init_info": init_info}, timeout_s=300)
+            joined = thread.submit(self.control.post, "/init_weight_transfer_engine", {"init_info": init_info}, timeout_s=300)
             meeting = StatelessProcessGroup.create(host=self.master_address, port=port, rank=0, world_size=world_size)
             self._group = PyNcclCommunicator(meeting, device=policy.device)
             joined.result()
@@ -60,7 +60,7 @@ class Nccl(WeightTransfer):
     def send(self, bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
         """Broadcast in the order of the names, while the server answers the request that announces them."""
         with ThreadPoolExecutor(1) as thread:
-            received = thread.submit(self.server.api.post, "/update_weights", {"update_info": update_info}, timeout_s=600)
+            received = thread.submit(self.control.post, "/update_weights", {"update_info": update_info}, timeout_s=600)
             for _, tensor in bucket:
                 self._group.broadcast(tensor.detach().contiguous(), src=0, stream=torch.cuda.current_stream(tensor.device))
             received.result()

@@ -47,7 +47,7 @@ class WeightTransfer(ServerSync):
         named = [(name, p.data) for name, p in policy.causal_lm.named_parameters()]
         started = time.perf_counter()
         with self.control.paused():
-            self.server.api.post("/start_weight_update")
+            self.control.post("/start_weight_update")
             for bucket in buckets(named, self.bucket_mib * 2**20):
                 self.send(
                     bucket,
@@ -57,7 +57,7 @@ class WeightTransfer(ServerSync):
                         "shapes": [list(tensor.shape) for _, tensor in bucket],
                     },
                 )
-            self.server.api.post("/finish_weight_update", {}, timeout_s=600)
+            self.control.post("/finish_weight_update", {}, timeout_s=600)
             self.control.reset_prefix_cache()
             self.control.call_worker("grpo_set_version", version=version)
         paused_seconds = time.perf_counter() - started

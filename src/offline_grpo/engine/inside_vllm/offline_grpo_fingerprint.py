@@ -19,8 +19,8 @@ def fingerprints(tensors: list[Tensor]) -> list[str]:
 
 def _fingerprint(tensor: Tensor) -> Tensor:
     raw = tensor.contiguous().view(-1)
-    if raw.element_size() == 2 and raw.numel() % 2 == 0 and raw.storage_offset() % 2 == 0:
-        words = raw.view(torch.int32)
+    if raw.element_size() == 2 and raw.numel() % 2 == 0:
+        words = (raw.clone() if raw.storage_offset() % 2 else raw).view(torch.int32)  # 32 bits begin at even places alone
     else:
         words = raw.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[raw.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=raw.device)

@@ -215,9 +215,12 @@ class TokenGate:
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         given = dict(scope.get("headers") or []).get(b"authorization", b"")
-        is_open = scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] == "/health")
-        if is_open or secrets.compare_digest(given, self._expected):
+        is_health = scope["type"] == "http" and (scope["method"], scope["path"]) == ("GET", "/health")
+        if scope["type"] == "lifespan" or is_health or secrets.compare_digest(given, self._expected):
             await self._app(scope, receive, send)
+            return
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
             return
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": 401, "headers": headers})

@@ -1,0 +1,407 @@
+"""The server of a run, with a small HTTP server in place of vLLM; and vLLM's command line, environment and token gate."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from inside_vllm import load_extension
+from scripted_server import Reply, Request, ScriptedServer
+
+from offline_grpo.engine.server import Server, reachable
+from offline_grpo.engine.vllm import EXTENSION_FOLDER, VllmEngine
+from offline_grpo.errors import ConfigError, EngineDied, EngineError, EngineUnreachable
+
+STAND_IN = """
+import http.server, json, os, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = {"path": self.path, "authorization": self.headers["Authorization"], "argv": sys.argv[1:], "extra": os.environ.get("EXTRA")}
+        if self.path == "/v1/models":
+            body = {"data": [{"id": "policy"}]}
+        content = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+print("up", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Starts the stand-in."""
+
+    name: str = "the stand-in"
+    host: str = "127.0.0.1"
+    port: int | None = None
+    api_key: str | None = None
+    start_timeout_s: float = 30.0
+    code: str = STAND_IN
+
+    def command(self, model: str, port: int, options: Mapping[str, Any]) -> list[str]:
+        return [sys.executable, "-I", "-c", self.code, str(port), model, *(f"{name}={value}" for name, value in options.items())]
+
+    def environment(self, variables: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
+        return {"EXTRA": f"{dict(variables)} {gpus}"}
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    """Stopped after the test."""
+    started: list[Server] = []
+    yield started
+    for server in started:
+        server.stop()
+
+
+def own(servers: list[Server], folder: Path, launcher: Any = None, **settings: Any) -> Server:
+    servers.append(Server(base_url=None, api_key=None, launcher=launcher or Launcher(), log_dir=folder, **settings))
+    return servers[-1]
+
+
+def stand_in_of(server: Server) -> psutil.Process:
+    assert server.pid is not None
+    [child] = psutil.Process(server.pid).children()
+    return child
+
+
+# A server of our own
+
+
+def test_start(servers: list[Server], tmp_path: Path) -> None:
+    server = own(servers, tmp_path, gpus=[1], options={"a": 1, "b": 1}, variables={"V": "w"})
+    assert server.is_managed
+    assert server.pid is None
+    server.start("some/model", options={"b": 2})
+    answer = server.api.get("/anything")
+    assert answer["argv"] == [server.base_url.rpartition(":")[2], "some/model", "a=1", "b=2"]
+    assert answer["extra"] == "{'V': 'w'} [1]"
+    assert answer["authorization"] is None
+    assert (server.model, server.model_name) == ("some/model", "policy")
+    assert "\nup\n" in (tmp_path / "server_0.log").read_text()
+    server.check_alive()
+    server.stop()
+    assert server.pid is None
+    with pytest.raises(EngineUnreachable):
+        server.api.get("/anything")
+
+
+def test_restart_has_the_same_address_and_a_log_of_its_own(servers: list[Server], tmp_path: Path) -> None:
+    server = own(servers, tmp_path)
+    url = server.base_url
+    server.start("first")
+    first = stand_in_of(server)
+    server.restart("second", options={"a": 3})
+    assert not first.is_running()
+    assert server.base_url == url
+    assert server.api.get("/")["argv"][1:] == ["second", "a=3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["server_0.log", "server_1.log"]
+    assert server.num_starts == 2
+
+
+def test_death_is_noticed(servers: list[Server], tmp_path: Path) -> None:
+    server = own(servers, tmp_path)
+    server.start("m")
+    scratch = server.scratch
+    stand_in_of(server).send_signal(signal.SIGKILL)
+    with pytest.raises(EngineDied, match=r"the server has ended \(signal 9\).*server_0\.log"):
+        server.check_alive(grace_s=10)
+    assert not scratch.exists()
+    server.stop()
+    server.check_alive()  # of what has been stopped nothing is expected
+
+
+def test_grace_is_waited_for_and_no_longer(servers: list[Server], tmp_path: Path) -> None:
+    server = own(servers, tmp_path)
+    server.start("m")
+    server.check_alive(grace_s=0.3)
+
+
+def test_a_server_that_does_not_start(servers: list[Server], tmp_path: Path) -> None:
+    server = own(servers, tmp_path, Launcher(code="raise ValueError('no room')"))
+    with pytest.raises(EngineDied, match=r"exit code 1\); its last words: ValueError: no room"):
+        server.start("m")
+    slow = own(servers, tmp_path / "slow", Launcher(code="import time; time.sleep(100)", start_timeout_s=0.3))
+    with pytest.raises(EngineError, match=rf"^the stand-in at {slow.base_url} was not ready after 0\.3 s \(engine\.start_timeout_s\)"):
+        slow.start("m")
+
+
+def test_a_taken_port_is_told_before_anything_starts(servers: list[Server], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"engine\.port={port}: is taken by .*pid {os.getpid()}"):
+            own(servers, tmp_path, Launcher(port=port))
+    server = own(servers, tmp_path, Launcher(port=port))
+    assert server.base_url == f"http://127.0.0.1:{port}"
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError, match=rf"engine\.port={port}"):
+        server.start("m")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scratch_folders_are_private_and_go_with_the_server(servers: list[Server], tmp_path: Path) -> None:
+    first, second = (own(servers, tmp_path / name) for name in "ab")
+    assert first.scratch == first.scratch != second.scratch
+    assert stat.S_IMODE(first.scratch.stat().st_mode) == 0o700
+    assert f"-{os.getpid()}-" in first.scratch.name
+    first.start("m")
+    before = first.scratch
+    (before / "weights").write_bytes(b"x")
+    first.stop()
+    assert not before.exists()
+    assert second.scratch.exists()
+    first.restart("m")
+    assert before != first.scratch
+    assert first.scratch.exists()
+
+
+def test_the_key_is_sent_and_not_shown(servers: list[Server], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class WithKey(Launcher):
+        def command(self, model: str, port: int, options: Mapping[str, Any]) -> list[str]:
+            return [*super().command(model, port, options), "--api-key", str(self.api_key)]
+
+    server = own(servers, tmp_path, WithKey(api_key="hush-hush"))
+    with caplog.at_level("INFO"):
+        server.start("m")
+    assert server.api.get("/")["authorization"] == "Bearer hush-hush"
+    assert "hush-hush" not in caplog.text + (tmp_path / "server_0.log").read_text()
+    assert "--api-key ..." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"), [("0.0.0.0", "127.0.0.1"), ("", "127.0.0.1"), ("::", "[::1]"), ("fe80::1", "[fe80::1]"), ("gpu1", "gpu1")]
+)
+def test_where_a_server_is_reached(host: str, expected: str) -> None:
+    assert reachable(host) == expected
+
+
+# A server that was found
+
+
+def found(url: str, folder: Path, api_key: str | None = None) -> Server:
+    return Server(base_url=url, api_key=api_key, launcher=None, log_dir=folder)
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_a_found_server_is_left_alone(suffix: str, tmp_path: Path) -> None:
+    with ScriptedServer(lambda _: Reply({"data": [{"id": "their/model"}]})) as web:
+        server = found(web.base_url + suffix, tmp_path, "k")
+        assert server.base_url == web.base_url
+        assert not server.is_managed
+        server.start("some/model")
+        assert server.model_name == "their/model"
+        scratch = server.scratch
+        server.stop()
+        server.check_alive(grace_s=100)
+        assert not scratch.exists()
+        assert server.api.answers("/health")
+        assert {request.path for request in web.requests} == {"/health", "/v1/models"}
+        assert {request.headers["Authorization"] for request in web.requests} == {"Bearer k"}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("status", [503, 401, 404])
+def test_a_found_server_must_be_healthy(status: int, tmp_path: Path) -> None:
+    with ScriptedServer(lambda _: Reply(status=status)) as web:
+        message = rf"^generation\.base_url={web.base_url}: no healthy server answers at {web.base_url}/health$"
+        with pytest.raises(EngineError, match=message):
+            found(web.base_url, tmp_path).start("m")
+    with pytest.raises(EngineError, match=message):  # now nobody is there
+        found(web.base_url, tmp_path).start("m")
+
+
+def test_every_failed_call_names_the_url(tmp_path: Path) -> None:
+    replies = {
+        "/refused": (Reply({"error": {"message": "no such adapter"}}, status=404), r"status 404: no such adapter"),
+        "/plain": (Reply(b"oops", status=500, headers={}), r"status 500: oops"),
+        "/silent": (Reply(cut="silence"), r"the connection broke"),
+        "/short": (Reply({"a": "b" * 100}, cut="close"), r"the connection broke"),
+        "/broken": (Reply(b'{"a": '), r"a malformed answer, no JSON"),
+    }
+    with ScriptedServer(lambda request: replies[request.path][0]) as web:
+        api = found(web.base_url, tmp_path).api
+        for path, (_, message) in replies.items():
+            with pytest.raises(EngineError, match=rf"^{web.base_url}{path}: {message}"):
+                api.get(path)
+
+
+def test_no_answer_in_time(tmp_path: Path) -> None:
+    def script(request: Request) -> Reply:
+        web.hold(request)
+        return Reply()
+
+    with ScriptedServer(script) as web, pytest.raises(EngineUnreachable, match=rf"^{web.base_url}/pause: no answer in time$"):
+        found(web.base_url, tmp_path).api.post("/pause", timeout_s=0.1)
+
+
+# vLLM's command line and environment
+
+SETTINGS: dict[str, Any] = {
+    "python": None,
+    "host": "127.0.0.1",
+    "port": None,
+    "api_key": None,
+    "start_timeout_s": 60.0,
+    "args": {"dtype": "bfloat16", "max_model_len": 512, "enforce_eager": True, "seed": 0, "max_num_seqs": None},
+    "env": {},
+    "blackwell_workaround": False,
+}
+
+
+def engine(**changes: Any) -> VllmEngine:
+    return VllmEngine(**{**SETTINGS, **changes})
+
+
+def environment(**changes: Any) -> dict[str, str]:
+    return engine(**changes).environment({}, None)
+
+
+def test_command() -> None:
+    assert engine().command("some/model", 4321, {"max_model_len": 64, "weight_transfer_config": {"backend": "ipc"}}) == [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "some/model", "--host", "127.0.0.1", "--port", "4321"),
+        *("--served-model-name", "policy", "--dtype", "bfloat16", "--max-model-len", "64", "--enforce-eager", "--seed", "0"),
+        *("--weight-transfer-config", '{"backend": "ipc"}', "--worker-extension-cls", "offline_grpo_worker.WorkerExtension"),
+    ]
+    assert engine(python="/bin/sh").command("m", 1, {})[0] == "/bin/sh"
+
+
+def test_the_extension_is_where_the_server_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert environment()["PYTHONPATH"] == str(EXTENSION_FOLDER)
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    assert environment()["PYTHONPATH"] == f"{EXTENSION_FOLDER}{os.pathsep}/theirs"
+    module, _, name = engine().command("m", 1, {})[-1].partition(".")
+    assert (EXTENSION_FOLDER / f"{module}.py").is_file()
+    assert hasattr(load_extension(), name)
+
+
+def test_a_key_guards_everything_and_other_users_cannot_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command lines are readable for everybody, environments are not."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    command = engine(api_key="hush-hush").command("m", 1, {})
+    assert "hush-hush" not in " ".join(command)
+    assert command[command.index("--middleware") + 1] == "offline_grpo_worker.TokenGate"
+    assert environment(api_key="hush-hush")["VLLM_API_KEY"] == "hush-hush"
+    assert "--middleware" not in engine().command("m", 1, {})
+    assert "VLLM_API_KEY" not in environment()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "gpu1.example"])
+def test_an_address_that_others_reach_needs_a_key(host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^engine\.host={host}: .*others could control the server; set engine\.api_key, or engine\.host="):
+        engine(host=host)
+    assert engine(host=host, api_key="k").host == host
+
+
+def test_gpus_are_those_that_this_process_calls_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-aa,7")
+    assert engine().environment({}, [2, 1])["CUDA_VISIBLE_DEVICES"] == "7,GPU-aa"
+    assert engine().environment({}, None)["CUDA_VISIBLE_DEVICES"] == "5,GPU-aa,7"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert engine().environment({}, [2, 1])["CUDA_VISIBLE_DEVICES"] == "2,1"
+    assert "CUDA_VISIBLE_DEVICES" not in engine().environment({}, None)
+
+
+def test_who_wins_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "A", "B", "C"):
+        monkeypatch.setenv(name, "inherited")
+    merged = engine(env={"C": 3, "VLLM_SERVER_DEV_MODE": 0}).environment({"B": "strategy", "C": "strategy"}, None)
+    assert [merged.get(name) for name in ("RANK", "A", "B", "C", "VLLM_SERVER_DEV_MODE")] == [None, "inherited", "strategy", "3", "0"]
+
+
+def test_the_blackwell_workaround_is_one_variable_and_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_LORA_DISABLE_PDL", raising=False)
+    without, with_it = environment(), environment(blackwell_workaround=True)
+    assert set(with_it.items()) - set(without.items()) == {("VLLM_LORA_DISABLE_PDL", "1")}
+    assert without.keys() <= with_it.keys()
+    assert engine().command("m", 1, {}) == engine(blackwell_workaround=True).command("m", 1, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"port": 0}, r"engine\.port=0: must be from 1 to 65535"),
+        ({"port": 65536}, r"engine\.port=65536"),
+        ({"start_timeout_s": 0}, r"engine\.start_timeout_s=0"),
+        ({"python": "/no/such/python"}, r"engine\.python=/no/such/python: no such interpreter"),
+    ],
+)
+def test_settings_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine(**change)
+
+
+# The token gate
+
+
+def ask(kind: str, path: str, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch, *, method: str = "GET") -> tuple[bool, list[Any]]:
+    """Whether a request reached the server behind the gate, and what was sent back otherwise."""
+    monkeypatch.setenv("VLLM_API_KEY", "hush-hush")
+    reached: list[str] = []
+    sent: list[Any] = []
+
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        reached.append(scope["type"])
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("the gate needs no body")
+
+    scope: dict[str, Any] = {"type": kind, "path": path, "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()]}
+    scope |= {"method": method} if kind == "http" else {}
+    asyncio.run(load_extension().TokenGate(app)(scope, receive, send))
+    return reached == [kind], sent
+
+
+PATHS = ["/", "/pause", "/collective_rpc", "/v1/completions", "/metrics", "/docs", "/health/", "/healthy", "/v1/health", "/HEALTH", "//health"]
+GOOD = {"Authorization": "Bearer hush-hush"}
+BAD = [
+    {},
+    {"Authorization": ""},
+    {"Authorization": "Bearer "},
+    {"Authorization": "hush-hush"},
+    {"Authorization": "Bearer hush-hush2"},
+    {"Authorization": "Bearer HUSH-HUSH"},
+    {"X-Authorization": "Bearer hush-hush"},
+]
+
+
+@pytest.mark.parametrize("headers", BAD)
+def test_nothing_passes_without_the_token(headers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in PATHS:
+        for method in ("GET", "POST", "OPTIONS"):
+            has_passed, [start, body] = ask("http", path, headers, monkeypatch, method=method)
+            assert not has_passed, path
+            assert start["status"] == 401
+            assert b"hush" not in body["body"]
+        has_passed, [refusal] = ask("websocket", path, headers, monkeypatch)
+        assert not has_passed, path
+        assert refusal["type"] == "websocket.close"  # all that the protocol allows before a websocket is accepted
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_everything_passes_with_the_token(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(ask(kind, path, GOOD, monkeypatch) == (True, []) for path in PATHS)
+
+
+def test_only_asking_for_health_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ask("http", "/health", {}, monkeypatch) == (True, [])
+    assert ask("lifespan", "", {}, monkeypatch) == (True, [])
+    assert not ask("http", "/health", {}, monkeypatch, method="POST")[0]
+    assert not ask("websocket", "/health", {}, monkeypatch)[0]

@@ -1,0 +1,105 @@
+"""How far trainer and engine are apart, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import logging
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from offline_grpo.train.alignment import Alignment
+from offline_grpo.types import TokenBatch
+
+
+def part(ours: list[float], theirs: list[float], mask: list[bool] | None = None) -> TokenBatch:
+    """A microbatch of one sequence; `mask` tells completion tokens, null: all but the first."""
+    size = len(ours)
+    return TokenBatch(
+        token_ids=torch.zeros(size, dtype=torch.long),
+        position_ids=torch.arange(size),
+        sequence_ids=torch.zeros(size, dtype=torch.long),
+        completion_mask=torch.tensor([i > 0 for i in range(size)] if mask is None else mask, dtype=torch.bool),
+        advantages=torch.zeros(size),
+        rollout_logprobs=torch.tensor(theirs),
+        old_logprobs=torch.tensor(ours),
+        ref_logprobs=None,
+        temperature=torch.ones(size),
+        sequence_lengths=(size,),
+    )
+
+
+def measured(*parts: TokenBatch, others: tuple[list[float], ...] = (), is_main: bool = True) -> dict[str, float]:
+    """`others` is what further processes tell: sums, and the largest difference last."""
+    alignment = Alignment()
+    for each in parts:
+        alignment.add(each)
+    ranks: Any = SimpleNamespace(gather=lambda rows: [*rows, *others], is_main=is_main)
+    return alignment.metrics(ranks)
+
+
+FIRST = part([9, -1, -2], [5, -1.5, -1])  # differences 0.5, -1
+SECOND = part([0, -3], [0, -3.25])  # difference 0.25
+EXPECTED = {
+    "alignment/diff_mean": -0.25 / 3,
+    "alignment/diff_abs_mean": 1.75 / 3,
+    "alignment/diff_max": 1.0,
+    "logprobs/training_mean": -2.0,
+    "logprobs/training_std": math.sqrt(2 / 3),
+    "logprobs/inference_mean": -5.75 / 3,
+    "logprobs/inference_std": math.sqrt((2.25 + 1 + 10.5625) / 3 - (5.75 / 3) ** 2),
+}
+
+
+def test_means_maximum_and_spread() -> None:
+    """Over tokens, wherever the microbatches end; what is no completion token does not count."""
+    assert measured(FIRST, SECOND) == pytest.approx(EXPECTED)
+    together = part([9, -1, 7, -2, -3], [5, -1.5, 0, -1, -3.25], [False, True, False, True, True])
+    assert measured(together) == pytest.approx(EXPECTED)
+
+
+def test_processes_are_weighted_by_their_tokens() -> None:
+    assert measured(FIRST, others=([1.0, 0.25, 0.25, -3.0, 9.0, -3.25, 10.5625, 0.25],)) == pytest.approx(EXPECTED)
+    assert measured(SECOND, others=([2.0, -0.5, 1.5, -3.0, 5.0, -2.5, 3.25, 1.0],)) == pytest.approx(EXPECTED)
+
+
+def test_equal_logprobs() -> None:
+    found = measured(part([0, -2.5, -2.5], [0, -2.5, -2.5]))
+    assert [found[f"alignment/{name}"] for name in ("diff_mean", "diff_abs_mean", "diff_max")] == [0, 0, 0]
+    assert (found["logprobs/training_mean"], found["logprobs/training_std"]) == (-2.5, 0)
+
+
+def test_the_spread_of_many_equal_numbers_is_no_root_of_a_negative_one() -> None:
+    value = -0.1
+    assert measured(part([value] * 1000, [value] * 1000))["logprobs/training_std"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("side", ["ours", "theirs"])
+def test_parts_of_refused_updates_are_left_out(bad: float, side: str) -> None:
+    broken = part([0, bad, -9], [0, -1, -1]) if side == "ours" else part([0, -1, -1], [0, bad, -9])
+    assert measured(FIRST, broken, SECOND) == pytest.approx(EXPECTED)
+    assert measured(broken) == {}
+
+
+def test_nothing_to_compare() -> None:
+    empty = part([0, 0], [0, 0], [False, False])
+    assert measured() == {}
+    assert measured(empty) == {}
+    assert measured(FIRST, empty, SECOND) == pytest.approx(EXPECTED)
+
+
+@pytest.mark.parametrize(("difference", "is_main", "warns"), [(0.11, True, True), (0.09, True, False), (0.11, False, False)])
+def test_a_mismatch_is_told_once(difference: float, is_main: bool, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        measured(part([0, -1, -1], [0, -1 + difference, -1 - difference]), is_main=is_main)  # the mean of the differences is 0
+    assert caplog.messages == (
+        [
+            "[MISMATCH] trainer and engine differ by 0.110 nats per token on average (alignment/diff_abs_mean, above 0.1); "
+            "see docs/troubleshooting.md"
+        ]
+        if warns
+        else []
+    )

@@ -1,0 +1,111 @@
+"""Fingerprints: equal for equal bits wherever they lie, different for any other."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+
+from offline_grpo.engine.inside_vllm import offline_grpo_fingerprint as module
+from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64]
+
+
+def one(tensor: torch.Tensor) -> str:
+    [text] = fingerprints([tensor])
+    return text
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    torch.manual_seed(0)
+    return (100 * torch.randn(shape)).to(dtype)
+
+
+def by_hand(words: numpy.ndarray) -> str:
+    """The documented sum, in Python's own integers."""
+    return f"{sum(int(word) * (2 * place + 1) for place, word in enumerate(words)) % 2**64:016x}"
+
+
+@pytest.mark.parametrize(("dtype", "word"), [(torch.float32, numpy.int32), (torch.float16, numpy.int32), (torch.int8, numpy.int8)])
+def test_against_arithmetic_without_overflow(dtype: torch.dtype, word: type) -> None:
+    tensor = random(6, 8, dtype=dtype)
+    assert one(tensor) == by_hand(tensor.numpy().reshape(-1).view(word))
+
+
+def test_an_odd_number_of_16_bit_elements() -> None:
+    tensor = random(7, 3, dtype=torch.float16)
+    assert one(tensor) == by_hand(tensor.numpy().reshape(-1).view(numpy.int16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("row", "rows"), [(0, 4), (1, 4), (2, 3), (3, 5)])
+@pytest.mark.parametrize("width", [5, 8])
+def test_views_and_copies_are_equal(dtype: torch.dtype, row: int, rows: int, width: int) -> None:
+    """Trainer and server hold a parameter at different places of their storages, even and odd ones."""
+    whole = random(9, width, dtype=dtype)
+    view = whole.narrow(0, row, rows)
+    assert one(view) == one(view.clone()) == one(torch.nn.Parameter(view, requires_grad=False))
+    transposed = view.t().contiguous().t()
+    assert not transposed.is_contiguous()
+    assert one(transposed) == one(view)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 7, 8])
+def test_every_bit_counts(dtype: torch.dtype, size: int) -> None:
+    tensor = random(size, dtype=dtype)
+    expected = one(tensor)
+    raw = tensor.numpy().view(numpy.uint8) if dtype is not torch.bfloat16 else tensor.view(torch.int16).numpy().view(numpy.uint8)
+    for byte in range(len(raw)):
+        for bit in range(8):
+            raw[byte] ^= 1 << bit
+            assert one(tensor) != expected, (byte, bit)
+            raw[byte] ^= 1 << bit
+    assert one(tensor) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [8, 9])
+def test_the_place_counts(dtype: torch.dtype, size: int) -> None:
+    tensor = random(size, dtype=dtype)
+    assert len(tensor.unique()) == size
+    expected = one(tensor)
+    for first in range(size):
+        for second in range(first):
+            order = list(range(size))
+            order[first], order[second] = second, first
+            assert one(tensor[order]) != expected, (first, second)
+
+
+def test_zeros_of_both_signs_differ() -> None:
+    assert one(torch.tensor([0.0, 1.0])) != one(torch.tensor([-0.0, 1.0]))
+
+
+def test_what_no_number_equals_has_a_fingerprint_too() -> None:
+    tensor = torch.tensor([float("nan"), float("inf")])
+    assert one(tensor) == one(tensor.clone())
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_do_not_show(chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = random(50, dtype=dtype)
+    expected = one(tensor)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+    assert one(tensor) == expected
+    assert one(torch.cat([tensor[25:], tensor[:25]])) != expected
+
+
+def test_more_than_one_real_chunk() -> None:
+    tensor = torch.zeros(module.CHUNK_ELEMENTS + 2, dtype=torch.int8)
+    first, second = tensor.clone(), tensor.clone()
+    first[module.CHUNK_ELEMENTS - 1] = 1
+    second[module.CHUNK_ELEMENTS] = 1
+    assert len(set(fingerprints([tensor, first, second]))) == 3
+
+
+def test_a_list_of_tensors_keeps_its_order() -> None:
+    tensors = [random(3), random(4, 4, dtype=torch.bfloat16), torch.tensor(2.5), torch.empty(0)]
+    assert fingerprints(tensors) == [one(tensor) for tensor in tensors]
+    assert fingerprints([]) == []

@@ -1,0 +1,137 @@
+"""Which rows of vLLM's fused tensors are which parameter of the checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from inside_vllm import (
+    SHAPES,
+    FusedModel,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    VocabParallelEmbedding,
+    Weighted,
+    WithLoRA,
+    load_extension,
+    make_worker,
+)
+from torch import nn
+
+
+def layout(model: nn.Module) -> list[dict[str, Any]]:
+    return list(load_extension()._layout(model))
+
+
+def places(model: nn.Module) -> dict[str, tuple[str, int, int]]:
+    """Checkpoint name -> (tensor, first row, rows)."""
+    entries = layout(model)
+    found = {entry["name"]: (entry["tensor"], entry["row"], entry["rows"]) for entry in entries}
+    assert len(found) == len(entries), "a name is there twice"
+    return found
+
+
+class Model(nn.Module):
+    """A model of one layer, called `fused`."""
+
+    def __init__(self, layer: nn.Module, *names: str) -> None:
+        super().__init__()
+        self.fused = layer
+        self.packed_modules_mapping = {"fused": list(names)}
+
+
+def test_queries_keys_and_values_of_grouped_attention() -> None:
+    """7 query heads and one of keys and values, as in Qwen2.5 0.5B: 14 : 2, and biases."""
+    qkv = Model(QKVParallelLinear(3, 2, heads=7, kv_heads=1, bias=True), "q", "k", "v")
+    assert places(qkv) == {
+        "q.weight": ("fused.weight", 0, 14),
+        "k.weight": ("fused.weight", 14, 2),
+        "v.weight": ("fused.weight", 16, 2),
+        "q.bias": ("fused.bias", 0, 14),
+        "k.bias": ("fused.bias", 14, 2),
+        "v.bias": ("fused.bias", 16, 2),
+    }
+    assert {entry["name"]: entry["shape"] for entry in layout(qkv)}["k.weight"] == [2, 3]
+    assert {entry["name"]: entry["shape"] for entry in layout(qkv)}["k.bias"] == [2]
+
+
+def test_merged_columns_of_unequal_sizes() -> None:
+    assert places(Model(MergedColumnParallelLinear(4, [5, 3, 2]), "gate", "up", "extra")) == {
+        "gate.weight": ("fused.weight", 0, 5),
+        "up.weight": ("fused.weight", 5, 3),
+        "extra.weight": ("fused.weight", 8, 2),
+    }
+
+
+def test_merged_columns_need_a_name_each() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        layout(Model(MergedColumnParallelLinear(4, [5, 3]), "gate", "up", "extra"))
+
+
+@pytest.mark.parametrize("layer", [QKVParallelLinear(4, 2, heads=2, kv_heads=1), MergedColumnParallelLinear(4, [4, 4])])
+@pytest.mark.parametrize("names", [(), ("fused",)])
+def test_a_layer_that_is_fused_in_the_checkpoint_too_stays_whole(layer: nn.Module, names: tuple[str, ...]) -> None:
+    """Phi-3 has one qkv_proj in its files, and GPT-NeoX one query_key_value that vLLM has no mapping for."""
+    assert places(Model(layer, *names)) == {"fused.weight": ("fused.weight", 0, 8)}
+
+
+def test_padding_of_the_vocabulary_is_left_out() -> None:
+    [entry] = layout(Model(VocabParallelEmbedding(10, 16, 4)))
+    assert entry == {"name": "fused.weight", "tensor": "fused.weight", "row": 0, "rows": 10, "shape": [10, 4]}
+
+
+def test_subclasses_count_as_what_they_are() -> None:
+    class Special(QKVParallelLinear): ...
+
+    assert list(places(Model(Special(4, 2, heads=2, kv_heads=1), "q", "k", "v"))) == ["q.weight", "k.weight", "v.weight"]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_whole_model(wrapped: bool) -> None:
+    """The levels that LoRA wrappers add are in no name."""
+    model = FusedModel(wrapped=wrapped)
+    assert {entry["name"]: tuple(entry["shape"]) for entry in layout(model)} == SHAPES
+    plain = {name.replace(".base_layer", ""): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    covered = {name: 0 for name in plain}
+    for tensor, row, rows in places(model).values():
+        assert 0 <= row <= row + rows <= len(plain[tensor])
+        covered[tensor] += rows
+    vocabulary = ("model.embed_tokens.weight", "lm_head.weight")
+    assert covered == {name: 10 if name in vocabulary else len(parameter) for name, parameter in plain.items()}
+
+
+def test_adapters_are_no_parameters_of_the_checkpoint() -> None:
+    assert places(Model(WithLoRA(Weighted(4, 4)))) == {"fused.weight": ("fused.weight", 0, 4)}
+
+
+def test_the_state_has_every_parameter_apart() -> None:
+    """A change of one row of a fused tensor is a change of one parameter."""
+    model = FusedModel(tied=False, wrapped=True)
+    worker = make_worker(model)
+    before = worker.grpo_state()
+    assert (before["version"], before["fingerprints"].keys()) == (None, SHAPES.keys())
+    with torch.no_grad():
+        model.model.layers[0].self_attn.qkv_proj.base_layer.weight[20, 3] += 1
+        model.model.embed_tokens.weight[12] += 1  # padding
+    worker.grpo_set_version(7)
+    after = worker.grpo_state()
+    assert after["version"] == 7
+    changed = {name for name in SHAPES if before["fingerprints"][name] != after["fingerprints"][name]}
+    assert changed == {"model.layers.0.self_attn.k_proj.weight"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "reason"),
+    [
+        ("parallel_config__world_size", 2, r"spreads its weights over 2 processes"),
+        ("model_config__quantization", "fp8", r"quantises its weights \(fp8\)"),
+        ("model_config__use_mla", True, r"latent attention"),
+        ("model_config__enable_sleep_mode", True, r"sleep mode"),
+        ("cache_config__cpu_offload_gb", 4, r"cpu_offload_gb"),
+    ],
+)
+def test_weights_that_cannot_be_shared(setting: str, value: Any, reason: str) -> None:
+    assert make_worker(FusedModel()).grpo_describe()["refusals"] == []
+    [refusal] = make_worker(FusedModel(), **{setting: value}).grpo_describe()["refusals"]
+    assert reason.replace("\\", "") in refusal

@@ -1,0 +1,105 @@
+"""The protocol of vLLM's weight transfer: buckets, and the order of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import make_qwen2
+from scripted_server import Reply, ScriptedServer
+
+from offline_grpo.engine.server import Server
+from offline_grpo.engine.vllm_control import VllmControl
+from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.model.policy import Policy
+from offline_grpo.weight_sync.weight_transfer import Named, WeightTransfer, buckets
+
+
+def sizes(lengths: list[int], max_bytes: int) -> list[list[int]]:
+    named = [(f"p{i}", torch.zeros(length, dtype=torch.int8)) for i, length in enumerate(lengths)]
+    filled = list(buckets(named, max_bytes))
+    assert [pair for bucket in filled for pair in bucket] == named  # every one once, in order
+    return [[tensor.nbytes for _, tensor in bucket] for bucket in filled]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([], []),
+        ([3], [[3]]),
+        ([4, 6], [[4, 6]]),
+        ([4, 7], [[4], [7]]),
+        ([10, 10], [[10], [10]]),
+        ([1, 50, 1, 1], [[1], [50], [1, 1]]),
+        ([50], [[50]]),
+        ([5, 5, 5, 5, 5], [[5, 5], [5, 5], [5]]),
+        ([0, 10, 0], [[0, 10, 0]]),
+    ],
+)
+def test_buckets(lengths: list[int], expected: list[list[int]]) -> None:
+    assert sizes(lengths, 10) == expected
+
+
+def test_buckets_count_bytes_and_not_elements() -> None:
+    named = [(name, torch.zeros(3, dtype=torch.float32)) for name in "ab"]
+    assert [len(bucket) for bucket in buckets(named, 23)] == [1, 1]
+    assert [len(bucket) for bucket in buckets(named, 24)] == [2]
+
+
+class Recorder(WeightTransfer):
+    """Sends by HTTP alone."""
+
+    def send(self, bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
+        self.server.api.post("/update_weights", {"update_info": update_info})
+
+
+def make(**changes: Any) -> Recorder:
+    return Recorder(**{"interval": 1, "pause_mode": "wait", "tolerance_nats": 0.1, "server_args": {}, "bucket_mib": 1, **changes})
+
+
+def test_a_delivery_pauses_around_all_of_it(tmp_path: Path) -> None:
+    policy = Policy(make_qwen2(vocab_size=20_000), None, "padded")  # type: ignore[arg-type]
+    with ScriptedServer(lambda _: Reply({"results": [None]})) as web:
+        sync = make()
+        server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
+        sync.client = VllmClient(server=server, eos_ids=[], batch_size=1, timeout_s=9, max_retries=0)
+        sync.control = VllmControl(server, sync.pause_mode)
+        moved = sync.deliver(policy, 5)
+        requests = web.requests
+    assert [request.path for request in requests] == [
+        *("/pause", "/start_weight_update", "/update_weights", "/update_weights"),
+        *("/finish_weight_update", "/reset_prefix_cache", "/collective_rpc", "/resume"),
+    ]
+    assert requests[0].query == {"mode": ["wait"], "clear_cache": ["true"]}
+    assert requests[-2].body == {"method": "grpo_set_version", "kwargs": {"version": 5}, "timeout": 600.0}
+    infos = [request.body["update_info"] for request in requests if request.path == "/update_weights"]
+    parameters = dict(policy.causal_lm.named_parameters())
+    assert [name for info in infos for name in info["names"]] == list(parameters)
+    assert [shape for info in infos for shape in info["shapes"]] == [list(p.shape) for p in parameters.values()]
+    assert {dtype for info in infos for dtype in info["dtype_names"]} == {"float32"}
+    assert (moved.num_tensors, moved.num_bytes) == (len(parameters), sum(p.nbytes for p in parameters.values()))
+    assert moved.paused_seconds > 0
+
+
+def test_a_delivery_that_fails_leaves_the_server_paused(tmp_path: Path) -> None:
+    def script(request: Any) -> Reply:
+        return Reply({"error": "no memory"}, status=500) if request.path == "/update_weights" else Reply({"results": [None]})
+
+    with ScriptedServer(script) as web:
+        sync = make()
+        server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
+        sync.client = VllmClient(server=server, eos_ids=[], batch_size=1, timeout_s=9, max_retries=0)
+        sync.control = VllmControl(server, sync.pause_mode)
+        with pytest.raises(EngineError, match="/update_weights: status 500: no memory"):
+            sync.deliver(Policy(make_qwen2(), None, "padded"), 5)  # type: ignore[arg-type]
+        assert web.requests[-1].path == "/update_weights"
+        assert sync.control.is_paused
+
+
+def test_a_bucket_holds_something() -> None:
+    with pytest.raises(ConfigError, match=r"^weight_sync\.bucket_mib=0: must be at least 1"):
+        make(bucket_mib=0)
