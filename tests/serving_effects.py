@@ -41,9 +41,8 @@ from offline_grpo.weight_sync import ipc, nccl, proof
 PORT = 1111
 
 
-def make_policy(*, with_adapters: bool = False) -> Policy:
-    model: Any = make_qwen2(vocab_size=100, eos_token_id=2)
-    model.config._name_or_path = model.name_or_path = "base/model"
+def make_policy(*, with_adapters: bool = False, vocab_size: int = 100) -> Policy:
+    model: Any = make_qwen2(vocab_size=vocab_size, eos_token_id=2)
     if with_adapters:
         torch.manual_seed(0)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
@@ -160,7 +159,8 @@ def _settings(body: Any) -> Any:
 def sync_effect(sync: Any) -> Any:
     """What a strategy asks of server and process group, over a connection and three pushes of which none is forced."""
     seen: list[Any] = [flags(sync.server_args)]
-    with tempfile.TemporaryDirectory() as folder, _server_of_the_policy(sync, seen, Path(folder)) as (policy, client):
+    sent: list[Any] = []  # between processes, while requests are under way
+    with tempfile.TemporaryDirectory() as folder, _server_of_the_policy(sync, seen, sent, Path(folder)) as (policy, client):
         try:
             sync.connect(policy, client)
             for version in range(1, 4):
@@ -169,7 +169,7 @@ def sync_effect(sync: Any) -> Any:
             seen.append(str(error))
         sync.close()
         scratch = str(client.scratch_path or "/nowhere")
-        text = repr(seen).replace(scratch, "SCRATCH").replace(folder, "LOGS")
+        text = repr([*seen, *sent]).replace(scratch, "SCRATCH").replace(folder, "LOGS")
     return re.sub(r"policy-\d+-[0-9a-f]{6}-", "policy-", text)
 
 
@@ -192,9 +192,9 @@ class OurServer(Server):
 
 
 @contextmanager
-def _server_of_the_policy(sync: Any, seen: list[Any], folder: Path) -> Iterator[tuple[Policy, Client]]:
+def _server_of_the_policy(sync: Any, seen: list[Any], sent: list[Any], folder: Path) -> Iterator[tuple[Policy, Client]]:
     """A policy, and a client of a server that has a worker with the same weights in this process."""
-    policy = make_policy(with_adapters=sync.moves == "lora")
+    policy = make_policy(with_adapters=sync.moves == "lora", vocab_size=20_000)  # more than one MiB
     worker = make_worker(copy.deepcopy(policy.causal_lm))
     gpu = {"ipc": "GPU-1", "nccl": "GPU-2"}.get(sync.name)
 
@@ -214,16 +214,16 @@ def _server_of_the_policy(sync: Any, seen: list[Any], folder: Path) -> Iterator[
         client = Client(server=server, eos_ids=[2], batch_size=4, timeout_s=5, max_retries=0)
         client.scratch_path = server.scratch
         patch.setattr(proof, "probe", lambda *_: torch.tensor([0.05]))
-        _pretend_to_have_gpus(patch, seen)
+        _pretend_to_have_gpus(patch, sent)
         yield policy, client
         Server.stop(server)
         for file in getattr(worker, "_grpo_files", []):
             os.close(file)
 
 
-def _pretend_to_have_gpus(patch: pytest.MonkeyPatch, seen: list[Any]) -> None:
-    group = SimpleNamespace(broadcast=lambda tensor, src, stream: seen.append(("broadcast", tuple(tensor.shape))))
-    create: Callable[..., None] = lambda **settings: seen.append(("group", settings))  # noqa: E731
+def _pretend_to_have_gpus(patch: pytest.MonkeyPatch, sent: list[Any]) -> None:
+    group = SimpleNamespace(broadcast=lambda tensor, src, stream: sent.append(("broadcast", tuple(tensor.shape))))
+    create: Callable[..., None] = lambda **settings: sent.append(("group", settings))  # noqa: E731
     modules = {
         "vllm.distributed.device_communicators.pynccl": {"PyNcclCommunicator": lambda *_, **__: group},
         "vllm.distributed.utils": {"StatelessProcessGroup": SimpleNamespace(create=create)},

@@ -56,24 +56,6 @@ class RolloutClient(Protocol):
         ...
 
 
-class EngineControl(Protocol):
-    """What weight sync, and only weight sync, may do to a running engine."""
-
-    def pause(self) -> None:
-        """Stop generating; what happens to requests in flight is the engine's pause mode."""
-        ...
-
-    def resume(self) -> None: ...
-
-    def reset_prefix_cache(self) -> None:
-        """Forget keys and values that other weights computed."""
-        ...
-
-    def call_worker(self, method: str, **kwargs: Any) -> Any:
-        """Call a method of the worker extension, inside the engine."""
-        ...
-
-
 @runtime_checkable
 class RolloutSource(Protocol):
     """Where an iteration's rollouts come from."""
@@ -123,6 +105,10 @@ class WeightSync(Protocol):
     @property
     def shares_weights(self) -> bool:
         """Whether the policy's parameters become the engine's own memory: the policy is then loaded on the CPU, and moved by `connect`."""
+        ...
+
+    def check(self, client_class: type, *, has_adapters: bool) -> None:
+        """Raise ConfigError for a client, or a policy with or without adapters, that this is not for. Called before a model is loaded."""
         ...
 
     def connect(self, policy: Any, client: RolloutClient) -> None:

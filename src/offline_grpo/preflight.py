@@ -50,6 +50,8 @@ def make_plan(config: RunConfig) -> Plan:
     sampling, client_node = _split_generation(config.generation)
     address = {name: client_node.pop(name, None) for name in ("base_url", "api_key")}
     needs_server = _check_client(client_node)
+    weight_sync = build(config.weight_sync, key="weight_sync", protocol=WeightSync)
+    weight_sync.check(resolve(client_node, "generation"), has_adapters=config.model.lora is not None)
     if needs_server and address["base_url"] is None and config.engine is None:
         raise ConfigError("generation.base_url=None: no server to ask; name a running one, or let the run start one with engine=vllm")
     eval_sampling = _eval_sampling(config)
@@ -70,7 +72,7 @@ def make_plan(config: RunConfig) -> Plan:
         launcher=build(config.engine, key="engine") if needs_server and address["base_url"] is None else None,
         loss=build(config.train.loss, key="train.loss", protocol=Loss),
         optimizer=build(config.train.optimizer, key="train.optimizer"),
-        weight_sync=build(config.weight_sync, key="weight_sync", protocol=WeightSync),
+        weight_sync=weight_sync,
     )
 
 

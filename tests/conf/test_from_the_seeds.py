@@ -21,7 +21,7 @@ from offline_grpo.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "from_the_seeds.md").read_text()
-SAMPLING = {*SamplingParams.__dataclass_fields__, "allow_truncated_sampling"}
+SPLIT_OFF = {*SamplingParams.__dataclass_fields__, "allow_truncated_sampling", "base_url", "api_key"}  # by preflight
 
 
 def rows(text: str) -> Iterator[dict[str, str]]:
@@ -88,11 +88,13 @@ def check_components(cfg: DictConfig) -> None:
     nodes: dict[str, Any] = {
         key: OmegaConf.select(cfg, key) for key in ("task", "generation", "weight_sync", "train.loss", "train.optimizer")
     }
+    if cfg.engine is not None:
+        nodes["engine"] = cfg.engine
     for name, node in (cfg.logger or {}).items():
         nodes[f"logger.{name}"] = node
     for key, node in nodes.items():
         plain = config.as_plain(node)
-        settings = {k: v for k, v in plain.items() if k != "_target_" and not (key == "generation" and k in SAMPLING)}
+        settings = {k: v for k, v in plain.items() if k != "_target_" and not (key == "generation" and k in SPLIT_OFF)}
         check_settings(resolve(plain, key), settings, key, given_at_runtime=dict.fromkeys((*CLIENT_RUNTIME, "output_dir")))
 
 

@@ -18,7 +18,7 @@ OLDEST, NEWEST = (0, 25), (0, 32)
 
 @dataclass
 class VllmControl:
-    """An `EngineControl` over HTTP. Every call raises EngineError, or EngineDied where our own server has ended."""
+    """Control over HTTP. Every call raises EngineError, or EngineDied where our own server has ended."""
 
     server: Server
     pause_mode: str
@@ -34,7 +34,8 @@ class VllmControl:
         numbers = re.match(r"(\d+)\.(\d+)", version)
         if numbers is None or not OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
             raise ConfigError(
-                f"engine.python={self.server.base_url}: vLLM {version} answers there; versions 0.{OLDEST[1]} to 0.{NEWEST[1]} are supported"
+                f"{self.server.base_url}: vLLM {version} answers there, and versions 0.{OLDEST[1]} to 0.{NEWEST[1]} are supported; see "
+                "engine.python and generation.base_url"
             )
         return version
 

@@ -18,11 +18,12 @@ class VllmClient(ServerClient):
     model_name = ""
 
     def request(self, prompt: Sequence[int], sampling: SamplingParams, *, group_size: int, seed: int) -> dict[str, Any]:
-        """See `ServerClient.request`. vLLM draws completion j of a request with its seed + j."""
+        """See `ServerClient.request`. vLLM draws completion j of a request with its seed + j, and refuses n > 1 at temperature 0."""
+        is_repeated = sampling.temperature == 0 and group_size > 1
         return {
             "model": self.model_name or self.server.model_name,
-            "prompt": list(prompt),
-            "n": group_size,
+            "prompt": [list(prompt)] * group_size if is_repeated else list(prompt),
+            "n": 1 if is_repeated else group_size,
             "seed": seed,
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from offline_grpo.errors import ConfigError
@@ -16,6 +17,14 @@ class InProcess:
 
     def __init__(self) -> None:
         self._client: RolloutClient | None = None
+
+    def check(self, client_class: type, *, has_adapters: bool) -> None:
+        """See `WeightSync.check`."""
+        if "server" in inspect.signature(client_class).parameters:
+            raise ConfigError(
+                f"weight_sync=in_process: {client_class.__name__} does not sample from the trained module; choose a weight_sync that moves "
+                "weights to it, such as shared_vllm, reload, or with LoRA lora_hotswap"
+            )
 
     def connect(self, policy: Any, client: RolloutClient) -> None:
         """Raises ConfigError unless the client samples from the policy's own module."""

@@ -23,6 +23,10 @@ class MainOnly:
         """The first process's parameters may be the engine's; those of the others are their own."""
         return self._inner.shares_weights and self._ranks.is_main
 
+    def check(self, client_class: type, *, has_adapters: bool) -> None:
+        """See `WeightSync.check`."""
+        self._inner.check(client_class, has_adapters=has_adapters)
+
     def connect(self, policy: Any, client: RolloutClient) -> None:
         """See `WeightSync.connect`."""
         self._client = client

@@ -100,11 +100,14 @@ def probe(policy: Policy, client: RolloutClient) -> torch.Tensor:
 
 
 def _compare_bits(policy: Policy, control: VllmControl | SglangControl) -> tuple[int | None, list[str], int]:
-    """The server's version, the names of parameters whose bits differ, and how many could be compared: none of SGLang's."""
+    """The server's version, the names of parameters whose bits differ, and how many could be compared.
+
+    None of SGLang's, of adapters, and of servers that hold quantised weights, parts of them, or another dtype.
+    """
     if isinstance(control, SglangControl):
         return control.served_version(), [], 0
     state = control.call_worker("grpo_state")
-    if isinstance(policy.model, PeftModel):
+    if isinstance(policy.model, PeftModel) or state["dtype"] != str(policy.dtype).removeprefix("torch."):
         return state["version"], [], 0
     theirs = state["fingerprints"]
     ours = {name: p.data for name, p in policy.causal_lm.named_parameters() if name in theirs}

@@ -26,7 +26,7 @@ class Restart(ServerSync):
 
     def connect(self, policy: Policy, client: RolloutClient) -> None:
         """See `ServerSync.connect`."""
-        self._check(policy, client)
+        self._take(policy, client)
         if not self.server.is_managed:
             raise ConfigError(
                 f"weight_sync={self.name}: cannot restart the server at generation.base_url={self.server.base_url}, which it did not "

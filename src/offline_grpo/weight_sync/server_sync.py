@@ -80,7 +80,7 @@ class ServerSync(ABC):
             ConfigError: a client or a policy that this strategy is not for, or a server that cannot do it.
             EngineError: the server cannot be started or reached.
         """
-        self._check(policy, client)
+        self._take(policy, client)
         self.server.start(self.start_model(policy), options=self.start_options(policy))
         version = self.control.check_version()
         log.info("connected to %s %s at %s, weight_sync=%s", self.client.engine_name, version, self.server.base_url, self.name)
@@ -155,11 +155,11 @@ class ServerSync(ABC):
         """The option's name in conf/weight_sync."""
         return type(self).__module__.rpartition(".")[2]
 
-    def _check(self, policy: Policy, client: RolloutClient) -> None:
-        if not isinstance(client, self.serves):
+    def check(self, client_class: type, *, has_adapters: bool) -> None:
+        """See `WeightSync.check`."""
+        if not issubclass(client_class, self.serves):
             names = " or ".join(kind.engine_name for kind in self.serves)
             raise ConfigError(f"weight_sync={self.name}: moves weights to a {names} server; use another generation, or another weight_sync")
-        has_adapters = isinstance(policy.model, PeftModel)
         if has_adapters and self.moves == "full":
             raise ConfigError(
                 f"weight_sync={self.name}: moves all weights, and with model.lora only adapters change; use weight_sync=lora_hotswap"
@@ -168,6 +168,9 @@ class ServerSync(ABC):
             raise ConfigError(
                 f"weight_sync={self.name}: moves LoRA adapters and the policy has none; add model/lora=default, or choose another"
             )
+
+    def _take(self, policy: Policy, client: RolloutClient) -> None:
+        self.check(type(client), has_adapters=isinstance(policy.model, PeftModel))
         self.client = client
         self.control = control_of(client, self.pause_mode)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, EngineDied
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.bridge import Bridge
 from offline_grpo.weight_sync.server_sync import Moved, ServerSync
@@ -64,7 +64,7 @@ class SharedVllm(ServerSync):
             parameter.data = views[name]
         self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
         if is_first:
-            policy.become_shared(before_publish=self._pause)
+            policy.become_shared(before_publish=self._pause_to_write)
         else:
             policy.masters.publish()
 
@@ -92,6 +92,13 @@ class SharedVllm(ServerSync):
             started = time.perf_counter()
             self.control.pause()
             self._paused_at = started
+
+    def _pause_to_write(self) -> None:
+        """A server that died meanwhile is the next push's concern: the masters have the update, and its memory is ours to write to."""
+        try:
+            self._pause()
+        except EngineDied as death:
+            log.warning("%s The update goes on without it.", death)
 
     def _open_views(self, policy: Policy) -> dict[str, Tensor]:
         described = self.control.call_worker("grpo_describe")

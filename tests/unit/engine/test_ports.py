@@ -28,7 +28,9 @@ def test_a_taken_port_names_its_owner() -> None:
             assert owner.stdout is not None
             port = int(owner.stdout.readline())
             name = rf"{sys.executable} -c import socket, .*\(pid {owner.pid}\)"
-            with pytest.raises(ConfigError, match=rf"^engine\.port={port}: is taken by {name}; stop that process, .*null for any free one$"):
+            with pytest.raises(
+                ConfigError, match=rf"^engine\.port={port}: is taken by {name}; stop that process, .*null for any free one$"
+            ):
                 choose_port("127.0.0.1", port, key="engine.port")
         finally:
             owner.kill()

@@ -51,9 +51,7 @@ def start(tmp_path: Path) -> Iterator[Starter]:
     """Starts a command in `tmp_path`, and stops it after the test."""
     started: list[ServerProcess] = []
 
-    def start(
-        *command: str, name: str = "server", remove: Path | None = None, env: Mapping[str, str] | None = None
-    ) -> ServerProcess:
+    def start(*command: str, name: str = "server", remove: Path | None = None, env: Mapping[str, str] | None = None) -> ServerProcess:
         env = os.environ if env is None else env
         started.append(ServerProcess(command, env=env, log_path=tmp_path / "logs" / f"{name}.log", remove=remove))
         return started[-1]
@@ -133,7 +131,9 @@ def test_ready(start: Starter, caplog: pytest.LogCaptureFixture, monkeypatch: py
 
 def test_not_ready_in_time(start: Starter) -> None:
     server = start(*python("import time; print('compiling', flush=True); time.sleep(100)"))
-    with pytest.raises(EngineError, match=r"^the stand-in was not ready after 0\.6 s \(engine\.start_timeout_s\); .*compiling.*server\.log$") as error:
+    with pytest.raises(
+        EngineError, match=r"^the stand-in was not ready after 0\.6 s \(engine\.start_timeout_s\); .*compiling.*server\.log$"
+    ) as error:
         server.wait_until(lambda: False, timeout_s=0.6, what="the stand-in")
     assert not isinstance(error.value, EngineDied)
     assert not server.is_alive
@@ -165,7 +165,7 @@ def test_nothing_is_told_of_a_server_that_lives(start: Starter) -> None:
         ("", "it printed nothing."),
         ("\n \n", "it printed nothing."),
         ("a\nb\nc\nd\n", "its last words: c | d."),
-        ("Traceback\nKeyError: zero\nRuntimeError: one\n  at\n(Engine pid=7) torch.OutOfMemoryError: two\nbye", "its last words: RuntimeError: one | torch.OutOfMemoryError: two."),
+        ("KeyError: 0\nIOError: 1\n at\n(pid=7) torch.OutOfMemoryError: 2\nbye", "its last words: IOError: 1 | torch.OutOfMemoryError: 2."),
         ("ValueError: twice\nmore\nValueError: twice\nbye", "its last words: ValueError: twice."),
         ("x: error: unrecognized arguments: --foo\nbye\n", "its last words: error: unrecognized arguments: --foo."),
         ("y" * 500, f"its last words: {'y' * 300}."),
@@ -207,7 +207,8 @@ def test_stop_ends_all_that_the_server_started(start: Starter, tmp_path: Path) -
 
 
 def test_a_server_may_end_in_its_own_way(start: Starter, tmp_path: Path) -> None:
-    code = "import signal, sys, time\nsignal.signal(15, lambda *_: (print('saved', flush=True), sys.exit()))\nprint('up', flush=True)\ntime.sleep(100)"
+    code = "import signal, sys, time\nsignal.signal(15, lambda *_: (print('saved', flush=True), sys.exit()))\n"
+    code += "print('up', flush=True)\ntime.sleep(100)"
     server = start(*python(code))
     wait_for(lambda: last_line(server.log_path) == "up", "the server")
     server.stop()

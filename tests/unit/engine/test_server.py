@@ -302,7 +302,9 @@ def test_a_key_guards_everything_and_other_users_cannot_read_it(monkeypatch: pyt
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "gpu1.example"])
 def test_an_address_that_others_reach_needs_a_key(host: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^engine\.host={host}: .*others could control the server; set engine\.api_key, or engine\.host="):
+    with pytest.raises(
+        ConfigError, match=rf"^engine\.host={host}: .*others could control the server; set engine\.api_key, or engine\.host="
+    ):
         engine(host=host)
     assert engine(host=host, api_key="k").host == host
 
@@ -369,7 +371,19 @@ def ask(kind: str, path: str, headers: dict[str, str], monkeypatch: pytest.Monke
     return reached == [kind], sent
 
 
-PATHS = ["/", "/pause", "/collective_rpc", "/v1/completions", "/metrics", "/docs", "/health/", "/healthy", "/v1/health", "/HEALTH", "//health"]
+PATHS = [
+    "/",
+    "/pause",
+    "/collective_rpc",
+    "/v1/completions",
+    "/metrics",
+    "/docs",
+    "/health/",
+    "/healthy",
+    "/v1/health",
+    "/HEALTH",
+    "//health",
+]
 GOOD = {"Authorization": "Bearer hush-hush"}
 BAD = [
     {},

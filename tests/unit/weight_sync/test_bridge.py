@@ -125,14 +125,19 @@ def test_memory_goes_with_its_last_user(worker: Any, model: FusedModel, bridge: 
     worker._grpo_files = []
     del model
     assert all(torch.equal(view, expected[name]) for name, view in views.items())
-    with pytest.raises(EngineError, match=r"memory of the server \(pid \d+\) cannot be opened \(.*\): trainer and server must run on one machine"):
+    with pytest.raises(
+        EngineError, match=r"memory of the server \(pid \d+\) cannot be opened \(.*\): trainer and server must run on one machine"
+    ):
         bridge.open(CPU)
 
 
 # Files
 
 
-def test_an_interrupted_write_leaves_the_old_file(bridge: Bridge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("interrupted", ["write", "replace"])
+def test_an_interrupted_write_leaves_the_old_file(
+    interrupted: str, bridge: Bridge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "vllm_bridge_config.json"
     bridge.write(path)
     old = path.read_bytes()
@@ -142,7 +147,13 @@ def test_an_interrupted_write_leaves_the_old_file(bridge: Bridge, tmp_path: Path
         write_text(self, text[: len(text) // 2])
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(Path, "write_text", write_half)
+    def replace(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    if interrupted == "write":
+        monkeypatch.setattr(Path, "write_text", write_half)
+    else:
+        monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(OSError, match="no space"):
         bridge.write(path)
     assert path.read_bytes() == old
@@ -228,6 +239,7 @@ HOSTILE = {
     "size is true": (with_("tensors", QKV, "shape", value=[True, 8]), "is no tensor that can be shared"),
     "more strides than sizes": (with_("tensors", QKV, "stride", value=[8, 1, 1]), "is no tensor that can be shared"),
     "offset beyond the memory": (with_("tensors", QKV, "offset", value=8), "reaches beyond its memory"),
+    "one element too many": (with_("tensors", QKV, "offset", value=1), "reaches beyond its memory"),
     "one row too many": (with_("tensors", QKV, "shape", value=[33, 8]), "reaches beyond its memory"),
     "stride too long": (with_("tensors", QKV, "stride", value=[9, 1]), "reaches beyond its memory"),
     "huge": (with_("tensors", QKV, "shape", value=[2**40, 2**40]), "is no tensor that can be shared"),
@@ -313,7 +325,13 @@ def test_a_pickle_in_place_of_a_handle_is_never_executed(kind: str, bridge: Brid
     bomb = base64.b64encode(pickle.dumps(Bomb(exploded))).decode()
     record = record_of(bridge, tmp_path / "bridge.json")
     for storage in record["storages"]:
-        storage |= {"kind": kind, "handle": bomb, "counter_handle": bomb, "event_handle": bomb, "fd": storage["fd"] if kind == "file" else 0}
+        storage |= {
+            "kind": kind,
+            "handle": bomb,
+            "counter_handle": bomb,
+            "event_handle": bomb,
+            "fd": storage["fd"] if kind == "file" else 0,
+        }
     path = tmp_path / "bridge.json"
     if kind == "file":  # where handles have no meaning
         path.write_text(json.dumps(record))

@@ -22,7 +22,9 @@ def views(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 def refused(parameters: dict[str, nn.Parameter], views: dict[str, Tensor], *, compare: bool = True) -> str:
-    with pytest.raises(ConfigError, match=r"^weight_sync=shared_vllm: \d+ of \d+ parameters cannot be shared: .*or use weight_sync=reload") as error:
+    with pytest.raises(
+        ConfigError, match=r"^weight_sync=shared_vllm: \d+ of \d+ parameters cannot be shared: .*or use weight_sync=reload"
+    ) as error:
         check_coverage(parameters, views, compare=compare)
     return str(error.value).partition("cannot be shared: ")[2].partition(". Start the server")[0]
 

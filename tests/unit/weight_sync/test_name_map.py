@@ -93,7 +93,7 @@ def test_a_whole_model(wrapped: bool) -> None:
     model = FusedModel(wrapped=wrapped)
     assert {entry["name"]: tuple(entry["shape"]) for entry in layout(model)} == SHAPES
     plain = {name.replace(".base_layer", ""): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
-    covered = {name: 0 for name in plain}
+    covered = dict.fromkeys(plain, 0)
     for tensor, row, rows in places(model).values():
         assert 0 <= row <= row + rows <= len(plain[tensor])
         covered[tensor] += rows

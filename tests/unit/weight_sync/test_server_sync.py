@@ -190,7 +190,9 @@ def test_no_adapters_where_they_are_moved(option: str, policy: Policy, client: V
 @pytest.mark.parametrize("option", ["restart", "lora_restart"])
 def test_a_server_of_others_is_not_restarted(option: str, policy: Policy, client: VllmClient) -> None:
     policy = with_adapters(8) if option == "lora_restart" else policy
-    with pytest.raises(ConfigError, match=rf"^weight_sync={option}: cannot restart the server at generation\.base_url={client.server.base_url}, "):
+    with pytest.raises(
+        ConfigError, match=rf"^weight_sync={option}: cannot restart the server at generation\.base_url={client.server.base_url}, "
+    ):
         strategy(option).connect(policy, client)
 
 
@@ -234,7 +236,7 @@ def test_settings_of_one_strategy() -> None:
 @pytest.mark.parametrize("version", ["0.24.1", "0.33.0", "1.0.0", "dev"])
 def test_another_vllm(version: str, web: ScriptedServer, client: VllmClient, policy: Policy) -> None:
     web.script = lambda request: Reply({"version": version} if request.path == "/version" else {})
-    with pytest.raises(ConfigError, match=rf"vLLM {version} answers there; versions 0\.25 to 0\.32 are supported"):
+    with pytest.raises(ConfigError, match=rf"vLLM {version} answers there, and versions 0\.25 to 0\.32 are supported"):
         recorder().connect(policy, client)
 
 

@@ -85,7 +85,9 @@ def train(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize(("option", "overrides"), [("restart", ()), ("reload", ("weight_sync.pause_mode=abort",))])
-def test_weights_and_version_arrive(option: str, overrides: tuple[str, ...], policy: Policy, client: SglangClient, fake: FakeSglang) -> None:
+def test_weights_and_version_arrive(
+    option: str, overrides: tuple[str, ...], policy: Policy, client: SglangClient, fake: FakeSglang
+) -> None:
     sync = strategy(option, *overrides)
     sync.connect(policy, client)
     sync.push(policy, version=0)
@@ -127,5 +129,5 @@ def test_what_cannot_serve_sglang_is_refused(option: str, policy: Policy, client
 def test_reload_needs_its_pause_mode(policy: Policy, client: SglangClient) -> None:
     sync = strategy("reload")
     sync.connect(policy, client)
-    with pytest.raises(ConfigError, match="weight_sync.pause_mode=keep: .*set it to abort"):
+    with pytest.raises(ConfigError, match=r"weight_sync\.pause_mode=keep: .*set it to abort"):
         sync.push(policy, version=0)

@@ -109,11 +109,18 @@ class WorkerExtension:
         self._grpo_version = version
 
     def grpo_state(self) -> dict[str, Any]:
-        """The version noted last (None: none since the start), and the fingerprint of each checkpoint parameter."""
+        """The version noted last (None: none since the start), the weights' dtype, and the fingerprint of each checkpoint parameter.
+
+        No fingerprints where the server holds something else than the checkpoint's parameters: parts of them, or quantised ones.
+        """
+        config = self.vllm_config
+        state = {"version": self._grpo_version, "dtype": str(config.model_config.dtype).removeprefix("torch."), "fingerprints": {}}
+        if any(_refusals(config)):
+            return state
         tensors = {_plain_name(name): p.data for name, p in _model(self).named_parameters(remove_duplicate=False)}
         entries = list(_layout(_model(self)))
         views = [tensors[entry["tensor"]].narrow(0, entry["row"], entry["rows"]) for entry in entries]
-        return {"version": self._grpo_version, "fingerprints": dict(zip([e["name"] for e in entries], fingerprints(views), strict=True))}
+        return {**state, "fingerprints": dict(zip([e["name"] for e in entries], fingerprints(views), strict=True))}
 
 
 def _model(worker: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""One server for all strategies that can share one; the same tests run on the CPU and, with `-m gpu`, on a GPU."""
+"""One real server for all clients and strategies that can share one; the same tests run on the CPU and, with `-m gpu`, on a GPU."""
 
 from __future__ import annotations
 
