@@ -80,3 +80,11 @@ def reset(server: Server, model_folder: Path, where: Where) -> None:
     sync.control.resume()
     sync.push(load(model_folder, where), version=-1)
     sync.close()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
+    """CUDA IPC needs a GPU: its combinations with the CPU are no tests."""
+    chosen = {item: getattr(getattr(item, "callspec", None), "params", {}) for item in items}
+    impossible = [item for item, params in chosen.items() if params.get("option") == "ipc" and params.get("where") is CPU]
+    config.hook.pytest_deselected(items=impossible)
+    items[:] = [item for item in items if item not in impossible]

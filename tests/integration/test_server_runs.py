@@ -40,6 +40,8 @@ FIVE = (
     "model.device=cpu",
 )
 
+LORA = ("model/lora=default", "train.lr=1e-2")
+
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -96,6 +98,20 @@ def test_strategies_follow_one_trajectory(found_server: Any, cache: Path, tmp_pa
     assert len(set(rewards)) > 1
     assert [reload[f"train_iter_{i:03d}.json"]["sync/version"] for i in range(5)] == [2.0, 4.0, 6.0, 8.0, 10.0]
     assert all(found["alignment/diff_abs_mean"] < 1e-4 for name, found in reload.items() if name.startswith("train"))
+
+
+@pytest.mark.slow  # six starts of a server
+@pytest.mark.parametrize(("quick", "restarting", "overrides"), [("reload", "restart", ()), ("lora_hotswap", "lora_restart", LORA)])
+def test_restarted_servers_follow_it_too(
+    quick: str, restarting: str, overrides: tuple[str, ...], found_server: Any, cache: Path, tmp_path: Path
+) -> None:
+    server, model = found_server
+    serve_again(server, model)
+    there = ("generation=vllm_server", f"generation.base_url={server.base_url}", f"weight_sync={quick}")
+    undisturbed = run(tmp_path / quick, cache, *there, *overrides)
+    restarted = run(tmp_path / restarting, cache, *OWN_SERVER, f"weight_sync={restarting}", *overrides)
+    assert len({undisturbed[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(5)}) > 1
+    assert_same(undisturbed, restarted)
 
 
 def test_evaluation_asks_its_own_server(found_server: Any, cache: Path, tmp_path: Path) -> None:
