@@ -185,12 +185,18 @@ KILLS = [
 @pytest.mark.parametrize(("option", "where"), KILLS)
 def test_a_killed_trainer_leaves_nothing(option: str, where: str, cache: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle of a push: no process and no shared memory outlives it."""
-    files, processes = set(os.listdir("/dev/shm")), processes_naming(str(cache))
+    processes, leftovers = processes_naming(str(cache)), set(ownerless())
     kill = Kill(f"offline_grpo.weight_sync.{where}", count=3)
     code = run_in_child(tmp_path / "run", *FIVE, f"cache_dir={cache}", *OWN_SERVER, f"weight_sync={option}", kill=kill)
     assert code == -signal.SIGKILL, printed(tmp_path / "run")
     deadline = time.monotonic() + 20
-    while (set(os.listdir("/dev/shm")) != files or processes_naming(str(cache)) != processes) and time.monotonic() < deadline:
+    while (set(ownerless()) - leftovers or processes_naming(str(cache)) != processes) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert set(os.listdir("/dev/shm")) == files
+    assert set(ownerless()) - leftovers == set()
     assert processes_naming(str(cache)) == processes
+
+
+def ownerless() -> list[str]:
+    """Folders in shared memory whose run has ended: their names carry its pid."""
+    ours = [name for name in os.listdir("/dev/shm") if name.startswith("offline-grpo-")]
+    return [name for name in ours if not psutil.pid_exists(int(name.split("-")[2]))]

@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import psutil
+
 from offline_grpo.engine.command_line import shown
 from offline_grpo.engine.http import ServerApi
 from offline_grpo.engine.ports import choose_port
@@ -102,9 +104,13 @@ class Server:
 
     @property
     def scratch(self) -> Path:
-        """A folder in shared memory, gone when this server has, whatever ends it. For what the server reads from us."""
+        """A folder in shared memory for what the server reads from us.
+
+        Whatever ends a server of our own removes it; beside a server that was found, it is our `stop`, or else the next run.
+        """
         if self._scratch is None:
             parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+            _sweep(SHARED_MEMORY)
             self._scratch = Path(tempfile.mkdtemp(prefix=f"offline-grpo-{os.getpid()}-", dir=parent))
         return self._scratch
 
@@ -182,6 +188,14 @@ class Server:
     def pid(self) -> int | None:
         """Of our own server's guardian, None if there is none."""
         return None if self._process is None else self._process.pid
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the scratch folders of runs that have ended."""
+    for folder in parent.glob("offline-grpo-*-*"):
+        owner = folder.name.split("-")[2]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _settle(outcome: Future[T], call: Callable[[], T]) -> None:

@@ -54,4 +54,7 @@ class VllmEngine(CommandLine):
         if self.blackwell_workaround:
             log.info("engine.blackwell_workaround: the server gets VLLM_LORA_DISABLE_PDL=1")
             ours["VLLM_LORA_DISABLE_PDL"] = "1"
-        return self.merged_environment(ours, variables, gpus)
+        merged = self.merged_environment(ours, variables, gpus)
+        if self.api_key is None:
+            merged.pop("VLLM_API_KEY", None)  # the shell's: requests would have to carry it
+        return merged
