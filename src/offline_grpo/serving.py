@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
-
 from offline_grpo.build import build
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError
+from offline_grpo.generation.sampler import end_ids
 from offline_grpo.generation.server_client import ServerClient
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.transformers_client import TransformersClient
@@ -43,7 +42,12 @@ def for_training(plan: Plan, policy: Policy, run_folder: Path, ranks: Ranks) -> 
         server = _server(plan, run_folder, ranks) if ranks.is_main else None
         url = ranks.from_main(server.base_url if server is not None else None)
         server = server or Server(base_url=url, api_key=_api_key(plan), launcher=None, log_dir=run_folder)
-    runtime = {"model": policy.model, "tokenizer": policy.tokenizer, "server": server, "eos_ids": eos_ids(policy)}
+    runtime = {
+        "model": policy.model,
+        "tokenizer": policy.tokenizer,
+        "server": server,
+        "eos_ids": end_ids(policy.causal_lm.generation_config, policy.tokenizer),
+    }
     client = build(plan.client_node, key="generation", protocol=RolloutClient, **runtime)
     is_shared = ranks.world_size > 1 and server is not None
     return Sampling(client, MainOnly(plan.weight_sync, ranks) if is_shared else plan.weight_sync)
@@ -64,24 +68,18 @@ def for_evaluation(plan: Plan, policy: Policy, training: Sampling, run_folder: P
     if not issubclass(kind, ServerClient):
         raise ConfigError(f"eval.base_url={settings.base_url}: name the kind of server too: eval.backend=vllm_server or sglang_server")
     server = Server(base_url=settings.base_url, api_key=plan.api_key, launcher=None, log_dir=run_folder)
-    client = kind(server=server, eos_ids=eos_ids(policy), batch_size=settings.batch_size, timeout_s=600, max_retries=5)
+    client = kind(
+        server=server,
+        eos_ids=end_ids(policy.causal_lm.generation_config, policy.tokenizer),
+        batch_size=settings.batch_size,
+        timeout_s=600,
+        max_retries=5,
+    )
     pause_mode = "abort" if issubclass(kind, SglangClient) else "keep"  # nothing is in flight at a push; SGLang knows no other
     common: dict[str, Any] = {"interval": 1, "pause_mode": pause_mode, "tolerance_nats": 0.1}
     if policy.has_adapters:
         return Sampling(client, LoraHotswap(**common, server_args={"max_lora_rank": 512}))
     return Sampling(client, Reload(**common, server_args={}, location="memory"))
-
-
-def eos_ids(policy: Policy) -> list[int]:
-    """What the model's generation config and the tokenizer call end of sequence."""
-    return end_ids(policy.causal_lm.generation_config, policy.tokenizer)
-
-
-def end_ids(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """See `eos_ids`."""
-    configured = config.eos_token_id if config is not None else None
-    ids = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
-    return sorted({token for token in ids if isinstance(token, int)})
 
 
 def _server(plan: Plan, run_folder: Path, ranks: Ranks) -> Server:

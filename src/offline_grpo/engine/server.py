@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHARED_MEMORY = Path("/dev/shm")
+GRACE_S = 5.0
+"""How long after a failed request a server of our own that is ending may take to end."""
 HEALTH_INTERVAL_S = 2.0
 """How often a server is asked for its health while a request to it is open."""
 
@@ -158,13 +160,19 @@ class Server:
             time.sleep(0.1)
 
     def watched(self, call: Callable[[], T]) -> T:
-        """The result of a request, or EngineDied as soon as our own server has ended or no longer says that it is healthy.
+        """The result of a request, or EngineDied as soon as our own server has ended or no longer says that it is healthy. A request that
+        fails may be the first sign of that.
 
         A server whose engine has died waits for open requests before it ends, and they wait for the engine: the request alone would take
         until its timeout.
         """
-        if self._process is None:
-            return call()
+        try:
+            return call() if self._process is None else self._with_health_checks(self._process, call)
+        except EngineError:
+            self.check_alive(grace_s=GRACE_S)
+            raise
+
+    def _with_health_checks(self, process: ServerProcess, call: Callable[[], T]) -> T:
         outcome: Future[T] = Future()
         threading.Thread(target=_settle, args=(outcome, call), daemon=True).start()
         while True:
@@ -173,7 +181,7 @@ class Server:
             except TimeoutError:
                 self.check_alive()
                 if not self.api.answers("/health"):
-                    self._process.end_unhealthy()
+                    process.end_unhealthy()
 
     def stop(self) -> None:
         """Stop our own server and remove its scratch folder; leave one that was found alone."""

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from offline_grpo.engine.server import Server
-from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.errors import ConfigError
 
-GRACE_S = 5.0
-"""How long after a failed call a server that is ending may take to end."""
 IDLE_TIMEOUT_S = 60.0
 """From the end of the last request until the scheduler has put its batch away."""
 OLDEST, NEWEST = (0, 5, 11), (0, 5, 15)
@@ -72,17 +70,10 @@ class SglangControl:
         return int(version) if version.isdecimal() else None
 
     def _get(self, path: str) -> Any:
-        return self._or_died(lambda: self.server.api.get(path))
+        return self.server.watched(lambda: self.server.api.get(path))
 
     def _post(self, path: str, body: Any = None, **arguments: Any) -> Any:
-        return self._or_died(lambda: self.server.api.post(path, body, **arguments))
-
-    def _or_died(self, call: Any) -> Any:
-        try:
-            return self.server.watched(call)
-        except EngineError:
-            self.server.check_alive(grace_s=GRACE_S)
-            raise
+        return self.server.watched(lambda: self.server.api.post(path, body, **arguments))
 
 
 def _text(version: tuple[int, ...]) -> str:

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from offline_grpo.engine.server import Server
-from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.errors import ConfigError
 
-GRACE_S = 5.0
-"""How long after a failed call a server that is ending may take to end."""
 OLDEST, NEWEST = (0, 25), (0, 32)
 
 
@@ -86,15 +84,8 @@ class VllmControl:
         self.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     def _get(self, path: str) -> Any:
-        return self._or_died(lambda: self.server.api.get(path))
+        return self.server.watched(lambda: self.server.api.get(path))
 
     def post(self, path: str, body: Any = None, **arguments: Any) -> Any:
         """POST `path`, see `ServerApi.post`."""
-        return self._or_died(lambda: self.server.api.post(path, body, **arguments))
-
-    def _or_died(self, call: Any) -> Any:
-        try:
-            return self.server.watched(call)
-        except EngineError:
-            self.server.check_alive(grace_s=GRACE_S)
-            raise
+        return self.server.watched(lambda: self.server.api.post(path, body, **arguments))

@@ -16,12 +16,9 @@ from typing import Any
 import httpx
 
 from offline_grpo.engine.http import SAFE_TO_RETRY_STATUS, authorization, body_of, describe
-from offline_grpo.engine.server import Server
+from offline_grpo.engine.server import GRACE_S, Server
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.types import Completion, FinishReason, SamplingParams
-
-GRACE_S = 5.0
-"""How long a server of our own may take to end after an answer that says that it failed."""
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0

@@ -18,7 +18,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, Pr
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from offline_grpo.errors import ConfigError, EngineError
-from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, filters, uniforms
+from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, end_ids, filters, uniforms
 from offline_grpo.types import Completion, SamplingParams
 
 
@@ -63,7 +63,7 @@ class TransformersClient:
         self._check(prompts, sampling, group_size, seeds)
         by_length = sorted(range(len(prompts)), key=lambda prompt: len(prompts[prompt]))
         rows = [(prompt, replicate) for prompt in by_length for replicate in range(group_size)]
-        eos_ids = self._eos_ids()
+        eos_ids = end_ids(self._lm.generation_config, self.tokenizer)
         done: dict[tuple[int, int], Completion] = {}
         with sampling_state(self._lm):
             for start in range(0, len(rows), self.batch_size):
@@ -119,12 +119,6 @@ class TransformersClient:
         """Fill the cache with the keys and values of tokens [U, P], without logits."""
         position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
         self._lm.get_decoder()(input_ids=token_ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True)
-
-    def _eos_ids(self) -> list[int]:
-        """What the model's generation config and the tokenizer call end of sequence."""
-        configured = self._lm.generation_config.eos_token_id
-        ids = [*(configured if isinstance(configured, list) else [configured]), self.tokenizer.eos_token_id]
-        return sorted({token for token in ids if isinstance(token, int)})
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, group_size: int, seeds: Sequence[int]) -> None:
         if len(seeds) != len(prompts):
