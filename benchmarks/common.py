@@ -64,11 +64,18 @@ class Timings:
         }
 
 
-def alternate(arms: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 1) -> Timings:
-    """Time every arm once per round, in the order A B C, then C B A, and so on, after `warmup` rounds that do not count."""
+def alternate(
+    arms: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 1, settle: Mapping[str, Callable[[], object]] | None = None
+) -> Timings:
+    """Time every arm once per round, in the order A B C, then C B A, and so on, after `warmup` rounds that do not count.
+
+    `settle[arm]` runs right before each timing of that arm, untimed: a server that stood idle while others ran is slower at first.
+    """
     seconds: dict[str, list[float]] = {arm: [] for arm in arms}
     for index in range(-warmup, rounds):
         for arm in list(arms) if index % 2 == 0 else reversed(list(arms)):
+            if settle:
+                settle[arm]()
             elapsed_s = _time(arms[arm])
             if index >= 0:
                 seconds[arm].append(elapsed_s)

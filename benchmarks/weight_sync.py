@@ -5,7 +5,8 @@
     python benchmarks/weight_sync.py --table                                    # results/weight_sync_*.json as one Markdown table
 
 A push is timed from the first write (or the first byte saved) until the server has the weights and goes on; the proof afterwards is timed
-apart. `--with-stock` adds a vLLM server without anything of ours, started from the same files, as the measure of tokens per second.
+apart. `--with-stock` adds two vLLM servers without anything of ours, started from the same files before and after the others: the measure
+of tokens per second, and of how much two servers of one kind differ in one run ("stock_again_vs_stock").
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,28 +42,22 @@ from offline_grpo.types import SamplingParams
 
 CONF = Path(__file__).parents[1] / "conf"
 SHAPES = {
-    "qwen2_5_0_5b": Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        eos_token_id=2,
-    ),
-    "small": Qwen2Config(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        eos_token_id=2,
-    ),
+    "qwen2_5_0_5b": {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "max_position_embeddings": 4096,
+    },
+    "small": {
+        "vocab_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+    },
 }
 TARGETS = {
     "shared_vllm": [Target("push_s", "<=", 0.05), Target("bytes_copied", "<=", 0)],
@@ -112,16 +108,23 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace, model: Path, folder: Path, servers: list[Server]) -> None:
     """Connect all arms, time their pushes, then the tokens of all alternately, and write the results."""
-    stock = None
+    stocks = {}
     if arguments.with_stock:
-        stock = new_server(arguments, StockEngine, folder / "stock", {}, {})
-        servers.append(stock)
-        stock.start(str(model))
+        stocks["stock"] = start_stock(arguments, model, folder / "stock", servers)
     arms = [connect(name, arguments, model, folder / name, servers) for name in arguments.strategies]
+    if arguments.with_stock:
+        stocks["stock_again"] = start_stock(arguments, model, folder / "stock_again", servers)
     pushes = {arm.name: [push(arm, version) for version in range(1, pushes_of(arm, arguments) + 1)] for arm in arms}
-    speeds = throughput(arms, stock, arguments)
+    speeds = throughput(arms, stocks, arguments)
     for arm in arms:
-        report(arm, pushes[arm.name], speeds, arguments, has_stock=stock is not None)
+        report(arm, pushes[arm.name], speeds, arguments, has_stock=arguments.with_stock)
+
+
+def start_stock(arguments: argparse.Namespace, model: Path, folder: Path, servers: list[Server]) -> VllmClient:
+    server = new_server(arguments, StockEngine, folder, {}, {})
+    servers.append(server)
+    server.start(str(model))
+    return VllmClient(server=server, eos_ids=[], batch_size=arguments.concurrent, timeout_s=600, max_retries=0)
 
 
 def pushes_of(arm: Arm, arguments: argparse.Namespace) -> int:
@@ -167,34 +170,36 @@ def push(arm: Arm, version: int) -> dict[str, float]:
     }
 
 
-def throughput(arms: Sequence[Arm], stock: Server | None, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def throughput(arms: Sequence[Arm], stocks: Mapping[str, VllmClient], arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Seconds of the same load for every arm, and for stock, in alternation: "single_stream" and "concurrent"."""
     clients = {arm.name: (arm.client, arm.client.model_name) for arm in arms}
     for arm in arms:
         if arm.name.startswith("lora"):
             clients[f"{arm.name} base"] = (arm.client, arm.client.server.model_name)
-    if stock is not None:
-        client = VllmClient(server=stock, eos_ids=[], batch_size=arguments.concurrent, timeout_s=600, max_retries=0)
-        clients["stock"] = (client, "")
+    clients |= {name: (client, "") for name, client in stocks.items()}
     results: dict[str, dict[str, Any]] = {}
     for load_name, num_prompts, num_tokens in (
         ("single_stream", 1, arguments.tokens * 2),
         ("concurrent", arguments.concurrent, arguments.tokens),
     ):
-
-        def ask(client: VllmClient, model_name: str, num_prompts: int = num_prompts, num_tokens: int = num_tokens) -> None:
-            client.model_name = model_name
-            prompts = [[5 + (i * 31 + j * 7) % 90 for j in range(64)] for i in range(num_prompts)]
-            groups = client.generate(prompts, SamplingParams(num_tokens), group_size=1, seeds=range(num_prompts))
-            assert sum(len(c.token_ids) for [c] in groups) > 0.8 * num_prompts * num_tokens
-
-        timings = alternate({name: lambda pair=pair: ask(*pair) for name, pair in clients.items()}, rounds=arguments.rounds, warmup=1)
+        timings = alternate(
+            {name: partial(ask, *pair, num_prompts, num_tokens) for name, pair in clients.items()},
+            settle={name: partial(ask, *pair, num_prompts, num_tokens // 8) for name, pair in clients.items()},
+            rounds=arguments.rounds,
+        )
         tokens = num_prompts * num_tokens
         results[load_name] = {
             "tokens_per_s": {name: tokens / timings.median_s(name) for name in clients},
             "timings": timings,
         }
     return results
+
+
+def ask(client: VllmClient, model_name: str, num_prompts: int, num_tokens: int) -> None:
+    client.model_name = model_name
+    prompts = [[5 + (i * 31 + j * 7) % 90 for j in range(64)] for i in range(num_prompts)]
+    groups = client.generate(prompts, SamplingParams(num_tokens), group_size=1, seeds=range(num_prompts))
+    assert sum(len(c.token_ids) for [c] in groups) > 0.8 * num_prompts * num_tokens
 
 
 def report(arm: Arm, pushes: list[dict[str, float]], speeds: dict[str, dict[str, Any]], arguments: Any, *, has_stock: bool) -> None:
@@ -204,6 +209,7 @@ def report(arm: Arm, pushes: list[dict[str, float]], speeds: dict[str, dict[str,
         measured[f"{load_name}_tokens_per_s"] = speed["tokens_per_s"][arm.name]
         if has_stock:
             measured[f"{load_name}_vs_stock"] = 1 / speed["timings"].ratio(arm.name, "stock")
+            measured[f"{load_name}_stock_again_vs_stock"] = 1 / speed["timings"].ratio("stock_again", "stock")
         if f"{arm.name} base" in speed["tokens_per_s"]:
             measured[f"{load_name}_vs_base"] = 1 / speed["timings"].ratio(arm.name, f"{arm.name} base")
     targets = TARGETS.get(arm.name, []) + [t for t in STOCK_TARGETS.get(arm.name, []) if t.metric in measured]
@@ -237,9 +243,9 @@ def configuration(*overrides: str) -> Any:
 def save_model(folder: Path, shape: str, dtype: str) -> Path:
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen2ForCausalLM(SHAPES[shape])
+        model = Qwen2ForCausalLM(Qwen2Config(**SHAPES[shape], num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=2))
     model.to(getattr(torch, dtype)).save_pretrained(str(folder))
-    build_char_tokenizer(SHAPES[shape].max_position_embeddings).save_pretrained(str(folder))
+    build_char_tokenizer(SHAPES[shape]["max_position_embeddings"]).save_pretrained(str(folder))
     return folder
 
 
