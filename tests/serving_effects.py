@@ -115,7 +115,7 @@ def _sample(words: list[str], role: str, folder: Path) -> None:
     sampling = serving.for_training(plan, policy, folder, ranks)
     settings = plan.sampling
     if role == "evaluation":
-        sampling, settings = serving.for_evaluation(plan, policy, sampling, folder), plan.eval_sampling
+        sampling, settings = serving.for_evaluation(plan, policy, sampling, folder, ranks), plan.eval_sampling
         assert not isinstance(sampling.client, TransformersClient)
     client: Any = sampling.client
     try:

@@ -108,7 +108,7 @@ def _assemble(
     checkpoint = resume.checkpoint if resume is not None else None
     policy = _policy(plan, model_id, checkpoint, ranks)
     training = serving.for_training(plan, policy, run_dir.path, ranks)
-    evaluation = serving.for_evaluation(plan, policy, training, run_dir.path)
+    evaluation = serving.for_evaluation(plan, policy, training, run_dir.path, ranks)
     for sampling in dict.fromkeys((training, evaluation)):
         stack.callback(sampling.weight_sync.close)
         sampling.weight_sync.connect(policy, sampling.client)
@@ -234,7 +234,7 @@ def _evaluator(plan: Plan, policy: Policy, ranks: Ranks) -> PassAtKEvaluator:
         bootstrap_samples=settings.bootstrap_samples,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        gather=ranks.gather,
+        gather=ranks.gather_results,
     )
 
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from offline_grpo.build import sweep_hint
-from offline_grpo.errors import GrpoError
+from offline_grpo.errors import ConfigError, GrpoError
 from offline_grpo.interrupt import StopRequested
 from offline_grpo.launch import start_missing_processes
 
@@ -47,6 +47,11 @@ def exit_with(main: Callable[[], object]) -> NoReturn:
         main()
     except EXPECTED as error:
         leave(error)
+    except ValueError as error:
+        if not str(error).startswith("Config group override must be"):  # Hydra's words for GROUP=null
+            raise
+        nulls = ", ".join(word for word in sys.argv[1:] if word.endswith("=null"))
+        leave(ConfigError(f"{nulls}: a group needs one of its options; leave the override out for the default"))
     sys.exit(max(_failed_jobs, default=0))
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from torch import Tensor
+from torch import Tensor, distributed
+
+from offline_grpo.errors import EngineDied, GrpoError
 
 T = TypeVar("T")
 
@@ -18,6 +21,7 @@ class Ranks:
 
     def __init__(self, *, use_cpu: bool) -> None:
         self._accelerator = Accelerator(cpu=use_cpu)
+        atexit.register(_leave_group)
 
     @property
     def rank(self) -> int:
@@ -41,9 +45,17 @@ class Ranks:
             return list(share)
         return gather_object(list(share))
 
-    def gather_interleaved(self, share: Sequence[T]) -> list[T]:
-        """Undo `items[rank::world_size]`: every process's share, back in the order of the whole."""
-        whole: list[tuple[int, T]] = self.gather([(i * self.world_size + self.rank, item) for i, item in enumerate(share)])
+    def gather_results(self, action: Callable[[], Sequence[T]]) -> list[T]:
+        """What `action` returns on all processes, rank 0's first. A GrpoError of one process is raised on all: none waits for ever."""
+        items, error = _attempt(action)
+        errors = [found for found in self.gather([error]) if found is not None]
+        if errors:
+            raise next((found for found in errors if isinstance(found, EngineDied)), errors[0])
+        return self.gather(items)
+
+    def gather_interleaved(self, action: Callable[[], Sequence[T]]) -> list[T]:
+        """As `gather_results`, where `action` works on `items[rank::world_size]`: its results, back in the order of the whole."""
+        whole = self.gather_results(lambda: [(i * self.world_size + self.rank, item) for i, item in enumerate(action())])
         return [item for _, item in sorted(whole, key=lambda pair: pair[0])]
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
@@ -71,3 +83,16 @@ class Ranks:
     def wait(self) -> None:
         """Until every process is here."""
         self._accelerator.wait_for_everyone()
+
+
+def _leave_group() -> None:
+    """A process that ends in the group may abort: its threads still wait for messages of the others."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _attempt(action: Callable[[], Sequence[T]]) -> tuple[Sequence[T], GrpoError | None]:
+    try:
+        return action(), None
+    except GrpoError as error:
+        return (), error

@@ -49,11 +49,10 @@ def for_training(plan: Plan, policy: Policy, run_folder: Path, ranks: Ranks) -> 
         "eos_ids": end_ids(policy.causal_lm.generation_config, policy.tokenizer),
     }
     client = build(plan.client_node, key="generation", protocol=RolloutClient, **runtime)
-    is_shared = ranks.world_size > 1 and server is not None
-    return Sampling(client, MainOnly(plan.weight_sync, ranks) if is_shared else plan.weight_sync)
+    return Sampling(client, plan.weight_sync if server is None else _by_main(plan.weight_sync, ranks))
 
 
-def for_evaluation(plan: Plan, policy: Policy, training: Sampling, run_folder: Path) -> Sampling:
+def for_evaluation(plan: Plan, policy: Policy, training: Sampling, run_folder: Path, ranks: Ranks) -> Sampling:
     """The client that evaluations ask: that of training, unless `eval.backend` or `eval.base_url` name another."""
     settings = plan.config.eval
     kind = EVAL_BACKENDS.get(settings.backend or "", type(training.client))
@@ -75,11 +74,15 @@ def for_evaluation(plan: Plan, policy: Policy, training: Sampling, run_folder: P
         timeout_s=600,
         max_retries=5,
     )
-    pause_mode = "abort" if issubclass(kind, SglangClient) else "keep"  # nothing is in flight at a push; SGLang knows no other
-    common: dict[str, Any] = {"interval": 1, "pause_mode": pause_mode, "tolerance_nats": 0.1}
+    common: dict[str, Any] = {"interval": 1, "tolerance_nats": 0.1}
     if policy.has_adapters:
-        return Sampling(client, LoraHotswap(**common, server_args={"max_lora_rank": 512}))
-    return Sampling(client, Reload(**common, server_args={}, location="memory"))
+        return Sampling(client, _by_main(LoraHotswap(**common, server_args={"max_lora_rank": 512}), ranks))
+    pause_mode = "abort" if issubclass(kind, SglangClient) else "keep"  # nothing is in flight at a push; SGLang knows no other
+    return Sampling(client, _by_main(Reload(**common, pause_mode=pause_mode, server_args={}, location="memory"), ranks))
+
+
+def _by_main(weight_sync: WeightSync, ranks: Ranks) -> WeightSync:
+    return MainOnly(weight_sync, ranks) if ranks.world_size > 1 else weight_sync
 
 
 def _server(plan: Plan, run_folder: Path, ranks: Ranks) -> Server:

@@ -338,9 +338,9 @@ SGLANG_ARGS = {
     "enable_deterministic_inference": False,
     "random_seed": 3,
 }
-SYNC = {"interval": 2, "pause_mode": "wait", "tolerance_nats": 0.01}
-SYNC_WITHOUT_PAUSE = SYNC | {"pause_mode": "sleep"}  # what never pauses only refuses what is no mode
-TRANSFER = SYNC | {"server_args.weight_transfer_config.backend": "other", "bucket_mib": 1}
+SYNC = {"interval": 2, "tolerance_nats": 0.01}
+PAUSING = SYNC | {"pause_mode": "wait"}
+TRANSFER = PAUSING | {"server_args.weight_transfer_config.backend": "other", "bucket_mib": 1}
 LORA_ARGS = {"server_args.enable_lora": False, "server_args.max_lora_rank": 8, "server_args.max_loras": 2}
 ADAMW = {"lr": 0.1, "weight_decay": 0.5, "beta1": 0.5, "beta2": 0.5, "eps": 0.1}
 loss_effect = make_loss_effect()
@@ -384,13 +384,13 @@ BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
         | {"env.VLLM_USE_FLASHINFER_SAMPLER": "1", "blackwell_workaround": True},
     ),
     "engine=sglang": (engine_effect, COMMAND_LINE | {f"args.{name}": value for name, value in SGLANG_ARGS.items()}),
-    "weight_sync=reload": (sync_effect, SYNC | {"location": "disk"}),
-    "weight_sync=restart": (sync_effect, SYNC_WITHOUT_PAUSE),
-    "weight_sync=shared_vllm": (sync_effect, SYNC | {"bridge_config": "/no/such.json"}),
+    "weight_sync=reload": (sync_effect, PAUSING | {"location": "disk"}),
+    "weight_sync=restart": (sync_effect, SYNC),
+    "weight_sync=shared_vllm": (sync_effect, PAUSING | {"bridge_config": "/no/such.json"}),
     "weight_sync=ipc": (sync_effect, TRANSFER),
     "weight_sync=nccl": (sync_effect, TRANSFER | {"master_address": "127.0.0.2"}),
-    "weight_sync=lora_hotswap": (sync_effect, SYNC_WITHOUT_PAUSE | LORA_ARGS),
-    "weight_sync=lora_restart": (sync_effect, SYNC_WITHOUT_PAUSE | LORA_ARGS),
+    "weight_sync=lora_hotswap": (sync_effect, SYNC | LORA_ARGS),
+    "weight_sync=lora_restart": (sync_effect, SYNC | LORA_ARGS),
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.weight_sync.reload import Reload
 from offline_grpo.weight_sync.shared_vllm import SharedVllm
 
+ROOT = Path(__file__).parents[2]
 OWN_SERVER = (
     "generation=vllm_server",
     "engine.args.enforce_eager=true",
@@ -149,12 +152,12 @@ def test_a_server_that_dies_is_started_again(found_server: Any, cache: Path, tmp
 
     def next_and_kill(self: OnPolicy, iteration: int) -> Any:
         if iteration == 1 and not killed["sampling"]:
-            killed["sampling"] = kill_engine(self._client.server)
+            killed["sampling"] = kill_engine(self._client.server.pid)
         return sampled(self, iteration)
 
     def push_and_kill(self: SharedVllm, policy: Any, version: int) -> Any:
         if version == 6 and not killed["pushing"]:
-            killed["pushing"] = kill_engine(self.server)
+            killed["pushing"] = kill_engine(self.server.pid)
         return pushed(self, policy, version)
 
     killed = {"sampling": 0, "pushing": 0}
@@ -168,10 +171,9 @@ def test_a_server_that_dies_is_started_again(found_server: Any, cache: Path, tmp
     assert "Starting it again" in (tmp_path / "disturbed" / "run.log").read_text()
 
 
-def kill_engine(server: Server) -> int:
+def kill_engine(parent: int | None) -> int:
     """SIGKILL to the process that computes, as the kernel would when memory runs out."""
-    assert server.pid is not None
-    [core] = [p for p in psutil.Process(server.pid).children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+    [core] = [p for p in psutil.Process(parent).children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
     core.kill()
     return core.pid
 
@@ -200,3 +202,51 @@ def ownerless() -> list[str]:
     """Folders in shared memory whose run has ended: their names carry its pid."""
     ours = [name for name in os.listdir("/dev/shm") if name.startswith("offline-grpo-")]
     return [name for name in ours if not psutil.pid_exists(int(name.split("-")[2]))]
+
+
+def start_two(folder: Path, cache: Path, *overrides: str) -> subprocess.Popen[bytes]:
+    """The run in two processes, started as the README says; what they print goes to `folder`.txt."""
+    accelerate = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", "2"]
+    command = [*accelerate, str(ROOT / "run_grpo.py"), *FIVE, f"cache_dir={cache}", *overrides, f"hydra.run.dir={folder}"]
+    with Path(f"{folder}.txt").open("wb") as output:
+        return subprocess.Popen(command, cwd=folder.parent, stdout=output, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_server_and_its_recovery(found_server: Any, cache: Path, tmp_path: Path) -> None:
+    """The engine is killed at some moment of the run; the second process did not start it and learns of its death too."""
+    server, model = found_server
+    serve_again(server, model)
+    twelve = ("weight_sync=shared_vllm", "train.iterations=12", "eval.interval=12")
+    alone = run(tmp_path / "alone", cache, "generation=vllm_server", f"generation.base_url={server.base_url}", *twelve)
+    together = start_two(tmp_path / "together", cache, *OWN_SERVER, *twelve)
+    try:
+        await_file(tmp_path / "together" / "metrics" / "train_iter_001.json", together)
+        kill_engine(together.pid)
+        assert together.wait(timeout=240) == 0, printed(tmp_path / "together")
+    finally:
+        together.terminate()
+        together.wait()
+    found = metrics_of(tmp_path / "together")
+    assert found["train_iter_011.json"]["sync/num_recoveries"] == 1
+    assert_same(alone, found)
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_on_one_server(found_server: Any, cache: Path, tmp_path: Path) -> None:
+    server, model = found_server
+    overrides = ("eval.backend=vllm_server", f"eval.base_url={server.base_url}", "train.iterations=2", "eval.interval=2")
+    serve_again(server, model)
+    alone = run(tmp_path / "alone", cache, *overrides)
+    serve_again(server, model)
+    together = start_two(tmp_path / "together", cache, *overrides)
+    assert together.wait(timeout=240) == 0, printed(tmp_path / "together")
+    assert_same(alone, metrics_of(tmp_path / "together"))
+
+
+def await_file(path: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 240
+    while not path.exists():
+        assert process.poll() is None, printed(path.parents[1])
+        assert time.monotonic() < deadline, printed(path.parents[1])
+        time.sleep(0.05)

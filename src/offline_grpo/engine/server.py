@@ -19,7 +19,7 @@ from offline_grpo.engine.command_line import shown
 from offline_grpo.engine.http import ServerApi
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.engine.process import ServerProcess
-from offline_grpo.errors import EngineError
+from offline_grpo.errors import EngineDied, EngineError
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class Server:
         self._options = dict(options or {})
         self._variables = dict(variables or {})
         self._process: ServerProcess | None = None
+        self._watched_pid: int | None = None
         self._scratch: Path | None = None
         self.num_starts = 0
         self.model: str | None = None
@@ -153,11 +154,18 @@ class Server:
     def check_alive(self, *, grace_s: float = 0.0) -> None:
         """Raise EngineDied if our own server has ended, or ends within `grace_s`; nothing is known of one that was found."""
         deadline = time.monotonic() + grace_s
-        while self._process is not None:
-            self._process.check_alive()
+        while self._process is not None or self._watched_pid is not None:
+            if self._process is not None:
+                self._process.check_alive()
+            elif _has_ended(self._watched_pid):
+                raise EngineDied(f"the server at {self.base_url}, which another process of this run started, has ended.")
             if time.monotonic() >= deadline:
                 return
             time.sleep(0.1)
+
+    def watch(self, pid: int | None) -> None:
+        """Count this server as our own although another process of the run started it and stops it; `pid` is that server's."""
+        self._watched_pid = pid
 
     def watched(self, call: Callable[[], T]) -> T:
         """The result of a request, or EngineDied as soon as our own server has ended or no longer says that it is healthy. A request that
@@ -196,6 +204,13 @@ class Server:
     def pid(self) -> int | None:
         """Of our own server's guardian, None if there is none."""
         return None if self._process is None else self._process.pid
+
+
+def _has_ended(pid: int | None) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _sweep(parent: Path) -> None:

@@ -19,7 +19,6 @@ class SglangControl:
     """Made from the source of SGLang. Every call raises EngineError, or EngineDied where our own server has ended."""
 
     server: Server
-    pause_mode: str
 
     def check_version(self) -> str:
         """The server's version.
@@ -42,7 +41,7 @@ class SglangControl:
             )
         return version
 
-    def load_weights(self, folder: str, *, version: int) -> None:
+    def load_weights(self, folder: str, *, version: int, pause_mode: str) -> None:
         """Load the weights of a folder in place of those being served; nothing is generated meanwhile, and caches are cleared.
 
         The steps are those that cannot end the server: it stops with an error when it loads weights and still has a request, or what the
@@ -51,9 +50,9 @@ class SglangControl:
         Raises:
             ConfigError: a pause mode other than "abort".
         """
-        if self.pause_mode != "abort":
+        if pause_mode != "abort":
             raise ConfigError(
-                f"weight_sync.pause_mode={self.pause_mode}: SGLang loads weights only where no request is in flight; set it to abort"
+                f"weight_sync.pause_mode={pause_mode}: SGLang loads weights only where no request is in flight; set it to abort"
             )
         self._post("/pause_generation", {"mode": "abort"}, timeout_s=3600)
         self._post("/flush_cache", params={"timeout": IDLE_TIMEOUT_S}, timeout_s=IDLE_TIMEOUT_S + 10)

@@ -19,7 +19,6 @@ class VllmControl:
     """Control over HTTP. Every call raises EngineError, or EngineDied where our own server has ended."""
 
     server: Server
-    pause_mode: str
     is_paused: bool = False
 
     def check_version(self) -> str:
@@ -37,10 +36,15 @@ class VllmControl:
             )
         return version
 
-    def pause(self) -> None:
-        """Stop generating. What is in flight is kept, waited for or aborted, as `pause_mode` says; KV caches are cleared."""
+    def pause(self, mode: str) -> None:
+        """Stop generating, and clear KV caches.
+
+        Args:
+            mode: what happens to requests in flight: "keep" goes on with them after `resume`, "wait" lets them end first, "abort" ends them
+                with what they have.
+        """
         if not self.is_paused:
-            self.post("/pause", params={"mode": self.pause_mode, "clear_cache": "true"}, timeout_s=3600)
+            self.post("/pause", params={"mode": mode, "clear_cache": "true"}, timeout_s=3600)
             self.is_paused = True
 
     def resume(self) -> None:
@@ -49,9 +53,9 @@ class VllmControl:
         self.is_paused = False
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Paused inside. After an error the server stays paused: it must not serve half-written weights."""
-        self.pause()
+    def paused(self, mode: str) -> Iterator[None]:
+        """Paused inside, see `pause`. After an error the server stays paused: it must not serve half-written weights."""
+        self.pause(mode)
         yield
         self.resume()
 
@@ -64,9 +68,9 @@ class VllmControl:
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
         return self.post("/collective_rpc", body, timeout_s=timeout_s + 10)["results"][0]
 
-    def load_weights(self, folder: str, *, version: int) -> None:
+    def load_weights(self, folder: str, *, version: int, pause_mode: str) -> None:
         """Load the weights of a folder in place of those being served, and note their version. Paused meanwhile."""
-        with self.paused():
+        with self.paused(pause_mode):
             self.call_worker("reload_weights", weights_path=folder)
             self.reset_prefix_cache()
             self.set_version(version)

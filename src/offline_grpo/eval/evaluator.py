@@ -36,7 +36,7 @@ class PassAtKEvaluator:
         encode: chat messages -> prompt token ids.
         decode: completion token ids -> text without special tokens.
         rank, world_size: which share of the completions this process draws.
-        gather: this process's list -> the lists of all processes, joined in rank order, on every process.
+        gather: called with what returns this process's list; gives the lists of all processes, joined in rank order, on every process.
     """
 
     task: Task
@@ -50,7 +50,7 @@ class PassAtKEvaluator:
     bootstrap_samples: int
     rank: int = 0
     world_size: int = 1
-    gather: Callable[[list[Replicate]], list[Replicate]] = list
+    gather: Callable[[Callable[[], list[Replicate]]], list[Replicate]] = lambda share: share()
 
     def __post_init__(self) -> None:
         check_ks(self.ks, self.replicates)
@@ -68,7 +68,7 @@ class PassAtKEvaluator:
         """Metrics of one evaluation. Every process calls it and gets the same result."""
         work = [(problem, replicate) for problem in self.problems for replicate in range(self.replicates)]
         share = work[len(work) * self.rank // self.world_size : len(work) * (self.rank + 1) // self.world_size]
-        replicates = self.gather(self._sample(client, share, cycle))
+        replicates = self.gather(lambda: self._sample(client, share, cycle))
         assert len(replicates) == len(work), f"gather returned {len(replicates)} results for {len(work)} completions"
         return metrics_with_intervals(
             self._table(replicates),

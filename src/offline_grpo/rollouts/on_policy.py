@@ -61,12 +61,14 @@ class OnPolicy:
         """The iteration's groups. A function of the seed, the iteration and the weights alone: a resumed run draws the same."""
         first = iteration * self._problems_per_iteration
         positions = range(first, first + self._problems_per_iteration)[self._ranks.rank :: self._ranks.world_size]
+        return self._ranks.gather_interleaved(lambda: self._sample(positions))
+
+    def _sample(self, positions: Sequence[int]) -> list[RolloutGroup]:
         mine = [self._problems[self._index(position)] for position in positions]
         prompts = [self._encode(problem.messages) for problem in mine]
         seeds = [derive_seed(self._seed, "rollout", position) for position in positions]
         completions = self._client.generate(prompts, self._sampling, group_size=self._group_size, seeds=seeds)
-        groups = [self._group(*triple) for triple in zip(mine, prompts, completions, strict=True)]
-        return self._ranks.gather_interleaved(groups)
+        return [self._group(*triple) for triple in zip(mine, prompts, completions, strict=True)]
 
     def _index(self, position: int) -> int:
         """Which problem stands at `position` of the endless sequence of passes."""

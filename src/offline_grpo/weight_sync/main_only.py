@@ -31,6 +31,7 @@ class MainOnly:
         """See `WeightSync.connect`."""
         self._client = client
         self._on_main(lambda: self._inner.connect(policy, client))
+        self._tell_clients()
 
     def push(self, policy: Any, *, version: int, force: bool = True) -> SyncReport:
         """See `WeightSync.push`. Every process's client then asks for the same weights."""
@@ -49,9 +50,11 @@ class MainOnly:
 
     def _tell_clients(self) -> None:
         names = [name for name in ("version", "model_name") if hasattr(self._client, name)]  # SGLang's requests name no model
-        state = self._ranks.from_main({name: getattr(self._client, name) for name in names})
+        state, server_pid = self._ranks.from_main(({name: getattr(self._client, name) for name in names}, self._client.server.pid))
         for name, value in state.items():
             setattr(self._client, name, value)
+        if not self._ranks.is_main:
+            self._client.server.watch(server_pid)
 
     def _on_main(self, action: Any) -> Any:
         result, error = None, None

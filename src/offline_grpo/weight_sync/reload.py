@@ -11,13 +11,13 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
-from offline_grpo.weight_sync.server_sync import Moved, ServerSync
+from offline_grpo.weight_sync.server_sync import Moved, PausingSync
 
 LOCATIONS = ("memory", "disk")
 
 
 @dataclass(kw_only=True)
-class Reload(ServerSync):
+class Reload(PausingSync):
     """Works with every model and layout that the server can load, quantised and spread ones included.
 
     Args:
@@ -39,7 +39,7 @@ class Reload(ServerSync):
         try:
             num_bytes = save_weights(policy, folder)
             started = time.perf_counter()
-            self.control.load_weights(str(folder), version=version)
+            self.control.load_weights(str(folder), version=version, pause_mode=self.pause_mode)
             paused_seconds = time.perf_counter() - started
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -34,14 +34,11 @@ class ServerSync(ABC):
 
     Args:
         interval: push at every N-th opportunity, and always before an evaluation. In between the server samples from an older policy.
-        pause_mode: what happens to requests in flight during a push: "keep" goes on with them under the new weights, their KV cache
-            computed again; "wait" lets them end first; "abort" ends them with what they have.
         tolerance_nats: largest mean difference |trainer - server| of the probe's logprobs; above it the run stops.
         server_args: options that the server needs for this strategy, added to `engine.args`.
     """
 
     interval: int
-    pause_mode: str
     tolerance_nats: float
     server_args: Any
 
@@ -64,8 +61,6 @@ class ServerSync(ABC):
     def __post_init__(self) -> None:
         if self.interval < 1:
             raise ConfigError(f"weight_sync.interval={self.interval}: must be at least 1")
-        if self.pause_mode not in PAUSE_MODES:
-            raise ConfigError(f"weight_sync.pause_mode={self.pause_mode}: must be one of {', '.join(PAUSE_MODES)}")
         if self.tolerance_nats <= 0:
             raise ConfigError(f"weight_sync.tolerance_nats={self.tolerance_nats}: must be above 0")
 
@@ -116,7 +111,7 @@ class ServerSync(ABC):
         """Start our own server again after its death, and push. Raises as `connect` and `push` do."""
         self.server.stop()
         self.client.close()
-        self.control = control_of(self.client, self.pause_mode)
+        self.control = control_of(self.client)
         self.server.start(self.recovery_model(policy), options=self.start_options(policy))
         self.attach(policy)
         self.push(policy, version=version)
@@ -172,15 +167,32 @@ class ServerSync(ABC):
     def _take(self, policy: Policy, client: RolloutClient) -> None:
         self.check(type(client), has_adapters=isinstance(policy.model, PeftModel))
         self.client = client
-        self.control = control_of(client, self.pause_mode)
+        self.control = control_of(client)
 
 
-def control_of(client: RolloutClient, pause_mode: str) -> VllmControl | SglangControl:
+@dataclass(kw_only=True)
+class PausingSync(ServerSync):
+    """A strategy that stops the server's sampling while weights change.
+
+    Args:
+        pause_mode: what happens to requests in flight during a push: "keep" goes on with them under the new weights, their KV cache
+            computed again; "wait" lets them end first; "abort" ends them with what they have.
+    """
+
+    pause_mode: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pause_mode not in PAUSE_MODES:
+            raise ConfigError(f"weight_sync.pause_mode={self.pause_mode}: must be one of {', '.join(PAUSE_MODES)}")
+
+
+def control_of(client: RolloutClient) -> VllmControl | SglangControl:
     """What may be done to the server of a client."""
     if isinstance(client, SglangClient):
-        return SglangControl(client.server, pause_mode)
+        return SglangControl(client.server)
     assert isinstance(client, VllmClient)
-    return VllmControl(client.server, pause_mode)
+    return VllmControl(client.server)
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,13 @@ from torch import Tensor
 from offline_grpo.errors import ConfigError, EngineDied
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.bridge import Bridge
-from offline_grpo.weight_sync.server_sync import Moved, ServerSync
+from offline_grpo.weight_sync.server_sync import Moved, PausingSync
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class SharedVllm(ServerSync):
+class SharedVllm(PausingSync):
     """See the module. The policy must be loaded on the CPU; `connect` takes it to the server's device without a second copy there.
 
     Args:
@@ -90,7 +90,7 @@ class SharedVllm(ServerSync):
         """Before the first write of an iteration, so that no token is computed from half of an update."""
         if self._paused_at is None:
             started = time.perf_counter()
-            self.control.pause()
+            self.control.pause(self.pause_mode)
             self._paused_at = started
 
     def _pause_to_write(self) -> None:

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.policy import Policy
-from offline_grpo.weight_sync.server_sync import Moved, ServerSync
+from offline_grpo.weight_sync.server_sync import Moved, PausingSync
 
 Named = tuple[str, Tensor]
 
 
 @dataclass(kw_only=True)
-class WeightTransfer(ServerSync):
+class WeightTransfer(PausingSync):
     """A `WeightSync` through /init_weight_transfer_engine, /start_weight_update, /update_weights and /finish_weight_update.
 
     Args:
@@ -46,7 +46,7 @@ class WeightTransfer(ServerSync):
         """A step between start and finish would end the server, whose parameters have no memory then: hence the pause around all."""
         named = [(name, p.data) for name, p in policy.causal_lm.named_parameters()]
         started = time.perf_counter()
-        with self.control.paused():
+        with self.control.paused(self.pause_mode):
             self.control.post("/start_weight_update")
             for bucket in buckets(named, self.bucket_mib * 2**20):
                 self.send(

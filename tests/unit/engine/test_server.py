@@ -126,6 +126,22 @@ def test_death_is_noticed(servers: list[Server], tmp_path: Path) -> None:
     server.check_alive()  # of what has been stopped nothing is expected
 
 
+def test_death_of_a_server_that_another_process_started_is_noticed(servers: list[Server], tmp_path: Path) -> None:
+    server = own(servers, tmp_path)
+    server.start("model")
+    there = Server(base_url=server.base_url, api_key=None, launcher=None, log_dir=tmp_path)
+    there.watch(server.pid)
+    there.check_alive(grace_s=0.3)
+    stand_in_of(server).kill()
+    with pytest.raises(EngineDied, match=f"the server at {server.base_url}, which another process of this run started, has ended"):
+        there.check_alive(grace_s=15)  # its parent has not asked yet: a zombie counts as ended
+    server.stop()
+    with pytest.raises(EngineDied):
+        there.check_alive()
+    there.watch(None)
+    there.check_alive()
+
+
 def test_grace_is_waited_for_and_no_longer(servers: list[Server], tmp_path: Path) -> None:
     server = own(servers, tmp_path)
     server.start("m")

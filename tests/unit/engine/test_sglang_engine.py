@@ -92,7 +92,7 @@ def web(fake: FakeSglang) -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def control(web: ScriptedServer, tmp_path: Path) -> SglangControl:
-    return SglangControl(Server(base_url=web.base_url, api_key="secret", launcher=None, log_dir=tmp_path), "abort")
+    return SglangControl(Server(base_url=web.base_url, api_key="secret", launcher=None, log_dir=tmp_path))
 
 
 @pytest.mark.parametrize("version", ["0.5.11", "0.5.15", "0.5.12.post1"])
@@ -119,13 +119,13 @@ def test_the_version_is_kept_with_the_weights(control: SglangControl, fake: Fake
     control.set_version(3)
     assert control.served_version() == 3
     assert fake.num_aborts == 0
-    control.load_weights("/some/folder", version=4)
+    control.load_weights("/some/folder", version=4, pause_mode="abort")
     assert (control.served_version(), fake.loaded) == (4, ["/some/folder"])
 
 
 def test_loading_weights_cannot_end_the_server(control: SglangControl, fake: FakeSglang, web: ScriptedServer) -> None:
     fake.is_dirty = True
-    control.load_weights("/some/folder", version=1)
+    control.load_weights("/some/folder", version=1, pause_mode="abort")
     assert (fake.is_dead, fake.is_paused, fake.num_aborts) == (False, False, 1)
     assert [request.path for request in web.requests] == [
         *("/pause_generation", "/flush_cache", "/update_weights_from_disk", "/continue_generation"),
@@ -134,16 +134,15 @@ def test_loading_weights_cannot_end_the_server(control: SglangControl, fake: Fak
 
 def test_weights_that_cannot_be_loaded_leave_the_server_paused(control: SglangControl, fake: FakeSglang) -> None:
     with pytest.raises(EngineError, match="/update_weights_from_disk: status 400: Failed to get weights iterator: /missing"):
-        control.load_weights("/missing", version=1)
+        control.load_weights("/missing", version=1, pause_mode="abort")
     assert fake.is_paused
     assert control.served_version() is None
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
 def test_pause_modes_that_sglang_lacks(control: SglangControl, web: ScriptedServer, mode: str) -> None:
-    control.pause_mode = mode
     with pytest.raises(ConfigError, match=f"weight_sync.pause_mode={mode}: .* set it to abort"):
-        control.load_weights("/some/folder", version=1)
+        control.load_weights("/some/folder", version=1, pause_mode=mode)
     assert web.requests == []
 
 

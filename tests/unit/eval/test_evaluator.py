@@ -1,7 +1,7 @@
 """The evaluator with a scripted engine: what it asks for, what it makes of the answers, and independence of the number of processes."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -109,8 +109,8 @@ def test_any_number_of_processes_gives_the_same_metrics(world_size: int) -> None
     shares: list[list[Replicate]] = []
     for rank in range(world_size):  # first pass: each process's share, as the collective would see it
 
-        def capture(share: list[Replicate]) -> list[Replicate]:
-            shares.append(share)
+        def capture(share: Callable[[], list[Replicate]]) -> list[Replicate]:
+            shares.append(share())
             return [Replicate(0.0, False, False, 0)] * 15
 
         evaluator(rank=rank, world_size=world_size, gather=capture).evaluate(SeededClient(), cycle=2)
@@ -118,7 +118,8 @@ def test_any_number_of_processes_gives_the_same_metrics(world_size: int) -> None
     alone = evaluator().evaluate(SeededClient(), cycle=2)
     for rank in range(world_size):
         client = SeededClient()
-        assert evaluator(rank=rank, world_size=world_size, gather=lambda _: joined).evaluate(client, cycle=2) == alone
+        gathered = evaluator(rank=rank, world_size=world_size, gather=lambda share: [joined, share()][0])
+        assert gathered.evaluate(client, cycle=2) == alone
         assert sum(len(seeds) for _, seeds in client.calls) == len(shares[rank])
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 

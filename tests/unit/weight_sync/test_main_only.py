@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,6 +69,17 @@ class Strategy:
             self.client.model_name = f"adapter-{len(self.calls)}"
 
 
+@dataclass
+class Found:
+    """A server that this process has not started, and what it was told to watch."""
+
+    pid: int | None = None
+    watched: int | None = None
+
+    def watch(self, pid: int | None) -> None:
+        self.watched = pid
+
+
 class Processes:
     """Two processes, one after the other: the second hears what the first has said."""
 
@@ -76,7 +88,8 @@ class Processes:
         self.ranks = [wire.ranks(rank) for rank in range(2)]
         self.strategies = [Strategy(), Strategy()]
         self.syncs = [MainOnly(strategy, ranks) for strategy, ranks in zip(self.strategies, self.ranks, strict=True)]
-        self.clients = [SimpleNamespace(version=0, **client) for _ in range(2)]
+        self.clients = [SimpleNamespace(version=0, server=Found(), **client) for _ in range(2)]
+        self.clients[0].server.pid = 4711  # it has started the server
 
     def all(self, action: Callable[[MainOnly, Any], Any]) -> list[Any]:
         results: list[Any] = []
@@ -110,7 +123,7 @@ def test_only_the_first_moves_weights(processes: Processes) -> None:
 def test_all_clients_ask_for_the_same_weights(action: Any, processes: Processes) -> None:
     """A new adapter has a new name, after a recovery too."""
     processes.all(action)
-    assert processes.clients[0] == processes.clients[1] == SimpleNamespace(version=2, model_name="adapter-2")
+    assert [(client.version, client.model_name) for client in processes.clients] == [(2, "adapter-2")] * 2
 
 
 @pytest.mark.parametrize("action", [lambda sync, _: sync.push("p", version=7), lambda sync, _: sync.recover("p", version=7)])
@@ -119,7 +132,8 @@ def test_a_client_whose_requests_name_no_model(action: Any) -> None:
     processes = Processes()
     processes.all(lambda sync, client: sync.connect("policy", client))
     processes.all(action)
-    assert processes.clients[0] == processes.clients[1] == SimpleNamespace(version=2)
+    assert [vars(client).keys() for client in processes.clients] == [{"version", "server"}] * 2
+    assert [client.version for client in processes.clients] == [2, 2]
 
 
 @pytest.mark.parametrize("error", [ConfigError("key=1: no"), EngineError("no"), EngineDied("the server has ended")])
@@ -132,6 +146,14 @@ def test_an_error_of_the_first_is_raised_on_all(error: GrpoError, name: str, pro
         "recover": lambda sync, _: sync.recover("p", version=1),
     }
     assert processes.all(actions[name]) == [(type(error), str(error))] * 2
+
+
+def test_the_others_watch_the_server_of_the_first(processes: Processes) -> None:
+    """After a recovery it is another."""
+    assert [client.server.watched for client in processes.clients] == [None, 4711]
+    processes.clients[0].server.pid = 4712
+    processes.all(lambda sync, _: sync.recover("policy", version=1))
+    assert [client.server.watched for client in processes.clients] == [None, 4712]
 
 
 def test_what_is_no_error_of_a_run_is_not_hidden(processes: Processes) -> None:

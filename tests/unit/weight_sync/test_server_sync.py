@@ -88,7 +88,7 @@ class Recorder(ServerSync):
 
 
 def recorder(**changes: Any) -> Recorder:
-    return Recorder(**{"interval": 1, "pause_mode": "keep", "tolerance_nats": 0.1, "server_args": {}, **changes})
+    return Recorder(**{"interval": 1, "tolerance_nats": 0.1, "server_args": {}, **changes})
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,6 @@ def test_room_that_nobody_set_is_what_vllm_has() -> None:
     ("change", "message"),
     [
         ("interval=0", r"^weight_sync\.interval=0: must be at least 1"),
-        ("pause_mode=sleep", r"^weight_sync\.pause_mode=sleep: must be one of keep, wait, abort"),
         ("tolerance_nats=0", r"^weight_sync\.tolerance_nats=0: must be above 0"),
     ],
 )
@@ -224,6 +223,12 @@ def test_room_that_nobody_set_is_what_vllm_has() -> None:
 def test_settings_that_cannot_be(option: str, change: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         strategy(option, f"weight_sync.{change}")
+
+
+@pytest.mark.parametrize("option", ["reload", "shared_vllm", "ipc", "nccl"])
+def test_modes_that_are_none(option: str) -> None:
+    with pytest.raises(ConfigError, match=r"^weight_sync\.pause_mode=sleep: must be one of keep, wait, abort"):
+        strategy(option, "weight_sync.pause_mode=sleep")
 
 
 def test_settings_of_one_strategy() -> None:
@@ -251,10 +256,10 @@ def test_supported_vllm(version: str, web: ScriptedServer, client: VllmClient, p
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_pause_mode(mode: str, web: ScriptedServer, client: VllmClient) -> None:
-    control: Any = server_sync.control_of(client, mode)
+    control: Any = server_sync.control_of(client)
     assert isinstance(control, VllmControl)
-    with control.paused():
-        control.pause()  # it is
+    with control.paused(mode):
+        control.pause(mode)  # it is
         assert control.is_paused
     assert not control.is_paused
     assert [(request.path, request.query) for request in web.requests] == [
@@ -265,19 +270,20 @@ def test_pause_mode(mode: str, web: ScriptedServer, client: VllmClient) -> None:
 
 def test_a_server_stays_paused_after_an_error(web: ScriptedServer, client: VllmClient) -> None:
     """It would serve half-written weights."""
-    control: Any = server_sync.control_of(client, "keep")
-    with pytest.raises(ZeroDivisionError), control.paused():
+    control: Any = server_sync.control_of(client)
+    with pytest.raises(ZeroDivisionError), control.paused("keep"):
         raise ZeroDivisionError
     assert [request.path for request in web.requests] == ["/pause"]
     assert control.is_paused
 
 
 def test_weights_are_loaded_in_a_pause(web: ScriptedServer, client: VllmClient) -> None:
-    control: Any = server_sync.control_of(client, "keep")
-    control.load_weights("/some/folder", version=4)
+    control: Any = server_sync.control_of(client)
+    control.load_weights("/some/folder", version=4, pause_mode="wait")
     assert [request.path for request in web.requests] == [
         *("/pause", "/collective_rpc", "/reset_prefix_cache", "/collective_rpc", "/resume"),
     ]
+    assert web.requests[0].query["mode"] == ["wait"]
     assert [request.body["method"] for request in web.requests if request.body and "method" in request.body] == [
         "reload_weights",
         "grpo_set_version",
@@ -285,7 +291,7 @@ def test_weights_are_loaded_in_a_pause(web: ScriptedServer, client: VllmClient) 
 
 
 def test_a_failed_call_asks_whether_the_server_died(web: ScriptedServer, client: VllmClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    control: Any = server_sync.control_of(client, "keep")
+    control: Any = server_sync.control_of(client)
     web.script = lambda _: Reply({"error": "no"}, status=500)
     with pytest.raises(EngineError, match="status 500: no") as error:
         control.set_version(1)

@@ -67,7 +67,7 @@ def test_a_delivery_pauses_around_all_of_it(tmp_path: Path) -> None:
         sync = make()
         server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
         sync.client = VllmClient(server=server, eos_ids=[], batch_size=1, timeout_s=9, max_retries=0)
-        sync.control = VllmControl(server, sync.pause_mode)
+        sync.control = VllmControl(server)
         moved = sync.deliver(policy, 5)
         requests = web.requests
     assert [request.path for request in requests] == [
@@ -93,7 +93,7 @@ def test_a_delivery_that_fails_leaves_the_server_paused(tmp_path: Path) -> None:
         sync = make()
         server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
         sync.client = VllmClient(server=server, eos_ids=[], batch_size=1, timeout_s=9, max_retries=0)
-        sync.control = VllmControl(server, sync.pause_mode)
+        sync.control = VllmControl(server)
         with pytest.raises(EngineError, match="/update_weights: status 500: no memory"):
             sync.deliver(Policy(make_qwen2(), None, "padded"), 5)  # type: ignore[arg-type]
         assert web.requests[-1].path == "/update_weights"
