@@ -51,6 +51,22 @@ def test_every_experiment_composes(name):
     assert isinstance(typed(compose_config(f"experiment={name}")), RunConfig)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("", ("InProcess", None)),
+        ("generation=vllm_server", ("SharedVllm", "VllmEngine")),
+        ("generation=sglang_server", ("Restart", "SglangEngine")),
+        ("generation=vllm_server weight_sync=reload", ("Reload", "VllmEngine")),
+        ("weight_sync=ipc generation=vllm_server", ("Ipc", "VllmEngine")),
+    ],
+)
+def test_a_server_brings_its_engine_and_its_sync(overrides, expected):
+    cfg = compose_config(*overrides.split())
+    engine = None if cfg.engine is None else cfg.engine._target_.rpartition(".")[2]
+    assert (cfg.weight_sync._target_.rpartition(".")[2], engine) == expected
+
+
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
 def test_every_key_has_a_comment_above_it(path):
     assert isinstance(yaml.safe_load(path.read_text()), dict)

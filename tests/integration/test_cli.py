@@ -53,6 +53,12 @@ def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_group_set_to_null_is_one_line(tmp_path: Path) -> None:
+    done = command(tmp_path, "run_grpo.py", "engine=null", "train.lr=1e-3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: engine=null: a group needs one of its options; leave the override out for the default\n"
+
+
 def test_an_unknown_key_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
     done = command(tmp_path, "run_grpo.py", "train.learning_rate=1", python=("-X", "importtime"))
     assert done.returncode == 2

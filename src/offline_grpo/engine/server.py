@@ -82,7 +82,6 @@ class Server:
         self._watched_pid: int | None = None
         self._scratch: Path | None = None
         self.num_starts = 0
-        self.model: str | None = None
         self.api_key = api_key if launcher is None else launcher.api_key
         if launcher is not None:
             self._port = choose_port(launcher.host, launcher.port, key="engine.port")
@@ -143,7 +142,6 @@ class Server:
         self._process.wait_until(
             lambda: self.api.answers("/health"), timeout_s=self._launcher.start_timeout_s, what=f"{self._launcher.name} at {self.base_url}"
         )
-        self.model = model
         log.info("%s is ready at %s after %.0f s; its log: %s", self._launcher.name, self.base_url, time.monotonic() - started, log_path)
 
     def restart(self, model: str, *, options: Mapping[str, Any] | None = None) -> None:

@@ -131,7 +131,7 @@ class Bridge:
         for t in self.tensors:
             view = torch.empty(0, dtype=DTYPES[t.dtype], device=device)
             whole[t.name] = view.set_(storages[t.storage], t.offset, t.shape, t.stride)
-        return {m.name: whole[m.tensor].narrow(0, m.row, m.rows) for m in self.param_mappings}
+        return {m.name: _part(whole[m.tensor], m) for m in self.param_mappings}
 
     def _open_storage(self, handle: StorageHandle, device: torch.device) -> Any:
         try:
@@ -191,6 +191,10 @@ def _parse_bridge(record: Mapping[str, Any], source: str) -> Bridge:
         if tensor is None or mapping.row < 0 or mapping.rows < 1 or mapping.row + mapping.rows > (tensor.shape or [1])[0]:
             raise EngineError(f"{source}: {mapping.name} is not inside {mapping.tensor}")
     return bridge
+
+
+def _part(tensor: Tensor, mapping: ParamMapping) -> Tensor:
+    return tensor.narrow(0, mapping.row, mapping.rows) if tensor.dim() else tensor  # a scalar has no rows
 
 
 def _check_tensor(tensor: SharedTensor, bridge: Bridge, source: str) -> None:

@@ -83,6 +83,22 @@ def test_views_are_the_servers_memory(model: FusedModel, worker: Any, tmp_path: 
     assert len(exported["storages"]) == len(list(model.parameters()))
 
 
+def test_a_scalar_is_shared_too() -> None:
+    model: Any = FusedModel()
+    model.scale = torch.nn.Parameter(torch.tensor(3.0))
+    worker = make_worker(model)
+    state = worker.grpo_state()["fingerprints"]
+    bridge = Bridge.from_worker("run-1", "some/model", worker.grpo_describe(), worker.grpo_export(), worker.grpo_layout())
+    view = bridge.open(CPU)["scale"]
+    assert (view.shape, view.item()) == ((), 3.0)
+    view.fill_(4)
+    assert model.scale.item() == 4
+    after = worker.grpo_state()["fingerprints"]
+    assert [name for name in state if state[name] != after[name]] == ["scale"]
+    for file in worker._grpo_files:
+        os.close(file)
+
+
 def test_padding_is_out_of_reach(model: FusedModel, bridge: Bridge) -> None:
     padding = model.model.embed_tokens.weight[10:].clone()
     for view in bridge.open(CPU).values():

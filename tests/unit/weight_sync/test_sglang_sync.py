@@ -60,6 +60,7 @@ def client(fake: FakeSglang, tmp_path: Path) -> Iterator[SglangClient]:
         client = SglangClient(server=server, eos_ids=[2], batch_size=4, timeout_s=30, max_retries=0)
         yield client
         client.close()
+        client.server.stop()
 
 
 @pytest.fixture

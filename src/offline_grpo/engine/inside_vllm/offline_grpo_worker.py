@@ -119,7 +119,7 @@ class WorkerExtension:
             return state
         tensors = {_plain_name(name): p.data for name, p in _model(self).named_parameters(remove_duplicate=False)}
         entries = list(_layout(_model(self)))
-        views = [tensors[entry["tensor"]].narrow(0, entry["row"], entry["rows"]) for entry in entries]
+        views = [torch.atleast_1d(tensors[entry["tensor"]]).narrow(0, entry["row"], entry["rows"]) for entry in entries]
         return {**state, "fingerprints": dict(zip([e["name"] for e in entries], fingerprints(views), strict=True))}
 
 
@@ -151,7 +151,8 @@ def _layout(model: nn.Module) -> Iterator[dict[str, Any]]:
             tensor = f"{_plain_name(path)}.{leaf}" if path else leaf
             for name, row, rows in _parts(module, packed.get(fused, []), parameter):
                 own = ".".join(filter(None, [prefix, name or fused, leaf]))
-                yield {"name": own, "tensor": tensor, "row": row, "rows": rows, "shape": [rows, *parameter.shape[1:]]}
+                shape = [rows, *parameter.shape[1:]] if parameter.dim() else []
+                yield {"name": own, "tensor": tensor, "row": row, "rows": rows, "shape": shape}
 
 
 def _parts(module: nn.Module, names: list[str], parameter: Tensor) -> Iterator[tuple[str | None, int, int]]:
