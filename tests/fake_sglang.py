@@ -1,8 +1,9 @@
-"""A stand-in for an SGLang server, written from the source of SGLang 0.5.15. No real SGLang runs in the tests that use it.
+"""A stand-in for an SGLang server, written from the source of SGLang 0.5.15 and compared with a real one. No real one runs in the tests.
 
 It keeps the rules that clients can trip over: requests are refused where SGLang's SamplingParams.verify refuses them, seeds act under
-deterministic inference alone and fit 64 bits with a sign, logprobs are of softmax(logits / temperature) before top_k, and a server that
-loads weights while it has requests, or what the last one left in its cache, ends.
+deterministic inference alone and fit 64 bits with a sign, logprobs are of softmax(logits / temperature) before top_k, the repetition
+penalty comes a token late, a paused server fails health checks that sample, and one that loads weights while it has requests, or what the
+last one left in its cache, ends.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class FakeSglang:
     model: Callable[[list[int]], list[float]] = logits_after
     version: str = "0.5.15"
     is_deterministic: bool = True
+    samples_for_health: bool = False  # SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION
     api_key: str | None = None
     weight_version: str = "default"
     is_paused: bool = False
@@ -80,6 +82,9 @@ class FakeSglang:
             ]
         )
 
+    def on_health(self, _: Request) -> Reply:
+        return Reply(b"", headers={}, status=503 if self.samples_for_health and self.is_paused else 200)
+
     def on_server_info(self, _: Request) -> Reply:
         return Reply({"version": self.version, "enable_deterministic_inference": self.is_deterministic, "tp_size": 1})
 
@@ -110,7 +115,9 @@ class FakeSglang:
             return Reply(cut="silence")
         body = request.body
         if "missing" in body["model_path"]:
-            return Reply({"success": False, "message": f"Failed to get weights iterator: {body['model_path']}"}, status=400)
+            return Reply(
+                {"success": False, "message": f"Failed to get weights iterator: {body['model_path']}", "num_paused_requests": 0}, status=400
+            )
         self.loaded.append(body["model_path"])
         self.model = self.load(body["model_path"])
         self.weight_version = body.get("weight_version", self.weight_version)
@@ -129,7 +136,8 @@ class FakeSglang:
         logprobs: list[float] = []
         reason: dict[str, Any] = {"type": "length", "length": settings["max_new_tokens"]}
         while len(tokens) < settings["max_new_tokens"]:
-            token, logprob = _draw(self.model([*prompt, *tokens]), settings, random.Random(f"{seed} {len(prompt) + len(tokens)}"))
+            logits = penalised(self.model([*prompt, *tokens]), prompt, tokens, settings["repetition_penalty"])
+            token, logprob = _draw(logits, settings, random.Random(f"{seed} {len(prompt) + len(tokens)}"))
             tokens.append(token)
             logprobs.append(logprob)
             if token in settings["stop_token_ids"]:
@@ -144,11 +152,20 @@ class FakeSglang:
             "reasoning_tokens": 0,
             "completion_tokens": len(tokens),
             "cached_tokens": 0,
+            "cached_tokens_details": None,
+            "dp_rank": None,
+            "e2e_latency": 0.01,
         }
         if returns_logprobs:
             triples = [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)]
             meta |= {"input_token_logprobs": [], "output_token_logprobs": triples, "output_token_logprobs_length": len(triples)}
         return {"text": "", "output_ids": tokens, "meta_info": meta}
+
+
+def penalised(logits: list[float], prompt: list[int], tokens: list[int], penalty: float) -> list[float]:
+    """With the overlapping scheduler, which does not know the newest token yet: the prompt's last one is counted in its place."""
+    counted = {prompt[-1], *tokens[:-1]} if tokens else set()
+    return [(x * penalty if x < 0 else x / penalty) if token in counted else x for token, x in enumerate(logits)]
 
 
 def verify(settings: dict[str, Any]) -> None:

@@ -24,6 +24,9 @@ class SglangEngine(CommandLine):
         """See `Launcher.environment`."""
         ours = {
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # "1" gives logprobs from before the division by the temperature
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # "1": /health samples a token, and so fails while weights are loaded
+            "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",  # these two keep a server that has failed from ending, for 5 to 65 s
+            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
             "PYTHONUNBUFFERED": "1",
         }
         return self.merged_environment(ours, variables, gpus)

@@ -16,7 +16,7 @@ OLDEST, NEWEST = (0, 5, 11), (0, 5, 15)
 
 @dataclass
 class SglangControl:
-    """Made from the source of SGLang. Every call raises EngineError, or EngineDied where our own server has ended."""
+    """Made from SGLang's source, run against 0.5.15. Every call raises EngineError, or EngineDied where our own server has ended."""
 
     server: Server
 

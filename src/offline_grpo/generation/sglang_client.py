@@ -10,13 +10,14 @@ from offline_grpo.types import SamplingParams
 
 
 class SglangClient(ServerClient):
-    """See `ServerClient`. Made from the source of SGLang 0.5.11 to 0.5.15.
+    """See `ServerClient`. Made from the source of SGLang 0.5.11 to 0.5.15, and run against 0.5.15.
 
     Seeds act under `--enable-deterministic-inference` alone, and its `n` would draw all completions of a prompt with one seed. So a request
     is a batch: the prompt once per completion, each with sampling parameters of its own.
 
     Logprobs are those of softmax(logits / temperature), with a repetition penalty in the logits, unless SGLANG_RETURN_ORIGINAL_LOGPROB is
-    set in the server's environment. SGLang does not renormalise them over what `top_p` and `top_k` leave.
+    set in the server's environment. SGLang does not renormalise them over what `top_p` and `top_k` leave. Its repetition penalty is for
+    tokens of the completion alone, and its overlapping scheduler applies it late.
     """
 
     engine_name = "SGLang"

@@ -1,20 +1,23 @@
-"""Starting and controlling SGLang, against a stand-in written from its source (tests/fake_sglang.py): no real SGLang ran."""
+"""Starting and controlling SGLang, against a stand-in written from its source (tests/fake_sglang.py)."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from factories import compose_config
-from fake_sglang import FakeSglang
+from fake_sglang import FakeSglang, logits_after
 from omegaconf import OmegaConf
 from scripted_server import ScriptedServer
 
 from offline_grpo.build import build
 from offline_grpo.config import as_plain
+from offline_grpo.engine import server as server_module
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.sglang import SglangEngine
 from offline_grpo.engine.sglang_control import SglangControl
@@ -51,6 +54,7 @@ def test_the_shipped_engine_makes_seeds_act_and_keeps_the_temperature_in_the_log
     assert command[command.index("--dtype") + 1] == "bfloat16"
     environment = engine.environment({"FROM_STRATEGY": "1"}, [2])
     assert environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+    assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["FROM_STRATEGY"]) == ("2", "1")
     assert "RANK" not in environment
 
@@ -144,6 +148,30 @@ def test_pause_modes_that_sglang_lacks(control: SglangControl, web: ScriptedServ
     with pytest.raises(ConfigError, match=f"weight_sync.pause_mode={mode}: .* set it to abort"):
         control.load_weights("/some/folder", version=1, pause_mode=mode)
     assert web.requests == []
+
+
+class Running:
+    """A server process, as far as `Server.watched` asks."""
+
+    def check_alive(self) -> None: ...
+
+    def end_unhealthy(self) -> NoReturn:
+        raise EngineDied("stopped")
+
+
+@pytest.mark.parametrize("samples_for_health", [False, True])
+def test_a_slow_load_ends_the_server_only_where_health_checks_sample(
+    control: SglangControl, fake: FakeSglang, samples_for_health: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(_: str) -> Callable[[list[int]], list[float]]:
+        time.sleep(0.5)
+        return logits_after
+
+    monkeypatch.setattr(server_module, "HEALTH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(control.server, "_process", Running())
+    fake.load, fake.samples_for_health = load, samples_for_health
+    with pytest.raises(EngineDied) if samples_for_health else nullcontext():
+        control.load_weights("/some/folder", version=1, pause_mode="abort")
 
 
 def test_the_death_of_our_own_server_is_told(control: SglangControl, fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:

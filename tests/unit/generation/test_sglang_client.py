@@ -1,4 +1,4 @@
-"""The SGLang client against a stand-in written from SGLang's source (tests/fake_sglang.py): no real SGLang ran.
+"""The SGLang client against a stand-in written from SGLang's source (tests/fake_sglang.py).
 
 What both clients do with a server that misbehaves is in test_server_client.py.
 """
@@ -72,6 +72,15 @@ def test_logprobs_are_those_of_the_sampling_distribution(client: SglangClient, t
             for position, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
                 logits = logits_after([*prompt, *completion.token_ids[:position]])
                 assert logprob == pytest.approx(log_softmax([logit / temperature for logit in logits])[token], abs=1e-12)
+
+
+def test_logprobs_have_the_repetition_penalty_in_them(client: SglangClient) -> None:
+    [[completion]] = client.generate([[1, 3]], SamplingParams(max_new_tokens=6, repetition_penalty=1.8), group_size=1, seeds=[3])
+    first, second, *_ = completion.token_ids
+    logits = logits_after([1, 3, first])
+    logits[3] *= 1.8 if logits[3] < 0 else 1 / 1.8
+    assert completion.logprobs[0] == pytest.approx(log_softmax(logits_after([1, 3]))[first], abs=1e-12)
+    assert completion.logprobs[1] == pytest.approx(log_softmax(logits)[second], abs=1e-12)
 
 
 def test_temperature_0_is_greedy(client: SglangClient) -> None:

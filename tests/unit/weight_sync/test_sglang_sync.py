@@ -1,4 +1,4 @@
-"""`restart` and `reload` with SGLang, against a stand-in written from its source that serves a real model: no real SGLang ran."""
+"""`restart` and `reload` with SGLang, against a stand-in written from its source that serves a real model."""
 
 from __future__ import annotations
 
