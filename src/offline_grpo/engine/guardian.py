@@ -4,7 +4,8 @@
 
 Started by `process.py`, in a process group of its own, with the standard library alone. The parent holds the other end of the pipe
 `DEATH_PIPE` (a file descriptor, the read end): when it closes, because the parent let go or died by whatever signal, the command's
-processes are terminated, then killed, and the folder `REMOVE` (empty: none) is deleted. Leaves with the command's exit code.
+processes are terminated, then killed, and the folder `REMOVE` (empty: none) is deleted. So are files in shared memory that only this run
+used: engines that are killed leave theirs behind, and CUDA IPC those of a parent that is. Leaves with the command's exit code.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 KILL_AFTER_S = 10.0
 POLL_S = 0.2
+LOOK_S = 5.0
+SHARED_MEMORY = "/dev/shm/"
 
 
 def main(arguments: list[str]) -> int:
@@ -32,16 +36,23 @@ def main(arguments: list[str]) -> int:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # processes that the server leaves behind become our children
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the pipe alone says when to stop
+    run_started = _start_time(parent)
+    shared: set[str] = set()
     try:
         try:
             server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: _in_child(libc))
         except OSError as error:
             print(f"cannot start {command[0]}: {error}", flush=True)
             return 127
+        next_look = 0.0
         while server.poll() is None and os.getppid() == parent and not _is_closed(pipe):
-            pass
+            if time.monotonic() >= next_look:
+                shared |= _shared_files([parent, *_children()])
+                next_look = time.monotonic() + LOOK_S
+        shared |= _shared_files([parent, *_children()])
         _terminate(server)
     finally:
+        _remove_unused(shared, newer_than=run_started)
         if remove:
             shutil.rmtree(remove, ignore_errors=True)
     code = server.returncode
@@ -85,6 +96,36 @@ def _signal_all(number: int) -> None:
     for pid in _children():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def _shared_files(pids: Iterable[int]) -> set[str]:
+    """The files in shared memory that these processes have mapped."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
+            paths = {fields[5].rstrip("\n") for line in file if len(fields := line.split(maxsplit=5)) == 6}
+            found |= {path for path in paths if path.startswith(SHARED_MEMORY) and "/" not in path.removeprefix(SHARED_MEMORY)}
+    return found
+
+
+def _remove_unused(paths: set[str], *, newer_than: float) -> None:
+    """Delete those that no process uses any more. What was there before the run is not the run's."""
+    for path in paths - _shared_files(int(name) for name in os.listdir("/proc") if name.isdigit()):
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_ctime >= newer_than:
+                os.unlink(path)
+
+
+def _start_time(pid: int) -> float:
+    """Seconds since the epoch; to a hundredth, and a second early rather than late."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            ticks = int(file.read().rpartition(b")")[2].split()[19])
+        with open("/proc/stat", "rb") as file:
+            [booted] = [int(line.split()[1]) for line in file if line.startswith(b"btime")]
+    except (OSError, ValueError):  # it has ended already
+        return time.time()
+    return booted + ticks / os.sysconf("SC_CLK_TCK") - 1
 
 
 def _children() -> list[int]:

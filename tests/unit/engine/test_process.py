@@ -299,6 +299,71 @@ def test_a_server_does_not_survive_its_run(ending: str, tmp_path: Path) -> None:
             os.kill(int((tmp_path / "copy").read_text()), signal.SIGKILL)
 
 
+OPENER = """
+import mmap, os, sys, time
+kept = []
+for path in sys.argv[2:]:
+    with open(path, "a+b") as file:
+        if file.tell() == 0:
+            file.write(b"x" * 4096)
+            file.flush()
+        kept.append(mmap.mmap(file.fileno(), 4096))
+with open(f"{sys.argv[1]}/.up", "w") as file:
+    file.write(str(os.getpid()))
+os.replace(f"{sys.argv[1]}/.up", f"{sys.argv[1]}/up")
+time.sleep(100)
+"""
+"""Maps files in shared memory, and does not delete them: as engines do that are killed."""
+
+RUN_THAT_SHARES = """
+import mmap, os, sys, time
+from pathlib import Path
+from offline_grpo.engine import process
+folder, own, guardian, *command = sys.argv[1:]
+process.GUARDIAN = guardian
+with open(own, "w+b") as file:
+    file.truncate(4096)
+    kept = mmap.mmap(file.fileno(), 4096)
+server = process.ServerProcess(command, env=os.environ, log_path=Path(folder, "server.log"))
+while not Path(folder, "stop").exists():
+    time.sleep(0.02)
+server.stop()
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("ending", ["stop", "server killed", "run killed"])
+def test_shared_memory_of_a_run_goes_with_it(ending: str, tmp_path: Path) -> None:
+    """The server's, and the run's own once the run is no more; not what was there before, and not what others use too."""
+    old, shared, server, own = (Path("/dev/shm", f"test-{os.getpid()}-{name}") for name in ("old", "shared", "server", "own"))
+    guardian = tmp_path / "guardian.py"
+    guardian.write_text(GUARDIAN.read_text().replace("LOOK_S = 5.0", "LOOK_S = 0.05"))
+    old.write_bytes(b"x" * 4096)
+    time.sleep(2.5)  # start times are known to a second, and taken a second early
+    (tmp_path / "theirs").mkdir()
+    other = subprocess.Popen(python(OPENER, tmp_path / "theirs", shared))
+    command = [sys.executable, "-c", RUN_THAT_SHARES, *map(str, (tmp_path, own, guardian)), *python(OPENER, tmp_path, old, shared, server)]
+    run = subprocess.Popen(command)
+    try:
+        wait_for(lambda: (tmp_path / "up").exists() and (tmp_path / "theirs" / "up").exists(), "both")
+        time.sleep(0.5)  # the guardian looks
+        if ending == "run killed":
+            run.kill()
+        elif ending == "server killed":
+            os.kill(int((tmp_path / "up").read_text()), signal.SIGKILL)
+        else:
+            (tmp_path / "stop").touch()
+        wait_for(lambda: not server.exists() and own.exists() != (ending == "run killed"), "the end of its shared memory")
+        assert old.exists()
+        assert shared.exists()
+    finally:
+        for process in (run, other):
+            process.kill()
+            process.wait()
+        for path in (old, shared, server, own):
+            path.unlink(missing_ok=True)
+
+
 def test_two_servers_do_not_meet(start: Starter, tmp_path: Path) -> None:
     homes = [folder_with_a_file(tmp_path / name) for name in ("first", "second")]
     first, second = (start(*python(FAMILY, home), name=home.name, remove=home / "scratch") for home in homes)
