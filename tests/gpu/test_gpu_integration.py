@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from children import metrics_of
+from children import SMALL, Kill, metrics_of, printed, run_in_child
 from engines import GPU, load, make_client, make_server, processes_naming, running, save_model
 from factories import compose_config
 
@@ -112,3 +115,18 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert {"eval_init.json", "eval_iter_001.json", "eval_iter_003.json"} <= set(metrics)
     assert (run_dir / "checkpoints" / "iter_003" / "model.safetensors").exists()
     assert processes_naming(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("option", "where"), [("shared_vllm", "shared_vllm:SharedVllm.deliver"), ("ipc", "ipc:Ipc.send")])
+def test_a_killed_trainer_leaves_nothing(option: str, where: str, tmp_path: Path) -> None:
+    """SIGKILL in the middle of a push: CUDA IPC has files in shared memory too, the server's or the trainer's."""
+    files, processes = set(os.listdir("/dev/shm")), processes_naming(str(tmp_path))
+    server = ("generation=vllm_server", f"weight_sync={option}", "engine.args.gpu_memory_utilization=0.2", "engine.args.enforce_eager=true")
+    overrides = (*SMALL, *OVERRIDES, *server, f"cache_dir={tmp_path}/cache", "checkpoint.enabled=false", "model.tiny.hidden_size=128")
+    kill = Kill(f"offline_grpo.weight_sync.{where}", count=3)
+    assert run_in_child(tmp_path / "run", *overrides, kill=kill, timeout_s=200) == -signal.SIGKILL, printed(tmp_path / "run")
+    deadline = time.monotonic() + 30
+    while (set(os.listdir("/dev/shm")) - files or processes_naming(str(tmp_path)) != processes) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert set(os.listdir("/dev/shm")) - files == set()
+    assert processes_naming(str(tmp_path)) == processes

@@ -44,9 +44,11 @@ def main(arguments: list[str]) -> int:
         except OSError as error:
             print(f"cannot start {command[0]}: {error}", flush=True)
             return 127
+        names: list[str] = []
         next_look = 0.0
         while server.poll() is None and os.getppid() == parent and not _is_closed(pipe):
-            if time.monotonic() >= next_look:
+            before, names = names, _names_in_shared_memory()
+            if names != before or time.monotonic() >= next_look:  # by whom a file was used cannot be told once they are dead
                 shared |= _shared_files([parent, *_children()])
                 next_look = time.monotonic() + LOOK_S
         shared |= _shared_files([parent, *_children()])
@@ -96,6 +98,13 @@ def _signal_all(number: int) -> None:
     for pid in _children():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def _names_in_shared_memory() -> list[str]:
+    try:
+        return os.listdir(SHARED_MEMORY)
+    except OSError:
+        return []
 
 
 def _shared_files(pids: Iterable[int]) -> set[str]:

@@ -15,10 +15,14 @@ from typing import Any
 
 from peft import PeftModel
 
+from offline_grpo.engine.vllm import EXTENSION_FOLDER
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.proof import Proof, prove
 from offline_grpo.weight_sync.server_sync import Moved, ServerSync
+
+LORA_KERNELS = os.environ.get("VLLM_TUNED_CONFIG_FOLDER") or str(EXTENSION_FOLDER / "lora_kernels")
+"""Settings of vLLM's LoRA kernels that are faster for few tokens (`benchmarks/lora_kernels.py`); on other GPUs vLLM uses its own."""
 
 
 @dataclass(kw_only=True)
@@ -26,6 +30,7 @@ class LoraHotswap(ServerSync):
     """Needs no pause, and of a server that was found only --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
 
     moves = "lora"
+    variables = {"VLLM_TUNED_CONFIG_FOLDER": LORA_KERNELS}  # noqa: RUF012
 
     _tag: str = field(default_factory=lambda: f"{os.getpid()}-{uuid.uuid4().hex[:6]}", init=False)
     _pushes: int = field(default=0, init=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
-from offline_grpo.weight_sync.lora_hotswap import check_rank
+from offline_grpo.weight_sync.lora_hotswap import LORA_KERNELS, check_rank
 from offline_grpo.weight_sync.restart import Restart
 from offline_grpo.weight_sync.server_sync import ServerSync
 
@@ -20,6 +20,7 @@ class LoraRestart(Restart):
     """See `Restart`. The base model is what the server is started with, every time."""
 
     moves = "lora"
+    variables = {"VLLM_TUNED_CONFIG_FOLDER": LORA_KERNELS}  # noqa: RUF012
     serves = (VllmClient,)
 
     def start_model(self, policy: Policy) -> str:

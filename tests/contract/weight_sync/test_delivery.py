@@ -77,7 +77,7 @@ def test_what_is_not_pushed_is_noticed(connect: Callable[..., Any], where: Where
 def test_a_stale_prefix_cache_is_noticed(connect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     sync, policy, _ = connect("shared_vllm")
     sync.push(policy, version=1)
-    monkeypatch.setattr(sync.control, "pause", lambda: None)  # it flushes too
+    monkeypatch.setattr(sync.control, "pause", lambda mode: None)  # it flushes too
     monkeypatch.setattr(sync.control, "reset_prefix_cache", lambda: None)
     train(policy, seed=1, scale=0.2)
     with pytest.raises(EngineError, match=r"\[MISMATCH\].*stale weights or caches"):

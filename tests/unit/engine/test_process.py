@@ -319,8 +319,7 @@ RUN_THAT_SHARES = """
 import mmap, os, sys, time
 from pathlib import Path
 from offline_grpo.engine import process
-folder, own, guardian, *command = sys.argv[1:]
-process.GUARDIAN = guardian
+folder, own, *command = sys.argv[1:]
 with open(own, "w+b") as file:
     file.truncate(4096)
     kept = mmap.mmap(file.fileno(), 4096)
@@ -336,17 +335,15 @@ time.sleep(100)
 def test_shared_memory_of_a_run_goes_with_it(ending: str, tmp_path: Path) -> None:
     """The server's, and the run's own once the run is no more; not what was there before, and not what others use too."""
     old, shared, server, own = (Path("/dev/shm", f"test-{os.getpid()}-{name}") for name in ("old", "shared", "server", "own"))
-    guardian = tmp_path / "guardian.py"
-    guardian.write_text(GUARDIAN.read_text().replace("LOOK_S = 5.0", "LOOK_S = 0.05"))
     old.write_bytes(b"x" * 4096)
     time.sleep(2.5)  # start times are known to a second, and taken a second early
     (tmp_path / "theirs").mkdir()
     other = subprocess.Popen(python(OPENER, tmp_path / "theirs", shared))
-    command = [sys.executable, "-c", RUN_THAT_SHARES, *map(str, (tmp_path, own, guardian)), *python(OPENER, tmp_path, old, shared, server)]
+    command = [sys.executable, "-c", RUN_THAT_SHARES, *map(str, (tmp_path, own)), *python(OPENER, tmp_path, old, shared, server)]
     run = subprocess.Popen(command)
     try:
         wait_for(lambda: (tmp_path / "up").exists() and (tmp_path / "theirs" / "up").exists(), "both")
-        time.sleep(0.5)  # the guardian looks
+        time.sleep(1)  # the guardian looks
         if ending == "run killed":
             run.kill()
         elif ending == "server killed":
