@@ -48,9 +48,15 @@ class Kill:
     number: int = signal.SIGKILL
 
 
-def run_in_child(output_dir: Path, *overrides: str, kill: Kill | None = None, timeout_s: float = 120) -> int:
-    """`app.run` with these overrides in a process of its own; what it printed goes to `output_dir`.txt. Returns its exit code."""
-    process = CONTEXT.Process(target=_child, args=(str(output_dir), list(overrides), kill))
+def run_in_child(output_dir: Path, *overrides: str, kill: Kill | None = None, timeout_s: float = 120, fresh: bool = False) -> int:
+    """`app.run` with these overrides in a process of its own; what it printed goes to `output_dir`.txt. Returns its exit code.
+
+    Args:
+        fresh: start the process anew and not from the server, whose imports make CUDA unusable in a fork.
+    """
+    process = (multiprocessing.get_context("spawn") if fresh else CONTEXT).Process(
+        target=_child, args=(str(output_dir), list(overrides), kill)
+    )
     process.start()
     process.join(timeout_s)
     if process.is_alive():

@@ -124,7 +124,7 @@ def test_a_killed_trainer_leaves_nothing(option: str, where: str, tmp_path: Path
     server = ("generation=vllm_server", f"weight_sync={option}", "engine.args.gpu_memory_utilization=0.2", "engine.args.enforce_eager=true")
     overrides = (*SMALL, *OVERRIDES, *server, f"cache_dir={tmp_path}/cache", "checkpoint.enabled=false", "model.tiny.hidden_size=128")
     kill = Kill(f"offline_grpo.weight_sync.{where}", count=3)
-    assert run_in_child(tmp_path / "run", *overrides, kill=kill, timeout_s=200) == -signal.SIGKILL, printed(tmp_path / "run")
+    assert run_in_child(tmp_path / "run", *overrides, kill=kill, timeout_s=200, fresh=True) == -signal.SIGKILL, printed(tmp_path / "run")
     deadline = time.monotonic() + 30
     while (set(os.listdir("/dev/shm")) - files or processes_naming(str(tmp_path)) != processes) and time.monotonic() < deadline:
         time.sleep(0.2)

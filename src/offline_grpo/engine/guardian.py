@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import select
 import shutil
 import signal
@@ -27,6 +28,7 @@ KILL_AFTER_S = 10.0
 POLL_S = 0.2
 LOOK_S = 5.0
 SHARED_MEMORY = "/dev/shm/"
+CUDA_IPC_FILE = re.compile(r"torch_(\d+)_.*|cuda\.shm\.\w+\.([0-9a-f]+)\.\d+")
 
 
 def main(arguments: list[str]) -> int:
@@ -37,6 +39,7 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the pipe alone says when to stop
     run_started = _start_time(parent)
+    pids: set[int] = set()
     shared: set[str] = set()
     try:
         try:
@@ -49,12 +52,14 @@ def main(arguments: list[str]) -> int:
         while server.poll() is None and os.getppid() == parent and not _is_closed(pipe):
             before, names = names, _names_in_shared_memory()
             if names != before or time.monotonic() >= next_look:  # by whom a file was used cannot be told once they are dead
-                shared |= _shared_files([parent, *_children()])
+                pids |= {parent, *_children()}
+                shared |= _shared_files(pids)
                 next_look = time.monotonic() + LOOK_S
-        shared |= _shared_files([parent, *_children()])
+        pids |= {parent, *_children()}
+        shared |= _shared_files(pids)
         _terminate(server)
     finally:
-        _remove_unused(shared, newer_than=run_started)
+        _remove_unused(shared | _named_after_dead(pids), newer_than=run_started)
         if remove:
             shutil.rmtree(remove, ignore_errors=True)
     code = server.returncode
@@ -114,6 +119,17 @@ def _shared_files(pids: Iterable[int]) -> set[str]:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
             paths = {fields[5].rstrip("\n") for line in file if len(fields := line.split(maxsplit=5)) == 6}
             found |= {path for path in paths if path.startswith(SHARED_MEMORY) and "/" not in path.removeprefix(SHARED_MEMORY)}
+    return found
+
+
+def _named_after_dead(pids: set[int]) -> set[str]:
+    """The files of CUDA IPC, which carry the id of the process that made them and are mapped for a moment only."""
+    found = set()
+    for name in _names_in_shared_memory():
+        owner = CUDA_IPC_FILE.fullmatch(name)
+        pid = (int(owner[1]) if owner[1] else int(owner[2], 16)) if owner else 0
+        if pid in pids and not os.path.exists(f"/proc/{pid}"):
+            found.add(SHARED_MEMORY + name)
     return found
 
 

@@ -73,6 +73,8 @@ class SharedVllm(PausingSync):
         moved = [name for name, p in policy.causal_lm.named_parameters() if p.data_ptr() != self._addresses[name]]
         assert not moved, f"parameters have left the server's memory: {moved[:3]}"
         self._pause()
+        if policy.home.type == "cuda":
+            torch.cuda.synchronize(policy.home)  # the fence: our writes are queued, and the server must not go on before they are done
         self.control.reset_prefix_cache()
         self.control.call_worker("grpo_set_version", version=version)
         self.control.resume()

@@ -308,12 +308,21 @@ for path in sys.argv[2:]:
             file.write(b"x" * 4096)
             file.flush()
         kept.append(mmap.mmap(file.fileno(), 4096))
+for path in (f"/dev/shm/torch_{os.getpid()}_1_0", f"/dev/shm/cuda.shm.0.{os.getpid():x}.1"):
+    open(path, "w").close()
 with open(f"{sys.argv[1]}/.up", "w") as file:
     file.write(str(os.getpid()))
 os.replace(f"{sys.argv[1]}/.up", f"{sys.argv[1]}/up")
 time.sleep(100)
 """
-"""Maps files in shared memory, and does not delete them: as engines do that are killed."""
+"""Maps files in shared memory, makes two as CUDA IPC does, and does not delete them: as engines do that are killed."""
+
+
+def cuda_ipc_files(folder: Path) -> list[Path]:
+    """Of the opener that has come up in `folder`."""
+    pid = int((folder / "up").read_text())
+    return [Path(f"/dev/shm/torch_{pid}_1_0"), Path(f"/dev/shm/cuda.shm.0.{pid:x}.1")]
+
 
 RUN_THAT_SHARES = """
 import mmap, os, sys, time
@@ -350,14 +359,15 @@ def test_shared_memory_of_a_run_goes_with_it(ending: str, tmp_path: Path) -> Non
             os.kill(int((tmp_path / "up").read_text()), signal.SIGKILL)
         else:
             (tmp_path / "stop").touch()
-        wait_for(lambda: not server.exists() and own.exists() != (ending == "run killed"), "the end of its shared memory")
-        assert old.exists()
-        assert shared.exists()
+        gone, kept = [server, *cuda_ipc_files(tmp_path)], [old, shared, *cuda_ipc_files(tmp_path / "theirs")]
+        (gone if ending == "run killed" else kept).append(own)
+        wait_for(lambda: not any(path.exists() for path in gone), "the end of its shared memory")
+        assert all(path.exists() for path in kept)
     finally:
         for process in (run, other):
             process.kill()
             process.wait()
-        for path in (old, shared, server, own):
+        for path in (old, shared, server, own, *cuda_ipc_files(tmp_path), *cuda_ipc_files(tmp_path / "theirs")):
             path.unlink(missing_ok=True)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from factories import compose_config, make_qwen2
 from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
@@ -266,6 +267,21 @@ def test_pause_mode(mode: str, web: ScriptedServer, client: VllmClient) -> None:
         ("/pause", {"mode": [mode], "clear_cache": ["true"]}),
         ("/resume", {}),
     ]
+
+
+def test_shared_weights_are_fenced_before_the_server_goes_on(
+    web: ScriptedServer, client: VllmClient, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writes to a GPU are queued: one that comes after the server's first step would tear a completion."""
+    sync = strategy("shared_vllm")
+    sync._take(policy, client)
+    sync._addresses = {name: p.data_ptr() for name, p in policy.causal_lm.named_parameters()}
+    policy.home = torch.device("cuda", 1)
+    fenced: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fenced.append((device, [r.path for r in web.requests])))
+    sync.deliver(policy, 3)
+    assert fenced == [(policy.home, ["/pause"])]
+    assert [request.path for request in web.requests] == ["/pause", "/reset_prefix_cache", "/collective_rpc", "/resume"]
 
 
 def test_a_server_stays_paused_after_an_error(web: ScriptedServer, client: VllmClient) -> None:
