@@ -1,12 +1,13 @@
-"""The loss head agrees with TRL's functions for logits and with its fused head, in values and gradients."""
+"""The loss head agrees with TRL's functions for logits and with its fused head, in values and gradients.
+
+TRL is imported by the tests, so that those for a GPU can be collected where it is not installed.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
-from trl.kernels import ChunkedLogProbFunction
-from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from offline_grpo.model.logprobs import head_stats
 
@@ -27,6 +28,8 @@ def gradients(logprobs: Tensor, entropy: Tensor, leaves: list[Tensor]) -> tuple[
 
 
 def test_logits_functions(inputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
     hidden, weight, bias, targets = inputs
     hidden, weight, bias = (leaf.detach().double().requires_grad_() for leaf in (hidden, weight, bias))
     temperature = torch.full((len(hidden),), TEMPERATURE, dtype=torch.float64)
@@ -39,6 +42,8 @@ def test_logits_functions(inputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> None
 
 
 def test_fused_head(inputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    from trl.kernels import ChunkedLogProbFunction
+
     hidden, weight, bias, targets = inputs
     temperature = torch.full((len(hidden),), TEMPERATURE)
     actual = head_stats(hidden, weight, bias, targets, temperature, entropy_requires_grad=True, chunk_vocab=64)
