@@ -350,6 +350,10 @@ def test_shared_memory_of_a_run_goes_with_it(ending: str, tmp_path: Path) -> Non
     other = subprocess.Popen(python(OPENER, tmp_path / "theirs", shared))
     command = [sys.executable, "-c", RUN_THAT_SHARES, *map(str, (tmp_path, own)), *python(OPENER, tmp_path, old, shared, server)]
     run = subprocess.Popen(command)
+    stranger = subprocess.Popen([*PYTHON, "-c", ""])
+    stranger.wait()
+    foreign = Path(f"/dev/shm/torch_{stranger.pid}_1_0")  # of a process that has ended, and was not of this run
+    foreign.touch()
     try:
         wait_for(lambda: (tmp_path / "up").exists() and (tmp_path / "theirs" / "up").exists(), "both")
         time.sleep(1)  # the guardian looks
@@ -359,7 +363,7 @@ def test_shared_memory_of_a_run_goes_with_it(ending: str, tmp_path: Path) -> Non
             os.kill(int((tmp_path / "up").read_text()), signal.SIGKILL)
         else:
             (tmp_path / "stop").touch()
-        gone, kept = [server, *cuda_ipc_files(tmp_path)], [old, shared, *cuda_ipc_files(tmp_path / "theirs")]
+        gone, kept = [server, *cuda_ipc_files(tmp_path)], [old, shared, foreign, *cuda_ipc_files(tmp_path / "theirs")]
         (gone if ending == "run killed" else kept).append(own)
         wait_for(lambda: not any(path.exists() for path in gone), "the end of its shared memory")
         assert all(path.exists() for path in kept)
@@ -367,7 +371,7 @@ def test_shared_memory_of_a_run_goes_with_it(ending: str, tmp_path: Path) -> Non
         for process in (run, other):
             process.kill()
             process.wait()
-        for path in (old, shared, server, own, *cuda_ipc_files(tmp_path), *cuda_ipc_files(tmp_path / "theirs")):
+        for path in (old, shared, server, own, foreign, *cuda_ipc_files(tmp_path), *cuda_ipc_files(tmp_path / "theirs")):
             path.unlink(missing_ok=True)
 
 
