@@ -103,6 +103,8 @@ def _assemble(
         stack: what has to be let go of on every way out.
     """
     config = plan.config
+    if plan.launcher is not None:
+        plan.launcher.check_installed()
     model_id = _model_id(plan, ranks)
     check_placement(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)
     checkpoint = resume.checkpoint if resume is not None else None

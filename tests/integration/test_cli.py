@@ -59,6 +59,14 @@ def test_a_group_set_to_null_is_one_line(tmp_path: Path) -> None:
     assert done.stderr == "error: engine=null: a group needs one of its options; leave the override out for the default\n"
 
 
+def test_a_server_that_is_not_installed_is_refused_before_a_model_is_built(tmp_path: Path) -> None:
+    done = command(tmp_path, "run_grpo.py", "generation=sglang_server")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: engine.python=null: SGLang is not installed in this environment; name an interpreter that has it")
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_unknown_key_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
     done = command(tmp_path, "run_grpo.py", "train.learning_rate=1", python=("-X", "importtime"))
     assert done.returncode == 2

@@ -9,7 +9,8 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError
 
@@ -36,6 +37,9 @@ class CommandLine:
     args: Any
     env: Any
 
+    name: ClassVar[str]
+    package: ClassVar[str]
+
     def __post_init__(self) -> None:
         if self.port is not None and not 0 < self.port < 65536:
             raise ConfigError(f"engine.port={self.port}: must be from 1 to 65535, or null for a free one")
@@ -46,6 +50,15 @@ class CommandLine:
         if self.api_key is None and not is_loopback(self.host):
             raise ConfigError(
                 f"engine.host={self.host}: on that address others could control the server; set engine.api_key, or engine.host=127.0.0.1"
+            )
+
+    def check_installed(self) -> None:
+        """Raise ConfigError if the server's package is not there; nothing is known of another interpreter, or another path."""
+        if self.python is None and "PYTHONPATH" not in self.env and find_spec(self.package) is None:
+            extra = "; start with `uv run --extra vllm run_grpo.py ...`, or" if self.package == "vllm" else ";"
+            raise ConfigError(
+                f"engine.python=null: {self.name} is not installed in this environment{extra} name an interpreter that has it, or the "
+                "generation.base_url of a server that is running"
             )
 
     @property

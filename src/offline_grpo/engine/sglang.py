@@ -14,6 +14,7 @@ class SglangEngine(CommandLine):
     """The command line and environment of an SGLang server of our own. See `CommandLine`."""
 
     name = "SGLang"
+    package = "sglang"
 
     def command(self, model: str, port: int, options: Mapping[str, Any]) -> list[str]:
         """See `Launcher.command`. The module is started, not the `sglang` script: an interpreter is all that has to be known."""

@@ -31,6 +31,7 @@ class VllmEngine(CommandLine):
     blackwell_workaround: bool
 
     name = "vLLM"
+    package = "vllm"
 
     def command(self, model: str, port: int, options: Mapping[str, Any]) -> list[str]:
         """See `Launcher.command`. The module is started, not the `vllm` script, which some builds lack."""

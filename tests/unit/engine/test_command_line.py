@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
-from offline_grpo.engine.command_line import flags, is_loopback, visible, without_launch_variables
+from offline_grpo.engine.command_line import CommandLine, flags, is_loopback, visible, without_launch_variables
+from offline_grpo.errors import ConfigError
 
 
 def test_flags() -> None:
@@ -12,6 +17,26 @@ def test_flags() -> None:
         *("--max-model-len", "512", "--enable-lora", "--zero", "0"),
     ]
     assert flags({"config": {"a": [1]}, "lora_modules": ["a=1", "b=2"]}) == ["--config", '{"a": [1]}', "--lora-modules", "a=1", "b=2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine(CommandLine):
+    name = "The server"
+    package = "no_such_package"
+
+
+def engine(**changes: Any) -> Engine:
+    settings = {"python": None, "host": "127.0.0.1", "port": None, "api_key": None, "start_timeout_s": 9, "args": {}, "env": {}}
+    return Engine(**{**settings, **changes})
+
+
+def test_a_server_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"^engine\.python=null: The server is not installed in this environment; name an interpreter"):
+        engine().check_installed()
+    engine(python=sys.executable).check_installed()
+    engine(env={"PYTHONPATH": "/elsewhere"}).check_installed()
+    monkeypatch.setattr(Engine, "package", "pytest")
+    engine().check_installed()
 
 
 def test_gpus_are_numbered_as_this_process_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
