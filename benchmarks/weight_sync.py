@@ -41,23 +41,10 @@ from offline_grpo.model.policy import Policy
 from offline_grpo.types import SamplingParams
 
 CONF = Path(__file__).parents[1] / "conf"
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 SHAPES = {
-    "qwen2_5_0_5b": {
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "max_position_embeddings": 4096,
-    },
-    "small": {
-        "vocab_size": 128,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 512,
-    },
+    "qwen2_5_0_5b": dict(zip(SIZES, (151936, 896, 4864, 24, 14, 4096), strict=True)),
+    "small": dict(zip(SIZES, (128, 128, 256, 2, 4, 512), strict=True)),
 }
 TARGETS = {
     "shared_vllm": [Target("push_s", "<=", 0.05), Target("bytes_copied", "<=", 0)],
@@ -117,13 +104,17 @@ def measure(arguments: argparse.Namespace, model: Path, folder: Path, servers: l
     pushes = {arm.name: [push(arm, version) for version in range(1, pushes_of(arm, arguments) + 1)] for arm in arms}
     speeds = throughput(arms, stocks, arguments)
     for arm in arms:
-        report(arm, pushes[arm.name], speeds, arguments, has_stock=arguments.with_stock)
+        report(arm, pushes[arm.name], speeds, arguments)
 
 
 def start_stock(arguments: argparse.Namespace, model: Path, folder: Path, servers: list[Server]) -> VllmClient:
     server = new_server(arguments, StockEngine, folder, {}, {})
     servers.append(server)
     server.start(str(model))
+    return new_client(arguments, server)
+
+
+def new_client(arguments: argparse.Namespace, server: Server) -> VllmClient:
     return VllmClient(server=server, eos_ids=[], batch_size=arguments.concurrent, timeout_s=600, max_retries=0)
 
 
@@ -138,7 +129,7 @@ def connect(name: str, arguments: argparse.Namespace, model: Path, folder: Path,
     servers.append(server)
     before = allocated_mib()
     policy = load(model, arguments, shared=sync.shares_weights, lora=name.startswith("lora"))
-    client = VllmClient(server=server, eos_ids=[], batch_size=arguments.concurrent, timeout_s=600, max_retries=0)
+    client = new_client(arguments, server)
     started = time.perf_counter()
     sync.connect(policy, client)
     start_s = time.perf_counter() - started
@@ -202,12 +193,12 @@ def ask(client: VllmClient, model_name: str, num_prompts: int, num_tokens: int) 
     assert sum(len(c.token_ids) for [c] in groups) > 0.8 * num_prompts * num_tokens
 
 
-def report(arm: Arm, pushes: list[dict[str, float]], speeds: dict[str, dict[str, Any]], arguments: Any, *, has_stock: bool) -> None:
+def report(arm: Arm, pushes: list[dict[str, float]], speeds: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:
     measured = {key: statistics.median(push[key] for push in pushes) for key in pushes[0]}
     measured |= {"push_max_s": max(push["push_s"] for push in pushes), "server_start_s": arm.start_s, "trainer_gpu_mib": arm.trainer_mib}
     for load_name, speed in speeds.items():
         measured[f"{load_name}_tokens_per_s"] = speed["tokens_per_s"][arm.name]
-        if has_stock:
+        if arguments.with_stock:
             measured[f"{load_name}_vs_stock"] = 1 / speed["timings"].ratio(arm.name, "stock")
             measured[f"{load_name}_stock_again_vs_stock"] = 1 / speed["timings"].ratio("stock_again", "stock")
         if f"{arm.name} base" in speed["tokens_per_s"]:

@@ -84,7 +84,7 @@ def _child(output_dir: str, overrides: list[str], kill: Kill | None) -> None:
             app.run(compose_config(*overrides), Path(output_dir))
         except cli.EXPECTED as error:
             cli.leave(error)
-        except BaseException:
+        except Exception:
             traceback.print_exc()
             sys.exit(99)
 

@@ -67,14 +67,14 @@ CPU = Where(torch.device("cpu"), torch.float32, 1e-5)
 GPU = Where(torch.device("cuda", 0), torch.bfloat16, 0.15)
 
 
+COMMAND_LINE: dict[str, Any] = {"python": None, "host": "127.0.0.1", "port": None, "api_key": None, "start_timeout_s": 300.0, "env": {}}
+"""What engines of every kind have, `args` apart."""
+
+
 def engine(where: Where, **changes: Any) -> VllmEngine:
     """Settings of a server of our own."""
     settings: dict[str, Any] = {
-        "python": None,
-        "host": "127.0.0.1",
-        "port": None,
-        "api_key": None,
-        "start_timeout_s": 300.0,
+        **COMMAND_LINE,
         "args": where.args,
         "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0"} | (CPU_ENV if where.device.type == "cpu" else {}),
         "blackwell_workaround": False,

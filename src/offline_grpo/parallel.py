@@ -47,11 +47,11 @@ class Ranks:
 
     def gather_results(self, action: Callable[[], Sequence[T]]) -> list[T]:
         """What `action` returns on all processes, rank 0's first. A GrpoError of one process is raised on all: none waits for ever."""
-        items, error = _attempt(action)
-        errors = [found for found in self.gather([error]) if found is not None]
+        outcomes = self.gather([_attempt(action)])
+        errors = [error for _, error in outcomes if error is not None]
         if errors:
-            raise next((found for found in errors if isinstance(found, EngineDied)), errors[0])
-        return self.gather(items)
+            raise next((error for error in errors if isinstance(error, EngineDied)), errors[0])
+        return [item for items, _ in outcomes for item in items]
 
     def gather_interleaved(self, action: Callable[[], Sequence[T]]) -> list[T]:
         """As `gather_results`, where `action` works on `items[rank::world_size]`: its results, back in the order of the whole."""

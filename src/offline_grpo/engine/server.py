@@ -155,7 +155,7 @@ class Server:
         while self._process is not None or self._watched_pid is not None:
             if self._process is not None:
                 self._process.check_alive()
-            elif _has_ended(self._watched_pid):
+            elif self._watched_pid is not None and _has_ended(self._watched_pid):
                 raise EngineDied(f"the server at {self.base_url}, which another process of this run started, has ended.")
             if time.monotonic() >= deadline:
                 return
@@ -204,7 +204,7 @@ class Server:
         return None if self._process is None else self._process.pid
 
 
-def _has_ended(pid: int | None) -> bool:
+def _has_ended(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

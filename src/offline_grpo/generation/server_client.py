@@ -99,9 +99,8 @@ class ServerClient(ABC):
         future = asyncio.run_coroutine_threadsafe(self._ask_all(work, group_size, sampling.max_new_tokens), loop)
         try:
             return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        finally:
+            future.cancel()  # does nothing unless the wait was interrupted
 
     def close(self) -> None:
         """Close the connections and end the thread. The client can be used again afterwards."""

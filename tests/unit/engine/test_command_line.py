@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from engines import COMMAND_LINE
 
 from offline_grpo.engine.command_line import CommandLine, flags, is_loopback, visible, without_launch_variables
 from offline_grpo.errors import ConfigError
@@ -26,8 +27,7 @@ class Engine(CommandLine):
 
 
 def engine(**changes: Any) -> Engine:
-    settings = {"python": None, "host": "127.0.0.1", "port": None, "api_key": None, "start_timeout_s": 9, "args": {}, "env": {}}
-    return Engine(**{**settings, **changes})
+    return Engine(**{**COMMAND_LINE, "args": {}, **changes})
 
 
 def test_a_server_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from engines import COMMAND_LINE
 from inside_vllm import load_extension
 from scripted_server import Reply, Request, ScriptedServer
 
@@ -267,13 +268,8 @@ def test_no_answer_in_time(tmp_path: Path) -> None:
 # vLLM's command line and environment
 
 SETTINGS: dict[str, Any] = {
-    "python": None,
-    "host": "127.0.0.1",
-    "port": None,
-    "api_key": None,
-    "start_timeout_s": 60.0,
+    **COMMAND_LINE,
     "args": {"dtype": "bfloat16", "max_model_len": 512, "enforce_eager": True, "seed": 0, "max_num_seqs": None},
-    "env": {},
     "blackwell_workaround": False,
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from engines import COMMAND_LINE
 from factories import compose_config
 from fake_sglang import FakeSglang, logits_after
 from omegaconf import OmegaConf
@@ -24,13 +25,8 @@ from offline_grpo.engine.sglang_control import SglangControl
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
 
 SETTINGS: dict[str, Any] = {
-    "python": None,
-    "host": "127.0.0.1",
-    "port": None,
-    "api_key": None,
-    "start_timeout_s": 60.0,
+    **COMMAND_LINE,
     "args": {"dtype": "float32", "context_length": 512, "disable_cuda_graph": True, "max_running_requests": None, "log_requests": False},
-    "env": {},
 }
 
 
