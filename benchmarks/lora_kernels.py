@@ -27,7 +27,7 @@ MODULES = {"qkv": (896, [896, 128, 128]), "o": (896, [896]), "gate_up": (896, [4
 SIZES = (512, 896, 1536, 2048, 3584, 4864, 8960, 14336)
 RANKS = (16, 64)
 SLICES = (1, 2, 3)
-FEW = ("1", "16")
+FEW = (1, 16)
 MANY = (64, 256)
 """Numbers of tokens: tuned ones, and those that keep vLLM's settings. vLLM takes the nearest."""
 GAIN = 0.98
@@ -72,19 +72,19 @@ def tuned_files() -> tuple[dict[str, Any], dict[str, Any]]:
             put(shrink, slices, tokens, size, rank, best_shrink or default("shrink", 1, size, rank, slices))
             put(expand, slices, tokens, rank, size, best_expand or default("expand", 1, size, rank, slices))
         for many in MANY:
-            put(shrink, slices, str(many), size, rank, default("shrink", many, size, rank, slices))
-            put(expand, slices, str(many), rank, size, default("expand", many, size, rank, slices))
+            put(shrink, slices, many, size, rank, default("shrink", many, size, rank, slices))
+            put(expand, slices, many, rank, size, default("expand", many, size, rank, slices))
     for table in (shrink, expand):
         table["2"] |= {str(more): table["2"]["3"] for more in range(4, 9)}
     return shrink, expand
 
 
-def put(table: dict[str, Any], slices: int, tokens: str, k: int, n: int, config: Config) -> None:
-    table.setdefault("2", {}).setdefault(str(slices), {}).setdefault(tokens, {}).setdefault(str(k), {})[str(n)] = config
+def put(table: dict[str, Any], slices: int, tokens: int, k: int, n: int, config: Config) -> None:
+    table.setdefault("2", {}).setdefault(str(slices), {}).setdefault(str(tokens), {}).setdefault(str(k), {})[str(n)] = config
 
 
 def lookup(table: dict[str, Any], slices: int, k: int, n: int) -> Config:
-    return table["2"][str(slices)]["1"][str(k)][str(n)]
+    return table["2"][str(slices)][str(FEW[0])][str(k)][str(n)]
 
 
 def default(kind: str, tokens: int, size: int, rank: int, slices: int) -> Config:

@@ -135,6 +135,8 @@ def _named_after_dead(pids: set[int]) -> set[str]:
 
 def _remove_unused(paths: set[str], *, newer_than: float) -> None:
     """Delete those that no process uses any more. What was there before the run is not the run's."""
+    if not paths:
+        return
     for path in paths - _shared_files(int(name) for name in os.listdir("/proc") if name.isdigit()):
         with contextlib.suppress(OSError):
             if os.stat(path).st_ctime >= newer_than:
