@@ -2,7 +2,7 @@
 
     python benchmarks/weight_sync.py shared_vllm lora_hotswap --with-stock       # servers side by side, measured alternately
     python benchmarks/weight_sync.py reload
-    python benchmarks/weight_sync.py --table                                    # results/weight_sync_*.json as one Markdown table
+    python benchmarks/weight_sync.py --table                                    # all results of this file as one Markdown table
 
 A push is timed from the first write (or the first byte saved) until the server has the weights and goes on; the proof afterwards is timed
 apart. `--with-stock` adds two vLLM servers without anything of ours, started from the same files before and after the others: the measure
@@ -261,14 +261,15 @@ def synchronize() -> None:
 def table() -> str:
     """The results of all strategies as Markdown."""
     lines = [
-        "| weight_sync | seconds per push | server stands still, s | tokens/s, one stream | tokens/s, 256 at once | trainer, MiB of GPU |",
-        "|---|---|---|---|---|---|",
+        "| weight_sync | GPU | seconds per push | server stands still, s | tokens/s, one stream | tokens/s, 256 at once | trainer, MiB of GPU |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for path in sorted(RESULTS.glob("weight_sync_*.json")):
-        m = json.loads(path.read_text())["measured"]
+    for path in sorted(RESULTS.rglob("weight_sync_*.json"), key=lambda path: path.name):
+        result = json.loads(path.read_text())
+        m = result["measured"]
         cells = [f"{m[key]:.3g}" for key in ("push_s", "paused_s")]
         cells += [f"{m[key]:.0f}" for key in ("single_stream_tokens_per_s", "concurrent_tokens_per_s", "trainer_gpu_mib")]
-        lines.append(f"| {' | '.join([path.stem.removeprefix('weight_sync_'), *cells])} |")
+        lines.append(f"| {' | '.join([path.stem.removeprefix('weight_sync_'), result['machine']['gpu'], *cells])} |")
     return "\n".join(lines)
 
 

@@ -65,6 +65,8 @@ class Where:
 
 CPU = Where(torch.device("cpu"), torch.float32, 1e-5)
 GPU = Where(torch.device("cuda", 0), torch.bfloat16, 0.15)
+GPU_FP32 = Where(torch.device("cuda", 0), torch.float32, 0.02)
+"""For single tokens: those of 9000 differ by up to 1.1 nats in bf16, and by 0.05 in fp32."""
 
 
 COMMAND_LINE: dict[str, Any] = {"python": None, "host": "127.0.0.1", "port": None, "api_key": None, "start_timeout_s": 300.0, "env": {}}

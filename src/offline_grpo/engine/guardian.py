@@ -28,7 +28,7 @@ KILL_AFTER_S = 10.0
 POLL_S = 0.2
 LOOK_S = 5.0
 SHARED_MEMORY = "/dev/shm/"
-CUDA_IPC_FILE = re.compile(r"torch_(\d+)_.*|cuda\.shm\.\w+\.([0-9a-f]+)\.\d+")
+CUDA_IPC_FILE = re.compile(r"torch_(?P<torch>\d+)_.*|cuda\.shm\.\w+\.(?P<driver>[0-9a-f]+)\.\d+")
 
 
 def main(arguments: list[str]) -> int:
@@ -124,13 +124,23 @@ def _shared_files(pids: Iterable[int]) -> set[str]:
 
 def _named_after_dead(pids: set[int]) -> set[str]:
     """The files of CUDA IPC, which carry the id of the process that made them and are mapped for a moment only."""
-    found = set()
-    for name in _names_in_shared_memory():
-        owner = CUDA_IPC_FILE.fullmatch(name)
-        pid = (int(owner[1]) if owner[1] else int(owner[2], 16)) if owner else 0
-        if pid in pids and not os.path.exists(f"/proc/{pid}"):
-            found.add(SHARED_MEMORY + name)
-    return found
+    return {path for path, pid in _cuda_ipc_files().items() if pid in pids and not os.path.exists(f"/proc/{pid}")}
+
+
+def _cuda_ipc_files() -> dict[str, int]:
+    """Paths, and who made them."""
+    owners = {SHARED_MEMORY + name: CUDA_IPC_FILE.fullmatch(name) for name in _names_in_shared_memory()}
+    return {path: int(owner["torch"] or int(owner["driver"], 16)) for path, owner in owners.items() if owner}
+
+
+def remove_cuda_driver_files() -> None:
+    """For the end of a process that used CUDA IPC: delete what the driver leaves of it, and of servers that have ended before it."""
+    mapped = _shared_files([os.getpid()])
+    for path, pid in _cuda_ipc_files().items():
+        is_ours = pid == os.getpid() or (path in mapped and not os.path.exists(f"/proc/{pid}"))
+        if is_ours and path.startswith(SHARED_MEMORY + "cuda"):  # torch deletes its own, and would miss them
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 def _remove_unused(paths: set[str], *, newer_than: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
 import pickle
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
+from offline_grpo.engine.guardian import remove_cuda_driver_files
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.weight_transfer import Named, WeightTransfer
@@ -36,6 +38,7 @@ class Ipc(WeightTransfer):
                 f"weight_sync=ipc: the policy is on {policy.device} ({ours or 'no GPU'}), the server on {described['device']} "
                 f"({described['gpu_uuid'] or 'no GPU'}); both must be on one GPU: use nccl for two, reload for CPUs"
             )
+        atexit.register(remove_cuda_driver_files)
         self.control.post("/init_weight_transfer_engine", {"init_info": {}})
 
     def send(self, bucket: Sequence[Named], update_info: dict[str, Any]) -> None:

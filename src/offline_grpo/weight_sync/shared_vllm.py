@@ -8,6 +8,7 @@ Nothing is sent. CUDA graphs and compiled code hold addresses, not values, so th
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import time
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offline_grpo.engine.guardian import remove_cuda_driver_files
 from offline_grpo.errors import ConfigError, EngineDied
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.bridge import Bridge
@@ -116,6 +118,7 @@ class SharedVllm(PausingSync):
         check_device(bridge, policy.home)
         if policy.home.type == "cuda":
             torch.zeros(1, device=policy.home)  # opening a handle before CUDA is up in this process would crash it
+            atexit.register(remove_cuda_driver_files)
         started = time.perf_counter()
         views = bridge.open(policy.home)
         log.info(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import PROMPTS, Where, distance, found, load, make_client, sample, score, strategy, train
+from engines import CPU, GPU_FP32, PROMPTS, Where, distance, found, load, make_client, sample, score, strategy, train
 from torch import Tensor
 
 from offline_grpo.errors import ConfigError, EngineError
@@ -109,6 +109,9 @@ def test_a_server_of_other_weights_is_not_shared(connect: Callable[..., Any], wh
     assert before == {name: p.data_ptr() for name, p in fresh.causal_lm.named_parameters()}  # refused before the first splice
 
 
+@pytest.mark.parametrize(
+    "where", [pytest.param(CPU, id="cpu"), pytest.param(GPU_FP32, id="gpu", marks=pytest.mark.gpu)], indirect=True, scope="session"
+)
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 @pytest.mark.parametrize("option", FULL)
 def test_no_completion_is_torn(option: str, mode: str, connect: Callable[..., Any], where: Where, model_folder: Path) -> None:
@@ -175,5 +178,6 @@ def switch_of(completion: Completion, old: Tensor, new: Tensor, where: Where) ->
     theirs = torch.tensor(completion.logprobs)
     is_old, is_new = ((theirs - ours).abs() < 5 * where.tolerance_nats for ours in (old, new))
     fits = [k for k in range(len(theirs) + 1) if is_old[:k].all() and is_new[k:].all()]
-    assert fits, "a token is of neither policy"
+    neither = [(i, (theirs - old)[i].item(), (theirs - new)[i].item()) for i in range(len(theirs)) if not is_old[i] and not is_new[i]]
+    assert fits, f"tokens of neither policy, or out of order: (position, nats from the old policy, from the new one) {neither[:10]}"
     return fits[-1]

@@ -375,6 +375,41 @@ def test_shared_memory_of_a_run_goes_with_it(ending: str, tmp_path: Path) -> Non
             path.unlink(missing_ok=True)
 
 
+RUN_THAT_ENDS = """
+import atexit, mmap, os, sys
+from offline_grpo.engine.guardian import remove_cuda_driver_files
+atexit.register(remove_cuda_driver_files)
+kept = []
+for path in sys.argv[1:]:
+    with open(path, "w+b") as file:
+        file.truncate(4096)
+        kept.append(mmap.mmap(file.fileno(), 4096))
+for path in (f"/dev/shm/torch_{os.getpid()}_1_0", f"/dev/shm/cuda.shm.0.{os.getpid():x}.1"):
+    open(path, "w").close()
+"""
+
+
+def test_a_run_that_ends_removes_what_the_cuda_driver_leaves() -> None:
+    """Its own, and what it still maps of a server that has ended; torch removes its files itself, and other processes theirs."""
+    dead = subprocess.Popen([*PYTHON, "-c", ""])
+    dead.wait()
+    of_server, unrelated = (Path(f"/dev/shm/cuda.shm.0.{dead.pid:x}.{number}") for number in (1, 2))
+    of_another = Path(f"/dev/shm/cuda.shm.0.{os.getpid():x}.1")
+    unrelated.touch()
+    run = subprocess.Popen([sys.executable, "-c", RUN_THAT_ENDS, str(of_server), str(of_another)])
+    own, torchs = Path(f"/dev/shm/cuda.shm.0.{run.pid:x}.1"), Path(f"/dev/shm/torch_{run.pid}_1_0")
+    try:
+        assert run.wait(WAIT_S) == 0
+        assert not own.exists()
+        assert not of_server.exists()
+        assert torchs.exists()
+        assert unrelated.exists()
+        assert of_another.exists()
+    finally:
+        for path in (own, torchs, of_server, unrelated, of_another):
+            path.unlink(missing_ok=True)
+
+
 def test_two_servers_do_not_meet(start: Starter, tmp_path: Path) -> None:
     homes = [folder_with_a_file(tmp_path / name) for name in ("first", "second")]
     first, second = (start(*python(FAMILY, home), name=home.name, remove=home / "scratch") for home in homes)
