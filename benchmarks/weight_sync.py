@@ -261,7 +261,7 @@ def synchronize() -> None:
 def table() -> str:
     """The results of all strategies as Markdown."""
     lines = [
-        "| weight_sync | GPU | seconds per push | server stands still, s | tokens/s, one stream | tokens/s, 256 at once | trainer, MiB of GPU |",
+        "| weight_sync | GPU | seconds per push | server stands still, s | tokens/s, one stream | 256 at once | trainer, MiB of GPU |",
         "|---|---|---|---|---|---|---|",
     ]
     for path in sorted(RESULTS.rglob("weight_sync_*.json"), key=lambda path: path.name):
