@@ -222,7 +222,7 @@ def _sweep(parent: Path) -> None:
 def _settle(outcome: Future[T], call: Callable[[], T]) -> None:
     try:
         outcome.set_result(call())
-    except EngineError as error:
+    except BaseException as error:  # whatever it is, the thread that waits must learn of it
         outcome.set_exception(error)
 
 

@@ -127,6 +127,17 @@ def test_death_is_noticed(servers: list[Server], tmp_path: Path) -> None:
     server.check_alive()  # of what has been stopped nothing is expected
 
 
+def test_a_watched_call_ends_with_whatever_it_raises(servers: list[Server], tmp_path: Path) -> None:
+    server = own(servers, tmp_path)
+    server.start("model")
+
+    def fails() -> None:
+        raise MemoryError("no room for the answer")
+
+    with pytest.raises(MemoryError, match="no room"):
+        server.watched(fails)
+
+
 def test_death_of_a_server_that_another_process_started_is_noticed(servers: list[Server], tmp_path: Path) -> None:
     server = own(servers, tmp_path)
     server.start("model")
