@@ -69,7 +69,16 @@ GPU_FP32 = Where(torch.device("cuda", 0), torch.float32, 0.02)
 """For single tokens: those of 9000 differ by up to 1.1 nats in bf16, and by 0.05 in fp32."""
 
 
-COMMAND_LINE: dict[str, Any] = {"python": None, "host": "127.0.0.1", "port": None, "api_key": None, "start_timeout_s": 300.0, "env": {}}
+SERVER_PYTHON = os.environ.get("SERVER_PYTHON")
+"""Interpreter of another environment, with another vLLM, for the servers of the contract tests."""
+COMMAND_LINE: dict[str, Any] = {
+    "python": SERVER_PYTHON,
+    "host": "127.0.0.1",
+    "port": None,
+    "api_key": None,
+    "start_timeout_s": 300.0,
+    "env": {},
+}
 """What engines of every kind have, `args` apart."""
 
 
