@@ -81,7 +81,7 @@ class Checkpointer:
         return PendingCheckpoint(hidden, self._folder / f"iter_{iteration:03d}", self._keep_last_k)
 
     def _write_into(self, folder: Path, iteration: int) -> None:
-        self._policy.model.save_pretrained(str(folder))
+        self._policy.save_model(folder)
         self._policy.tokenizer.save_pretrained(str(folder))
         masters = self._policy.masters.state_dict()
         if masters:

@@ -17,10 +17,6 @@ class EngineError(GrpoError):
     """The sampling engine failed or returned something other than what was asked for."""
 
 
-class EngineUnreachable(EngineError):
-    """A server did not answer: it is not there, too slow, or the connection broke."""
-
-
 class EngineDied(EngineError):
     """The server's process has ended. One that the run started can be started again."""
 

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
 from torch import Tensor, distributed
 
 from offline_grpo.errors import EngineDied, GrpoError
 
 T = TypeVar("T")
 
+PATIENCE = timedelta(hours=4)
+"""How long a process waits for the others, while the first one starts a server, say."""
+
 
 class Ranks:
     """This process among the others. Rank 0 alone writes files."""
 
     def __init__(self, *, use_cpu: bool) -> None:
-        self._accelerator = Accelerator(cpu=use_cpu)
+        self._accelerator = Accelerator(cpu=use_cpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)])
         atexit.register(_leave_group)
 
     @property
@@ -62,7 +66,7 @@ class Ranks:
         """Add up `tensors` over all processes, in place and as one message."""
         if self.world_size == 1 or not tensors:
             return
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self._accelerator.device)  # where the group can add
         flat = self._accelerator.reduce(flat, reduction="sum")
         assert isinstance(flat, Tensor)
         for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):

@@ -66,19 +66,25 @@ def for_evaluation(plan: Plan, policy: Policy, training: Sampling, run_folder: P
         return Sampling(TransformersClient(policy.model, policy.tokenizer, settings.batch_size), InProcess())
     if not issubclass(kind, ServerClient):
         raise ConfigError(f"eval.base_url={settings.base_url}: name the kind of server too: eval.backend=vllm_server or sglang_server")
-    server = Server(base_url=settings.base_url, api_key=plan.api_key, launcher=None, log_dir=run_folder)
+    server = Server(base_url=settings.base_url, api_key=plan.api_key, launcher=None, log_dir=run_folder, key="eval.base_url")
     client = kind(
         server=server,
         eos_ids=end_ids(policy.causal_lm.generation_config, policy.tokenizer),
         batch_size=settings.batch_size,
-        timeout_s=600,
-        max_retries=5,
+        timeout_s=getattr(training.client, "timeout_s", 600),
+        max_retries=getattr(training.client, "max_retries", 5),
     )
-    common: dict[str, Any] = {"interval": 1, "tolerance_nats": 0.1}
-    if policy.has_adapters:
-        return Sampling(client, _by_main(LoraHotswap(**common, server_args={"max_lora_rank": 512}), ranks))
+    return Sampling(client, _by_main(_evaluation_sync(plan, kind, has_adapters=policy.has_adapters), ranks))
+
+
+def _evaluation_sync(plan: Plan, kind: type[ServerClient], *, has_adapters: bool) -> WeightSync:
+    """How evaluations' own server gets the weights: with the settings of training's strategy, where it has them."""
+    trained = plan.weight_sync  # not that of a Sampling, which MainOnly may wrap
+    common: dict[str, Any] = {"interval": 1, "tolerance_nats": getattr(trained, "tolerance_nats", 0.1)}
+    if has_adapters:
+        return LoraHotswap(**common, server_args={"max_lora_rank": 512})
     pause_mode = "abort" if issubclass(kind, SglangClient) else "keep"  # nothing is in flight at a push; SGLang knows no other
-    return Sampling(client, _by_main(Reload(**common, pause_mode=pause_mode, server_args={}, location="memory"), ranks))
+    return Reload(**common, pause_mode=pause_mode, server_args={}, location=getattr(trained, "location", "memory"))
 
 
 def _by_main(weight_sync: WeightSync, ranks: Ranks) -> WeightSync:

@@ -577,7 +577,7 @@ ask_once = cache(ask)
 @pytest.mark.parametrize("option", ["vllm_server", "sglang_server"])
 def test_a_client_of_a_server_changes_with(option: str, name: str) -> None:
     value, sees, base = CLIENT[name]
-    common = f"generation={option} weight_sync=reload generation.base_url=@here {base}"
+    common = f"generation={option} weight_sync=reload weight_sync.pause_mode=abort generation.base_url=@here {base}"
     before, after = ask_once(common), ask_once(f"{common} generation.{name}={value}")
     assert sees(before) != sees(after)
     assert (before.error == "") is (name != "allow_truncated_sampling")
@@ -587,7 +587,7 @@ def test_a_client_of_a_server_changes_with(option: str, name: str) -> None:
 def test_equal_clients_ask_equally() -> None:
     """Else the differences above would prove nothing."""
     for option in ("vllm_server", "sglang_server"):
-        common = f"generation={option} weight_sync=reload generation.base_url=@here"
+        common = f"generation={option} weight_sync=reload weight_sync.pause_mode=abort generation.base_url=@here"
         assert ask(common) == ask(common)
         assert ask(common).max_active == 4
 

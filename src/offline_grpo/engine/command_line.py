@@ -14,6 +14,17 @@ from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError
 
+ELSEWHERE = {
+    "host": "engine.host",
+    "port": "engine.port",
+    "api_key": "engine.api_key",
+    "model": "model.train_id",
+    "model_path": "model.train_id",
+    "worker_extension_cls": "nothing: the run needs its own",
+    "middleware": "engine.api_key, whose check it is",
+}
+"""Options that `args` may not change behind the back of what watches over them, and what to set instead."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
@@ -47,6 +58,9 @@ class CommandLine:
             raise ConfigError(f"engine.start_timeout_s={self.start_timeout_s}: must be above 0")
         if self.python is not None and not os.access(self.python, os.X_OK):
             raise ConfigError(f"engine.python={self.python}: no such interpreter; null takes the one that runs this")
+        for name, value in self.args.items():
+            if (plain := str(name).replace("-", "_")) in ELSEWHERE:
+                raise ConfigError(f"engine.args.{name}={value}: is decided elsewhere; set {ELSEWHERE[plain]}")
         if self.api_key is None and not is_loopback(self.host):
             raise ConfigError(
                 f"engine.host={self.host}: on that address others could control the server; set engine.api_key, or engine.host=127.0.0.1"
@@ -113,5 +127,5 @@ def is_loopback(host: str) -> bool:
 def without_launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Free of what a launcher of several training processes sets: the server would take itself for one of them."""
     launch = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    prefixes = ("TORCHELASTIC_", "ACCELERATE_", "OMP_NUM_THREADS_BY_LAUNCHER")
+    prefixes = ("TORCHELASTIC_", "ACCELERATE_")
     return {name: value for name, value in environment.items() if name not in launch and not name.startswith(prefixes)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from offline_grpo.errors import EngineError, EngineUnreachable
+from offline_grpo.errors import EngineError
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
 
@@ -30,8 +30,7 @@ class ServerApi:
         """The body of GET `path`: parsed JSON, or None where it is empty.
 
         Raises:
-            EngineUnreachable: no connection, or no answer in time.
-            EngineError: a status of 400 or above, or no JSON.
+            EngineError: no connection, no answer in time, a status of 400 or above, or no JSON.
         """
         return self._call("GET", path)
 
@@ -48,14 +47,11 @@ class ServerApi:
         except httpx.HTTPError:
             return False
 
-    def close(self) -> None:
-        self._http.close()
-
     def _call(self, method: str, path: str, *, timeout: float | None = None, **arguments: Any) -> Any:
         try:
             response = self._http.request(method, path, timeout=timeout or self._http.timeout, **arguments)
         except httpx.HTTPError as error:
-            raise EngineUnreachable(f"{str(self._http.base_url).rstrip('/')}{path}: {describe(error)}") from error
+            raise EngineError(f"{str(self._http.base_url).rstrip('/')}{path}: {describe(error)}") from error
         return body_of(response)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 import psutil
@@ -12,17 +13,23 @@ from offline_grpo.errors import ConfigError
 def choose_port(host: str, port: int | None, *, key: str) -> int:
     """`port`, or a free one for null.
 
+    Args:
+        key: the setting of `port`, such as engine.port, beside which engine.host is that of `host`; or the only one, that of `host`.
+
     Raises:
-        ConfigError: something listens there already; the message names the process.
+        ConfigError: something listens there already, and the message names the process; or `host` is no address of this machine.
     """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-        try:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
             probe.bind((host, port or 0))
-        except OSError as error:
-            owner = f"is taken by {owner_of(port)}" if port and owner_of(port) else f"cannot be used on {host} ({error.strerror})"
-            raise ConfigError(f"{key}={port}: {owner}; stop that process, choose another port, or null for any free one") from error
-        return int(probe.getsockname()[1])
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # the address is to blame: no other port would help
+            host_key = f"{key.removesuffix('.port')}.host" if key.endswith(".port") else key
+            raise ConfigError(f"{host_key}={host}: cannot be used ({error.strerror}); name an address of this machine") from error
+        owner = f"is taken by {owner_of(port)}" if port and owner_of(port) else f"cannot be used on {host} ({error.strerror})"
+        raise ConfigError(f"{key}={port}: {owner}; stop that process, choose another port, or null for any free one") from error
 
 
 def owner_of(port: int) -> str | None:

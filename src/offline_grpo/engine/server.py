@@ -6,15 +6,14 @@ import logging
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import psutil
 
+from offline_grpo.background import in_background
 from offline_grpo.engine.command_line import shown
 from offline_grpo.engine.http import ServerApi
 from offline_grpo.engine.ports import choose_port
@@ -59,6 +58,7 @@ class Server:
         gpus: what our own may see.
         options, variables: what the weight-sync strategy adds to its command line and environment.
         log_dir: its output goes to `server_0.log`, that of the next start to `server_1.log`, and so on.
+        key: the setting that `base_url` comes from, for messages.
     """
 
     def __init__(
@@ -71,9 +71,11 @@ class Server:
         gpus: Sequence[int] | None = None,
         options: Mapping[str, Any] | None = None,
         variables: Mapping[str, str] | None = None,
+        key: str = "generation.base_url",
     ) -> None:
         assert (base_url is None) != (launcher is None), "a server is either found or started"
         self._launcher = launcher
+        self.key = key
         self.log_dir = log_dir
         self._gpus = gpus
         self._options = dict(options or {})
@@ -94,6 +96,11 @@ class Server:
     def is_managed(self) -> bool:
         """Whether the run started it, and so may start it again."""
         return self._launcher is not None
+
+    @property
+    def version_key(self) -> str:
+        """The setting that decides which version answers."""
+        return "engine.python" if self.is_managed else self.key
 
     @property
     def model_name(self) -> str:
@@ -128,7 +135,7 @@ class Server:
         """
         if self._launcher is None:
             if not self.api.answers("/health"):
-                raise EngineError(f"generation.base_url={self.base_url}: no healthy server answers at {self.base_url}/health")
+                raise EngineError(f"{self.key}={self.base_url}: no healthy server answers at {self.base_url}/health")
             return
         started = time.monotonic()
         choose_port(self._launcher.host, self._port, key="engine.port")
@@ -179,8 +186,7 @@ class Server:
             raise
 
     def _with_health_checks(self, process: ServerProcess, call: Callable[[], T]) -> T:
-        outcome: Future[T] = Future()
-        threading.Thread(target=_settle, args=(outcome, call), daemon=True).start()
+        outcome = in_background(call)
         while True:
             try:
                 return outcome.result(timeout=HEALTH_INTERVAL_S)
@@ -217,13 +223,6 @@ def _sweep(parent: Path) -> None:
         owner = folder.name.split("-")[2]
         if owner.isdigit() and not psutil.pid_exists(int(owner)):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _settle(outcome: Future[T], call: Callable[[], T]) -> None:
-    try:
-        outcome.set_result(call())
-    except BaseException as error:  # whatever it is, the thread that waits must learn of it
-        outcome.set_exception(error)
 
 
 def reachable(host: str) -> str:

@@ -31,8 +31,8 @@ class SglangControl:
         numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
         if numbers is None or not OLDEST <= (int(numbers[1]), int(numbers[2]), int(numbers[3])) <= NEWEST:
             raise ConfigError(
-                f"engine.python={self.server.base_url}: SGLang {version} answers there; "
-                f"versions {_text(OLDEST)} to {_text(NEWEST)} are supported"
+                f"{self.server.base_url}: SGLang {version} answers there, and versions {_text(OLDEST)} to {_text(NEWEST)} are supported; "
+                f"see {self.server.version_key}"
             )
         if not about["enable_deterministic_inference"]:
             raise ConfigError(
@@ -46,14 +46,8 @@ class SglangControl:
 
         The steps are those that cannot end the server: it stops with an error when it loads weights and still has a request, or what the
         last one left behind. After an error it stays paused: it must not serve half-loaded weights.
-
-        Raises:
-            ConfigError: a pause mode other than "abort".
         """
-        if pause_mode != "abort":
-            raise ConfigError(
-                f"weight_sync.pause_mode={pause_mode}: SGLang loads weights only where no request is in flight; set it to abort"
-            )
+        assert pause_mode == "abort", pause_mode  # `Reload.check` has refused the others
         self._post("/pause_generation", {"mode": "abort"}, timeout_s=3600)
         self._post("/flush_cache", params={"timeout": IDLE_TIMEOUT_S}, timeout_s=IDLE_TIMEOUT_S + 10)
         self._post("/update_weights_from_disk", {"model_path": folder, "weight_version": str(version)}, timeout_s=3600)

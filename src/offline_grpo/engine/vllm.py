@@ -48,7 +48,6 @@ class VllmEngine(CommandLine):
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(EXTENSION_FOLDER), os.environ.get("PYTHONPATH", "")])),
         }
         if self.api_key is not None:
             ours["VLLM_API_KEY"] = self.api_key
@@ -56,6 +55,7 @@ class VllmEngine(CommandLine):
             log.info("engine.blackwell_workaround: the server gets VLLM_LORA_DISABLE_PDL=1")
             ours["VLLM_LORA_DISABLE_PDL"] = "1"
         merged = self.merged_environment(ours, variables, gpus)
+        merged["PYTHONPATH"] = os.pathsep.join(filter(None, [str(EXTENSION_FOLDER), merged.get("PYTHONPATH", "")]))
         if self.api_key is None:
             merged.pop("VLLM_API_KEY", None)  # the shell's: requests would have to carry it
         return merged

@@ -32,7 +32,7 @@ class VllmControl:
         if numbers is None or not OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
             raise ConfigError(
                 f"{self.server.base_url}: vLLM {version} answers there, and versions 0.{OLDEST[1]} to 0.{NEWEST[1]} are supported; see "
-                "engine.python and generation.base_url"
+                f"{self.server.version_key}"
             )
         return version
 

@@ -64,8 +64,8 @@ class ServerClient(ABC):
         self.server = server
         self._eos_ids = list(eos_ids)
         self._batch_size = batch_size
-        self._timeout_s = timeout_s
-        self._max_retries = max_retries
+        self.timeout_s = timeout_s
+        self.max_retries = max_retries
         self._ssl = httpx.create_ssl_context(trust_env=False) if server.base_url.startswith("https:") else False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle: list[httpx.AsyncClient] = []  # a connection each: to find one in a pool of 64 takes httpx 9 ms
@@ -142,10 +142,9 @@ class ServerClient(ABC):
             async with slots:
                 http = self._idle.pop() if self._idle else self._new_connection()
                 try:
-                    body = await self._post(http, request)
+                    return await self._complete(http, prompt, request, group_size, max_new_tokens)
                 finally:
                     self._idle.append(http)
-                return self._completions(body, prompt, group_size, max_new_tokens)
 
         tasks = [asyncio.create_task(ask(prompt, request)) for prompt, request in work]
         try:
@@ -155,18 +154,31 @@ class ServerClient(ABC):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _complete(
+        self, http: httpx.AsyncClient, prompt: Sequence[int], request: Mapping[str, Any], group_size: int, max_new_tokens: int
+    ) -> list[Completion]:
+        """Asks again for what the server aborts: part of a completion is none."""
+        for _ in range(self.max_retries + 1):
+            completions = self._completions(await self._post(http, request), prompt, group_size, max_new_tokens)
+            if all(completion.finish_reason is not FinishReason.ABORT for completion in completions):
+                return completions
+            await self._check_whether_it_ends()
+        raise EngineError(
+            f"{self._url}: the server aborted the request, {self.max_retries + 1} times; does somebody else pause it or load weights?"
+        )
+
     async def _post(self, http: httpx.AsyncClient, request: Mapping[str, Any]) -> Any:
         failure = ""
-        for attempt in range(self._max_retries + 1):
+        for attempt in range(self.max_retries + 1):
             if attempt > 0:
                 await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.8, 1.2))
                 self.server.check_alive()
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(self.timeout_s):
                     response = await http.post(self.path, json=request)
             except TimeoutError as error:
                 raise EngineError(
-                    f"{self._url}: no answer after {self._timeout_s:g} s; raise generation.timeout_s, or look at the server"
+                    f"{self._url}: no answer after {self.timeout_s:g} s; raise generation.timeout_s, or look at the server"
                 ) from error
             except httpx.RequestError as error:
                 failure = describe(error)
@@ -179,7 +191,7 @@ class ServerClient(ABC):
             return body_of(response)
         await self._check_whether_it_ends()
         raise EngineError(
-            f"{self._url}: {failure}, after {self._max_retries + 1} attempts; is the server running, and generation.base_url its address?"
+            f"{self._url}: {failure}, after {self.max_retries + 1} attempts; is the server running, and {self.server.key} its address?"
         )
 
     async def _check_whether_it_ends(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,6 +144,13 @@ class Policy(Scorer):
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.home)
         self._before_publish = before_publish
+
+    def save_model(self, folder: Path) -> None:
+        """Write the model, or its adapter alone, as transformers and servers load it."""
+        if isinstance(self.model, PeftModel):
+            self.model.save_pretrained(str(folder), save_embedding_layers=False)  # "auto" asks the hub for the base model's config
+        else:
+            self.model.save_pretrained(str(folder))
 
     def as_reference(self) -> Scorer:
         """The base model under the adapters: a reference that costs no memory. Only for peft models."""

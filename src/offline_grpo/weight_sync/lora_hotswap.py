@@ -6,6 +6,7 @@ Every push has a name of its own. vLLM keys its prefix cache on the name, reques
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import uuid
@@ -16,9 +17,10 @@ from typing import Any
 from peft import PeftModel
 
 from offline_grpo.engine.vllm import EXTENSION_FOLDER
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.proof import Proof, prove
+from offline_grpo.weight_sync.saving import save_weights
 from offline_grpo.weight_sync.server_sync import Moved, ServerSync
 
 LORA_KERNELS = os.environ.get("VLLM_TUNED_CONFIG_FOLDER") or str(EXTENSION_FOLDER / "lora_kernels")
@@ -46,7 +48,7 @@ class LoraHotswap(ServerSync):
         self._pushes += 1
         name = f"policy-{self._tag}-{self._pushes}"
         folder = self.server.scratch / name
-        num_bytes = save_adapter(policy, folder)
+        num_bytes = save_weights(policy, folder, with_tokenizer=False)
         self.control.load_adapter(name, str(folder))
         self.client.model_name = name
         self._loaded.append((name, folder))
@@ -57,16 +59,16 @@ class LoraHotswap(ServerSync):
         self._loaded = self._loaded[-2:]
         return Moved(num_tensors=len(policy.masters.parameters), num_bytes=num_bytes, paused_seconds=0.0)
 
+    def close(self) -> None:
+        """A server that was found forgets the last adapter, whose folder goes now."""
+        if self._loaded and not self.server.is_managed:
+            with contextlib.suppress(EngineError):
+                self.control.unload_adapter(self._loaded[-1][0])
+        super().close()
+
     def prove(self, policy: Policy, version: int) -> Proof:
         """The name in each request is the proof of the version; the probe proves the weights."""
         return prove(policy, self.client, None, version=version, tolerance_nats=self.tolerance_nats)
-
-
-def save_adapter(policy: Policy, folder: Path) -> int:
-    """Write the adapter alone. Returns its size in bytes."""
-    shutil.rmtree(folder, ignore_errors=True)
-    policy.model.save_pretrained(str(folder))
-    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def check_rank(policy: Policy, server_args: Any) -> None:

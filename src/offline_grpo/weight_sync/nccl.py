@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from offline_grpo.background import in_background
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.policy import Policy
@@ -51,11 +52,13 @@ class Nccl(WeightTransfer):
         world_size = 1 + int(self.server.api.get("/get_world_size")["world_size"])
         port = choose_port(self.master_address, None, key="weight_sync.master_address")
         init_info = {"master_address": self.master_address, "master_port": port, "rank_offset": 1, "world_size": world_size}
-        with ThreadPoolExecutor(1) as thread:  # both sides wait for each other
-            joined = thread.submit(self.control.post, "/init_weight_transfer_engine", {"init_info": init_info}, timeout_s=300)
-            meeting = StatelessProcessGroup.create(host=self.master_address, port=port, rank=0, world_size=world_size)
-            self._group = PyNcclCommunicator(meeting, device=policy.device)
+        joined = in_background(lambda: self.control.post("/init_weight_transfer_engine", {"init_info": init_info}, timeout_s=300))
+        met = in_background(lambda: StatelessProcessGroup.create(host=self.master_address, port=port, rank=0, world_size=world_size))
+        wait([joined, met], return_when=FIRST_COMPLETED)  # each side waits for the other: a server that refuses says so here
+        if joined.done():
             joined.result()
+        self._group = PyNcclCommunicator(met.result(), device=policy.device)
+        joined.result()
 
     def send(self, bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
         """Broadcast in the order of the names, while the server answers the request that announces them."""

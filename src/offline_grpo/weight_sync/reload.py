@@ -5,12 +5,12 @@ from __future__ import annotations
 import shutil
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
+from offline_grpo.weight_sync.saving import save_weights
 from offline_grpo.weight_sync.server_sync import Moved, PausingSync
 
 LOCATIONS = ("memory", "disk")
@@ -37,7 +37,7 @@ class Reload(PausingSync):
         """Saving happens before the pause: only loading stops the server."""
         folder = (self.server.scratch if self.location == "memory" else self.server.log_dir) / f".push_{version}"
         try:
-            num_bytes = save_weights(policy, folder)
+            num_bytes = save_weights(policy, folder, with_tokenizer=True)
             started = time.perf_counter()
             self.control.load_weights(str(folder), version=version, pause_mode=self.pause_mode)
             paused_seconds = time.perf_counter() - started
@@ -45,10 +45,11 @@ class Reload(PausingSync):
             shutil.rmtree(folder, ignore_errors=True)
         return Moved(num_tensors=len(list(policy.causal_lm.parameters())), num_bytes=num_bytes, paused_seconds=paused_seconds)
 
-
-def save_weights(policy: Policy, folder: Path) -> int:
-    """Write model, or adapter, and tokenizer as a plain folder that servers load. Returns the size in bytes."""
-    shutil.rmtree(folder, ignore_errors=True)
-    policy.model.save_pretrained(str(folder))
-    policy.tokenizer.save_pretrained(str(folder))
-    return sum(path.stat().st_size for path in folder.iterdir())
+    def check(self, client_class: type, *, has_adapters: bool) -> None:
+        """See `ServerSync.check`."""
+        super().check(client_class, has_adapters=has_adapters)
+        if issubclass(client_class, SglangClient) and self.pause_mode != "abort":
+            raise ConfigError(
+                f"weight_sync.pause_mode={self.pause_mode}: SGLang loads weights only where no request is in flight; set "
+                "weight_sync.pause_mode=abort"
+            )

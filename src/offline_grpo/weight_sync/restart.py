@@ -12,7 +12,7 @@ from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
-from offline_grpo.weight_sync.reload import save_weights
+from offline_grpo.weight_sync.saving import save_weights
 from offline_grpo.weight_sync.server_sync import Moved, ServerSync
 
 
@@ -67,7 +67,7 @@ class Restart(ServerSync):
 
     def _save(self, policy: Policy, version: int) -> int:
         old, self._folder = self._folder, self.server.log_dir / "served" / f"version_{version}"
-        num_bytes = save_weights(policy, self._folder)
+        num_bytes = save_weights(policy, self._folder, with_tokenizer=True)
         if old is not None and old != self._folder:
             shutil.rmtree(old, ignore_errors=True)
         return num_bytes

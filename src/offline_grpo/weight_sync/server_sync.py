@@ -176,7 +176,7 @@ class PausingSync(ServerSync):
 
     Args:
         pause_mode: what happens to requests in flight during a push: "keep" goes on with them under the new weights, their KV cache
-            computed again; "wait" lets them end first; "abort" ends them with what they have.
+            computed again; "wait" lets them end first; "abort" ends them, and the client sends them again.
     """
 
     pause_mode: str

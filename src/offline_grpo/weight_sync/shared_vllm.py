@@ -62,13 +62,15 @@ class SharedVllm(PausingSync):
         parameters = dict(policy.causal_lm.named_parameters())
         is_first = not self._addresses
         check_coverage(parameters, views, compare=is_first)
-        for name, parameter in parameters.items():
-            parameter.data = views[name]
+        trained = {} if is_first else policy.masters.parameters
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                if name in trained:  # before the policy is pointed at it: whatever interrupts this, the policy stays what it was
+                    views[name].copy_(trained[name])
+                parameter.data = views[name]
         self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
         if is_first:
             policy.become_shared(before_publish=self._pause_to_write)
-        else:
-            policy.masters.publish()
 
     def deliver(self, policy: Policy, version: int) -> Moved:
         """The optimizer's updates are in place already, or come now; make sure that the server uses them and nothing older."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
-from offline_grpo.types import Completion, FinishReason, SamplingParams
+from offline_grpo.types import Completion, SamplingParams
 
 FULL = ("reload", "shared_vllm")
 STRATEGIES = [*FULL, "lora_hotswap", pytest.param("ipc", marks=pytest.mark.gpu)]
@@ -125,10 +125,9 @@ def test_no_completion_is_torn(option: str, mode: str, connect: Callable[..., An
         assert all(0 < switch < where.long == length for switch, length in zip(switches, lengths, strict=True))
     elif mode == "wait":
         assert switches == lengths == [where.long] * len(PROMPTS)
-    else:
-        assert switches == lengths
-        assert all(length < where.long for length in lengths)
-        assert {c.finish_reason for c in completions} == {FinishReason.ABORT}
+    else:  # asked for again
+        assert switches == [0] * len(PROMPTS)
+        assert lengths == [where.long] * len(PROMPTS)
 
 
 def test_requests_in_flight_finish_on_their_adapter(connect: Callable[..., Any], where: Where, model_folder: Path) -> None:
@@ -156,7 +155,7 @@ def push_other_weights(sync: Any, policy: Policy) -> None:
 
 def sample_during(action: Callable[[], None], client: VllmClient, where: Where) -> list[Completion]:
     """Long completions of `PROMPTS`, and the action while they are under way."""
-    asker = Endless(server=client.server, eos_ids=[], batch_size=8, timeout_s=120, max_retries=0)
+    asker = Endless(server=client.server, eos_ids=[], batch_size=8, timeout_s=120, max_retries=1)
     asker.model_name = client.model_name
     with ThreadPoolExecutor(1) as thread:
         sampling = SamplingParams(where.long)

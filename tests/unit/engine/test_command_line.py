@@ -39,6 +39,22 @@ def test_a_server_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
     engine().check_installed()
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("host", "engine.host"),
+        ("port", "engine.port"),
+        ("api-key", "engine.api_key"),
+        ("model", "model.train_id"),
+        ("worker_extension_cls", "nothing"),
+        ("middleware", "engine.api_key"),
+    ],
+)
+def test_options_that_would_get_around_a_check(name: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^engine\.args\.{name}=0\.0\.0\.0: is decided elsewhere; set {instead}"):
+        engine(args={name: "0.0.0.0"})
+
+
 def test_gpus_are_numbered_as_this_process_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible([1, 0]) == "1,0"

@@ -55,6 +55,24 @@ def test_a_port_whose_server_has_just_ended_is_free() -> None:
     assert choose_port("127.0.0.1", port, key="engine.port") == port
 
 
-def test_an_address_of_another_machine() -> None:
-    with pytest.raises(ConfigError, match=r"^engine\.port=None: cannot be used on 192\.0\.2\.1 \(Cannot assign requested address\); "):
-        choose_port("192.0.2.1", None, key="engine.port")
+@pytest.mark.parametrize(
+    ("key", "named"), [("engine.port", r"engine\.host"), ("weight_sync.master_address", r"weight_sync\.master_address")]
+)
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [("192.0.2.1", "Cannot assign requested address"), ("2001:db8::1", "(Cannot assign requested address|Address family not supported.*)")],
+)
+def test_an_address_of_another_machine(host: str, reason: str, key: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{named}={host}: cannot be used \({reason}\); name an address of this machine$"):
+        choose_port(host, None, key=key)
+
+
+def test_a_bad_address_is_named_although_the_port_is_taken_on_another() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ConfigError, match=r"^engine\.host=192\.0\.2\.1: "):
+        choose_port("192.0.2.1", server.getsockname()[1], key="engine.port")
+
+
+@pytest.mark.parametrize("host", ["None", "no-such-machine.invalid"])
+def test_no_address(host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^weight_sync\.master_address={host}: cannot be used \(.+\); name an address of this machine$"):
+        choose_port(host, None, key="weight_sync.master_address")

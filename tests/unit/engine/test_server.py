@@ -21,7 +21,7 @@ from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.engine.server import Server, reachable
 from offline_grpo.engine.vllm import EXTENSION_FOLDER, VllmEngine
-from offline_grpo.errors import ConfigError, EngineDied, EngineError, EngineUnreachable
+from offline_grpo.errors import ConfigError, EngineDied, EngineError
 
 STAND_IN = """
 import http.server, json, os, sys
@@ -98,7 +98,7 @@ def test_start(servers: list[Server], tmp_path: Path) -> None:
     server.check_alive()
     server.stop()
     assert server.pid is None
-    with pytest.raises(EngineUnreachable):
+    with pytest.raises(EngineError, match="no connection"):
         server.api.get("/anything")
 
 
@@ -252,6 +252,17 @@ def test_a_found_server_must_be_healthy(status: int, tmp_path: Path) -> None:
         found(web.base_url, tmp_path).start("m")
 
 
+def test_a_found_server_is_named_by_the_setting_it_comes_from(tmp_path: Path) -> None:
+    server = Server(base_url="http://127.0.0.1:1", api_key=None, launcher=None, log_dir=tmp_path, key="eval.base_url")
+    with pytest.raises(EngineError, match=r"^eval\.base_url=http://127\.0\.0\.1:1: no healthy server answers"):
+        server.start("m")
+    assert server.version_key == "eval.base_url"
+
+
+def test_what_starts_our_own_decides_its_version(servers: list[Server], tmp_path: Path) -> None:
+    assert own(servers, tmp_path).version_key == "engine.python"
+
+
 def test_every_failed_call_names_the_url(tmp_path: Path) -> None:
     replies = {
         "/refused": (Reply({"error": {"message": "no such adapter"}}, status=404), r"status 404: no such adapter"),
@@ -272,7 +283,7 @@ def test_no_answer_in_time(tmp_path: Path) -> None:
         web.hold(request)
         return Reply()
 
-    with ScriptedServer(script) as web, pytest.raises(EngineUnreachable, match=rf"^{web.base_url}/pause: no answer in time$"):
+    with ScriptedServer(script) as web, pytest.raises(EngineError, match=rf"^{web.base_url}/pause: no answer in time$"):
         found(web.base_url, tmp_path).api.post("/pause", timeout_s=0.1)
 
 
@@ -307,6 +318,7 @@ def test_the_extension_is_where_the_server_looks_for_it(monkeypatch: pytest.Monk
     assert environment()["PYTHONPATH"] == str(EXTENSION_FOLDER)
     monkeypatch.setenv("PYTHONPATH", "/theirs")
     assert environment()["PYTHONPATH"] == f"{EXTENSION_FOLDER}{os.pathsep}/theirs"
+    assert environment(env={"PYTHONPATH": "/ours"})["PYTHONPATH"] == f"{EXTENSION_FOLDER}{os.pathsep}/ours"
     module, _, name = engine().command("m", 1, {})[-1].partition(".")
     assert (EXTENSION_FOLDER / f"{module}.py").is_file()
     assert hasattr(load_extension(), name)

@@ -104,8 +104,11 @@ def test_versions_that_are_supported(control: SglangControl, fake: FakeSglang, v
 @pytest.mark.parametrize("version", ["0.5.10", "0.5.16", "0.6.0", "0.4.11", "nightly"])
 def test_versions_that_are_not(control: SglangControl, fake: FakeSglang, version: str) -> None:
     fake.version = version
-    with pytest.raises(ConfigError, match=rf"SGLang {version} answers there; versions 0\.5\.11 to 0\.5\.15 are supported"):
-        control.check_version()
+    url, rule = control.server.base_url, r"versions 0\.5\.11 to 0\.5\.15 are supported"
+    for key in ("generation.base_url", "eval.base_url"):
+        control.server.key = key
+        with pytest.raises(ConfigError, match=rf"^{url}: SGLang {version} answers there, and {rule}; see {key}$"):
+            control.check_version()
 
 
 def test_a_server_that_ignores_seeds_is_refused(control: SglangControl, fake: FakeSglang) -> None:
@@ -137,13 +140,6 @@ def test_weights_that_cannot_be_loaded_leave_the_server_paused(control: SglangCo
         control.load_weights("/missing", version=1, pause_mode="abort")
     assert fake.is_paused
     assert control.served_version() is None
-
-
-@pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_pause_modes_that_sglang_lacks(control: SglangControl, web: ScriptedServer, mode: str) -> None:
-    with pytest.raises(ConfigError, match=f"weight_sync.pause_mode={mode}: .* set it to abort"):
-        control.load_weights("/some/folder", version=1, pause_mode=mode)
-    assert web.requests == []
 
 
 class Running:

@@ -196,11 +196,28 @@ def test_completions_are_what_the_server_said(lab: Lab) -> None:
     assert lab.client.generate([], SAMPLING, group_size=2, seeds=[]) == []
 
 
-def test_aborted_completions_keep_what_they_have(lab: Lab) -> None:
-    lab.answers([([5], [-0.5], "abort"), ([], [], "abort")])
-    [[first, second]] = lab.ask()
-    assert (first.token_ids, first.finish_reason) == ((5,), FinishReason.ABORT)
-    assert (second.token_ids, second.logprobs, second.finish_reason) == ((), (), FinishReason.ABORT)
+ABORTED = [([5], [-0.5], "abort"), ([], [], "abort")]
+
+
+def test_what_the_server_aborts_is_asked_for_again(lab: Lab) -> None:
+    """Part of a completion must not be judged as a whole one."""
+    replies = iter([ABORTED, [TWO[0], ABORTED[1]], TWO])
+    lab.set_script(lambda _: Reply(lab.dialect.answer(next(replies))))
+    [completions] = lab.ask()
+    assert {completion.finish_reason for completion in completions} == {FinishReason.STOP, FinishReason.LENGTH}
+    first, *others = [request.body for request in lab.server.requests]
+    assert others == [first, first]
+
+
+def test_a_server_that_aborts_everything(lab: Lab) -> None:
+    lab.answers(ABORTED)
+    assert "the server aborted the request, 4 times; does somebody else pause it" in lab.error()
+
+
+def test_a_server_that_aborts_because_it_ends(lab: Lab) -> None:
+    lab.answers(ABORTED)
+    lab.handle.is_dead = True
+    lab.error(EngineDied)
 
 
 def test_every_sampling_setting_is_sent_under_its_name(lab: Lab) -> None:
@@ -479,9 +496,13 @@ def test_nobody_listens(dialect: Dialect, tmp_path: Path, monkeypatch: pytest.Mo
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         client = make_client(dialect, mortal(url, tmp_path))
-        with pytest.raises(EngineError, match=rf"{url}{client.path}: no connection .*after 4 attempts.*generation\.base_url") as raised:
-            client.generate([PROMPT], SAMPLING, group_size=2, seeds=[0])
-        assert type(raised.value) is EngineError
+        for key in ("generation.base_url", "eval.base_url"):
+            client.server.key = key
+            with pytest.raises(
+                EngineError, match=rf"{url}{client.path}: no connection .*after 4 attempts.* and {key} its address"
+            ) as raised:
+                client.generate([PROMPT], SAMPLING, group_size=2, seeds=[0])
+            assert type(raised.value) is EngineError
         client.close()
 
 

@@ -242,8 +242,10 @@ def test_settings_of_one_strategy() -> None:
 @pytest.mark.parametrize("version", ["0.24.1", "0.33.0", "1.0.0", "dev"])
 def test_another_vllm(version: str, web: ScriptedServer, client: VllmClient, policy: Policy) -> None:
     web.script = lambda request: Reply({"version": version} if request.path == "/version" else {})
-    with pytest.raises(ConfigError, match=rf"vLLM {version} answers there, and versions 0\.25 to 0\.32 are supported"):
-        recorder().connect(policy, client)
+    for key in ("generation.base_url", "eval.base_url"):
+        client.server.key = key
+        with pytest.raises(ConfigError, match=rf"vLLM {version} answers there, and versions 0\.25 to 0\.32 are supported; see {key}$"):
+            recorder().connect(policy, client)
 
 
 @pytest.mark.parametrize("version", ["0.25.0", "0.32.0+cpu", "0.30.1rc1.dev3"])

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from factories import make_qwen2
+from factories import compose_config, make_qwen2
+from omegaconf import OmegaConf
 from scripted_server import Reply, ScriptedServer
 
+from offline_grpo.build import build
+from offline_grpo.config import as_plain
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
+from offline_grpo.weight_sync import nccl
 from offline_grpo.weight_sync.weight_transfer import Named, WeightTransfer, buckets
 
 
@@ -98,6 +105,34 @@ def test_a_delivery_that_fails_leaves_the_server_paused(tmp_path: Path) -> None:
             sync.deliver(Policy(make_qwen2(), None, "padded"), 5)  # type: ignore[arg-type]
         assert web.requests[-1].path == "/update_weights"
         assert sync.control.is_paused
+
+
+def test_a_server_that_refuses_nccl_is_heard_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both sides wait for each other: the trainer's wait must not hide the server's answer."""
+    never = threading.Event()
+    modules = {
+        "vllm.distributed.device_communicators.pynccl": {"PyNcclCommunicator": None},
+        "vllm.distributed.utils": {"StatelessProcessGroup": SimpleNamespace(create=lambda **_: never.wait())},
+    }
+    for name, members in modules.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(nccl, "gpu_uuid", lambda _: "GPU-1")
+
+    def script(request: Any) -> Reply:
+        if request.path == "/init_weight_transfer_engine":
+            return Reply({"error": "no --weight-transfer-config"}, status=500)
+        return Reply({"results": [{"gpu_uuid": "GPU-2"}], "world_size": 1})
+
+    node = as_plain(OmegaConf.select(compose_config("weight_sync=nccl"), "weight_sync"))
+    with ScriptedServer(script) as web:
+        sync = build(node, key="weight_sync")
+        server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
+        sync.client = VllmClient(server=server, eos_ids=[], batch_size=1, timeout_s=9, max_retries=0)
+        sync.control = VllmControl(server)
+        with pytest.raises(EngineError, match="/init_weight_transfer_engine: status 500: no --weight-transfer-config"):
+            sync.attach(Policy(make_qwen2(), None, "padded"))  # type: ignore[arg-type]
 
 
 def test_a_bucket_holds_something() -> None:

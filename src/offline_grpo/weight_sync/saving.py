@@ -1,0 +1,32 @@
+"""Weights as a folder that servers load."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from offline_grpo.errors import EngineError
+from offline_grpo.model.policy import Policy
+
+
+def save_weights(policy: Policy, folder: Path, *, with_tokenizer: bool) -> int:
+    """Write the model, or its adapter alone. Returns the size in bytes.
+
+    Raises:
+        EngineError: no room, or no permission; nothing is left behind.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        policy.save_model(folder)
+        if with_tokenizer:
+            policy.tokenizer.save_pretrained(str(folder))
+        return sum(path.stat().st_size for path in folder.iterdir())
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk comes as any of them
+        shutil.rmtree(folder, ignore_errors=True)
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise EngineError(
+            f"the weights cannot be saved to {folder} ({reason}); make room there: /dev/shm is as large as the container's --shm-size, and "
+            "weight_sync.location=disk (reload) does without it"
+        ) from error
