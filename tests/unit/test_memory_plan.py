@@ -108,7 +108,7 @@ def test_a_server_over_two_gpus_halves_its_weights():
 
 
 def test_sglangs_share_has_another_name():
-    (device,) = predicted(*SERVED[1:], "generation=sglang_server", "weight_sync=reload", "engine.args.mem_fraction_static=0.5").devices
+    (device,) = predicted(*SERVED[1:], "generation=sglang_server", "weight_sync=restart", "engine.args.mem_fraction_static=0.5").devices
     assert parts(device)["server: KV cache and the rest"] == about(8 * GIB - 2 * NUM_WEIGHTS)
     assert device.server[1].setting == "engine.args.mem_fraction_static=0.5"
 
