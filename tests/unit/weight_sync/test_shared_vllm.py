@@ -39,7 +39,7 @@ def test_training_survives_a_recovery_that_is_interrupted(tmp_path: Path, monkey
                 master.add_(1.0)
         policy.masters.publish()
         old = {name: p.data_ptr() for name, p in policy.causal_lm.named_parameters()}
-        sync._paused_at = None  # as `recover` leaves it
+        sync._paused_at, sync.control.is_paused = None, False  # as `recover` leaves them
         monkeypatch.setattr(sync.control, "post", lambda *_, **__: pytest.fail("interrupted here, as by Ctrl-C"))
         sync.attach(policy)
     for name, parameter in policy.causal_lm.named_parameters():
