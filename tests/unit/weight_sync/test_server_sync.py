@@ -343,6 +343,8 @@ def test_adapters_get_new_names_and_old_ones_go(client: VllmClient, web: Scripte
     assert not any("load_inplace" in body for _, body in bodies)
     assert sorted(path.name for path in client.server.scratch.iterdir()) == sorted(names[2:])
     assert [path for path, _ in bodies[:3]] == ["/v1/load_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+    sync.close()
+    assert web.requests[-1].body == {"lora_name": names[3]}  # its folder goes, and a server that was found stays
 
 
 def test_sglang_needs_a_strategy_that_knows_it(tmp_path: Path, policy: Policy) -> None:
