@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from offline_grpo.errors import CheckpointError
+from offline_grpo.errors import CheckpointError, reason_of
 from offline_grpo.model.policy import Policy
 from offline_grpo.train.update import Updater
 
@@ -73,9 +73,8 @@ class Checkpointer:
             shutil.rmtree(hidden, ignore_errors=True)
             last = latest_checkpoint(self._folder)
             remains = f"the last checkpoint is whole: {last}" if last else "there is no earlier checkpoint"
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise CheckpointError(
-                f"checkpoint of iteration {iteration} could not be written to {self._folder}: {reason}; {remains}. "
+                f"checkpoint of iteration {iteration} could not be written to {self._folder}: {reason_of(error)}; {remains}. "
                 "Free some space or fix the folder's permissions, then go on with resume=auto"
             ) from error
         return PendingCheckpoint(hidden, self._folder / f"iter_{iteration:03d}", self._keep_last_k)

@@ -27,3 +27,8 @@ class CheckpointError(GrpoError):
 
 class NonFiniteError(GrpoError):
     """Too many updates in a row had a non-finite loss or gradient."""
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of somebody else's error, for a message of ours."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

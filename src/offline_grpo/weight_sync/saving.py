@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from offline_grpo.errors import EngineError
+from offline_grpo.errors import EngineError, reason_of
 from offline_grpo.model.policy import Policy
 
 
@@ -25,8 +25,7 @@ def save_weights(policy: Policy, folder: Path, *, with_tokenizer: bool) -> int:
         return sum(path.stat().st_size for path in folder.iterdir())
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk comes as any of them
         shutil.rmtree(folder, ignore_errors=True)
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise EngineError(
-            f"the weights cannot be saved to {folder} ({reason}); make room there: /dev/shm is as large as the container's --shm-size, and "
-            "weight_sync.location=disk (reload) does without it"
+            f"the weights cannot be saved to {folder} ({reason_of(error)}); make room there: /dev/shm is as large as the container's "
+            "--shm-size, and weight_sync.location=disk (reload) does without it"
         ) from error
