@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pytest
 import torch
 from factories import compose_config
 from omegaconf import OmegaConf
@@ -25,8 +27,10 @@ from offline_grpo.interfaces import WeightSync
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
+from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Completion, Rollout, SamplingParams, Score
+from offline_grpo.weight_sync.shared_vllm import SharedVllm
 
 CPU_ARGS: dict[str, Any] = {
     "enforce_eager": True,
@@ -207,6 +211,43 @@ def processes_naming(text: str) -> list[int]:
         if text in command and int(name) != os.getpid():
             found.append(int(name))
     return found
+
+
+def kill_engine(parent: int | None) -> int:
+    """SIGKILL to the process that computes, as the kernel would when memory runs out."""
+    [core] = [p for p in psutil.Process(parent).children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+    core.kill()
+    return core.pid
+
+
+@dataclass
+class Deaths:
+    """Of engines, and what the masters were at every try of the push that killed one."""
+
+    pids: list[int] = field(default_factory=list)
+    masters: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def kill_engines(monkeypatch: pytest.MonkeyPatch, *, at_push: int) -> Deaths:
+    """Kill the engine of a run under `shared_vllm` before it samples for iteration 1, and at the push of version `at_push`."""
+    deaths = Deaths()
+    sampled, pushed = OnPolicy.next, SharedVllm.deliver
+
+    def next_and_kill(self: OnPolicy, iteration: int) -> Any:
+        if iteration == 1 and not deaths.pids:
+            deaths.pids.append(kill_engine(self._client.server.pid))
+        return sampled(self, iteration)
+
+    def push_and_kill(self: SharedVllm, policy: Policy, version: int) -> Any:
+        if version == at_push:
+            deaths.masters.append({name: p.detach().cpu().clone() for name, p in policy.masters.parameters.items()})
+            if len(deaths.masters) == 1:
+                deaths.pids.append(kill_engine(self.server.pid))
+        return pushed(self, policy, version)
+
+    monkeypatch.setattr(OnPolicy, "next", next_and_kill)
+    monkeypatch.setattr(SharedVllm, "deliver", push_and_kill)
+    return deaths
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from children import SMALL, Kill, metrics_of, printed, run_in_child
-from engines import GPU, load, make_client, make_server, processes_naming, running, save_model
+from engines import GPU, kill_engines, load, make_client, make_server, processes_naming, running, save_model
 from factories import compose_config
+from safetensors.torch import load_file
 
 from offline_grpo import app
 from offline_grpo.config import typed
@@ -28,6 +29,13 @@ from offline_grpo.types import RolloutGroup, Score
 pytestmark = pytest.mark.gpu
 
 OVERRIDES = ("train.precision=bf16", "train.lr=1e-3", "data.problems_per_iteration=8", "data.rollouts_per_problem=8", "eval.num_ids=16")
+
+SMALL_SERVER = (
+    "engine.args.enforce_eager=true",
+    "engine.args.gpu_memory_utilization=0.1",
+    "+engine.args.kv_cache_memory_bytes=1073741824",
+)
+"""Measures no memory at its start, which others on the GPU would disturb."""
 
 
 @dataclass
@@ -130,3 +138,22 @@ def test_a_killed_trainer_leaves_nothing(option: str, where: str, tmp_path: Path
         time.sleep(0.2)
     assert set(os.listdir("/dev/shm")) - files == set()
     assert processes_naming(str(tmp_path)) == processes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_server_that_dies_is_started_again(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory dies with it, and the trainer's parameters were that memory: what was trained goes on in the memory of the next."""
+    deaths = kill_engines(monkeypatch, at_push=6)
+    server = ("generation=vllm_server", "weight_sync=shared_vllm", *SMALL_SERVER)
+    run = (f"train.precision={precision}", "train.iterations=3", "model.tiny.hidden_size=128", f"cache_dir={tmp_path}/cache")
+    app.run(compose_config(*SMALL, *OVERRIDES, *server, *run), tmp_path / "run")
+    metrics = metrics_of(tmp_path / "run")
+    assert len(deaths.pids) == 2
+    assert metrics["train_iter_002.json"]["sync/num_recoveries"] == 2
+    assert [metrics[f"train_iter_{i:03d}.json"]["sync/version"] for i in range(3)] == [2, 4, 6]
+    assert all(metrics[f"train_iter_{i:03d}.json"]["alignment/diff_abs_mean"] < 0.05 for i in range(3))
+    before, *after = deaths.masters
+    assert after and all(torch.equal(before[name], again[name]) for again in after for name in before)
+    saved = load_file(tmp_path / "run" / "checkpoints" / "iter_002" / "model.safetensors")
+    assert all(torch.equal(saved[name], master.to(saved[name].dtype)) for name, master in before.items())
+    assert processes_naming(str(tmp_path)) == []

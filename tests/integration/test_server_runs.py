@@ -13,14 +13,12 @@ from typing import Any
 import psutil
 import pytest
 from children import SMALL, Kill, metrics_of, printed, run_in_child
-from engines import CPU, LORA_ARGS, load, make_client, make_server, processes_naming, running
+from engines import CPU, LORA_ARGS, kill_engine, kill_engines, load, make_client, make_server, processes_naming, running
 from factories import compose_config
 
 from offline_grpo import app
 from offline_grpo.engine.server import Server
-from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.weight_sync.reload import Reload
-from offline_grpo.weight_sync.shared_vllm import SharedVllm
 
 ROOT = Path(__file__).parents[2]
 OWN_SERVER = (
@@ -148,34 +146,13 @@ def test_a_server_that_dies_is_started_again(found_server: Any, cache: Path, tmp
     three = ("weight_sync=shared_vllm", "train.iterations=3")
     undisturbed = run(tmp_path / "undisturbed", cache, "generation=vllm_server", f"generation.base_url={server.base_url}", *three)
     before = processes_naming(str(cache))
-    sampled, pushed = OnPolicy.next, SharedVllm.deliver
-
-    def next_and_kill(self: OnPolicy, iteration: int) -> Any:
-        if iteration == 1 and not killed["sampling"]:
-            killed["sampling"] = kill_engine(self._client.server.pid)
-        return sampled(self, iteration)
-
-    def push_and_kill(self: SharedVllm, policy: Any, version: int) -> Any:
-        if version == 6 and not killed["pushing"]:
-            killed["pushing"] = kill_engine(self.server.pid)
-        return pushed(self, policy, version)
-
-    killed = {"sampling": 0, "pushing": 0}
-    monkeypatch.setattr(OnPolicy, "next", next_and_kill)
-    monkeypatch.setattr(SharedVllm, "deliver", push_and_kill)
+    deaths = kill_engines(monkeypatch, at_push=6)
     disturbed = run(tmp_path / "disturbed", cache, *OWN_SERVER, *three)
-    assert all(killed.values())
+    assert len(deaths.pids) == 2
     assert disturbed["train_iter_002.json"]["sync/num_recoveries"] == 2
     assert_same(disturbed, undisturbed)
     assert processes_naming(str(cache)) == before
     assert "Starting it again" in (tmp_path / "disturbed" / "run.log").read_text()
-
-
-def kill_engine(parent: int | None) -> int:
-    """SIGKILL to the process that computes, as the kernel would when memory runs out."""
-    [core] = [p for p in psutil.Process(parent).children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
-    core.kill()
-    return core.pid
 
 
 KILLS = [

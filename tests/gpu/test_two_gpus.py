@@ -1,0 +1,49 @@
+"""What needs two GPUs: a run in two processes, which add up their gradients through NCCL, and a server on a GPU of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from children import SMALL, metrics_of, printed, run_in_child, weights_of
+from factories import compose_config
+
+from offline_grpo import app
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_two_processes_follow_the_trajectory_of_one(tmp_path: Path) -> None:
+    overrides = [*SMALL, "train.precision=fp32", f"cache_dir={tmp_path}/cache", "data.problems_per_iteration=5"]
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    assert run_in_child(alone, *overrides, fresh=True) == 0, printed(alone)
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    command = [*accelerate, str(ROOT / "run_grpo.py"), *overrides, f"hydra.run.dir={together}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    print(done.stdout + done.stderr)
+    assert done.returncode == 0
+    assert done.stdout.count("run folder:") == 1
+    expected, found = metrics_of(alone), metrics_of(together)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name] == pytest.approx(expected[name], abs=1e-3, rel=1e-2), name
+    assert expected["train_iter_003.json"]["grad_norm"] > 0
+    assert weights_of(together).keys() == weights_of(alone).keys()
+
+
+def test_nccl_reaches_a_server_on_the_other_gpu(tmp_path: Path) -> None:
+    server = ("generation=vllm_server", "weight_sync=nccl", "engine.args.gpu_memory_utilization=0.1", "engine.args.enforce_eager=true")
+    overrides = (*SMALL, "model.tiny.hidden_size=128", "train.precision=bf16", f"cache_dir={tmp_path}/cache")
+    app.run(compose_config(*overrides, *server), tmp_path / "run")
+    metrics = metrics_of(tmp_path / "run")
+    for iteration in range(4):
+        found = metrics[f"train_iter_{iteration:03d}.json"]
+        assert found["sync/version"] == 2 * (iteration + 1)
+        assert found["sync/num_bytes"] > 0
+        assert found["sync/num_tensors_proven"] == found["sync/num_tensors"] > 0
+        assert found["alignment/diff_abs_mean"] < 0.05
