@@ -153,7 +153,8 @@ def test_a_server_that_dies_is_started_again(precision: str, tmp_path: Path, mon
     assert [metrics[f"train_iter_{i:03d}.json"]["sync/version"] for i in range(3)] == [2, 4, 6]
     assert all(metrics[f"train_iter_{i:03d}.json"]["alignment/diff_abs_mean"] < 0.05 for i in range(3))
     before, *after = deaths.masters
-    assert after and all(torch.equal(before[name], again[name]) for again in after for name in before)
+    assert after
+    assert all(torch.equal(before[name], again[name]) for again in after for name in before)
     saved = load_file(tmp_path / "run" / "checkpoints" / "iter_002" / "model.safetensors")
     assert all(torch.equal(saved[name], master.to(saved[name].dtype)) for name, master in before.items())
     assert processes_naming(str(tmp_path)) == []

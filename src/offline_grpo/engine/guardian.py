@@ -25,6 +25,7 @@ from collections.abc import Iterable
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 KILL_AFTER_S = 10.0
+TRACKERS_TAKE_S = 2.0
 POLL_S = 0.2
 LOOK_S = 5.0
 SHARED_MEMORY = "/dev/shm/"
@@ -79,18 +80,31 @@ def _is_closed(pipe: int) -> bool:
 
 
 def _terminate(server: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, then SIGKILL, to the command and to all that it started."""
+    """SIGTERM, then SIGKILL, to the command and to all that it started.
+
+    Python's resource trackers come last: they end by themselves once the others have, and delete the semaphores that those left.
+    """
     if server.poll() is None:
-        _signal_all(signal.SIGTERM)
+        _signal(_children(), signal.SIGTERM)
     deadline = time.monotonic() + KILL_AFTER_S
     while time.monotonic() < deadline and server.poll() is None:
         time.sleep(0.05)
-    while _children() and time.monotonic() < deadline + KILL_AFTER_S:
-        _signal_all(signal.SIGKILL)
+    started = time.monotonic()
+    while (left := _children()) and time.monotonic() < deadline + KILL_AFTER_S:
+        is_late = time.monotonic() > started + TRACKERS_TAKE_S
+        _signal([pid for pid in left if is_late or not _is_tracker(pid)], signal.SIGKILL)
         server.poll()
         _reap()
         time.sleep(0.05)
     server.wait()
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"resource_tracker" in file.read()
+    except OSError:
+        return False
 
 
 def _reap() -> None:
@@ -99,8 +113,8 @@ def _reap() -> None:
             pass
 
 
-def _signal_all(number: int) -> None:
-    for pid in _children():
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 

@@ -23,8 +23,8 @@ STOP_TIMEOUT_S = 25.0  # the guardian terminates, waits 10 s, kills
 POLL_S = 0.25
 PROGRESS_INTERVAL_S = 10.0
 EXCEPTION = re.compile(r"(\b[\w.]*(Error|Exception)|\berror): \S.*", re.ASCII)
-NO_CAUSE = re.compile(r"see (stack trace|root cause)| WARNING ", re.IGNORECASE)
-"""Lines that point at another exception, or speak of one that may come."""
+POINTER = re.compile(r"see (stack trace|root cause)", re.IGNORECASE)
+"""In exceptions that point at another one. An engine that is killed leaves no other."""
 
 
 class ServerProcess:
@@ -132,9 +132,11 @@ def last_line(path: Path) -> str:
 def last_lines(path: Path, *, count: int = 2) -> str:
     """What a log says about an error, as one line of text: the last exceptions in it, else its last lines."""
     lines = _tail(path)
-    exceptions = dict.fromkeys(found[0].strip() for line in lines if (found := EXCEPTION.search(line)) and not NO_CAUSE.search(line))
-    chosen = (list(exceptions) or lines)[-count:]
-    return "its last words: " + " | ".join(line.strip()[:300] for line in chosen) + "." if chosen else "it printed nothing."
+    searched = (EXCEPTION.search(line) for line in lines if " WARNING " not in line)  # those speak of exceptions that may come
+    exceptions = list(dict.fromkeys(found[0].strip() for found in searched if found))
+    causes = [text for text in exceptions if not POINTER.search(text)]
+    chosen = (causes or exceptions or lines)[-count:]
+    return "its last words: " + " | ".join(line.strip()[:300].rstrip(".") for line in chosen) + "." if chosen else "it printed nothing."
 
 
 def _tail(path: Path, num_bytes: int = 65536) -> list[str]:

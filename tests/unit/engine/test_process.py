@@ -168,6 +168,9 @@ def test_nothing_is_told_of_a_server_that_lives(start: Starter) -> None:
         ("KeyError: 0\nIOError: 1\n at\n(pid=7) torch.OutOfMemoryError: 2\nbye", "its last words: IOError: 1 | torch.OutOfMemoryError: 2."),
         ("ValueError: twice\nmore\nValueError: twice\nbye", "its last words: ValueError: twice."),
         ("x: error: unrecognized arguments: --foo\nbye\n", "its last words: error: unrecognized arguments: --foo."),
+        ("ValueError: 1\nEngineDeadError: an issue. See stack trace (above) for it.\nbye", "its last words: ValueError: 1."),
+        ("a\nEngineDeadError: 1. See stack trace.\nbye", "its last words: EngineDeadError: 1. See stack trace."),
+        (" WARNING this may raise ValueError: 1\nbye", "its last words: WARNING this may raise ValueError: 1 | bye."),
         ("y" * 500, f"its last words: {'y' * 300}."),
     ],
 )  # fmt: skip
@@ -235,6 +238,34 @@ def test_what_a_server_leaves_behind_when_it_dies_is_ended(start: Starter, tmp_p
     wait_for(lambda: not server.is_alive, "the guardian's end")
     assert not any(map(is_running, pids.values()))
     assert not folder.exists()
+
+
+LEAKER = """
+import signal, subprocess, sys, time
+from multiprocessing import resource_tracker
+folder, name = sys.argv[1:]
+open(f"/dev/shm/sem.{name}", "wb").write(bytes(32))
+resource_tracker.register(f"/{name}", "semaphore")
+code = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(100)"
+subprocess.Popen([sys.executable, "-c", code], pass_fds=[resource_tracker.getfd()])
+open(f"{folder}/up", "w").close()
+time.sleep(100)
+"""
+"""Has a semaphore that its tracker deletes when nobody that knows of it is left, and a child that stays."""
+
+
+@pytest.mark.parametrize("ending", ["stop", "killed"])
+def test_semaphores_go_with_a_server(ending: str, start: Starter, tmp_path: Path) -> None:
+    name = f"test-{os.getpid()}"
+    server = start(*python(LEAKER, tmp_path, name))
+    wait_for(lambda: (tmp_path / "up").exists(), "the server")
+    if ending == "killed":
+        [pid] = [child.pid for child in psutil.Process(server.pid).children()]
+        os.kill(pid, signal.SIGKILL)
+    else:
+        server.stop()
+    wait_for(lambda: not server.is_alive, "the guardian's end")
+    assert not Path(f"/dev/shm/sem.{name}").exists()
 
 
 def test_a_server_dies_with_its_guardian(start: Starter, tmp_path: Path) -> None:
