@@ -83,12 +83,16 @@ def alternate(
     return Timings(seconds)
 
 
+CODE = (":/src", ":/conf", ":/benchmarks/*.py", ":/pyproject.toml", ":/uv.lock")
+"""What results come from, from the repository's root."""
+
+
 def describe_machine() -> dict[str, Any]:
     """Hardware, versions and commit: what a result depends on besides the benchmark's own settings."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain")),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--", *CODE)),
         "cpu": _cpu_model(),
         "num_cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),

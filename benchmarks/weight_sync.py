@@ -261,15 +261,16 @@ def synchronize() -> None:
 def table() -> str:
     """The results of all strategies as Markdown."""
     lines = [
-        "| weight_sync | GPU | seconds per push | server stands still, s | tokens/s, one stream | 256 at once | trainer, MiB of GPU |",
-        "|---|---|---|---|---|---|---|",
+        "| weight_sync | GPU | seconds per push | server stands still, s | tokens/s, one stream | 256 at once | trainer, MiB | results |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for path in sorted(RESULTS.rglob("weight_sync_*.json"), key=lambda path: path.name):
         result = json.loads(path.read_text())
         m = result["measured"]
-        cells = [f"{m[key]:.3g}" for key in ("push_s", "paused_s")]
+        cells = [path.stem.removeprefix("weight_sync_"), result["machine"]["gpu"]]
+        cells += [f"{m[key]:.3g}" for key in ("push_s", "paused_s")]
         cells += [f"{m[key]:.0f}" for key in ("single_stream_tokens_per_s", "concurrent_tokens_per_s", "trainer_gpu_mib")]
-        lines.append(f"| {' | '.join([path.stem.removeprefix('weight_sync_'), result['machine']['gpu'], *cells])} |")
+        lines.append(f"| {' | '.join([*cells, path.parent.name])} |")
     return "\n".join(lines)
 
 
