@@ -18,7 +18,7 @@ class EngineError(GrpoError):
 
 
 class EngineDied(EngineError):
-    """The server's process has ended. One that the run started can be started again."""
+    """The server has ended, or was started anew without our weights. `WeightSync.recover` serves them again."""
 
 
 class CheckpointError(GrpoError):

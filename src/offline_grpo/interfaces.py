@@ -130,8 +130,17 @@ class WeightSync(Protocol):
         """
         ...
 
+    def check_served(self) -> None:
+        """See that the engine still has the weights of the last push. Called after sampling, before anything is learnt from the samples.
+
+        Raises:
+            offline_grpo.errors.EngineDied: it has none since it was started anew.
+            offline_grpo.errors.EngineError: it has other weights.
+        """
+        ...
+
     def recover(self, policy: Any, *, version: int) -> None:
-        """Start the engine again after EngineDied, and push."""
+        """Start the engine again after EngineDied, if the run started it, and push."""
         ...
 
     def close(self) -> None:

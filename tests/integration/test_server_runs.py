@@ -18,6 +18,8 @@ from factories import compose_config
 
 from offline_grpo import app
 from offline_grpo.engine.server import Server
+from offline_grpo.engine.vllm_control import VllmControl
+from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.weight_sync.reload import Reload
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +154,35 @@ def test_a_server_that_dies_is_started_again(found_server: Any, cache: Path, tmp
     assert disturbed["train_iter_002.json"]["sync/num_recoveries"] == 2
     assert_same(disturbed, undisturbed)
     assert processes_naming(str(cache)) == before
-    assert "Starting it again" in (tmp_path / "disturbed" / "run.log").read_text()
+    assert "Serving the weights again" in (tmp_path / "disturbed" / "run.log").read_text()
+
+
+@pytest.mark.parametrize("option", ["reload", "shared_vllm"])
+def test_a_found_server_that_is_started_anew_gets_the_weights_again(
+    option: str, found_server: Any, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a push and the sampling after it: what it samples from its own weights is not trained on."""
+    server, model = found_server
+    two = ("generation=vllm_server", f"generation.base_url={server.base_url}", f"weight_sync={option}", "train.iterations=2")
+    serve_again(server, model)
+    undisturbed = run(tmp_path / "undisturbed", cache, *two)
+    serve_again(server, model)
+    sampled = OnPolicy.next
+    anew = []
+
+    def next_of_a_new_server(self: OnPolicy, iteration: int) -> Any:
+        if iteration == 1 and not anew:
+            anew.append(True)
+            serve_again(server, model)
+            VllmControl(server).call_worker("grpo_set_stamp", stamp=None)
+        return sampled(self, iteration)
+
+    monkeypatch.setattr(OnPolicy, "next", next_of_a_new_server)
+    disturbed = run(tmp_path / "disturbed", cache, *two)
+    assert_same(disturbed, undisturbed)
+    assert disturbed["train_iter_001.json"]["sync/num_recoveries"] == 1
+    assert disturbed["train_iter_001.json"]["alignment/diff_abs_mean"] < 1e-4
+    assert "was started anew" in (tmp_path / "disturbed" / "run.log").read_text()
 
 
 KILLS = [

@@ -7,7 +7,9 @@ import os
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -208,6 +210,17 @@ class Server:
     def pid(self) -> int | None:
         """Of our own server's guardian, None if there is none."""
         return None if self._process is None else self._process.pid
+
+
+@cache
+def this_run() -> str:
+    """A name for this process among all that may push weights to a server."""
+    return f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def stamp(version: int) -> str:
+    """What a push leaves in a server: the version of the weights, and whose they are."""
+    return f"{version} of run {this_run()}"
 
 
 def _has_ended(pid: int) -> bool:

@@ -6,11 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from offline_grpo.engine.server import Server
+from offline_grpo.engine.server import Server, stamp
 from offline_grpo.errors import ConfigError
 
 IDLE_TIMEOUT_S = 60.0
 """From the end of the last request until the scheduler has put its batch away."""
+NEVER_TOLD = "default"
 OLDEST, NEWEST = (0, 5, 11), (0, 5, 15)
 
 
@@ -50,17 +51,17 @@ class SglangControl:
         assert pause_mode == "abort", pause_mode  # `Reload.check` has refused the others
         self._post("/pause_generation", {"mode": "abort"}, timeout_s=3600)
         self._post("/flush_cache", params={"timeout": IDLE_TIMEOUT_S}, timeout_s=IDLE_TIMEOUT_S + 10)
-        self._post("/update_weights_from_disk", {"model_path": folder, "weight_version": str(version)}, timeout_s=3600)
+        self._post("/update_weights_from_disk", {"model_path": folder, "weight_version": stamp(version)}, timeout_s=3600)
         self._post("/continue_generation", {})
 
     def set_version(self, version: int) -> None:
         """Note the version of the weights that the server was started with."""
-        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self._post("/update_weight_version", {"new_version": stamp(version), "abort_all_requests": False})
 
-    def served_version(self) -> int | None:
-        """What `load_weights` or `set_version` told the server last; None for one that was never told."""
-        version = str(self._get("/model_info")["weight_version"])
-        return int(version) if version.isdecimal() else None
+    def served_stamp(self) -> str | None:
+        """What `load_weights` or `set_version` noted last, and whoever else did; None if nobody has since the server was started."""
+        found = str(self._get("/model_info")["weight_version"])
+        return None if found == NEVER_TOLD else found
 
     def _get(self, path: str) -> Any:
         return self.server.watched(lambda: self.server.api.get(path))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from offline_grpo.engine.server import Server
+from offline_grpo.engine.server import Server, stamp
 from offline_grpo.errors import ConfigError
 
 OLDEST, NEWEST = (0, 25), (0, 32)
@@ -76,8 +76,12 @@ class VllmControl:
             self.set_version(version)
 
     def set_version(self, version: int) -> None:
-        """Note the version of the weights that are being served."""
-        self.call_worker("grpo_set_version", version=version)
+        """Note the version of the weights that are being served, once everything written so far has arrived."""
+        self.call_worker("grpo_set_stamp", stamp=stamp(version))
+
+    def served_stamp(self) -> str | None:
+        """What `set_version` noted last, and whoever else did; None if nobody has since the server was started."""
+        return self.call_worker("grpo_stamp")
 
     def load_adapter(self, name: str, path: str) -> None:
         """Serve the LoRA adapter of a folder under a name that was never used before."""

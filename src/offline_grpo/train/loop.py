@@ -81,7 +81,7 @@ class Loop:
     def _iterate(self, iteration: int) -> None:
         self._seconds = {}
         with self._safe_point(iteration), self._phase("generate", iteration):
-            groups = self._recovering(lambda: self.source.next(iteration))
+            groups = self._sampled(self.weight_sync, lambda: self.source.next(iteration))
         with self._phase("train", iteration):
             metrics = rollout_metrics(groups) | self._train(groups, iteration)
         with self._phase("sync", iteration):
@@ -108,24 +108,34 @@ class Loop:
             if self.eval_sync is not None:
                 self.eval_sync.push(self.policy, version=self._version)
             evaluator = self.evaluator
-            return self._recovering(lambda: evaluator.evaluate(self.eval_client, cycle=iteration + 1))
+            return self._sampled(self.eval_sync or self.weight_sync, lambda: evaluator.evaluate(self.eval_client, cycle=iteration + 1))
 
     @property
     def _version(self) -> int:
         return self.updater.counters.version
 
     def _push(self, *, force: bool) -> Metrics:
-        report = self._recovering(lambda: self.weight_sync.push(self.policy, version=self._version, force=force))
+        report = self._recovering(self.weight_sync, lambda: self.weight_sync.push(self.policy, version=self._version, force=force))
         return report.metrics() | {"sync/num_recoveries": float(self._num_recoveries)}
 
-    def _recovering(self, action: Callable[[], T]) -> T:
+    def _sampled(self, weight_sync: WeightSync, action: Callable[[], T]) -> T:
+        """What `action` samples, from the weights of the last push and no others."""
+
+        def sample() -> T:
+            samples = action()
+            weight_sync.check_served()
+            return samples
+
+        return self._recovering(weight_sync, sample)
+
+    def _recovering(self, weight_sync: WeightSync, action: Callable[[], T]) -> T:
         """Do it, and if the engine died of it, once more with a new engine: sampling and pushing start from the same state again."""
         try:
             return action()
         except EngineDied as death:
             self._num_recoveries += 1
-            log.warning("%s Starting it again.", death)
-            self.weight_sync.recover(self.policy, version=self._version)
+            log.warning("%s Serving the weights again.", death)
+            weight_sync.recover(self.policy, version=self._version)
             return action()
 
     def _write_checkpoint(self, iteration: int) -> PendingCheckpoint | None:

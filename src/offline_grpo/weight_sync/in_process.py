@@ -41,6 +41,9 @@ class InProcess:
         self._client.version = version
         return SyncReport(version=version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
 
+    def check_served(self) -> None:
+        """There are no other weights that the client could sample from."""
+
     def recover(self, policy: Any, *, version: int) -> None:
         """Never called: this process is the engine."""
         raise AssertionError("a client in this process cannot die alone")

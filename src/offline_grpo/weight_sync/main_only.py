@@ -39,6 +39,10 @@ class MainOnly:
         self._tell_clients()
         return report
 
+    def check_served(self) -> None:
+        """See `WeightSync.check_served`."""
+        self._on_main(self._inner.check_served)
+
     def recover(self, policy: Any, *, version: int) -> None:
         """See `WeightSync.recover`."""
         self._on_main(lambda: self._inner.recover(policy, version=version))

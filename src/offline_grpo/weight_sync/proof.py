@@ -9,6 +9,7 @@ import torch
 from peft import PeftModel
 
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
+from offline_grpo.engine.server import stamp
 from offline_grpo.engine.sglang_control import SglangControl
 from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.errors import EngineError
@@ -56,7 +57,8 @@ def prove(
     Raises:
         EngineError: another version, a tensor with other bits, or logprobs further apart than `tolerance_nats` on average.
     """
-    served_version, unequal, num_compared = _compare_bits(policy, control) if control is not None else (version, [], 0)
+    served = control.served_stamp() if control is not None else stamp(version)
+    unequal, num_compared = _compare_bits(policy, control) if isinstance(control, VllmControl) else ([], 0)
     difference = probe(policy, client)
     proof = Proof(
         num_equal=num_compared - len(unequal),
@@ -69,8 +71,8 @@ def prove(
         f"version {version}: |trainer - server| {proof.diff_abs_mean:.2g} nats on average, {proof.diff_max:.2g} at most"
         f"{f'; {proof.num_equal} of {num_compared} tensors equal bit for bit' if num_compared else ''}"
     )
-    if served_version != version:
-        raise EngineError(f"[MISMATCH] {says}; the server has version {served_version}: something else pushes to it, or it was restarted")
+    if served != stamp(version):
+        raise EngineError(f"[MISMATCH] {says}; the server has version {served}: something else pushes to it, or it was restarted")
     if unequal:
         raise EngineError(f"[MISMATCH] {says}; others are not what was pushed: {', '.join(unequal[:5])}")
     if not proof.diff_abs_mean <= tolerance_nats:
@@ -99,17 +101,15 @@ def probe(policy: Policy, client: RolloutClient) -> torch.Tensor:
     return (ours - batch.rollout_logprobs)[batch.completion_mask]
 
 
-def _compare_bits(policy: Policy, control: VllmControl | SglangControl) -> tuple[int | None, list[str], int]:
-    """The server's version, the names of parameters whose bits differ, and how many could be compared.
+def _compare_bits(policy: Policy, control: VllmControl) -> tuple[list[str], int]:
+    """The names of parameters whose bits differ, and how many could be compared.
 
-    None of SGLang's, of adapters, and of servers that hold quantised weights, parts of them, or another dtype.
+    None of adapters, and of servers that hold quantised weights, parts of them, or another dtype.
     """
-    if isinstance(control, SglangControl):
-        return control.served_version(), [], 0
     state = control.call_worker("grpo_state")
     if isinstance(policy.model, PeftModel) or state["dtype"] != str(policy.dtype).removeprefix("torch."):
-        return state["version"], [], 0
+        return [], 0
     theirs = state["fingerprints"]
     ours = {name: p.data for name, p in policy.causal_lm.named_parameters() if name in theirs}
     bits = dict(zip(ours, fingerprints(list(ours.values())), strict=True))
-    return state["version"], [name for name in bits if bits[name] != theirs[name]], len(bits)
+    return [name for name in bits if bits[name] != theirs[name]], len(bits)

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 from peft import PeftModel
 
-from offline_grpo.engine.server import Server
+from offline_grpo.engine.server import Server, stamp
 from offline_grpo.engine.sglang_control import SglangControl
 from offline_grpo.engine.vllm_control import VllmControl
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, EngineDied, EngineError
 from offline_grpo.generation.server_client import ServerClient
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.vllm_client import VllmClient
@@ -106,6 +106,18 @@ class ServerSync(ABC):
             proof_seconds=time.perf_counter() - delivered,
             alignment=proof.metrics(),
         )
+
+    def check_served(self) -> None:
+        """See `WeightSync.check_served`."""
+        assert self._served is not None, "check_served() before push()"
+        found = self.control.served_stamp()
+        if found is None:
+            raise EngineDied(f"{self.server.base_url}: the server was started anew and has none of the weights pushed to it.")
+        if found != stamp(self._served):
+            raise EngineError(
+                f"{self.server.base_url}: the server has version {found}, where {stamp(self._served)} was pushed: something else pushes "
+                "weights to it; nothing was learnt from its samples. Give each run a server of its own, and go on with resume=auto"
+            )
 
     def recover(self, policy: Policy, *, version: int) -> None:
         """Start our own server again after its death, and push. Raises as `connect` and `push` do."""

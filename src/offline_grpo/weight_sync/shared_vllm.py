@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import time
-import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from offline_grpo.engine.guardian import remove_cuda_driver_files
+from offline_grpo.engine.server import this_run
 from offline_grpo.errors import ConfigError, EngineDied
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.bridge import Bridge
@@ -80,7 +79,7 @@ class SharedVllm(PausingSync):
         if policy.home.type == "cuda":
             torch.cuda.synchronize(policy.home)  # the fence: our writes are queued, and the server must not go on before they are done
         self.control.reset_prefix_cache()
-        self.control.call_worker("grpo_set_version", version=version)
+        self.control.set_version(version)
         self.control.resume()
         assert self._paused_at is not None
         paused_seconds = time.perf_counter() - self._paused_at
@@ -114,8 +113,7 @@ class SharedVllm(PausingSync):
             bridge = Bridge.read(Path(self.bridge_config))
         else:
             exported = self.control.call_worker("grpo_export")
-            run_id = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-            bridge = Bridge.from_worker(run_id, self.start_model(policy), described, exported, self.control.call_worker("grpo_layout"))
+            bridge = Bridge.from_worker(this_run(), self.start_model(policy), described, exported, self.control.call_worker("grpo_layout"))
             bridge.write(self.server.log_dir / "vllm_bridge_config.json")
         check_device(bridge, policy.home)
         if policy.home.type == "cuda":

@@ -59,7 +59,7 @@ class WeightTransfer(PausingSync):
                 )
             self.control.post("/finish_weight_update", {}, timeout_s=600)
             self.control.reset_prefix_cache()
-            self.control.call_worker("grpo_set_version", version=version)
+            self.control.set_version(version)
         paused_seconds = time.perf_counter() - started
         return Moved(len(named), sum(tensor.nbytes for _, tensor in named), paused_seconds)
 

@@ -19,7 +19,7 @@ from scripted_server import ScriptedServer
 from offline_grpo.build import build
 from offline_grpo.config import as_plain
 from offline_grpo.engine import server as server_module
-from offline_grpo.engine.server import Server
+from offline_grpo.engine.server import Server, stamp
 from offline_grpo.engine.sglang import SglangEngine
 from offline_grpo.engine.sglang_control import SglangControl
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
@@ -118,12 +118,12 @@ def test_a_server_that_ignores_seeds_is_refused(control: SglangControl, fake: Fa
 
 
 def test_the_version_is_kept_with_the_weights(control: SglangControl, fake: FakeSglang) -> None:
-    assert control.served_version() is None
+    assert control.served_stamp() is None
     control.set_version(3)
-    assert control.served_version() == 3
+    assert control.served_stamp() == stamp(3)
     assert fake.num_aborts == 0
     control.load_weights("/some/folder", version=4, pause_mode="abort")
-    assert (control.served_version(), fake.loaded) == (4, ["/some/folder"])
+    assert (control.served_stamp(), fake.loaded) == (stamp(4), ["/some/folder"])
 
 
 def test_loading_weights_cannot_end_the_server(control: SglangControl, fake: FakeSglang, web: ScriptedServer) -> None:
@@ -139,7 +139,7 @@ def test_weights_that_cannot_be_loaded_leave_the_server_paused(control: SglangCo
     with pytest.raises(EngineError, match="/update_weights_from_disk: status 400: Failed to get weights iterator: /missing"):
         control.load_weights("/missing", version=1, pause_mode="abort")
     assert fake.is_paused
-    assert control.served_version() is None
+    assert control.served_stamp() is None
 
 
 class Running:

@@ -19,12 +19,18 @@ class Engine:
         self.num_deaths = num_deaths
         self.error = error
         self.calls: list[Any] = []
+        self.losses: list[EngineError] = []
 
     def push(self, policy: Any, *, version: int, force: bool = True) -> SyncReport:
         self.calls.append(("push", policy, version, force))
         if self.calls.count(self.calls[-1]) <= self.num_deaths:
             raise self.error("the server has ended (exit code 1).")
         return SyncReport(version=version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
+
+    def check_served(self) -> None:
+        self.calls.append("check_served")
+        if self.losses:
+            raise self.losses.pop()
 
     def recover(self, policy: Any, *, version: int) -> None:
         self.calls.append(("recover", policy, version))
@@ -66,7 +72,7 @@ def test_a_death_is_recovered_from_and_counted(caplog: pytest.LogCaptureFixture)
     loop = make_loop(engine)
     assert loop._push(force=False)["sync/num_recoveries"] == 1
     assert engine.calls == [PUSH, RECOVER, PUSH]
-    assert caplog.messages == ["the server has ended (exit code 1). Starting it again."]
+    assert caplog.messages == ["the server has ended (exit code 1). Serving the weights again."]
     engine.calls.clear()  # another one, later in the run
     assert loop._push(force=False)["sync/num_recoveries"] == 2
 
@@ -81,8 +87,36 @@ def test_sampling_is_repeated_too() -> None:
             raise outcome
         return outcome
 
-    assert make_loop(engine)._recovering(sample) == "groups"
-    assert engine.calls == [RECOVER]
+    assert make_loop(engine)._sampled(engine, sample) == "groups"  # type: ignore[arg-type]
+    assert engine.calls == [RECOVER, "check_served"]
+
+
+def test_samples_of_an_engine_that_lost_the_weights_are_drawn_again() -> None:
+    engine = Engine(0)
+    engine.losses = [EngineDied("started anew")]
+    drawn = iter(["of the base model", "groups"])
+    loop = make_loop(engine)
+    assert loop._sampled(engine, lambda: next(drawn)) == "groups"  # type: ignore[arg-type]
+    assert engine.calls == ["check_served", RECOVER, "check_served"]
+    assert loop._num_recoveries == 1
+
+
+def test_an_evaluation_brings_its_own_engine_back() -> None:
+    training, own = Engine(0), Engine(0)
+    own.losses = [EngineDied("started anew")]
+    loop = make_loop(training)
+    loop.evaluator, loop.eval_sync = SimpleNamespace(evaluate=lambda *_, **__: {"pass@1": 1.0}), own  # type: ignore[assignment]
+    assert loop._evaluate(0) == {"pass@1": 1.0}
+    assert own.calls == [("push", "policy", 7, True), "check_served", RECOVER, "check_served"]
+    assert training.calls == []
+
+
+def test_samples_of_other_weights_end_the_run() -> None:
+    engine = Engine(0)
+    engine.losses = [EngineError("something else pushes")]
+    with pytest.raises(EngineError, match="something else"):
+        make_loop(engine)._sampled(engine, lambda: "groups")  # type: ignore[arg-type]
+    assert engine.calls == ["check_served"]
 
 
 def test_a_second_death_ends_the_run() -> None:

@@ -54,6 +54,9 @@ class Strategy:
         self._do("push", policy, version, force)
         return REPORT
 
+    def check_served(self) -> None:
+        self._do("check_served")
+
     def recover(self, policy: Any, *, version: int) -> None:
         self._do("recover", policy, version)
 
@@ -137,12 +140,13 @@ def test_a_client_whose_requests_name_no_model(action: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [ConfigError("key=1: no"), EngineError("no"), EngineDied("the server has ended")])
-@pytest.mark.parametrize("name", ["connect", "push", "recover"])
+@pytest.mark.parametrize("name", ["connect", "push", "check_served", "recover"])
 def test_an_error_of_the_first_is_raised_on_all(error: GrpoError, name: str, processes: Processes) -> None:
     processes.strategies[0].error = error
     actions: dict[str, Callable[[MainOnly, Any], Any]] = {
         "connect": lambda sync, client: sync.connect("p", client),
         "push": lambda sync, _: sync.push("p", version=1),
+        "check_served": lambda sync, _: sync.check_served(),
         "recover": lambda sync, _: sync.recover("p", version=1),
     }
     assert processes.all(actions[name]) == [(type(error), str(error))] * 2

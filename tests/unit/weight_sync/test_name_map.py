@@ -110,15 +110,16 @@ def test_the_state_has_every_parameter_apart() -> None:
     model = FusedModel(tied=False, wrapped=True)
     worker = make_worker(model)
     before = worker.grpo_state()
-    assert (before["version"], before["fingerprints"].keys()) == (None, SHAPES.keys())
+    assert before["fingerprints"].keys() == SHAPES.keys()
     with torch.no_grad():
         model.model.layers[0].self_attn.qkv_proj.base_layer.weight[20, 3] += 1
         model.model.embed_tokens.weight[12] += 1  # padding
-    worker.grpo_set_version(7)
     after = worker.grpo_state()
-    assert after["version"] == 7
     changed = {name for name in SHAPES if before["fingerprints"][name] != after["fingerprints"][name]}
     assert changed == {"model.layers.0.self_attn.k_proj.weight"}
+    assert worker.grpo_stamp() is None
+    worker.grpo_set_stamp("7 of run 8")
+    assert worker.grpo_stamp() == "7 of run 8"
 
 
 @pytest.mark.parametrize(

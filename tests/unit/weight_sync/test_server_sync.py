@@ -117,6 +117,25 @@ def test_interval_and_force(interval: int, forced: str, expected: list[int], pol
     assert sync.events == ["attach", *(event for version in expected for event in (version, f"prove {version}"))]
 
 
+def test_what_was_pushed_last_is_what_must_be_served(policy: Policy, client: VllmClient, web: ScriptedServer) -> None:
+    sync = recorder(interval=2)
+    sync.connect(policy, client)
+    sync.push(policy, version=3)
+    sync.push(policy, version=4, force=False)
+    noted: list[str | None] = [server_sync.stamp(3)]
+    web.script = lambda _: Reply({"results": noted})
+    sync.check_served()
+    assert web.requests[-1].body["method"] == "grpo_stamp"
+    noted[0] = None
+    with pytest.raises(EngineDied, match=rf"^{web.base_url}: the server was started anew and has none of the weights pushed to it\.$"):
+        sync.check_served()
+    for other in (server_sync.stamp(4), "3 of run 1-abc"):
+        noted[0] = other
+        with pytest.raises(EngineError, match=rf"the server has version {other}, where 3 of run .* was pushed: something else") as error:
+            sync.check_served()
+        assert not isinstance(error.value, EngineDied)
+
+
 def test_pushes_are_forced_unless_told_otherwise(policy: Policy, client: VllmClient) -> None:
     sync = recorder(interval=5)
     sync.connect(policy, client)
@@ -304,7 +323,7 @@ def test_weights_are_loaded_in_a_pause(web: ScriptedServer, client: VllmClient) 
     assert web.requests[0].query["mode"] == ["wait"]
     assert [request.body["method"] for request in web.requests if request.body and "method" in request.body] == [
         "reload_weights",
-        "grpo_set_version",
+        "grpo_set_stamp",
     ]
 
 

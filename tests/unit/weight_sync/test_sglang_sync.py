@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from offline_grpo.build import build
 from offline_grpo.config import as_plain
-from offline_grpo.engine.server import Server
+from offline_grpo.engine.server import Server, stamp
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.interfaces import WeightSync
@@ -94,7 +94,7 @@ def test_weights_and_version_arrive(
     sync.push(policy, version=0)
     train(policy)
     report = sync.push(policy, version=1)
-    assert (report.version, client.version, fake.weight_version) == (1, 1, "1")
+    assert (report.version, client.version, fake.weight_version) == (1, 1, stamp(1))
     assert report.alignment["sync/probe_diff_max"] < 1e-4
     assert report.alignment["sync/num_tensors_proven"] == 0
     assert report.num_bytes > 0

@@ -17,7 +17,7 @@ from scripted_server import Reply, ScriptedServer
 
 from offline_grpo.build import build
 from offline_grpo.config import as_plain
-from offline_grpo.engine.server import Server
+from offline_grpo.engine.server import Server, stamp
 from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.vllm_client import VllmClient
@@ -82,7 +82,7 @@ def test_a_delivery_pauses_around_all_of_it(tmp_path: Path) -> None:
         *("/finish_weight_update", "/reset_prefix_cache", "/collective_rpc", "/resume"),
     ]
     assert requests[0].query == {"mode": ["wait"], "clear_cache": ["true"]}
-    assert requests[-2].body == {"method": "grpo_set_version", "kwargs": {"version": 5}, "timeout": 600.0}
+    assert requests[-2].body == {"method": "grpo_set_stamp", "kwargs": {"stamp": stamp(5)}, "timeout": 600.0}
     infos = [request.body["update_info"] for request in requests if request.path == "/update_weights"]
     parameters = dict(policy.causal_lm.named_parameters())
     assert [name for info in infos for name in info["names"]] == list(parameters)

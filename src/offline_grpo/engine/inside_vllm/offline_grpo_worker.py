@@ -51,7 +51,7 @@ class WorkerExtension:
 
     model_runner: Any
     vllm_config: Any
-    _grpo_version: int | None = None
+    _grpo_stamp: str | None = None
     _grpo_files: list[int]  # descriptors of the shared memory, which a trainer opens through /proc
 
     def grpo_describe(self) -> dict[str, Any]:
@@ -102,19 +102,23 @@ class WorkerExtension:
             )
         return {"storages": handles, "tensors": tensors}
 
-    def grpo_set_version(self, version: int) -> None:
-        """Note which version the weights have, after everything written so far has arrived."""
+    def grpo_set_stamp(self, stamp: str) -> None:
+        """Note which version the weights have, and whose, after everything written so far has arrived."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._grpo_version = version
+        self._grpo_stamp = stamp
+
+    def grpo_stamp(self) -> str | None:
+        """What was noted last, None if nothing since the start."""
+        return self._grpo_stamp
 
     def grpo_state(self) -> dict[str, Any]:
-        """The version noted last (None: none since the start), the weights' dtype, and the fingerprint of each checkpoint parameter.
+        """The weights' dtype, and the fingerprint of each checkpoint parameter.
 
         No fingerprints where the server holds something else than the checkpoint's parameters: parts of them, or quantised ones.
         """
         config = self.vllm_config
-        state = {"version": self._grpo_version, "dtype": str(config.model_config.dtype).removeprefix("torch."), "fingerprints": {}}
+        state = {"dtype": str(config.model_config.dtype).removeprefix("torch."), "fingerprints": {}}
         if any(_refusals(config)):
             return state
         tensors = {_plain_name(name): p.data for name, p in _model(self).named_parameters(remove_duplicate=False)}
