@@ -25,7 +25,7 @@ from offline_grpo.interrupt import StopRequested, StopSignal
 from offline_grpo.model.load import load_policy, load_reference, load_tokenizer, read_model_config, resolve_device
 from offline_grpo.model.policy import Policy, encode
 from offline_grpo.parallel import Ranks
-from offline_grpo.placement import check_placement
+from offline_grpo.placement import check_devices, check_memory
 from offline_grpo.preflight import Plan, check_context, describe_batches, make_plan, planned_updates_per_iteration
 from offline_grpo.report.history import load_history
 from offline_grpo.report.plots import save_report
@@ -105,8 +105,9 @@ def _assemble(
     config = plan.config
     if plan.launcher is not None:
         plan.launcher.check_installed()
+    check_devices(plan, ranks.world_size)
     model_id = _model_id(plan, ranks)
-    check_placement(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)
+    check_memory(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)
     checkpoint = resume.checkpoint if resume is not None else None
     policy = _policy(plan, model_id, checkpoint, ranks)
     training = serving.for_training(plan, policy, run_dir.path, ranks)

@@ -107,8 +107,9 @@ class WeightSync(Protocol):
         """Whether the policy's parameters become the engine's own memory: the policy is then loaded on the CPU, and moved by `connect`."""
         ...
 
-    def check(self, client_class: type, *, has_adapters: bool) -> None:
-        """Raise ConfigError for a client, or a policy with or without adapters, that this is not for. Called before a model is loaded."""
+    def check(self, client_class: type, *, lora_rank: int | None) -> None:
+        """Raise ConfigError for a client, or adapters of that rank (None: no adapters), that this is not for. Called before a model is
+        loaded."""
         ...
 
     def connect(self, policy: Any, client: RolloutClient) -> None:

@@ -15,8 +15,23 @@ from offline_grpo.preflight import Plan
 log = logging.getLogger(__name__)
 
 
-def check_placement(plan: Plan, model_id: str, *, longest_prompt: int, num_processes: int) -> None:
-    """Refuse GPUs that do not suit, and, where `placement.check_memory` asks for it, a run that they cannot hold; log the prediction.
+def check_devices(plan: Plan, num_processes: int) -> None:
+    """Refuse devices that do not exist or do not suit the strategy, before any model is made.
+
+    Raises:
+        ConfigError: names key, value and fix.
+    """
+    device = plan.config.model.device
+    server_gpus(plan, num_processes)
+    if not trainer_gpus(device, num_processes) and getattr(plan.weight_sync, "needs_gpu", False):
+        raise ConfigError(
+            f"model.device={device}: weight_sync={_name(plan)} moves weights from GPU to GPU, and training is on the CPU; use "
+            "weight_sync=shared_vllm or reload there"
+        )
+
+
+def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processes: int) -> None:
+    """Where `placement.check_memory` asks for it, refuse a run that the GPUs cannot hold; log the prediction.
 
     Args:
         model_id: of the model to train; of it, and of a reference, the configuration alone is read.
@@ -64,10 +79,14 @@ def server_gpus(plan: Plan, num_processes: int) -> list[int] | None:
     return engine_gpus(
         plan.config.placement.engine_devices,
         getattr(plan.weight_sync, "gpu_rule", "any"),
-        name=getattr(plan.weight_sync, "name", type(plan.weight_sync).__name__),
+        name=_name(plan),
         trainers=trainer_gpus(plan.config.model.device, num_processes),
         num_gpus=torch.cuda.device_count(),
     )
+
+
+def _name(plan: Plan) -> str:
+    return getattr(plan.weight_sync, "name", type(plan.weight_sync).__name__)
 
 
 def engine_gpus(configured: Sequence[int] | None, rule: str, *, name: str, trainers: Sequence[int], num_gpus: int) -> list[int] | None:

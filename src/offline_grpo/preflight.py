@@ -51,7 +51,12 @@ def make_plan(config: RunConfig) -> Plan:
     address = {name: client_node.pop(name, None) for name in ("base_url", "api_key")}
     needs_server = _check_client(client_node)
     weight_sync = build(config.weight_sync, key="weight_sync", protocol=WeightSync)
-    weight_sync.check(resolve(client_node, "generation"), has_adapters=config.model.lora is not None)
+    weight_sync.check(resolve(client_node, "generation"), lora_rank=config.model.lora.r if config.model.lora is not None else None)
+    if address["base_url"] is not None and getattr(weight_sync, "needs_own_server", False):
+        raise ConfigError(
+            f"generation.base_url={address['base_url']}: weight_sync={weight_sync.name} starts the server again and again, and this one is "  # type: ignore[attr-defined]
+            "not the run's own; set generation.base_url=null, or use another weight_sync"
+        )
     if needs_server and address["base_url"] is None and config.engine is None:
         raise ConfigError("generation.base_url=None: no server to ask; name a running one, or let the run start one with engine=vllm")
     eval_sampling = _eval_sampling(config)

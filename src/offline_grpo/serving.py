@@ -74,7 +74,7 @@ def for_evaluation(plan: Plan, policy: Policy, training: Sampling, run_folder: P
         timeout_s=getattr(training.client, "timeout_s", 600),
         max_retries=getattr(training.client, "max_retries", 5),
     )
-    return Sampling(client, _by_main(_evaluation_sync(plan, kind, has_adapters=policy.has_adapters), ranks))
+    return Sampling(client, _by_main(_evaluation_sync(plan, kind, has_adapters=policy.lora_rank is not None), ranks))
 
 
 def _evaluation_sync(plan: Plan, kind: type[ServerClient], *, has_adapters: bool) -> WeightSync:

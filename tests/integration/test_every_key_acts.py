@@ -36,7 +36,7 @@ from offline_grpo.build import build
 from offline_grpo.config import as_plain, typed
 from offline_grpo.errors import ConfigError
 from offline_grpo.logger import console
-from offline_grpo.placement import check_placement, server_gpus
+from offline_grpo.placement import check_memory, server_gpus
 from offline_grpo.preflight import make_plan
 from offline_grpo.types import BatchTotals, Split, TokenBatch, TokenStats
 
@@ -437,7 +437,7 @@ def placement_effect(overrides: str) -> Any:
         patch.setattr(placement, "read_model_config", lambda *_: model)
         plan = make_plan(typed(compose_config("model.device=cuda", *overrides.split())))
         try:
-            check_placement(plan, "some/model", longest_prompt=20, num_processes=1)
+            check_memory(plan, "some/model", longest_prompt=20, num_processes=1)
             error = ""
         except ConfigError as caught:
             error = str(caught)

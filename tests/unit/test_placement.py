@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 
 from offline_grpo.config import typed
 from offline_grpo.errors import ConfigError
-from offline_grpo.placement import check_placement, engine_gpus, trainer_gpus
+from offline_grpo.placement import check_devices, check_memory, engine_gpus, trainer_gpus
 from offline_grpo.preflight import make_plan
 
 TABLE = [
@@ -112,7 +112,8 @@ def model_folder(tmp_path_factory):
 
 def checked(folder, *overrides):
     plan = make_plan(typed(compose_config("model=hf", f"model.train_id={folder}", "train.precision=bf16", *overrides)))
-    check_placement(plan, folder, longest_prompt=20, num_processes=1)
+    check_devices(plan, 1)
+    check_memory(plan, folder, longest_prompt=20, num_processes=1)
 
 
 def test_the_prediction_is_logged_before_the_run(two_small_gpus, model_folder, caplog):
@@ -144,3 +145,11 @@ def test_nothing_is_predicted_for_cpus_and_found_servers_may_be_anywhere(two_sma
     assert caplog.messages == []
     found = ("generation=vllm_server", "weight_sync=reload", "generation.base_url=http://127.0.0.1:1")
     checked(model_folder, *found, "placement.engine_devices=[5]")
+
+
+@pytest.mark.parametrize("option", ["ipc", "nccl"])
+@pytest.mark.parametrize("where", [(), ("generation.base_url=http://127.0.0.1:1",)])
+def test_what_travels_between_gpus_needs_one(where, option):
+    plan = make_plan(typed(compose_config("generation=vllm_server", f"weight_sync={option}", "model.device=cpu", *where)))
+    with pytest.raises(ConfigError, match=rf"^model\.device=cpu: weight_sync={option} moves weights from GPU to GPU, "):
+        check_devices(plan, 1)

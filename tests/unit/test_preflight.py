@@ -11,6 +11,7 @@ from offline_grpo import app
 from offline_grpo.cli import explain
 from offline_grpo.errors import ConfigError
 
+FOUND = "generation=vllm_server generation.base_url=http://127.0.0.1:1"
 REFUSED = {
     "data.rollouts_per_problem=1": r"data.rollouts_per_problem=1: .*a group of one has no signal, use 2 or more",
     "generation.top_p=0.9": r"generation.top_p=0.9: .*set generation.top_p=1, or .*allow_truncated_sampling=true",
@@ -46,6 +47,10 @@ REFUSED = {
     "task.max_operand=0": r"task.max_operand=0: must be",
     "task=gsm8k task.path=/no/file.jsonl": r"task.path=.*no/file.jsonl",
     "resume=/no/such/run": r"resume=/no/such/run: no checkpoint there",
+    f"{FOUND} weight_sync=restart": r"generation.base_url=http://127.0.0.1:1: weight_sync=restart starts .*; set generation.base_url=null",
+    f"{FOUND} weight_sync=lora_restart model/lora=default": r"generation.base_url=http://127.0.0.1:1: weight_sync=lora_restart starts",
+    f"{FOUND} weight_sync=lora_hotswap model/lora=default model.lora.r=32": r"weight_sync.server_args.max_lora_rank=16: the adapters have",
+    f"{FOUND} weight_sync=ipc model.device=cpu": r"model.device=cpu: weight_sync=ipc moves weights from GPU to GPU",
     "logger.console.refresh_per_s=0": r"logger.console.refresh_per_s=0: must be above 0",
 }
 

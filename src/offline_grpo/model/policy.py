@@ -122,9 +122,11 @@ class Policy(Scorer):
         self._before_publish: Callable[[], None] | None = None
 
     @property
-    def has_adapters(self) -> bool:
-        """Whether LoRA adapters are what is trained."""
-        return isinstance(self.model, PeftModel)
+    def lora_rank(self) -> int | None:
+        """The highest rank of the LoRA adapters that are trained; None where the model's own weights are."""
+        if not isinstance(self.model, PeftModel):
+            return None
+        return max(config.r for config in self.model.peft_config.values() if hasattr(config, "r"))  # type: ignore[union-attr]
 
     @cached_property
     def masters(self) -> MasterWeights:

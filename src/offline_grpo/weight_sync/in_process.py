@@ -18,7 +18,7 @@ class InProcess:
     def __init__(self) -> None:
         self._client: RolloutClient | None = None
 
-    def check(self, client_class: type, *, has_adapters: bool) -> None:
+    def check(self, client_class: type, *, lora_rank: int | None) -> None:
         """See `WeightSync.check`."""
         if "server" in inspect.signature(client_class).parameters:
             raise ConfigError(

@@ -22,6 +22,7 @@ from offline_grpo.weight_sync.weight_transfer import Named, WeightTransfer
 class Ipc(WeightTransfer):
     """vLLM takes handles pickled, and only if told so by an environment variable: hence never from another address than this machine."""
 
+    needs_gpu = True
     gpu_rule = "same"
     variables = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "1"}  # noqa: RUF012
 

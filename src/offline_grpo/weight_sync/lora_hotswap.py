@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
-
 from offline_grpo.engine.vllm import EXTENSION_FOLDER
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.model.policy import Policy
@@ -40,7 +38,6 @@ class LoraHotswap(ServerSync):
 
     def attach(self, policy: Policy) -> None:
         """A new server has none of our adapters."""
-        check_rank(policy, self.server_args)
         self._loaded = []
 
     def deliver(self, policy: Policy, version: int) -> Moved:
@@ -66,6 +63,11 @@ class LoraHotswap(ServerSync):
                 self.control.unload_adapter(self._loaded[-1][0])
         super().close()
 
+    def check(self, client_class: type, *, lora_rank: int | None) -> None:
+        """See `ServerSync.check`."""
+        super().check(client_class, lora_rank=lora_rank)
+        check_rank(lora_rank, self.server_args)
+
     def check_served(self) -> None:
         """Nothing to ask: a server that did not have the adapter would have refused the requests, which name it."""
 
@@ -74,12 +76,10 @@ class LoraHotswap(ServerSync):
         return prove(policy, self.client, None, version=version, tolerance_nats=self.tolerance_nats)
 
 
-def check_rank(policy: Policy, server_args: Any) -> None:
-    """Raise ConfigError if the adapters' rank is above what the server makes room for."""
-    assert isinstance(policy.model, PeftModel)
-    rank = max(config.r for config in policy.model.peft_config.values() if hasattr(config, "r"))  # type: ignore[union-attr]
+def check_rank(rank: int | None, server_args: Any) -> None:
+    """Raise ConfigError if adapters of that rank are more than the server makes room for."""
     room = server_args.get("max_lora_rank", 16)
-    if rank > room:
+    if rank is not None and rank > room:
         raise ConfigError(
             f"weight_sync.server_args.max_lora_rank={room}: the adapters have rank {rank}; set it to the next of 16, 32, 64, 128, ..."
         )

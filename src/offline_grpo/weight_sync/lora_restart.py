@@ -29,8 +29,12 @@ class LoraRestart(Restart):
 
     def start_options(self, policy: Policy) -> Mapping[str, Any]:
         """The newest adapter, under a name that requests then carry."""
-        check_rank(policy, self.server_args)
         if self._folder is None:
             self._save(policy, 0)
         self.client.model_name = ADAPTER
         return {"lora_modules": [f"{ADAPTER}={self._folder}"]}
+
+    def check(self, client_class: type, *, lora_rank: int | None) -> None:
+        """See `ServerSync.check`."""
+        super().check(client_class, lora_rank=lora_rank)
+        check_rank(lora_rank, self.server_args)

@@ -23,9 +23,9 @@ class MainOnly:
         """The first process's parameters may be the engine's; those of the others are their own."""
         return self._inner.shares_weights and self._ranks.is_main
 
-    def check(self, client_class: type, *, has_adapters: bool) -> None:
+    def check(self, client_class: type, *, lora_rank: int | None) -> None:
         """See `WeightSync.check`."""
-        self._inner.check(client_class, has_adapters=has_adapters)
+        self._inner.check(client_class, lora_rank=lora_rank)
 
     def connect(self, policy: Any, client: RolloutClient) -> None:
         """See `WeightSync.connect`."""

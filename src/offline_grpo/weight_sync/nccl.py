@@ -27,6 +27,7 @@ class Nccl(WeightTransfer):
 
     master_address: str
 
+    needs_gpu = True
     gpu_rule = "other"
 
     _group: Any = field(default=None, init=False)

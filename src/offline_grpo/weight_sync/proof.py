@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass
 
 import torch
-from peft import PeftModel
 
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
 from offline_grpo.engine.server import stamp
@@ -107,7 +106,7 @@ def _compare_bits(policy: Policy, control: VllmControl) -> tuple[list[str], int]
     None of adapters, and of servers that hold quantised weights, parts of them, or another dtype.
     """
     state = control.call_worker("grpo_state")
-    if isinstance(policy.model, PeftModel) or state["dtype"] != str(policy.dtype).removeprefix("torch."):
+    if policy.lora_rank is not None or state["dtype"] != str(policy.dtype).removeprefix("torch."):
         return [], 0
     theirs = state["fingerprints"]
     ours = {name: p.data for name, p in policy.causal_lm.named_parameters() if name in theirs}

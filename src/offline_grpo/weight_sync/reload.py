@@ -45,9 +45,9 @@ class Reload(PausingSync):
             shutil.rmtree(folder, ignore_errors=True)
         return Moved(num_tensors=len(list(policy.causal_lm.parameters())), num_bytes=num_bytes, paused_seconds=paused_seconds)
 
-    def check(self, client_class: type, *, has_adapters: bool) -> None:
+    def check(self, client_class: type, *, lora_rank: int | None) -> None:
         """See `ServerSync.check`."""
-        super().check(client_class, has_adapters=has_adapters)
+        super().check(client_class, lora_rank=lora_rank)
         if issubclass(client_class, SglangClient) and self.pause_mode != "abort":
             raise ConfigError(
                 f"weight_sync.pause_mode={self.pause_mode}: SGLang loads weights only where no request is in flight; set "

@@ -7,10 +7,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from offline_grpo.errors import ConfigError
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.saving import save_weights
 from offline_grpo.weight_sync.server_sync import Moved, ServerSync
@@ -20,19 +18,10 @@ from offline_grpo.weight_sync.server_sync import Moved, ServerSync
 class Restart(ServerSync):
     """Only for a server of our own. The weights being served are in the run folder's `served/` until the next push."""
 
+    needs_own_server = True
     serves = (VllmClient, SglangClient)
 
     _folder: Path | None = field(default=None, init=False)
-
-    def connect(self, policy: Policy, client: RolloutClient) -> None:
-        """See `ServerSync.connect`."""
-        self._take(policy, client)
-        if not self.server.is_managed:
-            raise ConfigError(
-                f"weight_sync={self.name}: cannot restart the server at generation.base_url={self.server.base_url}, which it did not "
-                "start; set generation.base_url=null, or use another weight_sync"
-            )
-        super().connect(policy, client)
 
     def deliver(self, policy: Policy, version: int) -> Moved:
         """A push of what the server was started with only tells it the version."""

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from peft import PeftModel
-
 from offline_grpo.engine.server import Server, stamp
 from offline_grpo.engine.sglang_control import SglangControl
 from offline_grpo.engine.vllm_control import VllmControl
@@ -46,6 +44,10 @@ class ServerSync(ABC):
     """Whether the trainer's parameters become the server's memory."""
     moves = "full"
     """"full" for all weights of the model, "lora" for adapters alone."""
+    needs_own_server = False
+    """Whether the run must have started the server."""
+    needs_gpu = False
+    """Whether weights travel from GPU to GPU alone."""
     gpu_rule = "any"
     """Where a server that the run starts must be: "same" GPU as the first training process, any "other" than those, or "any"."""
     serves: ClassVar[tuple[type[ServerClient], ...]] = (VllmClient,)
@@ -162,22 +164,22 @@ class ServerSync(ABC):
         """The option's name in conf/weight_sync."""
         return type(self).__module__.rpartition(".")[2]
 
-    def check(self, client_class: type, *, has_adapters: bool) -> None:
+    def check(self, client_class: type, *, lora_rank: int | None) -> None:
         """See `WeightSync.check`."""
         if not issubclass(client_class, self.serves):
             names = " or ".join(kind.engine_name for kind in self.serves)
             raise ConfigError(f"weight_sync={self.name}: moves weights to a {names} server; use another generation, or another weight_sync")
-        if has_adapters and self.moves == "full":
+        if lora_rank is not None and self.moves == "full":
             raise ConfigError(
                 f"weight_sync={self.name}: moves all weights, and with model.lora only adapters change; use weight_sync=lora_hotswap"
             )
-        if not has_adapters and self.moves == "lora":
+        if lora_rank is None and self.moves == "lora":
             raise ConfigError(
                 f"weight_sync={self.name}: moves LoRA adapters and the policy has none; add model/lora=default, or choose another"
             )
 
     def _take(self, policy: Policy, client: RolloutClient) -> None:
-        self.check(type(client), has_adapters=isinstance(policy.model, PeftModel))
+        self.check(type(client), lora_rank=policy.lora_rank)
         self.client = client
         self.control = control_of(client)
 
