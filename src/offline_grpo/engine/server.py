@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +18,13 @@ from offline_grpo.engine.command_line import shown
 from offline_grpo.engine.http import ServerApi
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.engine.process import ServerProcess
+from offline_grpo.engine.scratch import Scratch
 from offline_grpo.errors import EngineDied, EngineError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SHARED_MEMORY = Path("/dev/shm")
 GRACE_S = 5.0
 """How long after a failed request a server of our own that is ending may take to end."""
 HEALTH_INTERVAL_S = 2.0
@@ -84,7 +82,7 @@ class Server:
         self._variables = dict(variables or {})
         self._process: ServerProcess | None = None
         self._watched_pid: int | None = None
-        self._scratch: Path | None = None
+        self._scratch: Scratch | None = None
         self.num_starts = 0
         self.api_key = api_key if launcher is None else launcher.api_key
         if launcher is not None:
@@ -120,10 +118,8 @@ class Server:
         Whatever ends a server of our own removes it; beside a server that was found, it is our `stop`, or else the next run.
         """
         if self._scratch is None:
-            parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-            _sweep(SHARED_MEMORY)
-            self._scratch = Path(tempfile.mkdtemp(prefix=f"offline-grpo-{os.getpid()}-", dir=parent))
-        return self._scratch
+            self._scratch = Scratch()
+        return self._scratch.path
 
     def start(self, model: str, *, options: Mapping[str, Any] | None = None) -> None:
         """Start our own server on `model` and wait until it is healthy; of a server that was found, only see that it is.
@@ -203,7 +199,7 @@ class Server:
             self._process.stop()
             self._process = None
         if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch.remove()
             self._scratch = None
 
     @property
@@ -228,14 +224,6 @@ def _has_ended(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def _sweep(parent: Path) -> None:
-    """Remove the scratch folders of runs that have ended."""
-    for folder in parent.glob("offline-grpo-*-*"):
-        owner = folder.name.split("-")[2]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def reachable(host: str) -> str:

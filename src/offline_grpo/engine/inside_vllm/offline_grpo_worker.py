@@ -199,11 +199,10 @@ def _move_to_shared_memory(model: nn.Module, files: list[int]) -> None:
 
 def _handle(storage: torch.UntypedStorage, file: int | None) -> dict[str, Any]:
     if file is not None:
-        return {"kind": "file", "pid": os.getpid(), "fd": file, "num_bytes": storage.nbytes()}
-    device, handle, size, offset, counter, counter_offset, event, sync = storage._share_cuda_()
+        return {"kind": "file", "fd": file, "num_bytes": storage.nbytes()}
+    _, handle, size, offset, counter, counter_offset, event, sync = storage._share_cuda_()
     return {
         "kind": "cuda",
-        "device": device,
         "handle": _text(handle),
         "num_bytes": size,
         "offset_bytes": offset,

@@ -1,0 +1,107 @@
+"""Folders in shared memory: nobody deletes those in use, whatever they are named, and the next run those that are not."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offline_grpo.engine import scratch
+from offline_grpo.engine.scratch import Scratch, remove_left_behind
+
+HOLDER = """
+import time
+from offline_grpo.engine.scratch import Scratch
+kept = Scratch()
+(kept.path / "weights").write_bytes(b"x")
+print(kept.path, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The shared memory of these tests."""
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def holder(memory: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another run, which has a folder there."""
+    code = f"import pathlib\nfrom offline_grpo.engine import scratch\nscratch.SHARED_MEMORY = pathlib.Path({str(memory)!r})\n{HOLDER}"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def folder_of(holder: subprocess.Popen[str]) -> Path:
+    assert holder.stdout is not None
+    return Path(holder.stdout.readline().strip())
+
+
+def test_it_is_private_and_goes() -> None:
+    folder = Scratch()
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    (folder.path / "weights").write_bytes(b"x")
+    folder.remove()
+    assert not folder.path.exists()
+
+
+def test_what_a_killed_run_left_goes_with_the_next(holder: subprocess.Popen[str]) -> None:
+    path = folder_of(holder)
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert (path / "weights").exists()
+    own = Scratch()
+    assert not path.exists()
+    own.remove()
+
+
+def test_what_is_in_use_stays(holder: subprocess.Popen[str], memory: Path) -> None:
+    """Whatever process id its name has: that of a run in a container is nobody's here."""
+    path = folder_of(holder)
+    elsewhere = path.rename(memory / "offline-grpo-99999999-abc")
+    own = Scratch()
+    another = Scratch()
+    assert (elsewhere / "weights").exists()
+    assert own.path.exists()
+    remove_left_behind()
+    assert {elsewhere, own.path, another.path} == set(memory.iterdir())
+    own.remove()
+    another.remove()
+
+
+@pytest.mark.parametrize("is_taken", ["before the lock", "while it waits"])
+def test_a_folder_that_is_taken_for_left_behind_is_made_again(is_taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    make, lock = tempfile.mkdtemp, fcntl.flock
+
+    def make_and_lose(**arguments: Any) -> str:
+        made.append(Path(make(**arguments)))
+        if is_taken == "before the lock" and len(made) == 1:
+            made[0].rmdir()
+        return str(made[-1])
+
+    def lose_and_lock(descriptor: int, operation: int) -> None:
+        if is_taken == "while it waits" and len(made) == 1:
+            made[0].rmdir()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
+    monkeypatch.setattr(fcntl, "flock", lose_and_lock)
+    before = set(os.listdir("/proc/self/fd"))
+    folder = Scratch()
+    assert (folder.path, folder.path.exists(), len(made)) == (made[1], True, 2)
+    folder.remove()
+    assert set(os.listdir("/proc/self/fd")) == before
