@@ -8,7 +8,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from offline_grpo.report.history import FloatArray, History, Series
@@ -18,6 +17,8 @@ AXIS, TEXT, RULE = "#9ca3af", "#374151", "#e5e7eb"
 PHASE_COLORS = {"generate": BLUE, "train": ORANGE, "sync": GREEN, "eval": PURPLE, "checkpoint": GREY}
 PASS_COLORS = (BLUE, ORANGE, GREEN, PURPLE)
 STEP_LABEL = "completed iterations"
+PLACES = {"left": 0.05, "right": 0.974, "bottom": 0.06, "top": 0.86, "wspace": 0.45, "hspace": 0.44}
+"""Of the panels, in shares of the figure, or of a panel for the space between two. Finding them anew for each run takes seconds."""
 LONG_RUN = 80  # points from which on a line is drawn pale under its running mean
 PERCENT = FuncFormatter(lambda share, _: f"{100 * share:.4g} %")
 SHORT_NUMBER = FuncFormatter(lambda value, _: f"{value:.2g}")
@@ -32,10 +33,10 @@ def save_report(history: History) -> Path:
 
 def draw_report(history: History) -> Figure:
     """The eight panels as a figure of its own, untouched by pyplot's global state."""
-    figure = Figure(figsize=(18, 8.8), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.12), facecolor="white")  # inches
+    figure = Figure(figsize=(18, 8.8), facecolor="white")  # inches
     FigureCanvasAgg(figure)
     drawers = (_reward, _pass_at_k, _kl, _entropy, _clip, _length, _gradient, _time)
-    for axes, draw in zip(figure.subplots(2, 4).flat, drawers, strict=True):
+    for axes, draw in zip(figure.subplots(2, 4, gridspec_kw=PLACES).flat, drawers, strict=True):
         _style(axes)
         draw(axes, history)
     num_steps = 1 + max([*history.train, *history.evals], default=0)
@@ -77,9 +78,9 @@ def _legend(axes: Axes, *twins: Axes) -> None:
         frameon=False,
         borderpad=0.2,
         borderaxespad=0.1,
-        handlelength=1.4,
-        handletextpad=0.5,
-        columnspacing=1.2,
+        handlelength=1.2,
+        handletextpad=0.4,
+        columnspacing=0.9,
     )
 
 
@@ -154,6 +155,7 @@ def _pass_at_k(axes: Axes, history: History) -> None:
         if len(low) == len(high) == len(series):
             _band(axes, series.steps, low.values, high.values, color)
             axes.vlines(series.steps, low.values, high.values, color=color, alpha=0.4, linewidth=1)
+    axes.set_ylim(bottom=max(axes.get_ylim()[0], -0.02))  # no share is below 0
     axes.yaxis.set_major_formatter(PERCENT)
     return _legend(axes)
 

@@ -1,9 +1,12 @@
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.transforms import Bbox
 
 from offline_grpo.report.history import History
 from offline_grpo.report.plots import draw_report, running_mean, save_report
@@ -83,3 +86,19 @@ def test_the_picture_is_drawn_for_short_and_long_runs(tmp_path: Path, iterations
 
 def test_running_mean_is_a_centred_window_cut_at_the_ends() -> None:
     assert running_mean(np.array([0.0, 3.0, 6.0, 0.0]), 3).tolist() == pytest.approx([1.5, 3.0, 3.0, 3.0])
+
+
+@pytest.mark.parametrize(("factor", "iterations"), [(1.0, 6), (123.4, 100), (1e-2, 1)])
+def test_no_panel_reaches_into_another(factor: float, iterations: int, tmp_path: Path) -> None:
+    """Their places are fixed; labels of any width have room."""
+    history = synthetic(tmp_path, iterations)
+    times = {f"time/{phase}_s": 0.1 for phase in ("generate", "train", "sync", "eval", "checkpoint")}
+    train = {i: {key: value * factor for key, value in metrics.items()} | times for i, metrics in history.train.items()}
+    figure = draw_report(History(history.run_dir, train, history.evals))
+    boxes: dict[Any, list[Any]] = {}
+    for axes in figure.axes:  # twins stand in one place
+        boxes.setdefault(axes.get_position().bounds, []).append(axes.get_tightbbox())
+    panels = [Bbox.union(found) for found in boxes.values()]
+    assert len(panels) == 8
+    assert not [(a, b) for a, b in combinations(panels, 2) if a.overlaps(b)]
+    assert all(figure.bbox.x0 <= panel.x0 and panel.x1 <= figure.bbox.x1 and figure.bbox.y0 <= panel.y0 for panel in panels)
