@@ -11,6 +11,12 @@ from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.types import Completion, FinishReason, Rollout, Score, TokenBatch
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """With xdist, files are handed out in their order; by number of tests, the long ones of few tests would come last."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 @pytest.fixture
 def qwen2() -> PreTrainedModel:
     return make_qwen2()
