@@ -12,10 +12,10 @@ CONCRETE = ("task", "generation", "rollouts", "weight_sync", "eval", "logger", "
 KNOWS_HYDRA = ("config.py", "build.py", "cli.py", "app.py", "report/hydra_callback.py")
 
 
-def imports(path):
-    """Dotted names that a file imports anywhere."""
+def imports(nodes):
+    """Dotted names that are imported by these nodes of a syntax tree."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -23,8 +23,12 @@ def imports(path):
     return found
 
 
+def nodes_of(path):
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def ours(path):
-    return {name.removeprefix("offline_grpo.") for name in imports(path) if name.startswith("offline_grpo.")}
+    return {name.removeprefix("offline_grpo.") for name in imports(nodes_of(path)) if name.startswith("offline_grpo.")}
 
 
 def relative(path):
@@ -50,7 +54,15 @@ def test_only_app_knows_all_parts():
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_hydra_stops_at_the_door(path):
     if relative(path) not in KNOWS_HYDRA:
-        assert not {name for name in imports(path) if name.split(".")[0] in ("hydra", "omegaconf")}
+        assert not {name for name in imports(nodes_of(path)) if name.split(".")[0] in ("hydra", "omegaconf")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_what_takes_seconds_is_imported_where_it_is_needed(path):
+    """A default run needs none of these, and each of its starts would wait for them."""
+    at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {name.split(".")[0] for name in imports(at_import)}
+    assert not names & {"peft", "bitsandbytes", "vllm", "wandb", "tensorboard"}
 
 
 @pytest.mark.parametrize("path", [*FILES, ROOT / "run_grpo.py", ROOT / "smoke_test.py"], ids=lambda path: path.name)

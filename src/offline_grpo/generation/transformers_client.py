@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -19,6 +18,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, end_ids, filters, uniforms
+from offline_grpo.model.adapters import LanguageModel, unwrapped
 from offline_grpo.types import Completion, SamplingParams
 
 
@@ -35,7 +35,7 @@ class TransformersClient:
         batch_size: sequences decoded together.
     """
 
-    model: PreTrainedModel | PeftModel
+    model: LanguageModel
     tokenizer: PreTrainedTokenizerBase
     batch_size: int
     version: int = field(default=0, init=False)
@@ -47,7 +47,7 @@ class TransformersClient:
     @property
     def _lm(self) -> Any:
         """The transformers model, free of peft's wrapper; LoRA layers sit inside it."""
-        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        return unwrapped(self.model)
 
     @torch.no_grad()  # not inference_mode: tensors that the model caches while it samples must stay usable in training
     def generate(

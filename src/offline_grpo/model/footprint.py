@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
 
 from offline_grpo.config import ModelConfig
+from offline_grpo.model.adapters import LanguageModel
 from offline_grpo.model.forward import hidden_states
 from offline_grpo.model.load import DTYPES, prepare
 from offline_grpo.model.logprobs import head_stats
@@ -93,7 +93,7 @@ class LiveBytes(TorchDispatchMode):
 
 def build_on_meta(
     model_config: PretrainedConfig, config: ModelConfig, *, precision: str, train_layer_indices: str | None, gradient_checkpointing: bool
-) -> PreTrainedModel | PeftModel:
+) -> LanguageModel:
     """The model as `load_policy` would return it, with adapters, frozen blocks and checkpointing, but without weights. Raises likewise."""
     attention = "eager" if config.attn_implementation == "eager" else "sdpa"  # the others keep what CUDA's sdpa keeps
     with META:
@@ -109,7 +109,7 @@ def weights_bytes(model_config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 def measure(
-    model: PreTrainedModel | PeftModel, microbatch: Microbatch, *, packing: str, separate_masters: bool, entropy_requires_grad: bool
+    model: LanguageModel, microbatch: Microbatch, *, packing: str, separate_masters: bool, entropy_requires_grad: bool
 ) -> Footprint:
     """Run `microbatch` through a model of `build_on_meta`, twice unless it is a whole update: the second time gradients exist already.
 

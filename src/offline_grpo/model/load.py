@@ -1,19 +1,18 @@
-"""Loads policy and reference through transformers and peft, after everything that can be wrong with them was looked for."""
+"""Loads policy and reference through transformers, after everything that can be wrong with them was looked for."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from peft import LoraConfig as PeftLoraConfig
-from peft import PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from offline_grpo.config import LoraConfig, ModelConfig
+from offline_grpo.config import ModelConfig
 from offline_grpo.errors import ConfigError
+from offline_grpo.model.adapters import LanguageModel, with_lora
 from offline_grpo.model.forward import choose_packing
-from offline_grpo.model.layers import blocks_of, parse_layer_indices, train_only_blocks
+from offline_grpo.model.layers import parse_layer_indices, train_only_blocks
 from offline_grpo.model.policy import Policy, Scorer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -103,7 +102,7 @@ def prepare(
     train_layer_indices: str | None,
     gradient_checkpointing: bool,
     adapter: Path | None = None,
-) -> PreTrainedModel | PeftModel:
+) -> LanguageModel:
     """Make a model the one to be trained: dropout off, adapters (from the folder `adapter`, or new) or chosen blocks, checkpointing.
 
     Raises:
@@ -111,11 +110,11 @@ def prepare(
     """
     _disable_dropout(model)
     num_layers = model.config.get_text_config().num_hidden_layers
-    trained: PreTrainedModel | PeftModel = model
+    trained: LanguageModel = model
     if config.lora is not None:
         if train_layer_indices is not None:
             raise ConfigError(f"train.train_layer_indices={train_layer_indices}: with LoRA choose blocks by model.lora.layer_indices")
-        trained = _with_lora(model, config.lora, num_layers, adapter)
+        trained = with_lora(model, config.lora, num_layers, adapter)
     elif train_layer_indices is not None:
         train_only_blocks(model, parse_layer_indices(train_layer_indices, num_layers, key="train.train_layer_indices"), num_layers)
     if gradient_checkpointing:
@@ -150,31 +149,3 @@ def _disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             setattr(module, "attention_dropout", 0.0)  # noqa: B010 - nn.Module's annotations know tensors and modules only
-
-
-def _with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter: Path | None) -> PeftModel:
-    if adapter is not None:
-        return PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
-    layers, blocks, targets = None, "", lora.target_modules
-    if lora.layer_indices is not None:
-        layers = parse_layer_indices(lora.layer_indices, num_layers, key="model.lora.layer_indices")
-        blocks, modules = blocks_of(model, num_layers)
-        if targets == ["all-linear"]:  # peft combines layer indices with names alone
-            targets = sorted({name.rsplit(".", 1)[-1] for name, module in modules.named_modules() if isinstance(module, nn.Linear)})
-    peft_config = PeftLoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        lora_dropout=lora.dropout,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
-        layers_to_transform=layers,
-        layers_pattern=blocks.rsplit(".", 1)[-1] or None,
-        task_type="CAUSAL_LM",
-    )
-    try:
-        wrapped = get_peft_model(model, peft_config)
-    except ValueError as error:
-        raise ConfigError(f"model.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}") from error
-    assert isinstance(wrapped, PeftModel)
-    if not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise ConfigError(f"model.lora.target_modules={lora.target_modules}: the output head cannot be adapted; leave it out")
-    return wrapped

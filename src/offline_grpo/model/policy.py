@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.model.adapters import LanguageModel, has_adapters, unwrapped
 from offline_grpo.model.forward import hidden_states, packed_attention
 from offline_grpo.model.logprobs import head_stats
 from offline_grpo.model.masters import MasterWeights
@@ -31,7 +31,7 @@ class Scorer:
         without_adapter: score with LoRA adapters switched off, so that an adapted policy serves as its own reference.
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel, packing: str, *, without_adapter: bool = False) -> None:
+    def __init__(self, model: LanguageModel, packing: str, *, without_adapter: bool = False) -> None:
         self.model = model
         self.packing = packing
         self._without_adapter = without_adapter
@@ -39,7 +39,7 @@ class Scorer:
     @property
     def causal_lm(self) -> PreTrainedModel:
         """The transformers model, free of peft's wrapper; LoRA layers sit inside it."""
-        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model  # type: ignore[return-value]
+        return unwrapped(self.model)
 
     @property
     def _head(self) -> nn.Linear:
@@ -80,7 +80,7 @@ class Scorer:
         """Logprobs [T] without gradient, dropout off."""
         adapter: AbstractContextManager[Any] = nullcontext()
         if self._without_adapter:
-            assert isinstance(self.model, PeftModel)
+            assert has_adapters(self.model)
             adapter = self.model.disable_adapter()
         with eval_mode(self.model), adapter:
             return self.score(batch).logprobs
@@ -113,9 +113,7 @@ class Policy(Scorer):
         home: where it computes; other than the model's device only until `become_shared`.
     """
 
-    def __init__(
-        self, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, packing: str, *, home: torch.device | None = None
-    ) -> None:
+    def __init__(self, model: LanguageModel, tokenizer: PreTrainedTokenizerBase, packing: str, *, home: torch.device | None = None) -> None:
         super().__init__(model, packing)
         self.tokenizer = tokenizer
         self.home = home or self.device
@@ -124,7 +122,7 @@ class Policy(Scorer):
     @property
     def lora_rank(self) -> int | None:
         """The highest rank of the LoRA adapters that are trained; None where the model's own weights are."""
-        if not isinstance(self.model, PeftModel):
+        if not has_adapters(self.model):
             return None
         return max(config.r for config in self.model.peft_config.values() if hasattr(config, "r"))  # type: ignore[union-attr]
 
@@ -149,7 +147,7 @@ class Policy(Scorer):
 
     def save_model(self, folder: Path) -> None:
         """Write the model, or its adapter alone, as transformers and servers load it."""
-        if isinstance(self.model, PeftModel):
+        if has_adapters(self.model):
             self.model.save_pretrained(str(folder), save_embedding_layers=False)  # "auto" asks the hub for the base model's config
         else:
             self.model.save_pretrained(str(folder))

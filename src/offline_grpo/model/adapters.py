@@ -1,0 +1,68 @@
+"""LoRA adapters, through peft. Importing that takes seconds, so it is left until a model gets adapters."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from offline_grpo.config import LoraConfig
+from offline_grpo.errors import ConfigError
+from offline_grpo.model.layers import blocks_of, parse_layer_indices
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    LanguageModel = PreTrainedModel | PeftModel
+else:
+    LanguageModel = Any
+
+
+def has_adapters(model: LanguageModel) -> TypeGuard[PeftModel]:
+    """Whether it is a transformers model that peft has wrapped."""
+    peft = sys.modules.get("peft")  # nobody has wrapped anything without it
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def unwrapped(model: LanguageModel) -> PreTrainedModel:
+    """The transformers model, free of peft's wrapper; LoRA layers sit inside it."""
+    return model.get_base_model() if has_adapters(model) else model  # type: ignore[return-value]
+
+
+def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter: Path | None) -> PeftModel:
+    """The model with LoRA adapters on top (arXiv 2106.09685): those saved in the folder `adapter`, or new ones.
+
+    Raises:
+        ConfigError: target modules or layers that the model does not have.
+    """
+    from peft import LoraConfig as PeftLoraConfig
+    from peft import PeftModel, get_peft_model
+
+    if adapter is not None:
+        return PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+    layers, blocks, targets = None, "", lora.target_modules
+    if lora.layer_indices is not None:
+        layers = parse_layer_indices(lora.layer_indices, num_layers, key="model.lora.layer_indices")
+        blocks, modules = blocks_of(model, num_layers)
+        if targets == ["all-linear"]:  # peft combines layer indices with names alone
+            targets = sorted({name.rsplit(".", 1)[-1] for name, module in modules.named_modules() if isinstance(module, nn.Linear)})
+    peft_config = PeftLoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        layers_to_transform=layers,
+        layers_pattern=blocks.rsplit(".", 1)[-1] or None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        wrapped = get_peft_model(model, peft_config)
+    except ValueError as error:
+        raise ConfigError(f"model.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}") from error
+    assert isinstance(wrapped, PeftModel)
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise ConfigError(f"model.lora.target_modules={lora.target_modules}: the output head cannot be adapted; leave it out")
+    return wrapped
