@@ -8,7 +8,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from offline_grpo import cli, config
+from offline_grpo.run import cli, config
 
 config.register()
 
@@ -16,7 +16,7 @@ config.register()
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> float | None:
     """One run. Returns the last held-out pass@1, which sweepers maximise."""
-    from offline_grpo import app  # torch and transformers: only once the configuration has been composed
+    from offline_grpo.run import app  # torch and transformers: only once the configuration has been composed
 
     return cli.run_job(lambda: app.run(cfg, Path(HydraConfig.get().runtime.output_dir)))
 

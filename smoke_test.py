@@ -8,14 +8,14 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from offline_grpo.config import register
+from offline_grpo.run.config import register
 
 CONF = Path(__file__).parent / "conf"
 
 
 def main() -> None:
     """Train for one iteration in a temporary folder, evaluate, and print both records."""
-    from offline_grpo import app
+    from offline_grpo.run import app
 
     register()
     with tempfile.TemporaryDirectory() as folder:

@@ -34,11 +34,11 @@ from urllib.parse import urlsplit
 from common import Target, alternate, write_result
 from hydra import compose, initialize_config_dir
 
-from offline_grpo.build import build
-from offline_grpo.config import as_plain, register
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.run.build import build
+from offline_grpo.run.config import as_plain, register
 from offline_grpo.types import SamplingParams
 
 ROOT = Path(__file__).parents[1]

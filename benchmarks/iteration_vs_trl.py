@@ -30,12 +30,12 @@ from common import Target, Timings, write_result
 from hydra import compose, initialize_config_dir
 from trl_arm import WARMUP_BLOCKS, Interleave, MethodTimes, make_trainer
 
-from offline_grpo import app
-from offline_grpo.config import as_plain, register, typed
-from offline_grpo.interrupt import StopSignal
-from offline_grpo.parallel import Ranks
-from offline_grpo.preflight import Plan, make_plan
-from offline_grpo.run_dir import RunDir
+from offline_grpo.placement.ranks import Ranks
+from offline_grpo.run import app
+from offline_grpo.run.config import as_plain, register, typed
+from offline_grpo.run.interrupt import StopSignal
+from offline_grpo.run.preflight import Plan, make_plan
+from offline_grpo.run.run_dir import RunDir
 from offline_grpo.train.loop import Loop
 from offline_grpo.types import Metrics
 

@@ -33,14 +33,14 @@ from common import Target, write_result
 from hydra import compose, initialize_config_dir
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from offline_grpo import app
-from offline_grpo.config import register, typed
-from offline_grpo.memory_plan import describe, needs_reference_copy, predict
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_policy
-from offline_grpo.parallel import Ranks
-from offline_grpo.preflight import Plan, make_plan
-from offline_grpo.run_dir import RunDir
+from offline_grpo.placement.memory_plan import describe, needs_reference_copy, predict
+from offline_grpo.placement.ranks import Ranks
+from offline_grpo.run import app
+from offline_grpo.run.config import register, typed
+from offline_grpo.run.preflight import Plan, make_plan
+from offline_grpo.run.run_dir import RunDir
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.update import Updater
 from offline_grpo.types import Completion, FinishReason, Rollout, Score, TokenBatch

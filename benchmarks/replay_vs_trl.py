@@ -34,11 +34,11 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl_arm import WARMUP_BLOCKS, Interleave, MethodTimes, make_trainer
 
-from offline_grpo.config import TrainConfig
 from offline_grpo.loss.dapo import DAPO
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
-from offline_grpo.parallel import Ranks
+from offline_grpo.placement.ranks import Ranks
+from offline_grpo.settings import TrainConfig
 from offline_grpo.train.experience import prepare_batch
 from offline_grpo.train.optimizer import AdamW
 from offline_grpo.train.update import Updater

@@ -30,14 +30,14 @@ from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from offline_grpo.build import build
-from offline_grpo.config import as_plain, register
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
+from offline_grpo.run.build import build
+from offline_grpo.run.config import as_plain, register
 from offline_grpo.types import SamplingParams
 
 CONF = Path(__file__).parents[1] / "conf"

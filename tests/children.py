@@ -16,7 +16,7 @@ from typing import Any
 from factories import compose_config
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["offline_grpo.app", "children"])
+CONTEXT.set_forkserver_preload(["offline_grpo.run.app", "children"])
 
 SMALL = (
     "model.tiny.warm_start_steps=60",
@@ -73,7 +73,7 @@ def printed(output_dir: Path) -> str:
 
 
 def _child(output_dir: str, overrides: list[str], kill: Kill | None) -> None:
-    from offline_grpo import app, cli
+    from offline_grpo.run import app, cli
 
     Path(output_dir).parent.mkdir(parents=True, exist_ok=True)
     with open(f"{output_dir}.txt", "a", buffering=1) as output:

@@ -18,8 +18,6 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from offline_grpo.build import build
-from offline_grpo.config import as_plain
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.generation.vllm_client import VllmClient
@@ -28,6 +26,8 @@ from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.rollouts.on_policy import OnPolicy
+from offline_grpo.run.build import build
+from offline_grpo.run.config import as_plain
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Completion, Rollout, SamplingParams, Score
 from offline_grpo.weight_sync.shared_vllm import SharedVllm

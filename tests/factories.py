@@ -9,10 +9,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from offline_grpo.config import TrainConfig, register
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.model.policy import Policy
-from offline_grpo.parallel import Ranks
+from offline_grpo.placement.ranks import Ranks
+from offline_grpo.run.config import register
+from offline_grpo.settings import TrainConfig
 from offline_grpo.train.optimizer import AdamW
 from offline_grpo.train.update import Updater
 

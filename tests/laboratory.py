@@ -15,11 +15,11 @@ from factories import compose_config
 from safetensors.torch import load_file
 from torch import nn
 
-from offline_grpo import app
 from offline_grpo.errors import GrpoError
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.model import policy as policy_module
 from offline_grpo.rollouts.on_policy import OnPolicy
+from offline_grpo.run import app
 
 TWO_ITERATIONS = (*SMALL, "train.iterations=2", "train.lr=0.02", "eval.interval=1", "checkpoint.save_interval=1", "model.device=cpu")
 

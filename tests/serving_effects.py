@@ -23,8 +23,6 @@ from inside_vllm import make_worker
 from peft import LoraConfig, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
 
-from offline_grpo import serving
-from offline_grpo.config import typed
 from offline_grpo.engine import server as server_module
 from offline_grpo.engine.command_line import flags
 from offline_grpo.engine.http import authorization
@@ -35,7 +33,9 @@ from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
-from offline_grpo.preflight import make_plan
+from offline_grpo.run import serving
+from offline_grpo.run.config import typed
+from offline_grpo.run.preflight import make_plan
 from offline_grpo.weight_sync import ipc, nccl, proof
 
 PORT = 1111

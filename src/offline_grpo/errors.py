@@ -1,5 +1,9 @@
 """Errors that end a run with one line instead of a traceback."""
 
+from __future__ import annotations
+
+import signal
+
 
 class GrpoError(Exception):
     """A failure with a message written for the person who started the run. `exit_code` is what the process returns."""
@@ -29,6 +33,21 @@ class NonFiniteError(GrpoError):
     """Too many updates in a row had a non-finite loss or gradient."""
 
 
+class StopRequested(Exception):
+    """A signal asked the run to stop. `exit_code` follows the shell's convention, 128 + the signal's number."""
+
+    def __init__(self, signal_number: int) -> None:
+        self.signal_name = signal.Signals(signal_number).name
+        self.exit_code = 128 + signal_number
+        super().__init__(self.signal_name)
+
+
 def reason_of(error: Exception) -> str:
     """The first line of somebody else's error, for a message of ours."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def require(condition: bool, key: str, value: object, fix: str) -> None:
+    """Raise ConfigError naming key, value and fix unless `condition` holds."""
+    if not condition:
+        raise ConfigError(f"{key}={value}: {fix}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -198,4 +199,21 @@ class Checkpointer(Protocol):
 
     def write(self, iteration: int) -> PendingCheckpoint:
         """Save the state after `iteration`; raises CheckpointError, with earlier checkpoints intact, if that fails."""
+        ...
+
+
+class StopSignal(Protocol):
+    """Whether somebody asked the run to stop."""
+
+    @property
+    def is_requested(self) -> bool:
+        """True once a signal came."""
+        ...
+
+    def interruptible(self, allowed: bool = True) -> AbstractContextManager[None]:
+        """Inside, a signal raises StopRequested at once, if `allowed`; elsewhere it waits."""
+        ...
+
+    def raise_now(self) -> NoReturn:
+        """Raise StopRequested, also where the signal came to another process of the run."""
         ...

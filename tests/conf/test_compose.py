@@ -8,8 +8,9 @@ import pytest
 import yaml
 from factories import CONF, compose_config
 
-from offline_grpo.build import check_settings, resolve
-from offline_grpo.config import RunConfig, as_plain, typed
+from offline_grpo.run.build import check_settings, resolve
+from offline_grpo.run.config import as_plain, typed
+from offline_grpo.settings import RunConfig
 
 OPTIONS = sorted(
     path.relative_to(CONF).with_suffix("")
@@ -97,7 +98,7 @@ def is_explained_block(lines, number):
 
 
 def test_configuration_and_help_import_no_torch():
-    code = "import sys, offline_grpo.config, offline_grpo.cli; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+    code = "import sys, offline_grpo.settings, offline_grpo.run.cli; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

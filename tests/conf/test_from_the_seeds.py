@@ -14,9 +14,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from offline_grpo import config
-from offline_grpo.build import check_settings, resolve
-from offline_grpo.preflight import CLIENT_RUNTIME
+from offline_grpo.run import config
+from offline_grpo.run.build import check_settings, resolve
+from offline_grpo.run.preflight import CLIENT_RUNTIME
 from offline_grpo.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]

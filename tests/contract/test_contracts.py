@@ -21,13 +21,13 @@ from scripted_server import ScriptedServer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from offline_grpo.build import build
-from offline_grpo.config import as_plain
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError, GrpoError
 from offline_grpo.interfaces import Loss, MetricLogger, RolloutClient, Task, WeightSync
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
+from offline_grpo.run.build import build
+from offline_grpo.run.config import as_plain
 from offline_grpo.types import BatchTotals, Completion, FinishReason, SamplingParams, Split, SyncReport, TokenBatch, TokenStats
 
 

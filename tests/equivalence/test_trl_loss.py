@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from offline_grpo.advantage import group_advantages
 from offline_grpo.loss.base import PolicyGradientLoss
 from offline_grpo.loss.cispo import CISPO
 from offline_grpo.loss.dapo import DAPO
 from offline_grpo.loss.dr_grpo import DrGRPO
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.loss.gspo import GSPO
+from offline_grpo.train.advantage import group_advantages
 
 PLAIN = {
     "kl_coef": 0.0,

@@ -16,13 +16,13 @@ from engines import GPU, kill_engines, load, make_client, make_server, processes
 from factories import compose_config
 from safetensors.torch import load_file
 
-from offline_grpo import app
-from offline_grpo.config import typed
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
-from offline_grpo.parallel import Ranks
-from offline_grpo.preflight import Plan, make_plan
-from offline_grpo.run_dir import RunDir
+from offline_grpo.placement.ranks import Ranks
+from offline_grpo.run import app
+from offline_grpo.run.config import typed
+from offline_grpo.run.preflight import Plan, make_plan
+from offline_grpo.run.run_dir import RunDir
 from offline_grpo.train.experience import prepare_batch
 from offline_grpo.types import RolloutGroup, Score
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from factories import compose_config, make_qwen2
 
-from offline_grpo import app
 from offline_grpo.model.policy import Scorer
+from offline_grpo.run import app
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ import torch
 from children import SMALL, metrics_of, printed, run_in_child, weights_of
 from factories import compose_config
 
-from offline_grpo import app
+from offline_grpo.run import app
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 

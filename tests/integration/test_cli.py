@@ -20,11 +20,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from offline_grpo import app, cli
-from offline_grpo.checkpoint import list_checkpoints
-from offline_grpo.config import typed
+from offline_grpo.checkpoint.files import list_checkpoints
 from offline_grpo.errors import GrpoError
 from offline_grpo.report.hydra_callback import SweepSummary
+from offline_grpo.run import app, cli
+from offline_grpo.run.config import typed
 
 ROOT = Path(__file__).parents[2]
 ONE_ITERATION = (*SMALL, "train.iterations=1", "eval.eval_first=false", "model.device=cpu")

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from factories import compose_config
 
-from offline_grpo.config import typed
 from offline_grpo.errors import ConfigError
-from offline_grpo.preflight import make_plan
+from offline_grpo.run.config import typed
+from offline_grpo.run.preflight import make_plan
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "adding_a_component.md").read_text()

@@ -30,14 +30,14 @@ from torch import nn
 from torch.utils.tensorboard import writer as tensorboard_writer
 from transformers import Qwen2Config
 
-from offline_grpo import placement
-from offline_grpo.advantage import group_advantages
-from offline_grpo.build import build
-from offline_grpo.config import as_plain, typed
 from offline_grpo.errors import ConfigError
 from offline_grpo.logger import console
-from offline_grpo.placement import check_memory, server_gpus
-from offline_grpo.preflight import make_plan
+from offline_grpo.placement import devices as placement
+from offline_grpo.placement.devices import check_memory, server_gpus
+from offline_grpo.run.build import build
+from offline_grpo.run.config import as_plain, typed
+from offline_grpo.run.preflight import make_plan
+from offline_grpo.train.advantage import group_advantages
 from offline_grpo.types import BatchTotals, Split, TokenBatch, TokenStats
 
 LAST = "train_iter_001.json"

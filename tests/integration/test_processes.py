@@ -14,7 +14,7 @@ ONE_FAILS = """
 import sys
 
 from offline_grpo.errors import EngineDied, EngineError
-from offline_grpo.parallel import Ranks
+from offline_grpo.placement.ranks import Ranks
 
 ranks = Ranks(use_cpu=True)
 

@@ -15,11 +15,11 @@ KILLS = {
     "after the updates": Kill("offline_grpo.train.update:Updater.run", 4, "after"),
     "syncing": Kill("offline_grpo.weight_sync.in_process:InProcess.push", 4),
     "evaluating": Kill("offline_grpo.eval.evaluator:PassAtKEvaluator.evaluate", 3),
-    "writing the first checkpoint": Kill("offline_grpo.checkpoint:Checkpointer._write_into", 1, "after"),
-    "writing the second checkpoint": Kill("offline_grpo.checkpoint:Checkpointer._write_into", 2, "after"),
+    "writing the first checkpoint": Kill("offline_grpo.checkpoint.checkpointer:Checkpointer._write_into", 1, "after"),
+    "writing the second checkpoint": Kill("offline_grpo.checkpoint.checkpointer:Checkpointer._write_into", 2, "after"),
     "between metrics": Kill("offline_grpo.logger.json_logger:JsonLogger.log", 4),
-    "before the checkpoint counts": Kill("offline_grpo.checkpoint:PendingCheckpoint.commit", 1),
-    "after the checkpoint counts": Kill("offline_grpo.checkpoint:PendingCheckpoint.commit", 1, "after"),
+    "before the checkpoint counts": Kill("offline_grpo.checkpoint.checkpointer:PendingCheckpoint.commit", 1),
+    "after the checkpoint counts": Kill("offline_grpo.checkpoint.checkpointer:PendingCheckpoint.commit", 1, "after"),
     "drawing the report": Kill("offline_grpo.report.plots:Figure.savefig", 1),
 }
 

@@ -16,10 +16,10 @@ from children import SMALL, Kill, metrics_of, printed, run_in_child
 from engines import CPU, LORA_ARGS, kill_engine, kill_engines, load, make_client, make_server, processes_naming, running
 from factories import compose_config
 
-from offline_grpo import app
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.rollouts.on_policy import OnPolicy
+from offline_grpo.run import app
 from offline_grpo.weight_sync.reload import Reload
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import psutil
 
-from offline_grpo.background import in_background
+from offline_grpo.engine.background import in_background
 from offline_grpo.engine.command_line import shown
 from offline_grpo.engine.http import ServerApi
 from offline_grpo.engine.ports import choose_port

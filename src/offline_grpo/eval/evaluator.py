@@ -9,8 +9,8 @@ import numpy as np
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.eval.pass_at_k import ReplicateTable, check_ks, metrics_with_intervals
-from offline_grpo.generation.sampler import cut_at_stop
 from offline_grpo.interfaces import RolloutClient, Task
+from offline_grpo.model.text import cut_at_stop
 from offline_grpo.seeding import derive_seed
 from offline_grpo.types import FinishReason, Message, Metrics, Problem, SamplingParams
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
     LogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
@@ -22,15 +21,6 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from offline_grpo.types import Completion, FinishReason, SamplingParams
-
-
-def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the first of the `stop` strings.
-
-    Example: `cut_at_stop("4\\n\\nQ: 2+3", ("Q:", "\\n\\n"))` is `"4"`.
-    """
-    found = [position for position in map(text.find, stop) if position >= 0]
-    return text[: min(found)] if found else text
 
 
 class Draws:
@@ -160,10 +150,3 @@ class RowEnds(StoppingCriteria):
         newest = draws.token_ids[draws.rows, max(0, draws.step - self._window) : draws.step]  # [R, <= window]
         texts = self._tokenizer.batch_decode(newest, skip_special_tokens=True)
         return torch.tensor([any(string in text for string in self._stop) for text in texts], device=newest.device)
-
-
-def end_ids(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the model's generation config and the tokenizer call end of sequence."""
-    configured = config.eos_token_id if config is not None else None
-    ids = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
-    return sorted({token for token in ids if isinstance(token, int)})

@@ -17,8 +17,9 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, Pr
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from offline_grpo.errors import ConfigError, EngineError
-from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, end_ids, filters, uniforms
+from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, filters, uniforms
 from offline_grpo.model.adapters import LanguageModel, unwrapped
+from offline_grpo.model.text import end_ids
 from offline_grpo.types import Completion, SamplingParams
 
 

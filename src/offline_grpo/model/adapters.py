@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import nn
 from transformers import PreTrainedModel
 
-from offline_grpo.config import LoraConfig
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.layers import blocks_of, parse_layer_indices
+from offline_grpo.settings import LoraConfig
 
 if TYPE_CHECKING:
     from peft import PeftModel

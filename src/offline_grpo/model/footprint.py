@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
 
-from offline_grpo.config import ModelConfig
 from offline_grpo.model.adapters import LanguageModel
 from offline_grpo.model.forward import hidden_states
 from offline_grpo.model.load import DTYPES, prepare
 from offline_grpo.model.logprobs import head_stats
 from offline_grpo.model.masters import MasterWeights
 from offline_grpo.model.policy import Scorer
+from offline_grpo.settings import ModelConfig
 from offline_grpo.types import TokenBatch
 
 META = torch.device("meta")

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from offline_grpo.config import ModelConfig
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.adapters import LanguageModel, with_lora
 from offline_grpo.model.forward import choose_packing
 from offline_grpo.model.layers import parse_layer_indices, train_only_blocks
 from offline_grpo.model.policy import Policy, Scorer
+from offline_grpo.settings import ModelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -17,6 +17,7 @@ from offline_grpo.model.adapters import LanguageModel, has_adapters, unwrapped
 from offline_grpo.model.forward import hidden_states, packed_attention
 from offline_grpo.model.logprobs import head_stats
 from offline_grpo.model.masters import MasterWeights
+from offline_grpo.model.text import decode, encode
 from offline_grpo.types import Message, TokenBatch, TokenStats
 
 HEAD_TOLERANCE_NATS = 0.05
@@ -162,18 +163,7 @@ class Policy(Scorer):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens: what a task may see."""
-        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation, ready for the model's answer; a base model without chat template gets the contents, line by line."""
-    if tokenizer.chat_template is None:
-        return tokenizer.encode("\n".join(message["content"] for message in messages))
-    text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, add_generation_prompt=True)
-    assert isinstance(text, str)
-    return tokenizer.encode(text, add_special_tokens=False)
+        return decode(self.tokenizer, token_ids)
 
 
 @contextmanager

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from offline_grpo.config import require
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
-from offline_grpo.model.policy import encode
+from offline_grpo.model.text import encode
 from offline_grpo.model.warm_start import Progress, warm_start
 from offline_grpo.types import Problem, Split
 

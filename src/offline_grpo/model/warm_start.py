@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
-from offline_grpo.model.policy import encode
+from offline_grpo.model.text import encode
 from offline_grpo.types import Problem
 
 Progress = Callable[[int, int, float], None]

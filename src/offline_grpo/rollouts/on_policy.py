@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from offline_grpo.generation.sampler import cut_at_stop
 from offline_grpo.interfaces import RolloutClient, Task
-from offline_grpo.parallel import Ranks
+from offline_grpo.model.text import cut_at_stop
+from offline_grpo.placement.ranks import Ranks
 from offline_grpo.seeding import derive_seed
 from offline_grpo.types import Completion, Message, Problem, Rollout, RolloutGroup, SamplingParams
 

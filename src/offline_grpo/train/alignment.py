@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from offline_grpo.parallel import Ranks
+from offline_grpo.placement.ranks import Ranks
 from offline_grpo.types import TokenBatch
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
-from offline_grpo.advantage import group_advantages, zero_signal_groups
-from offline_grpo.config import TrainConfig
+from offline_grpo.settings import TrainConfig
+from offline_grpo.train.advantage import group_advantages, zero_signal_groups
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.update import Updater
 from offline_grpo.types import FinishReason, RolloutGroup, TokenBatch

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from offline_grpo.config import TrainConfig
-from offline_grpo.errors import EngineDied, GrpoError
+from offline_grpo.errors import EngineDied, GrpoError, StopRequested
 from offline_grpo.interfaces import (
     Checkpointer,
     Evaluator,
@@ -25,11 +24,12 @@ from offline_grpo.interfaces import (
     PhaseListener,
     RolloutClient,
     RolloutSource,
+    StopSignal,
     WeightSync,
 )
-from offline_grpo.interrupt import StopRequested, StopSignal
 from offline_grpo.model.policy import Policy
-from offline_grpo.parallel import Ranks
+from offline_grpo.placement.ranks import Ranks
+from offline_grpo.settings import TrainConfig
 from offline_grpo.train.experience import prepare_batch, rollout_metrics
 from offline_grpo.train.update import Updater
 from offline_grpo.types import Metrics, RolloutGroup

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offline_grpo.config import require
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, require
 
 
 def check_settings(optimizer: Any) -> None:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offline_grpo.config import TrainConfig
 from offline_grpo.errors import NonFiniteError
 from offline_grpo.interfaces import Loss
 from offline_grpo.model.policy import Policy, Scorer
-from offline_grpo.parallel import Ranks
+from offline_grpo.placement.ranks import Ranks
 from offline_grpo.seeding import derive_seed
+from offline_grpo.settings import TrainConfig
 from offline_grpo.train.alignment import Alignment
 from offline_grpo.train.batch import microbatches, share_of_rank, split_updates, totals_of
 from offline_grpo.train.schedule import lr_scale

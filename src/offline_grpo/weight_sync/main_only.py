@@ -6,7 +6,7 @@ from typing import Any
 
 from offline_grpo.errors import GrpoError
 from offline_grpo.interfaces import RolloutClient, WeightSync
-from offline_grpo.parallel import Ranks
+from offline_grpo.placement.ranks import Ranks
 from offline_grpo.types import SyncReport
 
 

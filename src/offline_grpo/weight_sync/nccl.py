@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from offline_grpo.background import in_background
+from offline_grpo.engine.background import in_background
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.policy import Policy

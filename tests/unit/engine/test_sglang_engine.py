@@ -16,13 +16,13 @@ from fake_sglang import FakeSglang, logits_after
 from omegaconf import OmegaConf
 from scripted_server import ScriptedServer
 
-from offline_grpo.build import build
-from offline_grpo.config import as_plain
 from offline_grpo.engine import server as server_module
 from offline_grpo.engine.server import Server, stamp
 from offline_grpo.engine.sglang import SglangEngine
 from offline_grpo.engine.sglang_control import SglangControl
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
+from offline_grpo.run.build import build
+from offline_grpo.run.config import as_plain
 
 SETTINGS: dict[str, Any] = {
     **COMMAND_LINE,

@@ -8,7 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, cut_at_stop, filters, invert_cdf, uniforms
+from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, filters, invert_cdf, uniforms
+from offline_grpo.model.text import cut_at_stop
 from offline_grpo.types import FinishReason, SamplingParams
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from offline_grpo.errors import ConfigError, EngineError
-from offline_grpo.generation.sampler import cut_at_stop
 from offline_grpo.generation.transformers_client import TransformersClient, left_pad
 from offline_grpo.interfaces import RolloutClient
+from offline_grpo.model.text import cut_at_stop
 from offline_grpo.types import Completion, FinishReason, SamplingParams
 
 PROMPTS = [[5, 6, 7], [9], list(range(2, 22)), [3, 3, 4, 8], [11, 12, 13]]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from offline_grpo.build import build
 from offline_grpo.interfaces import MetricLogger
+from offline_grpo.run.build import build
 
 CONF = Path(__file__).parents[3] / "conf" / "logger"
 

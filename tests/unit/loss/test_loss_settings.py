@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from offline_grpo.advantage import group_advantages
 from offline_grpo.errors import ConfigError
 from offline_grpo.loss.base import ClippedLoss
 from offline_grpo.loss.cispo import CISPO
@@ -15,6 +14,7 @@ from offline_grpo.loss.dapo import DAPO
 from offline_grpo.loss.dr_grpo import DrGRPO
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.loss.gspo import GSPO
+from offline_grpo.train.advantage import group_advantages
 
 LOSSES = [GRPO, DAPO, DrGRPO, GSPO, CISPO]
 ACTIVE = {

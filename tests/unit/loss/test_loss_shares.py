@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from offline_grpo.advantage import group_advantages
 from offline_grpo.loss.base import ClippedLoss
 from offline_grpo.loss.cispo import CISPO
 from offline_grpo.loss.dapo import DAPO
 from offline_grpo.loss.dr_grpo import DrGRPO
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.loss.gspo import GSPO
+from offline_grpo.train.advantage import group_advantages
 from offline_grpo.types import TokenBatch, TokenStats
 
 LOSSES = [GRPO, DAPO, DrGRPO, GSPO, CISPO]

@@ -5,10 +5,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, Qwen2Config
 
-from offline_grpo.config import LoraConfig, ModelConfig
 from offline_grpo.model.footprint import LiveBytes, Microbatch, build_on_meta, measure, weights_bytes
 from offline_grpo.model.forward import hidden_states
 from offline_grpo.model.logprobs import head_stats
+from offline_grpo.settings import LoraConfig, ModelConfig
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Completion, FinishReason, Rollout, Score
 

@@ -14,8 +14,6 @@ from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
 
-from offline_grpo.build import build
-from offline_grpo.config import as_plain
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
@@ -24,6 +22,8 @@ from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.interfaces import WeightSync
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
+from offline_grpo.run.build import build
+from offline_grpo.run.config import as_plain
 from offline_grpo.weight_sync import lora_hotswap, server_sync
 from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.server_sync import Moved, ServerSync

@@ -14,14 +14,14 @@ from omegaconf import OmegaConf
 from scripted_server import ScriptedServer
 from transformers import AutoModelForCausalLM
 
-from offline_grpo.build import build
-from offline_grpo.config import as_plain
 from offline_grpo.engine.server import Server, stamp
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.interfaces import WeightSync
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
+from offline_grpo.run.build import build
+from offline_grpo.run.config import as_plain
 
 
 def load(folder: str) -> Callable[[list[int]], list[float]]:

@@ -12,12 +12,12 @@ from omegaconf import OmegaConf
 from scripted_server import Reply, ScriptedServer
 from torch import Tensor
 
-from offline_grpo.build import build
-from offline_grpo.config import as_plain
 from offline_grpo.engine.server import Server
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
+from offline_grpo.run.build import build
+from offline_grpo.run.config import as_plain
 
 
 def test_training_survives_a_recovery_that_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,13 @@ from factories import compose_config, make_qwen2
 from omegaconf import OmegaConf
 from scripted_server import Reply, ScriptedServer
 
-from offline_grpo.build import build
-from offline_grpo.config import as_plain
 from offline_grpo.engine.server import Server, stamp
 from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
+from offline_grpo.run.build import build
+from offline_grpo.run.config import as_plain
 from offline_grpo.weight_sync import nccl
 from offline_grpo.weight_sync.weight_transfer import Named, WeightTransfer, buckets
 

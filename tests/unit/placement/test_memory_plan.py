@@ -7,9 +7,9 @@ import torch
 from factories import compose_config
 from transformers import Qwen2Config
 
-from offline_grpo.config import typed
 from offline_grpo.errors import ConfigError
-from offline_grpo.memory_plan import (
+from offline_grpo.model.footprint import Microbatch
+from offline_grpo.placement.memory_plan import (
     GIB,
     DevicePlan,
     MemoryPlan,
@@ -21,8 +21,8 @@ from offline_grpo.memory_plan import (
     optimizer_state_bytes,
     predict,
 )
-from offline_grpo.model.footprint import Microbatch
-from offline_grpo.preflight import make_plan
+from offline_grpo.run.config import typed
+from offline_grpo.run.preflight import make_plan
 from offline_grpo.train.optimizer import Adafactor, AdamW, AdamW8bit
 
 # 10 million weights: 20480 x 256 shared by embedding and head, and 4 blocks of about 1.2 million

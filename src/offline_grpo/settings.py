@@ -1,34 +1,16 @@
-"""The plain settings of a run, typed, and the schema that Hydra checks the YAML files against.
+"""The plain settings of a run: one frozen dataclass per group of `conf/`, which names and types the values and refuses impossible ones.
 
-YAML supplies every value; a dataclass here only names and types it and refuses impossible ones. Groups with behaviour (`task`,
-`generation`, `train.loss`, ...) are `Any` here: `build.py` checks those against the signature of the component that `_target_` names.
-This module imports no torch, so that `--help` and `--cfg job` answer at once.
+YAML supplies every value. Groups with behaviour (`task`, `generation`, `train.loss`, ...) are `Any` here: `run/build.py` checks those
+against the signature of the component that `_target_` names. This module imports neither torch nor Hydra.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
-from functools import cache
+from dataclasses import dataclass
 from math import inf
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
-
-from offline_grpo.errors import ConfigError
-
-T = TypeVar("T")
-
-TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""What torch, and servers, call the formats of `train.precision`; in YAML: ${torch_dtype:${train.precision}}."""
-
-
-def require(condition: bool, key: str, value: object, fix: str) -> None:
-    """Raise ConfigError naming key, value and fix unless `condition` holds."""
-    if not condition:
-        raise ConfigError(f"{key}={value}: {fix}")
+from offline_grpo.errors import require
 
 
 @dataclass(frozen=True)
@@ -230,52 +212,3 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(self.num_threads is None or self.num_threads > 0, "num_threads", self.num_threads, "at least 1, or null for one per core")
-
-
-@cache
-def schema(cls: type) -> type:
-    """A twin of a frozen dataclass that Hydra may merge YAML into: OmegaConf makes nodes of frozen classes read-only."""
-    members = []
-    for member in fields(cls):
-        hint = get_type_hints(cls)[member.name]
-        options = [schema(option) if is_dataclass(option) else option for option in get_args(hint)]
-        if is_dataclass(hint):
-            hint = schema(hint)  # type: ignore[arg-type]
-        elif get_origin(hint) in (Union, UnionType):
-            hint = Union[tuple(options)]  # noqa: UP007 - built at run time
-        members.append((member.name, hint) if member.default is MISSING else (member.name, hint, field(default=member.default)))
-    return make_dataclass(cls.__name__, members)
-
-
-def register() -> None:
-    """Make the schema available to Hydra as `config_schema`, the first entry of the defaults list in conf/config.yaml."""
-    OmegaConf.register_new_resolver("torch_dtype", TORCH_DTYPES.get, replace=True)
-    ConfigStore.instance().store(name="config_schema", node=schema(RunConfig))
-
-
-def typed(cfg: DictConfig) -> RunConfig:
-    """The composed configuration as frozen dataclasses, interpolations resolved, checks passed.
-
-    Accepts a re-read `.hydra/config.yaml` too: the schema is merged in again.
-    """
-    node = OmegaConf.merge(OmegaConf.structured(schema(RunConfig)), cfg)
-    for key in sorted(OmegaConf.missing_keys(node)):
-        raise ConfigError(f"{key}: has no value; set {key}=...")
-    return _construct(RunConfig, as_plain(node))  # type: ignore[arg-type]
-
-
-def _construct(cls: type[T], plain: Mapping[str, Any]) -> T:
-    hints = get_type_hints(cls)
-    values = dict(plain)
-    for name, value in plain.items():
-        child = next((option for option in (hints[name], *get_args(hints[name])) if is_dataclass(option)), None)
-        if child is not None and value is not None:
-            values[name] = _construct(child, value)  # type: ignore[type-var]
-    return cls(**values)
-
-
-def as_plain(cfg: DictConfig) -> Mapping[str, Any]:
-    """The resolved configuration as nested dicts and lists, for loggers and checkpoints."""
-    plain = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(plain, dict)
-    return plain  # type: ignore[return-value]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.checkpoint import latest_checkpoint, read_state
+from offline_grpo.checkpoint.files import latest_checkpoint, read_state
 from offline_grpo.errors import CheckpointError, ConfigError
 
 IGNORED_ON_RESUME = ("resume", "logger", "num_threads", "cache_dir")

@@ -8,8 +8,9 @@ from factories import make_qwen2, make_updater
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from offline_grpo import checkpoint as module
-from offline_grpo.checkpoint import Checkpointer, latest_checkpoint, list_checkpoints
+from offline_grpo.checkpoint import checkpointer as module
+from offline_grpo.checkpoint.checkpointer import Checkpointer
+from offline_grpo.checkpoint.files import latest_checkpoint, list_checkpoints
 from offline_grpo.errors import CheckpointError
 
 

@@ -21,11 +21,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from offline_grpo.checkpoint.files import FORMAT, latest_checkpoint, list_checkpoints, read_state
 from offline_grpo.errors import CheckpointError, reason_of
 from offline_grpo.model.policy import Policy
 from offline_grpo.train.update import Updater
-
-FORMAT = 1
 
 
 @dataclass
@@ -107,33 +106,6 @@ class Checkpointer:
             reason = str(error).splitlines()[0]
             raise CheckpointError(f"resume={checkpoint}: its trainer state does not fit this configuration ({reason})") from error
         return int(record["iteration"])
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """`trainer/state.json` of a checkpoint.
-
-    Raises:
-        CheckpointError: not there, or not ours.
-    """
-    path = checkpoint / "trainer" / "state.json"
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"resume={checkpoint}: no readable trainer/state.json, so this is no checkpoint to go on from") from error
-    if record.get("format") != FORMAT:
-        raise CheckpointError(f"resume={checkpoint}: written in format {record.get('format')}, this version reads format {FORMAT}")
-    return record
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a run's `checkpoints` folder, oldest first."""
-    return sorted((path for path in folder.glob("iter_*") if path.name[5:].isdigit()), key=lambda path: int(path.name[5:]))
-
-
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint, or None."""
-    found = list_checkpoints(folder)
-    return found[-1] if found else None
 
 
 def _sync_file(path: Path) -> None:

@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.build import build
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError
-from offline_grpo.generation.sampler import end_ids
 from offline_grpo.generation.server_client import ServerClient
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.interfaces import RolloutClient, WeightSync
 from offline_grpo.model.policy import Policy
-from offline_grpo.parallel import Ranks
-from offline_grpo.placement import server_gpus
-from offline_grpo.preflight import Plan
+from offline_grpo.model.text import end_ids
+from offline_grpo.placement.devices import server_gpus
+from offline_grpo.placement.ranks import Ranks
+from offline_grpo.run.build import build
+from offline_grpo.run.preflight import Plan
 from offline_grpo.weight_sync.in_process import InProcess
 from offline_grpo.weight_sync.lora_hotswap import LoraHotswap
 from offline_grpo.weight_sync.main_only import MainOnly

@@ -7,16 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
-
-class StopRequested(Exception):
-    """A signal asked the run to stop. `exit_code` follows the shell's convention, 128 + the signal's number."""
-
-    def __init__(self, signal_number: int) -> None:
-        self.signal_name = signal.Signals(signal_number).name
-        self.exit_code = 128 + signal_number
-        super().__init__(self.signal_name)
+from offline_grpo.errors import StopRequested
 
 
 class StopSignal:
@@ -60,7 +53,7 @@ class StopSignal:
         if self._received is not None:
             raise StopRequested(self._received)
 
-    def raise_now(self) -> None:
+    def raise_now(self) -> NoReturn:
         """Raise StopRequested because a signal came here or to another process of the run."""
         raise StopRequested(self._received if self._received is not None else signal.SIGTERM)
 

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from offline_grpo.advantage import group_advantages, zero_signal_groups
+from offline_grpo.train.advantage import group_advantages, zero_signal_groups
 
 GROUPS = [[1.0, 0.0, 0.0, 0.0], [0.3, -0.2, 0.9], [2.0, 2.0]]
 

@@ -20,7 +20,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.model.footprint import Footprint, Microbatch, allocated_bytes, build_on_meta, measure, weights_bytes
 from offline_grpo.model.forward import choose_packing
 from offline_grpo.model.load import DTYPES
-from offline_grpo.preflight import Plan
+from offline_grpo.run.preflight import Plan
 from offline_grpo.train.optimizer import Adafactor, AdamW8bit
 from offline_grpo.types import SamplingParams
 

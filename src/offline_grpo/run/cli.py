@@ -16,10 +16,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from offline_grpo.build import sweep_hint
-from offline_grpo.errors import ConfigError, GrpoError
-from offline_grpo.interrupt import StopRequested
-from offline_grpo.launch import start_missing_processes
+from offline_grpo.errors import ConfigError, GrpoError, StopRequested
+from offline_grpo.run.build import sweep_hint
+from offline_grpo.run.launch import start_missing_processes
 
 T = TypeVar("T")
 

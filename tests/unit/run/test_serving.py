@@ -12,12 +12,12 @@ from factories import compose_config
 from scripted_server import Reply, Request, ScriptedServer
 from serving_effects import make_policy
 
-from offline_grpo import serving
-from offline_grpo.config import typed
 from offline_grpo.errors import EngineError
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.preflight import make_plan
+from offline_grpo.run import serving
+from offline_grpo.run.config import typed
+from offline_grpo.run.preflight import make_plan
 from offline_grpo.types import SamplingParams
 from offline_grpo.weight_sync.lora_hotswap import LoraHotswap
 from offline_grpo.weight_sync.main_only import MainOnly

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.memory_plan import check, describe, needs_reference_copy, predict
 from offline_grpo.model.load import read_model_config, resolve_device
-from offline_grpo.preflight import Plan
+from offline_grpo.placement.memory_plan import check, describe, needs_reference_copy, predict
+from offline_grpo.run.preflight import Plan
 
 log = logging.getLogger(__name__)
 

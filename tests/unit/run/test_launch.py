@@ -2,7 +2,7 @@
 
 import pytest
 
-from offline_grpo.launch import asked_for
+from offline_grpo.run.launch import asked_for
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from offline_grpo.build import build, check_settings, resolve
-from offline_grpo.config import RunConfig
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Loss, Task, WeightSync
+from offline_grpo.run.build import build, check_settings, resolve
+from offline_grpo.settings import RunConfig
 from offline_grpo.types import Message, Problem, SamplingParams, Split
 
 CLIENT_RUNTIME = ("model", "tokenizer", "server", "eos_ids")

@@ -5,7 +5,8 @@ import signal
 
 import pytest
 
-from offline_grpo.interrupt import StopRequested, StopSignal
+from offline_grpo.errors import StopRequested
+from offline_grpo.run.interrupt import StopSignal
 
 
 def send(number):

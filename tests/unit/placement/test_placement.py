@@ -7,10 +7,10 @@ import torch
 from factories import compose_config
 from transformers import Qwen2Config
 
-from offline_grpo.config import typed
 from offline_grpo.errors import ConfigError
-from offline_grpo.placement import check_devices, check_memory, engine_gpus, trainer_gpus
-from offline_grpo.preflight import make_plan
+from offline_grpo.placement.devices import check_devices, check_memory, engine_gpus, trainer_gpus
+from offline_grpo.run.config import typed
+from offline_grpo.run.preflight import make_plan
 
 TABLE = [
     # rule, GPUs of the training processes, GPUs of the machine, GPUs of the server (None: refused)

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from offline_grpo.build import build
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Task
+from offline_grpo.run.build import build
 
 
 @dataclass

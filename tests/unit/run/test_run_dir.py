@@ -5,7 +5,7 @@ import json
 import pytest
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.run_dir import RunDir, changed_keys, discard_fresh, find_resume_point
+from offline_grpo.run.run_dir import RunDir, changed_keys, discard_fresh, find_resume_point
 
 CONFIG = {"train": {"lr": 1e-3, "iterations": 10}, "resume": None, "seed": 0}
 

@@ -7,9 +7,9 @@ from factories import compose_config
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from offline_grpo import app
-from offline_grpo.cli import explain
 from offline_grpo.errors import ConfigError
+from offline_grpo.run import app
+from offline_grpo.run.cli import explain
 
 FOUND = "generation=vllm_server generation.base_url=http://127.0.0.1:1"
 REFUSED = {

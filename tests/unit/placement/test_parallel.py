@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from offline_grpo.parallel import PATIENCE, Ranks
+from offline_grpo.placement.ranks import PATIENCE, Ranks
 
 
 def test_sums_are_made_on_the_group_s_device_and_come_back() -> None:

@@ -14,25 +14,27 @@ from omegaconf import DictConfig
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from offline_grpo import serving
-from offline_grpo.build import build
-from offline_grpo.checkpoint import Checkpointer
-from offline_grpo.config import RunConfig, as_plain, require, typed
-from offline_grpo.errors import ConfigError
+from offline_grpo.checkpoint.checkpointer import Checkpointer
+from offline_grpo.errors import ConfigError, StopRequested, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import MetricLogger, RolloutClient
-from offline_grpo.interrupt import StopRequested, StopSignal
 from offline_grpo.model.load import load_policy, load_reference, load_tokenizer, read_model_config, resolve_device
-from offline_grpo.model.policy import Policy, encode
-from offline_grpo.parallel import Ranks
-from offline_grpo.placement import check_devices, check_memory
-from offline_grpo.preflight import Plan, check_context, describe_batches, make_plan, planned_updates_per_iteration
+from offline_grpo.model.policy import Policy
+from offline_grpo.model.text import encode
+from offline_grpo.placement.devices import check_devices, check_memory
+from offline_grpo.placement.ranks import Ranks
 from offline_grpo.report.history import load_history
 from offline_grpo.report.plots import save_report
 from offline_grpo.report.summary import print_summary
 from offline_grpo.rollouts.on_policy import OnPolicy
-from offline_grpo.run_dir import ResumePoint, RunDir, discard_fresh, find_resume_point
+from offline_grpo.run import serving
+from offline_grpo.run.build import build
+from offline_grpo.run.config import as_plain, typed
+from offline_grpo.run.interrupt import StopSignal
+from offline_grpo.run.preflight import Plan, check_context, describe_batches, make_plan, planned_updates_per_iteration
+from offline_grpo.run.run_dir import ResumePoint, RunDir, discard_fresh, find_resume_point
 from offline_grpo.seeding import derive_seed
+from offline_grpo.settings import RunConfig
 from offline_grpo.train.loop import Loop
 from offline_grpo.train.update import Updater
 
