@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, ClassVar, NoReturn, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from offline_grpo.types import (
     BatchTotals,
-    Completion,
+    CompletionStream,
     LossOutput,
+    Message,
     Metrics,
     Problem,
     RolloutGroup,
     SamplingParams,
+    SamplingRequest,
     Score,
+    ServedWeights,
     Split,
     SyncReport,
     TokenBatch,
@@ -41,28 +44,74 @@ class Task(Protocol):
 class RolloutClient(Protocol):
     """Our handle on the engine that samples."""
 
-    version: int
-    """How many optimizer updates the weights being served carry."""
+    engine_name: ClassVar[str | None]
+    """The kind of server that it asks, such as "vLLM"; None where it samples in this process. Said by the class."""
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, group_size: int, seeds: Sequence[int]
-    ) -> list[list[Completion]]:
-        """Sample `group_size` completions for each prompt (token ids in, token ids out), in the order of `prompts`.
+    weights: ServedWeights
+    """What the engine serves; replaced as a whole after each push, so that a request never mixes a name with another's version."""
 
-        Completion j of prompt i is drawn with seed `seeds[i] + j`, so the result does not depend on how the work is batched.
+    def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
+        """Answer the requests: yields the index of each with its completions as soon as they are complete, in any order.
+
+        Requests are taken from the iterable as there is room for them, and each gets the version of the weights that are served when it
+        is sent. Closing the iterator abandons what is still open.
 
         Raises:
             offline_grpo.errors.EngineError: the engine did not return exactly what was asked for.
         """
         ...
 
+    def close(self) -> None:
+        """Let go of connections. Called once, on every way out."""
+        ...
+
+
+@runtime_checkable
+class TextCodec(Protocol):
+    """Between text and tokens, for one model."""
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Prompt token ids of a conversation."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens: what a task may see."""
+        ...
+
 
 @runtime_checkable
 class RolloutSource(Protocol):
-    """Where an iteration's rollouts come from."""
+    """Where an iteration's rollouts come from: a component of the group `rollouts`.
+
+    Every process has a source of its own, which knows its rank and contributes its share. A source uses no collectives: the loop
+    gathers the shares. What it does in the background must end with `close`.
+    """
+
+    needs_problems: ClassVar[bool]
+    """Whether it trains on problems of the task; if not, none are made and its constructor cannot ask for them. Said by the class."""
+
+    def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
+        """Called once, before the first `next`, with the iteration that comes first and what `state_dict` returned for the checkpoint."""
+        ...
 
     def next(self, iteration: int) -> list[RolloutGroup]:
-        """The scored groups to train on, the same list on every process."""
+        """This process's scored groups of the iteration. With W processes, item i of process r becomes item i * W + r of the whole.
+
+        Raises:
+            offline_grpo.errors.EngineDied: the engine has ended; the loop recovers it and asks again.
+        """
+        ...
+
+    def weights_changed(self, version: int) -> None:
+        """The engine serves new weights, which carry `version` updates."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What a checkpoint must hold, as JSON types; empty where the iteration says it all."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything. Called once, on every way out."""
         ...
 
 
@@ -120,11 +169,45 @@ class WeightSync(Protocol):
         """
         ...
 
-    def push(self, policy: Any, *, version: int, force: bool = True) -> SyncReport:
+    @property
+    def interval(self) -> int:
+        """Push at every N-th opportunity, and always before an evaluation."""
+        ...
+
+    def push(self, policy: Any, *, version: int) -> SyncReport:
         """Pause, write, fence, flush the prefix cache, set the version, resume, and prove that the engine serves the policy. Idempotent.
 
-        Args:
-            force: False lets a strategy that pushes at intervals leave it for later.
+        Raises:
+            offline_grpo.errors.EngineDied: the engine, one that the run started, has ended.
+            offline_grpo.errors.EngineError: the engine does not serve what was pushed.
+        """
+        ...
+
+    def check_served(self) -> None:
+        """See that the engine still has the weights of the last push. Called after sampling, before anything is learnt from the samples.
+
+        Raises:
+            offline_grpo.errors.EngineDied: it has none since it was started anew.
+            offline_grpo.errors.EngineError: it has other weights.
+        """
+        ...
+
+    def recover(self, policy: Any, *, version: int) -> None:
+        """Start the engine again after EngineDied, if the run started it, and push."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the engine. Called once, on every way out."""
+        ...
+
+
+class Deployment(Protocol):
+    """The engine that serves the policy, and what keeps its weights current."""
+
+    client: RolloutClient
+
+    def push(self, policy: Any, *, version: int) -> SyncReport:
+        """Serve the policy's weights, and prove that they are served. Idempotent.
 
         Raises:
             offline_grpo.errors.EngineDied: the engine, one that the run started, has ended.
@@ -154,35 +237,37 @@ class WeightSync(Protocol):
 class Evaluator(Protocol):
     """Measures the served policy on held-out problems."""
 
-    def evaluate(self, client: RolloutClient, *, cycle: int) -> Metrics:
-        """Metrics of one evaluation; `cycle` (0, 1, ...) gives each evaluation sampling noise of its own."""
+    def sample(self, client: RolloutClient, *, cycle: int) -> list[RolloutGroup]:
+        """This process's share of an evaluation's groups, shared out as by `RolloutSource.next`. `cycle` (0, 1, ...) gives each
+        evaluation sampling noise of its own."""
+        ...
+
+    def metrics(self, groups: Sequence[RolloutGroup], *, cycle: int) -> Metrics:
+        """Metrics of an evaluation from the groups of all processes."""
         ...
 
 
 @runtime_checkable
-class MetricLogger(Protocol):
-    """Takes the metrics of an iteration somewhere."""
+class RunListener(Protocol):
+    """Follows a run: a component of the group `logger`. Inherit from this class and write the methods that you need.
+
+    One process of a run has listeners. All methods are called from its main thread.
+    """
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
-        """Called once, before the first `log`, with the resolved configuration."""
-        ...
-
-    def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
-        """Record the metrics of phase `name` ("train" or "eval"). Iteration -1 is the evaluation before any training."""
-        ...
-
-    def close(self) -> None:
-        """Called once, on every way out."""
-        ...
-
-
-@runtime_checkable
-class PhaseListener(Protocol):
-    """A logger that also shows what the run is doing right now."""
+        """Called once, before anything else, with the resolved configuration."""
 
     def phase(self, name: str, iteration: int) -> None:
-        """Phase `name` ("generate", "train", ...) of `iteration` begins."""
-        ...
+        """Phase `name` ("generate", "train", "sync", "eval", "checkpoint") of `iteration` begins."""
+
+    def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, iteration: int) -> None:
+        """The groups that phase `name` ("train" or "eval") sampled, of all processes, before anything is dropped."""
+
+    def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
+        """The metrics of phase `name` ("train" or "eval"). Iteration -1 is the evaluation before any training."""
+
+    def close(self) -> None:
+        """Called on every way out, perhaps twice."""
 
 
 class PendingCheckpoint(Protocol):
@@ -198,7 +283,11 @@ class Checkpointer(Protocol):
     """Saves everything that the next iteration depends on."""
 
     def write(self, iteration: int) -> PendingCheckpoint:
-        """Save the state after `iteration`; raises CheckpointError, with earlier checkpoints intact, if that fails."""
+        """Save the state after `iteration`. Called on every process.
+
+        Raises:
+            offline_grpo.errors.CheckpointError: it could not be written, on any process; earlier checkpoints are intact.
+        """
         ...
 
 

@@ -1,13 +1,14 @@
 """The data that flows through the pipeline, from a problem to an optimizer step.
 
-    Problem -> (client) -> Completion -> (task) -> Rollout -> RolloutGroup -> TokenBatch -> (policy) -> TokenStats -> (loss) -> LossOutput
+    Problem -> SamplingRequest -> (client) -> Completion -> (task) -> Rollout -> RolloutGroup
+            -> TokenBatch -> (policy) -> TokenStats -> (loss) -> LossOutput
 
 Everything here is plain data: no component is imported, nothing is mutated after construction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -63,16 +64,41 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """Which weights an engine serves: how many optimizer updates they carry, and what requests call them ("": the engine's base model)."""
+
+    version: int = 0
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRequest:
+    """Ask for `num_completions` completions of one prompt; the j-th is drawn with `seed + j`, so batching never changes a result."""
+
+    prompt_ids: tuple[int, ...]
+    num_completions: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.num_completions < 1:
+            raise ValueError(f"num_completions={self.num_completions}: must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """What the engine sampled after a prompt, EOS included: C tokens, each with its logprob in nats under the sampling distribution.
 
-    `version` is the number of optimizer updates that the engine's weights carried.
+    `versions` says for each token how many optimizer updates the weights carried that drew it.
     """
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: tuple[int, ...]  # [C]
+    logprobs: tuple[float, ...]  # [C]
     finish_reason: FinishReason
-    version: int
+    versions: tuple[int, ...]  # [C]
+
+
+CompletionStream = Generator[tuple[int, list[Completion]], None, None]
+"""The index of each request of a call, with its completions, as they become complete. `close` abandons what is still open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +112,63 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A prompt, one completion of it, the completion's text without special tokens, and its score."""
+    """A scored sequence of N tokens: the prompt, what the policy sampled, and, in several turns, what an environment wrote in between.
 
-    prompt_ids: tuple[int, ...]
-    completion: Completion
-    text: str
+    Only sampled tokens are trained on. Example, two turns (p prompt, s sampled, e environment):
+        token_ids  p p s s e e s s s
+        is_sampled F F T T F F T T T
+
+    Raises:
+        ValueError: the fields differ in length, or the first token is marked as sampled: nothing predicts it.
+    """
+
+    token_ids: tuple[int, ...]  # [N]
+    is_sampled: tuple[bool, ...]  # [N]
+    logprobs: tuple[float, ...]  # [N] nats, from the engine while it sampled; ignored where not sampled
+    versions: tuple[int, ...]  # [N] updates that the weights carried which drew the token; ignored where not sampled
+    temperature: float  # what the sampler divided the logits by
+    finish_reason: FinishReason  # of the last completion
+    text: str  # what the task judged: the sampled text without special tokens
     score: Score
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.is_sampled), len(self.logprobs), len(self.versions)}
+        if len(lengths) != 1:
+            raise ValueError(f"token_ids, is_sampled, logprobs and versions of a rollout differ in length: {sorted(lengths)}")
+        if self.is_sampled[:1] == (True,):
+            raise ValueError("the first token of a rollout cannot have been sampled: a prompt has at least one token")
+
+    @classmethod
+    def of_one_turn(cls, prompt_ids: Sequence[int], completion: Completion, *, temperature: float, text: str, score: Score) -> Rollout:
+        """A prompt and one completion of it."""
+        blank = len(prompt_ids)
+        return cls(
+            token_ids=(*prompt_ids, *completion.token_ids),
+            is_sampled=(False,) * blank + (True,) * len(completion.token_ids),
+            logprobs=(0.0,) * blank + completion.logprobs,
+            versions=(0,) * blank + completion.versions,
+            temperature=temperature,
+            finish_reason=completion.finish_reason,
+            text=text,
+            score=score,
+        )
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.is_sampled)
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """The G rollouts of one problem, whose rewards are compared with each other."""
+    """The G rollouts of one problem, whose rewards are compared with each other.
 
-    problem: Problem
+    `problem` is None where a source has the rollouts alone. `advantages`, one list of N numbers per rollout, replace those that the
+    trainer would compute from the rewards; None leaves it to the trainer.
+    """
+
+    problem: Problem | None
     rollouts: tuple[Rollout, ...]
+    advantages: tuple[tuple[float, ...], ...] | None = None  # [G][N]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +181,7 @@ class TokenBatch:
         sequence_ids     0 0 0 1 1 1
         completion_mask  F F T F T T
         sequence_lengths (3, 3)
-    Logprobs, advantages and temperature hold 0, 0 and 1 where `completion_mask` is False. The first token of a sequence is never
-    trained: nothing predicts it.
+    Logprobs and advantages are 0 where `completion_mask` is False. The first token of a sequence is never trained: nothing predicts it.
     """
 
     token_ids: Tensor  # [T] int64

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.eval.pass_at_k import ReplicateTable, check_ks, metrics_with_intervals
-from offline_grpo.interfaces import RolloutClient, Task
-from offline_grpo.model.text import cut_at_stop
+from offline_grpo.generation.sample import sample_in_order
+from offline_grpo.interfaces import RolloutClient, Task, TextCodec
 from offline_grpo.seeding import derive_seed
-from offline_grpo.types import FinishReason, Message, Metrics, Problem, SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class Replicate:
-    """One scored answer, reduced to what the metrics need, so that processes exchange little."""
-
-    reward: float
-    is_correct: bool
-    is_truncated: bool
-    num_tokens: int
+from offline_grpo.types import FinishReason, Metrics, Problem, RolloutGroup, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,24 +23,19 @@ class PassAtKEvaluator:
     work is batched or spread over processes.
 
     Args:
-        encode: chat messages -> prompt token ids.
-        decode: completion token ids -> text without special tokens.
-        rank, world_size: which share of the completions this process draws.
-        gather: called with what returns this process's list; gives the lists of all processes, joined in rank order, on every process.
+        rank, world_size: process `rank` of `world_size` samples every `world_size`-th problem.
     """
 
     task: Task
     problems: Sequence[Problem]
-    encode: Callable[[Sequence[Message]], list[int]]
-    decode: Callable[[Sequence[int]], str]
+    codec: TextCodec
     sampling: SamplingParams
     ks: Sequence[int]
     replicates: int
     seed_base: int
     bootstrap_samples: int
-    rank: int = 0
-    world_size: int = 1
-    gather: Callable[[Callable[[], list[Replicate]]], list[Replicate]] = lambda share: share()
+    rank: int
+    world_size: int
 
     def __post_init__(self) -> None:
         check_ks(self.ks, self.replicates)
@@ -64,44 +49,32 @@ class PassAtKEvaluator:
                 "set eval.replicates=1 and eval.ks=[1], or sample at a temperature above 0"
             )
 
-    def evaluate(self, client: RolloutClient, *, cycle: int) -> Metrics:
-        """Metrics of one evaluation. Every process calls it and gets the same result."""
-        work = [(problem, replicate) for problem in self.problems for replicate in range(self.replicates)]
-        share = work[len(work) * self.rank // self.world_size : len(work) * (self.rank + 1) // self.world_size]
-        replicates = self.gather(lambda: self._sample(client, share, cycle))
-        assert len(replicates) == len(work), f"gather returned {len(replicates)} results for {len(work)} completions"
-        return metrics_with_intervals(
-            self._table(replicates),
-            self.ks,
-            bootstrap_samples=self.bootstrap_samples,
-            seed=derive_seed(self.seed_base, cycle, "bootstrap"),
-        )
-
-    def _sample(self, client: RolloutClient, work: Sequence[tuple[Problem, int]], cycle: int) -> list[Replicate]:
-        if not work:  # more processes than completions
-            return []
-        prompts = {problem.problem_id: self.encode(problem.messages) for problem, _ in work}
-        groups = client.generate(
-            [prompts[problem.problem_id] for problem, _ in work],
-            self.sampling,
-            group_size=1,
-            seeds=[derive_seed(self.seed_base, cycle, problem.problem_id, replicate) for problem, replicate in work],
-        )
-        return [
-            self._replicate(problem, completion.token_ids, completion.finish_reason)
-            for (problem, _), (completion,) in zip(work, groups, strict=True)
+    def sample(self, client: RolloutClient, *, cycle: int) -> list[RolloutGroup]:
+        """See `Evaluator.sample`. One group of `replicates` rollouts per problem."""
+        mine = self.problems[self.rank :: self.world_size]
+        draws = [
+            (problem, derive_seed(self.seed_base, cycle, problem.problem_id, replicate))
+            for problem in mine
+            for replicate in range(self.replicates)
         ]
+        singles = sample_in_order(client, self.task, self.codec, draws, self.sampling, group_size=1)
+        rollouts = [rollout for single in singles for rollout in single.rollouts]
+        n = self.replicates
+        return [RolloutGroup(problem, tuple(rollouts[i * n : (i + 1) * n])) for i, problem in enumerate(mine)]
 
-    def _replicate(self, problem: Problem, token_ids: Sequence[int], finish_reason: FinishReason) -> Replicate:
-        text = cut_at_stop(self.decode(token_ids), self.sampling.stop)
-        score = self.task.score(problem, text)
-        return Replicate(score.reward, score.is_correct, finish_reason is FinishReason.LENGTH, len(token_ids))
+    def metrics(self, groups: Sequence[RolloutGroup], *, cycle: int) -> Metrics:
+        """See `Evaluator.metrics`."""
+        assert len(groups) == len(self.problems), f"{len(groups)} groups for {len(self.problems)} problems"
+        seed = derive_seed(self.seed_base, cycle, "bootstrap")
+        return metrics_with_intervals(_table(groups), self.ks, bootstrap_samples=self.bootstrap_samples, seed=seed)
 
-    def _table(self, replicates: list[Replicate]) -> ReplicateTable:
-        shape = (len(self.problems), self.replicates)
-        return ReplicateTable(
-            rewards=np.array([r.reward for r in replicates], dtype=np.float64).reshape(shape),
-            is_correct=np.array([r.is_correct for r in replicates], dtype=np.bool_).reshape(shape),
-            is_truncated=np.array([r.is_truncated for r in replicates], dtype=np.bool_).reshape(shape),
-            num_tokens=np.array([r.num_tokens for r in replicates], dtype=np.int64).reshape(shape),
-        )
+
+def _table(groups: Sequence[RolloutGroup]) -> ReplicateTable:
+    """N groups of n rollouts as tables [N, n]."""
+    rows = [group.rollouts for group in groups]
+    return ReplicateTable(
+        rewards=np.array([[r.score.reward for r in row] for row in rows], dtype=np.float64),
+        is_correct=np.array([[r.score.is_correct for r in row] for row in rows], dtype=np.bool_),
+        is_truncated=np.array([[r.finish_reason is FinishReason.LENGTH for r in row] for row in rows], dtype=np.bool_),
+        num_tokens=np.array([[r.num_sampled for r in row] for row in rows], dtype=np.int64),
+    )

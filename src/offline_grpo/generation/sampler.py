@@ -58,7 +58,7 @@ class Draws:
                 token_ids=tuple(token_ids[row][:length]),
                 logprobs=tuple(logprobs[row][:length]),
                 finish_reason=FinishReason.STOP if ended[row] else FinishReason.LENGTH,
-                version=version,
+                versions=(version,) * length,
             )
             for row, length in enumerate(num_tokens)
         ]

@@ -10,15 +10,18 @@ import asyncio
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import islice
+from queue import SimpleQueue
+from typing import Any, ClassVar
 
 import httpx
 
 from offline_grpo.engine.http import SAFE_TO_RETRY_STATUS, authorization, body_of, describe
 from offline_grpo.engine.server import GRACE_S, Server
 from offline_grpo.errors import ConfigError, EngineError
-from offline_grpo.types import Completion, FinishReason, SamplingParams
+from offline_grpo.types import Completion, CompletionStream, FinishReason, SamplingParams, SamplingRequest, ServedWeights
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
@@ -49,8 +52,8 @@ class ServerClient(ABC):
         max_retries: further attempts of a request; the pauses between them double, from half a second to at most ten.
     """
 
-    engine_name: str
-    path: str
+    engine_name: ClassVar[str | None]
+    path: ClassVar[str]
 
     def __init__(self, *, server: Server, eos_ids: Sequence[int], batch_size: int, timeout_s: float, max_retries: int) -> None:
         for name, value, is_good, rule in (
@@ -60,7 +63,7 @@ class ServerClient(ABC):
         ):
             if not is_good:
                 raise ConfigError(f"generation.{name}={value}: must be {rule}")
-        self.version = 0
+        self.weights = ServedWeights()
         self.server = server
         self._eos_ids = list(eos_ids)
         self._batch_size = batch_size
@@ -71,36 +74,38 @@ class ServerClient(ABC):
         self._idle: list[httpx.AsyncClient] = []  # a connection each: to find one in a pool of 64 takes httpx 9 ms
 
     @abstractmethod
-    def request(self, prompt: Sequence[int], sampling: SamplingParams, *, group_size: int, seed: int) -> dict[str, Any]:
-        """The JSON body that asks for `group_size` completions, the j-th drawn with `seed + j`."""
+    def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
+        """The JSON that asks `weights` for the request's completions, the j-th drawn with `seed + j`."""
 
     @abstractmethod
-    def choices(self, body: Any, prompt: Sequence[int], group_size: int) -> list[Choice]:
-        """The completions in an answer, in order. May raise KeyError, TypeError, IndexError or ValueError on one that is malformed."""
+    def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
+        """The completions in the server's answer, in order. May raise KeyError, TypeError, IndexError or ValueError."""
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, group_size: int, seeds: Sequence[int]
-    ) -> list[list[Completion]]:
-        """See `RolloutClient.generate`.
+    def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
+        """See `RolloutClient.generate`. Up to `batch_size` requests are in flight, and as many wait behind them.
 
         Raises:
             EngineDied: the server, one that this run started, has ended.
             EngineError: it cannot be reached, refused, or answered something else than what was asked for.
-            ValueError: not one seed per prompt, or a group of none.
         """
-        if len(seeds) != len(prompts):
-            raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one per prompt")
-        if group_size < 1:
-            raise ValueError(f"group_size={group_size}: must be at least 1")
-        work = [
-            (prompt, self.request(prompt, sampling, group_size=group_size, seed=seed)) for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
         loop = self._running_loop()
-        future = asyncio.run_coroutine_threadsafe(self._ask_all(work, group_size, sampling.max_new_tokens), loop)
+        slots = asyncio.Semaphore(self._batch_size)
+        numbered = enumerate(requests)
+        unanswered: dict[int, Future[list[Completion]]] = {}
+        answered: SimpleQueue[int] = SimpleQueue()
         try:
-            return future.result()
-        finally:
-            future.cancel()  # does nothing unless the wait was interrupted
+            while True:
+                for index, request in islice(numbered, 2 * self._batch_size - len(unanswered)):
+                    future = asyncio.run_coroutine_threadsafe(self._ask(slots, request, sampling), loop)
+                    unanswered[index] = future
+                    future.add_done_callback(lambda _, index=index: answered.put(index))
+                if not unanswered:
+                    return
+                index = answered.get()
+                yield index, unanswered.pop(index).result()
+        finally:  # the first failure, a signal, or a caller who has had enough: nothing goes on behind its back
+            for future in unanswered.values():
+                future.cancel()
 
     def close(self) -> None:
         """Close the connections and end the thread. The client can be used again afterwards."""
@@ -133,33 +138,20 @@ class ServerClient(ABC):
             verify=self._ssl,
         )
 
-    async def _ask_all(
-        self, work: Sequence[tuple[Sequence[int], Mapping[str, Any]]], group_size: int, max_new_tokens: int
-    ) -> list[list[Completion]]:
-        slots = asyncio.Semaphore(self._batch_size)
+    async def _ask(self, slots: asyncio.Semaphore, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
+        async with slots:
+            http = self._idle.pop() if self._idle else self._new_connection()
+            try:
+                return await self._complete(http, request, sampling)
+            finally:
+                self._idle.append(http)
 
-        async def ask(prompt: Sequence[int], request: Mapping[str, Any]) -> list[Completion]:
-            async with slots:
-                http = self._idle.pop() if self._idle else self._new_connection()
-                try:
-                    return await self._complete(http, prompt, request, group_size, max_new_tokens)
-                finally:
-                    self._idle.append(http)
-
-        tasks = [asyncio.create_task(ask(prompt, request)) for prompt, request in work]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:  # the first failure, or being cancelled, ends the others
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _complete(
-        self, http: httpx.AsyncClient, prompt: Sequence[int], request: Mapping[str, Any], group_size: int, max_new_tokens: int
-    ) -> list[Completion]:
+    async def _complete(self, http: httpx.AsyncClient, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
         """Asks again for what the server aborts: part of a completion is none."""
         for _ in range(self.max_retries + 1):
-            completions = self._completions(await self._post(http, request), prompt, group_size, max_new_tokens)
+            weights = self.weights  # those that are served now: a push may come while the request is open
+            answer = await self._post(http, self.body(request, sampling, weights))
+            completions = self._completions(answer, request, sampling.max_new_tokens, weights.version)
             if all(completion.finish_reason is not FinishReason.ABORT for completion in completions):
                 return completions
             await self._check_whether_it_ends()
@@ -167,7 +159,7 @@ class ServerClient(ABC):
             f"{self._url}: the server aborted the request, {self.max_retries + 1} times; does somebody else pause it or load weights?"
         )
 
-    async def _post(self, http: httpx.AsyncClient, request: Mapping[str, Any]) -> Any:
+    async def _post(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> Any:
         failure = ""
         for attempt in range(self.max_retries + 1):
             if attempt > 0:
@@ -175,7 +167,7 @@ class ServerClient(ABC):
                 self.server.check_alive()
             try:
                 async with asyncio.timeout(self.timeout_s):
-                    response = await http.post(self.path, json=request)
+                    response = await http.post(self.path, json=body)
             except TimeoutError as error:
                 raise EngineError(
                     f"{self._url}: no answer after {self.timeout_s:g} s; raise generation.timeout_s, or look at the server"
@@ -202,17 +194,19 @@ class ServerClient(ABC):
     def _url(self) -> str:
         return f"{self.server.base_url}{self.path}"
 
-    def _completions(self, body: Any, prompt: Sequence[int], group_size: int, max_new_tokens: int) -> list[Completion]:
+    def _completions(self, answer: Any, request: SamplingRequest, max_new_tokens: int, version: int) -> list[Completion]:
         try:
-            choices = self.choices(body, prompt, group_size)
-            completions = [self._completion(*choice, max_new_tokens) for choice in choices]
+            choices = self.choices(answer, request)
+            completions = [self._completion(*choice, max_new_tokens, version) for choice in choices]
         except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-            raise EngineError(f"{self._url}: a malformed answer ({type(error).__name__}: {error}): {str(body)[:200]}") from error
-        if len(completions) != group_size:
-            raise EngineError(f"{self._url}: {len(completions)} completions where {group_size} were asked for")
+            raise EngineError(f"{self._url}: a malformed answer ({type(error).__name__}: {error}): {str(answer)[:200]}") from error
+        if len(completions) != request.num_completions:
+            raise EngineError(f"{self._url}: {len(completions)} completions where {request.num_completions} were asked for")
         return completions
 
-    def _completion(self, token_ids: Sequence[int], logprobs: Sequence[float], reason: str, max_new_tokens: int) -> Completion:
+    def _completion(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], reason: str, max_new_tokens: int, version: int
+    ) -> Completion:
         if not all(type(token) is int for token in token_ids):
             raise ValueError("token ids are not integers")
         if len(logprobs) != len(token_ids):
@@ -223,10 +217,10 @@ class ServerClient(ABC):
         for position, logprob in enumerate(logprobs):
             if not LOWEST_LOGPROB < logprob <= 1e-3:  # true of NaN too
                 raise EngineError(
-                    f"{self._url}: the logprob of token {position} is {logprob} (weights version {self.version}): no token that was drawn "
+                    f"{self._url}: the logprob of token {position} is {logprob} (weights version {version}): no token that was drawn "
                     "has that; the served weights, or their activations, are probably not finite"
                 )
-        return Completion(tuple(token_ids), tuple(map(float, logprobs)), finish, self.version)
+        return Completion(tuple(token_ids), tuple(map(float, logprobs)), finish, (version,) * len(token_ids))
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from offline_grpo.generation.server_client import Choice, ServerClient
-from offline_grpo.types import SamplingParams
+from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 
 
 class SglangClient(ServerClient):
@@ -23,8 +22,8 @@ class SglangClient(ServerClient):
     engine_name = "SGLang"
     path = "/generate"
 
-    def request(self, prompt: Sequence[int], sampling: SamplingParams, *, group_size: int, seed: int) -> dict[str, Any]:
-        """See `ServerClient.request`. SGLang keeps seeds in 64 bits with a sign, so the last one is followed by 0."""
+    def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
+        """See `ServerClient.body`. SGLang keeps seeds in 64 bits with a sign, so the last one is followed by 0."""
         common = {
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -37,14 +36,14 @@ class SglangClient(ServerClient):
             "skip_special_tokens": False,
         }
         return {
-            "input_ids": [list(prompt)] * group_size,
-            "sampling_params": [{**common, "sampling_seed": (seed + j) % 2**63} for j in range(group_size)],
+            "input_ids": [list(request.prompt_ids)] * request.num_completions,
+            "sampling_params": [{**common, "sampling_seed": (request.seed + j) % 2**63} for j in range(request.num_completions)],
             "return_logprob": True,
         }
 
-    def choices(self, body: Any, prompt: Sequence[int], group_size: int) -> list[Choice]:
+    def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
         """See `ServerClient.choices`. The answers of a batch come in its order."""
-        return [_choice(answer["meta_info"], len(prompt)) for answer in body]
+        return [_choice(item["meta_info"], len(request.prompt_ids)) for item in answer]
 
 
 def _choice(meta: Any, prompt_length: int) -> Choice:

@@ -5,10 +5,11 @@ Rows of one prompt share its prefill, and rows that have ended are dropped from 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, filters, uniforms
 from offline_grpo.model.adapters import LanguageModel, unwrapped
 from offline_grpo.model.text import end_ids
-from offline_grpo.types import Completion, SamplingParams
+from offline_grpo.types import Completion, CompletionStream, SamplingParams, SamplingRequest, ServedWeights
 
 
 @dataclass
@@ -39,55 +40,63 @@ class TransformersClient:
     model: LanguageModel
     tokenizer: PreTrainedTokenizerBase
     batch_size: int
-    version: int = field(default=0, init=False)
+    weights: ServedWeights = field(default_factory=ServedWeights, init=False)
+
+    engine_name: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ConfigError(f"generation.batch_size={self.batch_size}: must be at least 1")
+        self._eos_ids = end_ids(self._lm.generation_config, self.tokenizer)
 
     @property
     def _lm(self) -> Any:
         """The transformers model, free of peft's wrapper; LoRA layers sit inside it."""
         return unwrapped(self.model)
 
-    @torch.no_grad()  # not inference_mode: tensors that the model caches while it samples must stay usable in training
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, group_size: int, seeds: Sequence[int]
-    ) -> list[list[Completion]]:
-        """See `RolloutClient.generate`.
+    def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
+        """See `RolloutClient.generate`. All requests are taken at once, and those with prompts of like length are decoded together.
 
         Raises:
             ConfigError: an empty stop string, an empty prompt, or one that with `max_new_tokens` exceeds the model's context.
             EngineError: the model's logits were not finite.
-            ValueError: not one seed per prompt, or a group of none.
         """
-        self._check(prompts, sampling, group_size, seeds)
-        by_length = sorted(range(len(prompts)), key=lambda prompt: len(prompts[prompt]))
-        rows = [(prompt, replicate) for prompt in by_length for replicate in range(group_size)]
-        eos_ids = end_ids(self._lm.generation_config, self.tokenizer)
-        done: dict[tuple[int, int], Completion] = {}
-        with sampling_state(self._lm):
-            for start in range(0, len(rows), self.batch_size):
-                batch = rows[start : start + self.batch_size]
-                place = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompt for prompt, _ in batch))}
-                draws = self._sample(
-                    [prompts[prompt] for prompt in place],
-                    [place[prompt] for prompt, _ in batch],
-                    [seeds[prompt] + replicate for prompt, replicate in batch],
-                    sampling,
-                    eos_ids,
-                )
-                if (bad := draws.first_non_finite()) is not None:
-                    row, step = bad
-                    raise EngineError(
-                        f"logits of token {step} after prompt {batch[row][0]} are not finite (weights version {self.version})"
-                    )
-                done.update(zip(batch, draws.completions(self.version), strict=True))
-        return [[done[prompt, replicate] for replicate in range(group_size)] for prompt in range(len(prompts))]
+        requests = list(requests)
+        self._check(requests, sampling)
+        by_length = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_ids))
+        rows = [(index, replicate) for index in by_length for replicate in range(requests[index].num_completions)]
+        done: dict[int, list[Completion]] = defaultdict(list)
+        for start in range(0, len(rows), self.batch_size):
+            batch = rows[start : start + self.batch_size]
+            for (index, _), completion in zip(batch, self._complete(requests, batch, sampling), strict=True):
+                done[index].append(completion)
+                if len(done[index]) == requests[index].num_completions:
+                    yield index, done.pop(index)
 
-    def _sample(
-        self, prompts: list[Sequence[int]], prompt_of_row: list[int], seeds: list[int], sampling: SamplingParams, eos_ids: list[int]
-    ) -> Draws:
+    def close(self) -> None:
+        """The model is the trainer's."""
+
+    @torch.no_grad()  # not inference_mode: tensors that the model caches while it samples must stay usable in training
+    def _complete(
+        self, requests: Sequence[SamplingRequest], batch: Sequence[tuple[int, int]], sampling: SamplingParams
+    ) -> list[Completion]:
+        """Decode B rows together, each a (request, replicate)."""
+        place = {index: i for i, index in enumerate(dict.fromkeys(index for index, _ in batch))}
+        with sampling_state(self._lm):
+            draws = self._sample(
+                [requests[index].prompt_ids for index in place],
+                [place[index] for index, _ in batch],
+                [requests[index].seed + replicate for index, replicate in batch],
+                sampling,
+            )
+        if (bad := draws.first_non_finite()) is not None:
+            row, step = bad
+            raise EngineError(
+                f"logits of token {step} after prompt {batch[row][0]} are not finite (weights version {self.weights.version})"
+            )
+        return draws.completions(self.weights.version)
+
+    def _sample(self, prompts: Sequence[Sequence[int]], prompt_of_row: list[int], seeds: list[int], sampling: SamplingParams) -> Draws:
         """A batch: completions of U distinct prompts, in B >= U rows."""
         lm = self._lm
         index = torch.tensor(prompt_of_row, device=lm.device)  # [B]
@@ -100,7 +109,7 @@ class TransformersClient:
         draws = Draws(len(index), sampling.max_new_tokens, lm.device)
         noise = None if sampling.temperature == 0 else uniforms(seeds, sampling.max_new_tokens).to(lm.device)  # [B, N]
         processors = LogitsProcessorList([*filters(sampling), SeededSampler(draws, noise)])
-        ends = StoppingCriteriaList([RowEnds(draws, eos_ids, sampling.stop, self.tokenizer)])
+        ends = StoppingCriteriaList([RowEnds(draws, self._eos_ids, sampling.stop, self.tokenizer)])
         while True:
             token_ids = lm.generate(
                 token_ids,
@@ -121,15 +130,11 @@ class TransformersClient:
         position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
         self._lm.get_decoder()(input_ids=token_ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True)
 
-    def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, group_size: int, seeds: Sequence[int]) -> None:
-        if len(seeds) != len(prompts):
-            raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one per prompt")
-        if group_size < 1:
-            raise ValueError(f"group_size={group_size}: must be at least 1")
+    def _check(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> None:
         if "" in sampling.stop:
             raise ConfigError(f"generation.stop={list(sampling.stop)}: an empty string is in every text; leave it out")
         context = getattr(self._lm.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        for index, prompt in enumerate(prompts):
+        for index, prompt in enumerate(request.prompt_ids for request in requests):
             if len(prompt) == 0:
                 raise ConfigError(f"prompt {index} has no tokens to continue; check the task's messages and the model's chat template")
             if context is not None and len(prompt) + sampling.max_new_tokens > context:

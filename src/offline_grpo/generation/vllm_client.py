@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from offline_grpo.generation.server_client import Choice, ServerClient
-from offline_grpo.types import SamplingParams
+from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 
 
 class VllmClient(ServerClient):
-    """See `ServerClient`. `model_name` is the weights, or the adapter, that requests name."""
+    """See `ServerClient`."""
 
     engine_name = "vLLM"
     path = "/v1/completions"
 
-    model_name = ""
-
-    def request(self, prompt: Sequence[int], sampling: SamplingParams, *, group_size: int, seed: int) -> dict[str, Any]:
-        """See `ServerClient.request`. vLLM draws completion j of a request with its seed + j, and refuses n > 1 at temperature 0."""
-        is_repeated = sampling.temperature == 0 and group_size > 1
+    def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
+        """See `ServerClient.body`. vLLM draws completion j of a request with its seed + j, and refuses n > 1 at temperature 0."""
+        is_repeated = sampling.temperature == 0 and request.num_completions > 1
+        prompt = list(request.prompt_ids)
         return {
-            "model": self.model_name or self.server.model_name,
-            "prompt": [list(prompt)] * group_size if is_repeated else list(prompt),
-            "n": 1 if is_repeated else group_size,
-            "seed": seed,
+            "model": weights.name or self.server.model_name,
+            "prompt": [prompt] * request.num_completions if is_repeated else prompt,
+            "n": 1 if is_repeated else request.num_completions,
+            "seed": request.seed,
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -38,11 +36,11 @@ class VllmClient(ServerClient):
             "skip_special_tokens": False,
         }
 
-    def choices(self, body: Any, prompt: Sequence[int], group_size: int) -> list[Choice]:
+    def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
         """See `ServerClient.choices`."""
-        choices = sorted(body["choices"], key=lambda choice: choice["index"])
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(len(choices))):
             raise ValueError("choices are not numbered from 0")
-        if choices and choices[0]["prompt_token_ids"] != list(prompt):
+        if choices and choices[0]["prompt_token_ids"] != list(request.prompt_ids):
             raise ValueError("the prompt came back changed")
         return [(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]) for choice in choices]

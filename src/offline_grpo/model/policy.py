@@ -146,6 +146,10 @@ class Policy(Scorer):
                     module._buffers[name] = buffer.to(self.home)
         self._before_publish = before_publish
 
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that training changes, in the model's own format, by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
     def save_model(self, folder: Path) -> None:
         """Write the model, or its adapter alone, as transformers and servers load it."""
         if has_adapters(self.model):

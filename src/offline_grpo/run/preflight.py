@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -86,7 +85,7 @@ def _check_client(node: Mapping[str, Any]) -> bool:
     target = resolve(node, "generation")
     settings = {name: value for name, value in node.items() if name != "_target_"}
     check_settings(target, settings, "generation", given_at_runtime=dict.fromkeys(CLIENT_RUNTIME))
-    return "server" in inspect.signature(target).parameters
+    return target.engine_name is not None
 
 
 def _split_generation(node: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:

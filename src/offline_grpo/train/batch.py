@@ -2,52 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
+from typing import TypeVar
 
 import torch
 
 from offline_grpo.types import BatchTotals, FinishReason, Rollout, TokenBatch
 
+T = TypeVar("T")
 
-def build_batch(rollouts: Sequence[Rollout], *, temperature: float, mask_truncated: bool) -> TokenBatch:
+
+def build_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBatch:
     """Lay S rollouts end to end, on the CPU; advantages are 0 until `with_advantages`.
 
     Args:
-        rollouts: S rollouts.
-        temperature: what the sampler divided the logits by.
-        mask_truncated: leave the tokens of completions that hit the length limit out of the loss.
+        mask_truncated: leave the tokens of rollouts that hit the length limit out of the loss.
     """
-    lengths = [len(r.prompt_ids) + len(r.completion.token_ids) for r in rollouts]
+    lengths = [len(r.token_ids) for r in rollouts]
     sequence_lengths = torch.tensor(lengths)
     sequence_ids = torch.repeat_interleave(torch.arange(len(rollouts)), sequence_lengths)  # [T]
     starts = torch.repeat_interleave(sequence_lengths.cumsum(0) - sequence_lengths, sequence_lengths)  # [T]
-    position_ids = torch.arange(len(sequence_ids)) - starts
-    prompt_lengths = torch.tensor([len(r.prompt_ids) for r in rollouts])[sequence_ids]  # [T]
-    is_trained = torch.tensor([not (mask_truncated and r.completion.finish_reason is FinishReason.LENGTH) for r in rollouts])
-    completion_mask = (position_ids >= prompt_lengths) & is_trained[sequence_ids]
-    token_ids = torch.tensor(list(chain.from_iterable((*r.prompt_ids, *r.completion.token_ids) for r in rollouts)))
-    logprobs = torch.tensor(list(chain.from_iterable((*([0.0] * len(r.prompt_ids)), *r.completion.logprobs) for r in rollouts)))
-    zeros = torch.zeros(len(token_ids))
+    is_trained = torch.tensor([not (mask_truncated and r.finish_reason is FinishReason.LENGTH) for r in rollouts])
+    completion_mask = torch.tensor(_flat(r.is_sampled for r in rollouts)) & is_trained[sequence_ids]  # [T]
+    zeros = torch.zeros(len(sequence_ids))
     return TokenBatch(
-        token_ids=token_ids,
-        position_ids=position_ids,
+        token_ids=torch.tensor(_flat(r.token_ids for r in rollouts)),
+        position_ids=torch.arange(len(sequence_ids)) - starts,
         sequence_ids=sequence_ids,
         completion_mask=completion_mask,
         advantages=zeros,
-        rollout_logprobs=torch.where(completion_mask, logprobs, zeros),
+        rollout_logprobs=torch.where(completion_mask, torch.tensor(_flat(r.logprobs for r in rollouts)), zeros),
         old_logprobs=zeros,
         ref_logprobs=None,
-        temperature=torch.full_like(zeros, temperature),
+        temperature=torch.tensor([r.temperature for r in rollouts])[sequence_ids],
         sequence_lengths=tuple(lengths),
     )
 
 
-def with_advantages(batch: TokenBatch, advantages: Sequence[float]) -> TokenBatch:
-    """The batch with S advantages, one for every completion token of its sequence."""
-    per_token = torch.tensor(advantages, dtype=torch.float32)[batch.sequence_ids]  # [T]
-    return replace(batch, advantages=per_token * batch.completion_mask)
+def with_advantages(batch: TokenBatch, advantages: Sequence[float | Sequence[float]]) -> TokenBatch:
+    """The batch with the advantages of S sequences: one number for all tokens of a sequence, or one for each of its tokens."""
+    per_token = [
+        torch.full((length,), advantage) if isinstance(advantage, float) else torch.tensor(advantage, dtype=torch.float32)
+        for advantage, length in zip(advantages, batch.sequence_lengths, strict=True)
+    ]
+    return replace(batch, advantages=torch.cat(per_token) * batch.completion_mask)
+
+
+def _flat(sequences: Iterable[Iterable[T]]) -> list[T]:
+    return list(chain.from_iterable(sequences))
 
 
 def totals_of(batch: TokenBatch, sequences: Sequence[int], *, max_new_tokens: int) -> BatchTotals:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from statistics import fmean, pstdev
 
+from offline_grpo.errors import ConfigError
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.advantage import group_advantages, zero_signal_groups
 from offline_grpo.train.batch import build_batch, with_advantages
@@ -12,24 +14,21 @@ from offline_grpo.train.update import Updater
 from offline_grpo.types import FinishReason, RolloutGroup, TokenBatch
 
 
-def prepare_batch(
-    groups: Sequence[RolloutGroup], updater: Updater, config: TrainConfig, *, temperature: float
-) -> tuple[TokenBatch | None, dict[str, float]]:
+def prepare_batch(groups: Sequence[RolloutGroup], updater: Updater, config: TrainConfig) -> tuple[TokenBatch | None, dict[str, float]]:
     """The batch of an iteration, scored by the policy and the reference where it needs that, and metrics of its advantages.
 
     None in place of a batch where no group is left to train on.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [[rollout.score.reward for rollout in group.rollouts] for group in groups]
-    batch = build_batch(rollouts, temperature=temperature, mask_truncated=config.mask_truncated)
+    batch = build_batch([rollout for group in groups for rollout in group.rollouts], mask_truncated=config.mask_truncated)
     metrics: dict[str, float] = {}
+    rewards = [[rollout.score.reward for rollout in group.rollouts] for group in groups]
     if updater.loss.kl_in_reward:
         batch = updater.score(batch)
         penalties = updater.loss.reward_penalties(batch).tolist()
         rewards = _subtract(rewards, penalties)
         metrics["kl_penalty_mean"] = fmean(penalties)
-    advantages = group_advantages(rewards, scale=updater.loss.scale_rewards)
-    is_silent = zero_signal_groups(advantages)
+    advantages = _advantages(groups, rewards, updater)
+    is_silent = zero_signal_groups([_numbers(group, own) for group, own in zip(groups, advantages, strict=True)])
     keep = [not (config.drop_zero_signal_groups and silent) for silent in is_silent]
     metrics |= {"num_groups": float(len(groups)), "num_groups_zero_signal": float(sum(is_silent)), "num_groups_trained": float(sum(keep))}
     flat = [advantage for group, kept in zip(advantages, keep, strict=True) for advantage in group if kept]
@@ -37,7 +36,8 @@ def prepare_batch(
     if not chosen or not bool(batch.completion_mask.any()):
         return None, metrics
     batch = with_advantages(batch.select(chosen) if len(chosen) < batch.num_sequences else batch, flat)
-    metrics |= {"advantage_mean": fmean(flat), "advantage_std": pstdev(flat)}
+    numbers = [n for group, own, kept in zip(groups, advantages, keep, strict=True) if kept for n in _numbers(group, own)]
+    metrics |= {"advantage_mean": fmean(numbers), "advantage_std": pstdev(numbers)}
     return batch if updater.loss.kl_in_reward else updater.score(batch), metrics
 
 
@@ -45,7 +45,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """What the sampled completions of an iteration were like, before anything is dropped."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [r.score.reward for r in rollouts]
-    lengths = [len(r.completion.token_ids) for r in rollouts]
+    lengths = [r.num_sampled for r in rollouts]
     parts = sorted({name for r in rollouts for name in r.score.parts})
     return {
         "reward_mean": fmean(rewards),
@@ -54,14 +54,36 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "completion_tokens_mean": fmean(lengths),
         "completion_tokens_max": float(max(lengths)),
         "num_completion_tokens": float(sum(lengths)),
-        "truncated_frac": fmean(r.completion.finish_reason is FinishReason.LENGTH for r in rollouts),
+        "truncated_frac": fmean(r.finish_reason is FinishReason.LENGTH for r in rollouts),
         **{f"reward/{name}": fmean(r.score.parts.get(name, 0.0) for r in rollouts) for name in parts},
     }
 
 
+def _advantages(groups: Sequence[RolloutGroup], rewards: list[list[float]], updater: Updater) -> list[list[float | Sequence[float]]]:
+    """For every rollout of every group its advantage: computed from the rewards, or, where the source gave advantages, one per token.
+
+    Raises:
+        ConfigError: a KL penalty in the reward, and advantages that were made without it.
+    """
+    if updater.loss.kl_in_reward and any(group.advantages is not None for group in groups):
+        raise ConfigError(
+            "train.loss.kl_placement=reward: these rollouts come with advantages, which no reward changes; use kl_placement=loss"
+        )
+    computed = group_advantages(rewards, scale=updater.loss.scale_rewards)
+    return [list(group.advantages or own) for group, own in zip(groups, computed, strict=True)]
+
+
+def _numbers(group: RolloutGroup, advantages: Sequence[float | Sequence[float]]) -> list[float]:
+    """A group's advantages as numbers: one per rollout, or, where there is one per token, those of the sampled tokens."""
+    if group.advantages is None:
+        return [advantage for advantage in advantages if isinstance(advantage, float)]
+    pairs = zip(group.advantages, group.rollouts, strict=True)
+    return [value for row, rollout in pairs for value, is_sampled in zip(row, rollout.is_sampled, strict=True) if is_sampled]
+
+
 def _subtract(rewards: list[list[float]], penalties: list[float]) -> list[list[float]]:
     remaining = iter(penalties)
-    return [[reward - next(remaining) for reward in group] for group in rewards]
+    return [[reward - penalty for reward, penalty in zip(group, islice(remaining, len(group)), strict=True)] for group in rewards]
 
 
 def _sequences_of_groups(groups: Sequence[RolloutGroup], keep: Sequence[bool]) -> list[int]:

@@ -10,148 +10,155 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from offline_grpo.errors import EngineDied, GrpoError, StopRequested
-from offline_grpo.interfaces import (
-    Checkpointer,
-    Evaluator,
-    MetricLogger,
-    PendingCheckpoint,
-    PhaseListener,
-    RolloutClient,
-    RolloutSource,
-    StopSignal,
-    WeightSync,
-)
+from offline_grpo.errors import EngineDied, StopRequested
+from offline_grpo.interfaces import Checkpointer, Deployment, Evaluator, RolloutSource, RunListener, StopSignal
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.experience import prepare_batch, rollout_metrics
+from offline_grpo.train.push_schedule import PushSchedule
 from offline_grpo.train.update import Updater
-from offline_grpo.types import Metrics, RolloutGroup
+from offline_grpo.types import Metrics, RolloutGroup, SyncReport
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What evaluates, whom it asks, and when: after an iteration if `is_due`, and `before_training`."""
+
+    evaluator: Evaluator
+    deployment: Deployment
+    before_training: bool
+    is_due: Callable[[int], bool]
+
+
+@dataclass(kw_only=True)
 class Loop:
-    """The components of a run, connected. `save_due` and `eval_due` say whether to do so after an iteration; `eval_sync` serves
-    evaluations that ask another engine than training does."""
+    """The components of a run, connected. `save_due` says whether to write a checkpoint after an iteration."""
 
     config: TrainConfig
     policy: Policy
     source: RolloutSource
     updater: Updater
-    weight_sync: WeightSync
-    eval_client: RolloutClient
-    eval_sync: WeightSync | None
-    evaluator: Evaluator | None
+    deployment: Deployment
+    schedule: PushSchedule
+    evaluation: Evaluation | None
     checkpointer: Checkpointer | None
-    loggers: Sequence[MetricLogger]
+    save_due: Callable[[int], bool]
+    listeners: Sequence[RunListener]
     ranks: Ranks
     stop: StopSignal
-    temperature: float
-    eval_first: bool
-    eval_due: Callable[[int], bool]
-    save_due: Callable[[int], bool]
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
     _num_recoveries: int = field(default=0, init=False)
     _last_saved: int | None = field(default=None, init=False)
 
-    def run(self, first_iteration: int) -> None:
+    def run(self, first_iteration: int, source_state: Mapping[str, Any] | None) -> None:
         """Train until the configured number of iterations, from `first_iteration` on (0: anew).
+
+        Args:
+            source_state: what the source returned for the checkpoint that the run goes on from, None for a new run.
 
         Raises:
             StopRequested: a signal came; the state after the last complete iteration has been saved.
         """
         self._last_saved = first_iteration - 1 if first_iteration > 0 else None
-        self._push(force=True)
-        if self.eval_first and first_iteration == 0:
+        self._serve_first()
+        self.source.start(first_iteration, source_state)
+        if self.evaluation is not None and self.evaluation.before_training and first_iteration == 0:
             with self._safe_point(-1):
-                self._log("eval", self._evaluate(-1), -1)
+                self._log("eval", self._evaluate(self.evaluation, -1), -1)
         for iteration in range(first_iteration, self.config.iterations):
             self._iterate(iteration)
 
     def _iterate(self, iteration: int) -> None:
         self._seconds = {}
         with self._safe_point(iteration), self._phase("generate", iteration):
-            groups = self._sampled(self.weight_sync, lambda: self.source.next(iteration))
+            groups = self._sample("train", iteration, self.deployment, lambda: self.source.next(iteration))
         with self._phase("train", iteration):
             metrics = rollout_metrics(groups) | self._train(groups, iteration)
+        evaluation = self.evaluation if self.evaluation is not None and self.evaluation.is_due(iteration) else None
         with self._phase("sync", iteration):
-            metrics |= self._push(force=self.eval_due(iteration))
-        evaluation = self._evaluate(iteration) if self.eval_due(iteration) else None
+            metrics |= self._push(force=evaluation is not None)
+        eval_metrics = self._evaluate(evaluation, iteration) if evaluation is not None else None
         with self._phase("checkpoint", iteration):
-            pending = self._write_checkpoint(iteration) if self.save_due(iteration) else None
-        if evaluation is not None:
-            self._log("eval", evaluation, iteration)
+            pending = self.checkpointer.write(iteration) if self.checkpointer is not None and self.save_due(iteration) else None
+        if eval_metrics is not None:
+            self._log("eval", eval_metrics, iteration)
         self._log("train", metrics | self._time_metrics(metrics), iteration)
         if pending is not None:
             pending.commit()
             self._last_saved = iteration
 
     def _train(self, groups: Sequence[RolloutGroup], iteration: int) -> dict[str, float]:
-        batch, metrics = prepare_batch(groups, self.updater, self.config, temperature=self.temperature)
+        batch, metrics = prepare_batch(groups, self.updater, self.config)
         if batch is None:
             return metrics | {"num_updates": 0.0}
         return metrics | self.updater.run(batch, iteration=iteration)
 
-    def _evaluate(self, iteration: int) -> Metrics:
-        assert self.evaluator is not None
+    def _evaluate(self, evaluation: Evaluation, iteration: int) -> Metrics:
+        evaluator, deployment, cycle = evaluation.evaluator, evaluation.deployment, iteration + 1
         with self._phase("eval", iteration):
-            if self.eval_sync is not None:
-                self.eval_sync.push(self.policy, version=self._version)
-            evaluator = self.evaluator
-            return self._sampled(self.eval_sync or self.weight_sync, lambda: evaluator.evaluate(self.eval_client, cycle=iteration + 1))
+            if deployment is not self.deployment:
+                deployment.push(self.policy, version=self._version)
+            groups = self._sample("eval", iteration, deployment, lambda: evaluator.sample(deployment.client, cycle=cycle))
+            return evaluator.metrics(groups, cycle=cycle)
 
     @property
     def _version(self) -> int:
         return self.updater.counters.version
 
+    def _serve_first(self) -> None:
+        """What the engine serves when the run begins: the policy, or, of a resumed run, the weights that it served then."""
+        with self.schedule.served_weights(self.policy, self._version) as version:
+            self._recovering(self.deployment, lambda: self.deployment.push(self.policy, version=version))
+        self.schedule.connected(self.policy, self._version)
+        self.source.weights_changed(self.schedule.version)
+
     def _push(self, *, force: bool) -> Metrics:
-        report = self._recovering(self.weight_sync, lambda: self.weight_sync.push(self.policy, version=self._version, force=force))
+        """Push if the schedule, or an evaluation (`force`), wants it."""
+        if self.schedule.is_due(force=force):
+            report = self._recovering(self.deployment, lambda: self.deployment.push(self.policy, version=self._version))
+            self.schedule.pushed(self.policy, self._version)
+            self.source.weights_changed(self._version)
+        else:
+            report = SyncReport(version=self.schedule.version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
         return report.metrics() | {"sync/num_recoveries": float(self._num_recoveries)}
 
-    def _sampled(self, weight_sync: WeightSync, action: Callable[[], T]) -> T:
-        """What `action` samples, from the weights of the last push and no others."""
+    def _sample(self, name: str, iteration: int, deployment: Deployment, share: Callable[[], list[RolloutGroup]]) -> list[RolloutGroup]:
+        """The groups of all processes, each of which samples its `share`, from the weights of the last push and no others."""
 
-        def sample() -> T:
-            samples = action()
-            weight_sync.check_served()
-            return samples
+        def sample() -> list[RolloutGroup]:
+            groups = self.ranks.gather_interleaved(share)
+            deployment.check_served()
+            return groups
 
-        return self._recovering(weight_sync, sample)
+        groups = self._recovering(deployment, sample)
+        for listener in self.listeners:
+            listener.rollouts(name, groups, iteration=iteration)
+        return groups
 
-    def _recovering(self, weight_sync: WeightSync, action: Callable[[], T]) -> T:
+    def _recovering(self, deployment: Deployment, action: Callable[[], T]) -> T:
         """Do it, and if the engine died of it, once more with a new engine: sampling and pushing start from the same state again."""
         try:
             return action()
         except EngineDied as death:
             self._num_recoveries += 1
             log.warning("%s Serving the weights again.", death)
-            weight_sync.recover(self.policy, version=self._version)
+            if deployment is self.deployment:
+                with self.schedule.served_weights(self.policy, self._version) as version:
+                    deployment.recover(self.policy, version=version)
+                self.source.weights_changed(version)
+            else:
+                deployment.recover(self.policy, version=self._version)
             return action()
-
-    def _write_checkpoint(self, iteration: int) -> PendingCheckpoint | None:
-        """Written by the first process, where all learn whether that went well. None on the others."""
-        assert self.checkpointer is not None
-        error: GrpoError | None = None
-        pending = None
-        if self.ranks.is_main:
-            try:
-                pending = self.checkpointer.write(iteration)
-            except GrpoError as caught:
-                error = caught
-        error = self.ranks.from_main(error)
-        if error is not None:
-            raise error
-        return pending
 
     @contextmanager
     def _safe_point(self, iteration: int) -> Iterator[None]:
@@ -163,16 +170,13 @@ class Loop:
                 yield
         except StopRequested:
             if self.checkpointer is not None and iteration > 0 and self._last_saved != iteration - 1:
-                pending = self._write_checkpoint(iteration - 1)
-                if pending is not None:
-                    pending.commit()
+                self.checkpointer.write(iteration - 1).commit()
             raise
 
     @contextmanager
     def _phase(self, name: str, iteration: int) -> Iterator[None]:
-        for listener in self.loggers:
-            if isinstance(listener, PhaseListener):
-                listener.phase(name, iteration)
+        for listener in self.listeners:
+            listener.phase(name, iteration)
         started = time.perf_counter()
         yield
         self._seconds[name] = time.perf_counter() - started
@@ -183,5 +187,5 @@ class Loop:
         return {f"time/{name}_s": seconds for name, seconds in self._seconds.items()} | rates
 
     def _log(self, name: str, metrics: Metrics, iteration: int) -> None:
-        for logger in self.loggers:
-            logger.log(name, metrics, iteration=iteration)
+        for listener in self.listeners:
+            listener.log(name, metrics, iteration=iteration)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import RolloutClient
-from offline_grpo.types import SyncReport
+from offline_grpo.types import ServedWeights, SyncReport
 
 
 class InProcess:
@@ -15,12 +14,14 @@ class InProcess:
 
     shares_weights = False  # there is no other memory to move to
 
+    interval = 1  # shared weights are always the newest
+
     def __init__(self) -> None:
         self._client: RolloutClient | None = None
 
-    def check(self, client_class: type, *, lora_rank: int | None) -> None:
+    def check(self, client_class: type[RolloutClient], *, lora_rank: int | None) -> None:
         """See `WeightSync.check`."""
-        if "server" in inspect.signature(client_class).parameters:
+        if client_class.engine_name is not None:
             raise ConfigError(
                 f"weight_sync=in_process: {client_class.__name__} does not sample from the trained module; choose a weight_sync that moves "
                 "weights to it, such as shared_vllm, reload, or with LoRA lora_hotswap"
@@ -35,10 +36,10 @@ class InProcess:
             )
         self._client = client
 
-    def push(self, policy: Any, *, version: int, force: bool = True) -> SyncReport:
+    def push(self, policy: Any, *, version: int) -> SyncReport:
         """Tell the client which version the shared weights have."""
         assert self._client is not None, "push() before connect()"
-        self._client.version = version
+        self._client.weights = ServedWeights(version)
         return SyncReport(version=version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
 
     def check_served(self) -> None:

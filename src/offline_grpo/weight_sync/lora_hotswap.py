@@ -17,6 +17,7 @@ from typing import Any
 from offline_grpo.engine.vllm import EXTENSION_FOLDER
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.model.policy import Policy
+from offline_grpo.types import ServedWeights
 from offline_grpo.weight_sync.proof import Proof, prove
 from offline_grpo.weight_sync.saving import save_weights
 from offline_grpo.weight_sync.server_sync import Moved, ServerSync
@@ -47,7 +48,7 @@ class LoraHotswap(ServerSync):
         folder = self.server.scratch / name
         num_bytes = save_weights(policy, folder, with_tokenizer=False)
         self.control.load_adapter(name, str(folder))
-        self.client.model_name = name
+        self.client.weights = ServedWeights(version, name)
         self._loaded.append((name, folder))
         if len(self._loaded) > 1:
             self.control.unload_adapter(self._loaded[-2][0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offline_grpo.generation.vllm_client import VllmClient
@@ -31,7 +31,7 @@ class LoraRestart(Restart):
         """The newest adapter, under a name that requests then carry."""
         if self._folder is None:
             self._save(policy, 0)
-        self.client.model_name = ADAPTER
+        self.client.weights = replace(self.client.weights, name=ADAPTER)
         return {"lora_modules": [f"{ADAPTER}={self._folder}"]}
 
     def check(self, client_class: type, *, lora_rank: int | None) -> None:

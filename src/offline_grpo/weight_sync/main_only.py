@@ -23,6 +23,10 @@ class MainOnly:
         """The first process's parameters may be the engine's; those of the others are their own."""
         return self._inner.shares_weights and self._ranks.is_main
 
+    @property
+    def interval(self) -> int:
+        return self._inner.interval
+
     def check(self, client_class: type, *, lora_rank: int | None) -> None:
         """See `WeightSync.check`."""
         self._inner.check(client_class, lora_rank=lora_rank)
@@ -33,9 +37,9 @@ class MainOnly:
         self._on_main(lambda: self._inner.connect(policy, client))
         self._tell_clients()
 
-    def push(self, policy: Any, *, version: int, force: bool = True) -> SyncReport:
+    def push(self, policy: Any, *, version: int) -> SyncReport:
         """See `WeightSync.push`. Every process's client then asks for the same weights."""
-        report = self._on_main(lambda: self._inner.push(policy, version=version, force=force))
+        report = self._on_main(lambda: self._inner.push(policy, version=version))
         self._tell_clients()
         return report
 
@@ -53,10 +57,7 @@ class MainOnly:
         self._inner.close()
 
     def _tell_clients(self) -> None:
-        names = [name for name in ("version", "model_name") if hasattr(self._client, name)]  # SGLang's requests name no model
-        state, server_pid = self._ranks.from_main(({name: getattr(self._client, name) for name in names}, self._client.server.pid))
-        for name, value in state.items():
-            setattr(self._client, name, value)
+        self._client.weights, server_pid = self._ranks.from_main((self._client.weights, self._client.server.pid))
         if not self._ranks.is_main:
             self._client.server.watch(server_pid)
 

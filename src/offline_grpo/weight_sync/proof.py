@@ -15,7 +15,7 @@ from offline_grpo.errors import EngineError
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.train.batch import build_batch
-from offline_grpo.types import Rollout, SamplingParams, Score
+from offline_grpo.types import Rollout, SamplingParams, SamplingRequest, Score
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +93,11 @@ def probe(policy: Policy, client: RolloutClient) -> torch.Tensor:
     length = min(PROBE_PROMPT_TOKENS, context - PROBE_TOKENS)
     draw = torch.Generator().manual_seed(0)
     prompts = torch.randint(min(config.vocab_size, 1000), (PROBE_PROMPTS, length), generator=draw).tolist()
-    groups = client.generate(prompts, SamplingParams(PROBE_TOKENS), group_size=1, seeds=range(PROBE_PROMPTS))
-    rollouts = [Rollout(tuple(prompt), group[0], "", Score(0.0, False, {})) for prompt, group in zip(prompts, groups, strict=True)]
-    batch = build_batch(rollouts, temperature=1.0, mask_truncated=False)
+    requests = [SamplingRequest(tuple(prompt), 1, seed) for seed, prompt in enumerate(prompts)]
+    completions = {index: completion for index, [completion] in client.generate(requests, SamplingParams(PROBE_TOKENS))}
+    unscored = Score(0.0, False, {})
+    rollouts = [Rollout.of_one_turn(prompt, completions[i], temperature=1.0, text="", score=unscored) for i, prompt in enumerate(prompts)]
+    batch = build_batch(rollouts, mask_truncated=False)
     ours = policy.logprobs(batch.to(policy.device)).cpu()
     return (ours - batch.rollout_logprobs)[batch.completion_mask]
 

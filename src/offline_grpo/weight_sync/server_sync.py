@@ -6,7 +6,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from offline_grpo.engine.server import Server, stamp
@@ -57,7 +57,6 @@ class ServerSync(ABC):
 
     client: Any = field(init=False)  # one of `serves`
     control: Any = field(init=False)  # its VllmControl or SglangControl
-    _skipped: int = field(default=0, init=False)
     _served: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -83,20 +82,17 @@ class ServerSync(ABC):
         log.info("connected to %s %s at %s, weight_sync=%s", self.client.engine_name, version, self.server.base_url, self.name)
         self.attach(policy)
 
-    def push(self, policy: Policy, *, version: int, force: bool = True) -> SyncReport:
+    def push(self, policy: Policy, *, version: int) -> SyncReport:
         """Deliver the policy's weights and prove that they are served. See `WeightSync.push`.
 
         Raises:
             EngineDied: our own server has ended; `recover` starts another.
             EngineError: the weights did not arrive.
         """
-        self._skipped += 1
-        if not force and self._skipped < self.interval:
-            return SyncReport(version=self.client.version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
-        self._skipped = 0
         started = time.perf_counter()
         moved = self.deliver(policy, version)
-        self.client.version = self._served = version
+        self.client.weights = replace(self.client.weights, version=version)
+        self._served = version
         delivered = time.perf_counter()
         proof = self.prove(policy, version)
         return SyncReport(
@@ -167,7 +163,7 @@ class ServerSync(ABC):
     def check(self, client_class: type, *, lora_rank: int | None) -> None:
         """See `WeightSync.check`."""
         if not issubclass(client_class, self.serves):
-            names = " or ".join(kind.engine_name for kind in self.serves)
+            names = " or ".join(str(kind.engine_name) for kind in self.serves)
             raise ConfigError(f"weight_sync={self.name}: moves weights to a {names} server; use another generation, or another weight_sync")
         if lora_rank is not None and self.moves == "full":
             raise ConfigError(

@@ -1,0 +1,57 @@
+"""From problems to scored rollouts: the one way in which training and evaluation sample from an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+
+from offline_grpo.interfaces import RolloutClient, Task, TextCodec
+from offline_grpo.model.text import cut_at_stop
+from offline_grpo.types import Completion, Problem, Rollout, RolloutGroup, SamplingParams, SamplingRequest
+
+
+def sample_groups(
+    client: RolloutClient,
+    task: Task,
+    codec: TextCodec,
+    draws: Sequence[tuple[Problem, int]],
+    sampling: SamplingParams,
+    *,
+    group_size: int,
+) -> Iterator[tuple[int, RolloutGroup]]:
+    """Sample `group_size` completions of each problem, score them, and yield the index of each draw with its group, in any order.
+
+    A group is scored as soon as its completions are there, while the engine goes on with the others.
+
+    Args:
+        draws: problems, each with the seed of its first completion (see `SamplingRequest`).
+    """
+    prompts = [tuple(codec.encode(problem.messages)) for problem, _ in draws]
+    requests = (SamplingRequest(prompt, group_size, seed) for prompt, (_, seed) in zip(prompts, draws, strict=True))
+    with closing(client.generate(requests, sampling)) as answers:
+        for index, completions in answers:
+            problem = draws[index][0]
+            rollouts = (_score(task, codec, problem, prompts[index], completion, sampling) for completion in completions)
+            yield index, RolloutGroup(problem, tuple(rollouts))
+
+
+def sample_in_order(
+    client: RolloutClient,
+    task: Task,
+    codec: TextCodec,
+    draws: Sequence[tuple[Problem, int]],
+    sampling: SamplingParams,
+    *,
+    group_size: int,
+) -> list[RolloutGroup]:
+    """All groups of `sample_groups`, in the order of `draws`."""
+    groups = dict(sample_groups(client, task, codec, draws, sampling, group_size=group_size))
+    return [groups[index] for index in range(len(draws))]
+
+
+def _score(
+    task: Task, codec: TextCodec, problem: Problem, prompt_ids: Sequence[int], completion: Completion, sampling: SamplingParams
+) -> Rollout:
+    text = cut_at_stop(codec.decode(completion.token_ids), sampling.stop)
+    score = task.score(problem, text)
+    return Rollout.of_one_turn(prompt_ids, completion, temperature=sampling.temperature, text=text, score=score)
