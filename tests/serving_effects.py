@@ -111,7 +111,7 @@ def ask(overrides: str, *, role: str = "training") -> Asked:
 def _sample(words: list[str], role: str, folder: Path) -> None:
     plan = make_plan(typed(compose_config(*words)))
     policy = make_policy()
-    ranks: Any = SimpleNamespace(is_main=True, world_size=1, from_main=lambda value: value)
+    ranks: Any = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value)
     sampling = serving.for_training(plan, policy, folder, ranks)
     settings = plan.sampling
     if role == "evaluation":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NoReturn, Protocol, runtime_checkable
 
@@ -204,7 +204,10 @@ class WeightSync(Protocol):
 class Deployment(Protocol):
     """The engine that serves the policy, and what keeps its weights current."""
 
-    client: RolloutClient
+    @property
+    def client(self) -> RolloutClient:
+        """Samples from the engine."""
+        ...
 
     def push(self, policy: Any, *, version: int) -> SyncReport:
         """Serve the policy's weights, and prove that they are served. Idempotent.
@@ -230,6 +233,33 @@ class Deployment(Protocol):
 
     def close(self) -> None:
         """Let go of the engine. Called once, on every way out."""
+        ...
+
+
+class Sharding(Protocol):
+    """How the processes of a run share the policy's weights, gradients and optimizer state. Every method is called on all processes."""
+
+    def prepare(self, policy: Any) -> None:
+        """Spread the policy's parameters. Called once, before masters and optimizer are made from them."""
+        ...
+
+    def num_microbatches(self, own: int) -> int:
+        """How many forward and backward passes this process makes in an update for which it has `own` microbatches.
+
+        At least `own`. Where a pass needs all processes, it is the same number on all; passes beyond `own` count for nothing.
+        """
+        ...
+
+    def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Sum the gradients of all processes in place; a parameter that no token of this process reached gets zeros first."""
+        ...
+
+    def clip_gradients(self, parameters: Sequence[Tensor], max_norm: float) -> float:
+        """Scale the gradients so that their common L2 norm is at most `max_norm`. Returns the norm before."""
+        ...
+
+    def full_weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
+        """The whole of each parameter of the policy, by its name in the checkpoint, one after the other."""
         ...
 
 

@@ -201,6 +201,7 @@ class RunConfig:
     model: ModelConfig
     task: Any
     data: DataConfig
+    rollouts: Any
     generation: Any
     train: TrainConfig
     weight_sync: Any

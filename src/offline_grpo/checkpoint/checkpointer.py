@@ -1,8 +1,9 @@
 """Checkpoints: `checkpoints/iter_NNN/` is a plain Hugging Face folder (or a peft adapter) with the trainer's state beside it.
 
     iter_004/  config.json  model.safetensors  tokenizer.json ...      what from_pretrained and vLLM load
-               trainer/state.json                                       iteration, counters, the configuration
+               trainer/state.json                                       iteration, counters, schedule, source, the configuration
                trainer/optimizer.pt  trainer/masters.safetensors        optimizer and scaler; fp32 masters where the model is 16 bit
+               trainer/served.safetensors                               what the engine serves, where that is older than the model
 
 A checkpoint is written under a hidden name and renamed when it is complete and on disk, so a folder called iter_NNN is always whole.
 """
@@ -20,23 +21,30 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from offline_grpo.checkpoint.files import FORMAT, latest_checkpoint, list_checkpoints, read_state
 from offline_grpo.errors import CheckpointError, reason_of
+from offline_grpo.interfaces import RolloutSource
 from offline_grpo.model.policy import Policy
+from offline_grpo.placement.ranks import Ranks
+from offline_grpo.train.push_schedule import PushSchedule
 from offline_grpo.train.update import Updater
 
 
-@dataclass
+@dataclass(frozen=True)
 class PendingCheckpoint:
-    """A checkpoint that is complete under its hidden name; `commit` gives it its own."""
+    """A checkpoint that is complete under its hidden name; `commit` gives it its own. On all processes but the first it does nothing."""
 
     hidden: Path
     final: Path
     keep_last_k: int
+    is_main: bool
 
     def commit(self) -> None:
         """Rename into place, then remove checkpoints beyond the newest `keep_last_k`."""
+        if not self.is_main:
+            return
         if self.final.exists():
             shutil.rmtree(self.final)
         os.replace(self.hidden, self.final)
@@ -45,23 +53,42 @@ class PendingCheckpoint:
             shutil.rmtree(old)
 
 
-class Checkpointer:
-    """Writes a run's checkpoints into `folder`, and reads them back into policy and updater."""
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint says besides what it restores: its iteration, and the state of the rollout source."""
 
-    def __init__(self, folder: Path, policy: Policy, updater: Updater, *, config: Mapping[str, Any], keep_last_k: int) -> None:
-        self._folder = folder
-        self._policy = policy
-        self._updater = updater
-        self._config = config
-        self._keep_last_k = keep_last_k
+    iteration: int
+    source: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointer:
+    """Writes a run's checkpoints into `folder`, and reads them back into updater, masters and schedule.
+
+    Args:
+        config: the resolved configuration, kept in each checkpoint.
+    """
+
+    folder: Path
+    policy: Policy
+    updater: Updater
+    schedule: PushSchedule
+    source: RolloutSource
+    ranks: Ranks
+    config: Mapping[str, Any]
+    keep_last_k: int
 
     def write(self, iteration: int) -> PendingCheckpoint:
-        """Save the state after `iteration`, everything but the final rename.
+        """Save the state after `iteration`, everything but the final rename. Called on every process; the first one writes.
 
         Raises:
-            CheckpointError: the folder cannot be written (full disk, permissions). Earlier checkpoints are untouched.
+            CheckpointError: the folder cannot be written (full disk, permissions), on every process. Earlier checkpoints are untouched.
         """
-        hidden = self._folder / f".writing_iter_{iteration:03d}"
+        hidden = self.folder / f".writing_iter_{iteration:03d}"
+        self.ranks.on_main(lambda: self._write(hidden, iteration))
+        return PendingCheckpoint(hidden, self.folder / f"iter_{iteration:03d}", self.keep_last_k, self.ranks.is_main)
+
+    def _write(self, hidden: Path, iteration: int) -> None:
         try:
             shutil.rmtree(hidden, ignore_errors=True)
             (hidden / "trainer").mkdir(parents=True)
@@ -70,27 +97,35 @@ class Checkpointer:
                 _sync_file(path)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk as their own errors
             shutil.rmtree(hidden, ignore_errors=True)
-            last = latest_checkpoint(self._folder)
+            last = latest_checkpoint(self.folder)
             remains = f"the last checkpoint is whole: {last}" if last else "there is no earlier checkpoint"
             raise CheckpointError(
-                f"checkpoint of iteration {iteration} could not be written to {self._folder}: {reason_of(error)}; {remains}. "
+                f"checkpoint of iteration {iteration} could not be written to {self.folder}: {reason_of(error)}; {remains}. "
                 "Free some space or fix the folder's permissions, then go on with resume=auto"
             ) from error
-        return PendingCheckpoint(hidden, self._folder / f"iter_{iteration:03d}", self._keep_last_k)
 
     def _write_into(self, folder: Path, iteration: int) -> None:
-        self._policy.save_model(folder)
-        self._policy.tokenizer.save_pretrained(str(folder))
-        masters = self._policy.masters.state_dict()
-        if masters:
-            save_file({name: tensor.contiguous() for name, tensor in masters.items()}, folder / "trainer" / "masters.safetensors")
-        state = self._updater.state_dict()
-        torch.save({"optimizer": state["optimizer"], "scaler": state["scaler"]}, folder / "trainer" / "optimizer.pt")
-        record = {"format": FORMAT, "iteration": iteration, "counters": state["counters"], "config": self._config}
-        (folder / "trainer" / "state.json").write_text(json.dumps(record, indent=1, sort_keys=True))
+        self.policy.save_model(folder)
+        self.policy.tokenizer.save_pretrained(str(folder))
+        trainer = folder / "trainer"
+        state = self.updater.state_dict()
+        schedule, served = self.schedule.state_dict(self.updater.counters.version)
+        for name, tensors in (("masters", self.policy.masters.state_dict()), ("served", served)):
+            if tensors:
+                save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, trainer / f"{name}.safetensors")
+        torch.save({"optimizer": state["optimizer"], "scaler": state["scaler"]}, trainer / "optimizer.pt")
+        record = {
+            "format": FORMAT,
+            "iteration": iteration,
+            "counters": state["counters"],
+            "schedule": schedule,
+            "source": self.source.state_dict(),
+            "config": self.config,
+        }
+        (trainer / "state.json").write_text(json.dumps(record, indent=1, sort_keys=True))
 
-    def restore(self, checkpoint: Path) -> int:
-        """Load optimizer, masters and counters (the model itself was loaded from the same folder). Returns the saved iteration.
+    def restore(self, checkpoint: Path) -> Restored:
+        """Load optimizer, masters, counters and the schedule (the model itself was loaded from the same folder).
 
         Raises:
             CheckpointError: the folder is no checkpoint of this pipeline, or damaged.
@@ -99,13 +134,16 @@ class Checkpointer:
         trainer = checkpoint / "trainer"
         try:
             state = torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True)
-            self._updater.load_state_dict({**state, "counters": record["counters"]})
-            if (trainer / "masters.safetensors").exists():
-                self._policy.masters.load_state_dict(load_file(trainer / "masters.safetensors"))
-        except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
-            reason = str(error).splitlines()[0]
-            raise CheckpointError(f"resume={checkpoint}: its trainer state does not fit this configuration ({reason})") from error
-        return int(record["iteration"])
+            self.updater.load_state_dict({**state, "counters": record["counters"]})
+            self.policy.masters.load_state_dict(_load_if_there(trainer / "masters.safetensors"))
+            self.schedule.load_state_dict(record["schedule"], _load_if_there(trainer / "served.safetensors"))
+            return Restored(int(record["iteration"]), record["source"])
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise CheckpointError(f"resume={checkpoint}: its trainer state does not fit this configuration ({reason_of(error)})") from error
+
+
+def _load_if_there(path: Path) -> dict[str, Tensor]:
+    return load_file(path) if path.exists() else {}
 
 
 def _sync_file(path: Path) -> None:

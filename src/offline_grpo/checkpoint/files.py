@@ -8,7 +8,7 @@ from typing import Any
 
 from offline_grpo.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 """Of `trainer/state.json`; raised when an older version's checkpoints can no longer be read."""
 
 

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go. JSON files are the record; the other loggers show the same numbers elsewhere."""
+"""Where the metrics of a run go. JSON files are the record; the other listeners show the same numbers elsewhere."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.interfaces import RunListener
 from offline_grpo.types import Metrics
 
 TRAIN_FIELDS = (
@@ -33,7 +34,7 @@ ITERATIONS_IN_ESTIMATE = 10  # of the time left
 
 
 @dataclass
-class ConsoleLogger:
+class ConsoleLogger(RunListener):
     """Shows iteration, metrics, last evaluation, phase and time left: live on a terminal, else a line per record.
 
     Args:

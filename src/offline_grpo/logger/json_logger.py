@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from offline_grpo.errors import GrpoError
+from offline_grpo.interfaces import RunListener
 from offline_grpo.types import Metrics
 
 
 @dataclass(frozen=True)
-class JsonLogger:
+class JsonLogger(RunListener):
     """Writes `metrics/train_iter_000.json`, `metrics/eval_iter_000.json`, ... and `metrics/eval_init.json` under `output_dir`.
 
     A file is complete or absent: it is written beside its place and renamed. Keys are sorted, so equal metrics are equal bytes.
@@ -40,9 +41,6 @@ class JsonLogger:
         temporary = path.with_suffix(".json.tmp")
         temporary.write_text(json.dumps(dict(metrics), indent=2, sort_keys=True, allow_nan=False) + "\n")
         os.replace(temporary, path)
-
-    def close(self) -> None:
-        """Nothing is open between calls."""
 
     @property
     def metrics_dir(self) -> Path:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations
 from offline_grpo.types import Metrics
 
 
 @dataclass
-class TensorBoardLogger:
+class TensorBoardLogger(RunListener):
     """Writes event files to `tensorboard/` under `output_dir`; `train/...` and `eval/...` against completed iterations.
 
     Args:

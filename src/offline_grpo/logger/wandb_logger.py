@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations
 from offline_grpo.types import Metrics
 
@@ -17,7 +18,7 @@ STEP_METRIC = "iteration"
 
 
 @dataclass
-class WandbLogger:
+class WandbLogger(RunListener):
     """Logs `train/...` and `eval/...` against the number of completed iterations. A resumed run continues the same wandb run.
 
     Raises:

@@ -72,7 +72,7 @@ class Ranks:
         for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(total.view_as(tensor))
 
-    def from_main(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Rank 0's value, on every process."""
         if self.world_size == 1:
             return value
@@ -80,13 +80,22 @@ class Ranks:
         broadcast_object_list(values, from_process=0)
         return values[0]
 
+    def on_main(self, action: Callable[[], T]) -> T:
+        """What `action` returns on rank 0, which alone runs it, on every process. A GrpoError there is raised on all."""
+        result, error = None, None
+        if self.is_main:
+            try:
+                result = action()
+            except GrpoError as caught:
+                error = caught
+        result, error = self.broadcast((result, error))
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]  # rank 0 has one
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on at least one process; the same answer on all."""
         return flag if self.world_size == 1 else any(self.gather([flag]))
-
-    def wait(self) -> None:
-        """Until every process is here."""
-        self._accelerator.wait_for_everyone()
 
 
 def _leave_group() -> None:

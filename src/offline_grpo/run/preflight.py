@@ -15,9 +15,21 @@ from offline_grpo.types import Message, Problem, SamplingParams, Split
 CLIENT_RUNTIME = ("model", "tokenizer", "server", "eos_ids")
 """Names under which a rollout client's constructor may ask for objects that exist only once the model is loaded."""
 
+SOURCE_RUNTIME = ("client", "task", "problems", "codec", "sampling", "rank", "world_size")
+"""Likewise for a rollout source."""
+
 MAX_PROBLEMS = 1_000_000
 ENDLESS_TASK_PROBLEMS = 10_000
 """What `data.num_train_seeds: null` means for a task that makes problems from seeds without end."""
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """A task and its problems; `train` is None where the rollout source needs none."""
+
+    task: Task
+    train: Sequence[Problem] | None
+    held_out: Sequence[Problem]
 
 
 @dataclass(frozen=True)
@@ -25,9 +37,7 @@ class Plan:
     """A run's checked ingredients: plain settings and those components that need no model."""
 
     config: RunConfig
-    task: Task
-    train_problems: Sequence[Problem]
-    eval_problems: Sequence[Problem]
+    data: TaskData
     sampling: SamplingParams
     eval_sampling: SamplingParams
     client_node: Mapping[str, Any]
@@ -59,15 +69,9 @@ def make_plan(config: RunConfig) -> Plan:
     if needs_server and address["base_url"] is None and config.engine is None:
         raise ConfigError("generation.base_url=None: no server to ask; name a running one, or let the run start one with engine=vllm")
     eval_sampling = _eval_sampling(config)
-    task = build(config.task, key="task", protocol=Task)
-    train_problems = _train_problems(task, config)
-    eval_problems = _eval_problems(task, config) if config.eval.enabled else []
-    _check_no_overlap(train_problems, eval_problems)
     return Plan(
         config=config,
-        task=task,
-        train_problems=train_problems,
-        eval_problems=eval_problems,
+        data=_task_data(config),
         sampling=sampling,
         eval_sampling=eval_sampling,
         client_node=client_node,
@@ -134,6 +138,18 @@ def _eval_sampling(config: RunConfig) -> SamplingParams:
     return _sampling(values, "eval")
 
 
+def _task_data(config: RunConfig) -> TaskData:
+    source = resolve(config.rollouts, "rollouts")
+    settings = {name: value for name, value in config.rollouts.items() if name != "_target_"}
+    runtime = SOURCE_RUNTIME if source.needs_problems else [name for name in SOURCE_RUNTIME if name != "problems"]
+    check_settings(source, settings, "rollouts", given_at_runtime=dict.fromkeys(runtime))
+    task = build(config.task, key="task", protocol=Task)
+    train = _train_problems(task, config) if source.needs_problems else None
+    held_out = _eval_problems(task, config) if config.eval.enabled else []
+    _check_no_overlap(train or [], held_out)
+    return TaskData(task, train, held_out)
+
+
 def _train_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
     available = task.problems(Split.TRAIN)
     first = config.data.train_seed_start
@@ -190,7 +206,7 @@ def check_context(plan: Plan, encode: Callable[[Sequence[Message]], list[int]], 
         ConfigError: the longest prompt and `max_new_tokens` do not fit into a context of that many tokens.
     """
     longest_of_all = 0
-    for key, problems, sampling in (("generation", plan.train_problems, plan.sampling), ("eval", plan.eval_problems, plan.eval_sampling)):
+    for key, problems, sampling in (("generation", plan.data.train, plan.sampling), ("eval", plan.data.held_out, plan.eval_sampling)):
         if not problems:
             continue
         sample = problems if len(problems) <= 10_000 else problems[:10_000]  # the client checks every prompt again when it is sampled

@@ -19,6 +19,7 @@ from offline_grpo.placement.devices import server_gpus
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.build import build
 from offline_grpo.run.preflight import Plan
+from offline_grpo.types import SyncReport
 from offline_grpo.weight_sync.in_process import InProcess
 from offline_grpo.weight_sync.lora_hotswap import LoraHotswap
 from offline_grpo.weight_sync.main_only import MainOnly
@@ -34,13 +35,25 @@ class Sampling:
     client: RolloutClient
     weight_sync: WeightSync
 
+    def push(self, policy: Policy, *, version: int) -> SyncReport:
+        return self.weight_sync.push(policy, version=version)
+
+    def check_served(self) -> None:
+        self.weight_sync.check_served()
+
+    def recover(self, policy: Policy, *, version: int) -> None:
+        self.weight_sync.recover(policy, version=version)
+
+    def close(self) -> None:
+        self.weight_sync.close()
+
 
 def for_training(plan: Plan, policy: Policy, run_folder: Path, ranks: Ranks) -> Sampling:
     """The client of `generation` and the strategy of `weight_sync`, not connected yet."""
     server = None
     if plan.needs_server:
         server = _server(plan, run_folder, ranks) if ranks.is_main else None
-        url = ranks.from_main(server.base_url if server is not None else None)
+        url = ranks.broadcast(server.base_url if server is not None else None)
         server = server or Server(base_url=url, api_key=_api_key(plan), launcher=None, log_dir=run_folder)
     runtime = {
         "model": policy.model,

@@ -43,8 +43,8 @@ class PushSchedule:
 
     def _remember(self, policy: Policy, version: int) -> None:
         self.version = version
-        if self.interval > 1:
-            self._served = {name: p.detach().to("cpu", copy=True) for name, p in policy.trained_parameters().items()}
+        weights = policy.trained_parameters().items() if self.interval > 1 else ()
+        self._served = {name: p.detach().to("cpu", copy=True) for name, p in weights} or None
 
     @contextmanager
     def served_weights(self, policy: Policy, version: int) -> Iterator[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from offline_grpo.errors import NonFiniteError
-from offline_grpo.interfaces import Loss
+from offline_grpo.interfaces import Loss, Sharding
 from offline_grpo.model.policy import Policy, Scorer
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.seeding import derive_seed
@@ -55,6 +55,7 @@ class Updater:
     scaler: torch.amp.GradScaler  # type: ignore[name-defined]
     config: TrainConfig
     ranks: Ranks
+    sharding: Sharding
     max_new_tokens: int
     planned_updates: int
     seed: int
@@ -113,17 +114,18 @@ class Updater:
         shares: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.policy.device))
         is_on_policy = not self.needs_old_logprobs(batch)
         self.policy.model.train()
-        for chosen in self._microbatches(mine, batch):
+        for chosen, counts in self._passes(mine, sequences, batch):
             part = batch.select(chosen).to(self.policy.device)
             stats = self.policy.score(part, entropy_requires_grad=self.loss.entropy_coef != 0)
             if is_on_policy:
                 part = part.with_logprobs(old=stats.logprobs.detach())
-            alignment.add(part)
             output = self.loss(stats, part, totals)
             with self.policy.attention():
-                self.scaler.scale(output.loss).backward()
-            for name, share in output.metrics.items():
-                shares[name] = shares[name] + share
+                self.scaler.scale(output.loss if counts else output.loss * 0.0).backward()
+            if counts:
+                alignment.add(part)
+                for name, share in output.metrics.items():
+                    shares[name] = shares[name] + share
         metrics = self._sum_over_ranks(shares)
         metrics["grad_norm"] = self._gradient_norm()
         is_finite = all(map(math.isfinite, metrics.values()))
@@ -138,12 +140,9 @@ class Updater:
     def _gradient_norm(self) -> float:
         """Sum the gradients over processes, undo the loss scale, clip. Returns the L2 norm before clipping."""
         parameters = list(self.policy.masters.parameters.values())
-        for parameter in parameters:
-            if parameter.grad is None:  # no sequence of this process reached it
-                parameter.grad = torch.zeros_like(parameter)
-        self.ranks.sum_([p.grad for p in parameters if p.grad is not None])
+        self.sharding.reduce_gradients(parameters)
         self.scaler.unscale_(self.optimizer)
-        return torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip).item()
+        return self.sharding.clip_gradients(parameters, self.config.grad_clip)
 
     def _count(self, is_finite: bool, batch: TokenBatch, sequences: Sequence[int], iteration: int) -> None:
         self.counters.num_updates += 1
@@ -162,11 +161,18 @@ class Updater:
         )
 
     def _sum_over_ranks(self, shares: dict[str, Tensor]) -> dict[str, float]:
-        names = sorted(self.ranks.from_main(list(shares)))
+        names = sorted(self.ranks.broadcast(list(shares)))
         values = [shares[name] for name in names]
         stacked = torch.stack(values)
         self.ranks.sum_([stacked])
         return dict(zip(names, stacked.tolist(), strict=True))
+
+    def _passes(self, mine: Sequence[int], sequences: Sequence[int], batch: TokenBatch) -> Iterator[tuple[Sequence[int], bool]]:
+        """This process's microbatches of an update, then as many passes that do not count as the sharding asks for."""
+        own = self._microbatches(mine, batch)
+        yield from ((chosen, True) for chosen in own)
+        filler = own[-1] if own else sequences[:1]
+        yield from ((filler, False) for _ in range(self.sharding.num_microbatches(len(own)) - len(own)))
 
     def _microbatches(self, sequences: Sequence[int], batch: TokenBatch) -> list[list[int]]:
         return microbatches(

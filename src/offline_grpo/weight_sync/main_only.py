@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from offline_grpo.errors import GrpoError
 from offline_grpo.interfaces import RolloutClient, WeightSync
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.types import SyncReport
@@ -34,22 +33,22 @@ class MainOnly:
     def connect(self, policy: Any, client: RolloutClient) -> None:
         """See `WeightSync.connect`."""
         self._client = client
-        self._on_main(lambda: self._inner.connect(policy, client))
+        self._ranks.on_main(lambda: self._inner.connect(policy, client))
         self._tell_clients()
 
     def push(self, policy: Any, *, version: int) -> SyncReport:
         """See `WeightSync.push`. Every process's client then asks for the same weights."""
-        report = self._on_main(lambda: self._inner.push(policy, version=version))
+        report = self._ranks.on_main(lambda: self._inner.push(policy, version=version))
         self._tell_clients()
         return report
 
     def check_served(self) -> None:
         """See `WeightSync.check_served`."""
-        self._on_main(self._inner.check_served)
+        self._ranks.on_main(self._inner.check_served)
 
     def recover(self, policy: Any, *, version: int) -> None:
         """See `WeightSync.recover`."""
-        self._on_main(lambda: self._inner.recover(policy, version=version))
+        self._ranks.on_main(lambda: self._inner.recover(policy, version=version))
         self._tell_clients()
 
     def close(self) -> None:
@@ -57,18 +56,6 @@ class MainOnly:
         self._inner.close()
 
     def _tell_clients(self) -> None:
-        self._client.weights, server_pid = self._ranks.from_main((self._client.weights, self._client.server.pid))
+        self._client.weights, server_pid = self._ranks.broadcast((self._client.weights, self._client.server.pid))
         if not self._ranks.is_main:
             self._client.server.watch(server_pid)
-
-    def _on_main(self, action: Any) -> Any:
-        result, error = None, None
-        if self._ranks.is_main:
-            try:
-                result = action()
-            except GrpoError as caught:
-                error = caught
-        result, error = self._ranks.from_main((result, error))
-        if error is not None:
-            raise error
-        return result

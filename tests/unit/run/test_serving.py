@@ -31,7 +31,7 @@ TUNED = "generation.timeout_s=7 generation.max_retries=0 weight_sync.tolerance_n
 def evaluation(overrides: str, folder: Path, *, num_processes: int = 1, with_adapters: bool = False) -> serving.Sampling:
     plan = make_plan(typed(compose_config(*overrides.split())))
     policy = make_policy(with_adapters=with_adapters)
-    ranks: Any = SimpleNamespace(is_main=True, world_size=num_processes, from_main=lambda value: value)
+    ranks: Any = SimpleNamespace(is_main=True, world_size=num_processes, broadcast=lambda value: value)
     training = serving.for_training(plan, policy, folder, ranks)
     return serving.for_evaluation(plan, policy, training, folder, ranks)
 

@@ -26,14 +26,14 @@ class Wire:
     def ranks(self, rank: int) -> Any:
         position = 0
 
-        def from_main(value: Any) -> Any:
+        def broadcast(value: Any) -> Any:
             nonlocal position
             if rank == 0:
                 self.messages.append(pickle.dumps(value))
             position += 1
             return pickle.loads(self.messages[position - 1])
 
-        return SimpleNamespace(is_main=rank == 0, rank=rank, world_size=2, from_main=from_main, heard=lambda: position)
+        return SimpleNamespace(is_main=rank == 0, rank=rank, world_size=2, broadcast=broadcast, heard=lambda: position)
 
 
 class Strategy:

@@ -1,0 +1,196 @@
+"""Loads what a run needs and connects the parts. The only module that knows all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offline_grpo.checkpoint.checkpointer import Checkpointer, Restored
+from offline_grpo.errors import ConfigError, require
+from offline_grpo.eval.evaluator import PassAtKEvaluator
+from offline_grpo.interfaces import RolloutClient, RolloutSource, RunListener
+from offline_grpo.model.load import load_policy, load_reference, load_tokenizer, read_model_config, resolve_device
+from offline_grpo.model.policy import Policy
+from offline_grpo.model.text import encode
+from offline_grpo.placement.devices import check_devices, check_memory
+from offline_grpo.placement.ranks import Ranks
+from offline_grpo.run import serving
+from offline_grpo.run.build import build
+from offline_grpo.run.interrupt import StopSignal
+from offline_grpo.run.preflight import Plan, check_context, planned_updates_per_iteration
+from offline_grpo.run.run_dir import ResumePoint, RunDir
+from offline_grpo.seeding import derive_seed
+from offline_grpo.train.loop import Evaluation, Loop
+from offline_grpo.train.push_schedule import PushSchedule
+from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.update import Updater
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from: its checked plan, the configuration as nested dicts, its folder, and the checkpoint to go on from."""
+
+    plan: Plan
+    plain: Mapping[str, Any]
+    run_dir: RunDir
+    resume: ResumePoint | None
+    ranks: Ranks
+
+
+def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], stack: ExitStack) -> tuple[Loop, Restored | None]:
+    """The loop, and what the checkpoint said, None for a new run.
+
+    Args:
+        stack: gets what has to be let go of on every way out.
+    """
+    plan, ranks, config = start.plan, start.ranks, start.plan.config
+    if plan.launcher is not None:
+        plan.launcher.check_installed()
+    check_devices(plan, ranks.world_size)
+    model_id = _model_id(plan, ranks)
+    check_memory(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)
+    checkpoint = start.resume.checkpoint if start.resume is not None else None
+    policy = _policy(plan, model_id, checkpoint, ranks)
+    training = serving.for_training(plan, policy, start.run_dir.path, ranks)
+    evaluation = serving.for_evaluation(plan, policy, training, start.run_dir.path, ranks)
+    for sampling in dict.fromkeys((training, evaluation)):
+        stack.callback(sampling.weight_sync.close)
+        sampling.weight_sync.connect(policy, sampling.client)
+    updater = _updater(plan, policy, model_id, start.run_dir, ranks)
+    schedule = PushSchedule(plan.weight_sync.interval)
+    source = _source(plan, policy, training.client, ranks)
+    stack.callback(source.close)
+    checkpointer = Checkpointer(
+        folder=start.run_dir.checkpoints,
+        policy=policy,
+        updater=updater,
+        schedule=schedule,
+        source=source,
+        ranks=ranks,
+        config=start.plain,
+        keep_last_k=config.checkpoint.keep_last_k,
+    )
+    last = config.train.iterations - 1
+    loop = Loop(
+        config=config.train,
+        policy=policy,
+        source=source,
+        updater=updater,
+        deployment=training,
+        schedule=schedule,
+        evaluation=_evaluation(plan, policy, evaluation, ranks) if config.eval.enabled else None,
+        checkpointer=checkpointer if config.checkpoint.enabled else None,
+        save_due=lambda i: i == last or _is_multiple(i + 1, config.checkpoint.save_interval),
+        listeners=listeners,
+        ranks=ranks,
+        stop=stop,
+    )
+    return loop, checkpointer.restore(checkpoint) if checkpoint is not None else None
+
+
+def _policy(plan: Plan, model_id: str, checkpoint: Path | None, ranks: Ranks) -> Policy:
+    config = plan.config
+    torch.manual_seed(derive_seed(config.seed, "adapters"))  # LoRA draws its first weights
+    return load_policy(
+        config.model,
+        model_id,
+        device=resolve_device(config.model.device, ranks.local_rank),
+        precision=config.train.precision,
+        train_layer_indices=config.train.train_layer_indices,
+        gradient_checkpointing=config.train.gradient_checkpointing,
+        checkpoint=checkpoint,
+        shares_weights=plan.weight_sync.shares_weights and ranks.is_main,
+    )
+
+
+def _is_multiple(number: int, interval: int) -> bool:
+    return interval > 0 and number % interval == 0
+
+
+def _model_id(plan: Plan, ranks: Ranks) -> str:
+    """The model to train: a folder or hub id, or the tiny model, built by the first process if it is not in the cache."""
+    config = plan.config
+    if config.model.train_id is not None:
+        return config.model.train_id
+    tiny = build(config.model.tiny, key="model.tiny")
+    for key, sampling in (("generation", plan.sampling), ("eval", plan.eval_sampling)):
+        fix = f"leaves no room for a prompt in the context of model.tiny.max_position_embeddings={tiny.max_position_embeddings}"
+        require(sampling.max_new_tokens < tiny.max_position_embeddings, f"{key}.max_new_tokens", sampling.max_new_tokens, fix)
+    try:
+        path = tiny.prepare(plan.data.task, Path(config.cache_dir).resolve(), show_progress=True) if ranks.is_main else None
+    except OSError as error:
+        raise ConfigError(f"cache_dir={config.cache_dir}: the tiny model cannot be kept there ({error.strerror or error})") from error
+    return str(ranks.broadcast(path))
+
+
+def _check_model(plan: Plan, model_id: str) -> int:
+    """What config.json and tokenizer say against the settings, before any weights are read. Returns the longest prompt, in tokens."""
+    config = plan.config
+    if plan.loss.kl_coef > 0 and config.model.ref_id is not None:
+        read_model_config(config.model.ref_id, "model.ref_id")
+    model_config = read_model_config(model_id, "model.train_id")
+    tokenizer = load_tokenizer(model_id)
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    return check_context(plan, lambda messages: encode(tokenizer, messages), context)
+
+
+def _updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ranks: Ranks) -> Updater:
+    config = plan.config
+    needs_reference = plan.loss.kl_coef > 0
+    return Updater(
+        policy=policy,
+        reference=load_reference(config.model, model_id, policy, precision=config.train.precision) if needs_reference else None,
+        loss=plan.loss,
+        optimizer=plan.optimizer.create(policy.masters.parameters.values()),
+        scaler=torch.amp.GradScaler(policy.device.type, enabled=config.train.precision == "fp16"),
+        config=config.train,
+        ranks=ranks,
+        sharding=Replicas(ranks),
+        max_new_tokens=plan.sampling.max_new_tokens,
+        planned_updates=config.train.iterations * planned_updates_per_iteration(config),
+        seed=config.seed,
+        failure_dir=run_dir.path,
+    )
+
+
+def _source(plan: Plan, policy: Policy, client: RolloutClient, ranks: Ranks) -> RolloutSource:
+    problems = {"problems": plan.data.train} if plan.data.train is not None else {}
+    return build(
+        plan.config.rollouts,
+        key="rollouts",
+        protocol=RolloutSource,
+        client=client,
+        task=plan.data.task,
+        codec=policy,
+        sampling=plan.sampling,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        **problems,
+    )
+
+
+def _evaluation(plan: Plan, policy: Policy, deployment: Any, ranks: Ranks) -> Evaluation:
+    settings, last = plan.config.eval, plan.config.train.iterations - 1
+    evaluator = PassAtKEvaluator(
+        task=plan.data.task,
+        problems=plan.data.held_out,
+        codec=policy,
+        sampling=plan.eval_sampling,
+        ks=settings.ks,
+        replicates=settings.replicates,
+        seed_base=settings.seed_base,
+        bootstrap_samples=settings.bootstrap_samples,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    return Evaluation(
+        evaluator=evaluator,
+        deployment=deployment,
+        before_training=settings.eval_first,
+        is_due=lambda i: i == last or _is_multiple(i + 1, settings.interval),
+    )

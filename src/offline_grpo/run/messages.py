@@ -1,0 +1,37 @@
+"""Where the messages of a run go."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from offline_grpo.placement.ranks import Ranks
+
+
+@contextmanager
+def log_to(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """The package's messages go to run.log and, as plain lines, to the terminal; those of other processes nowhere."""
+    package = logging.getLogger("offline_grpo")
+    package.setLevel(logging.INFO)
+    package.propagate = False
+    disable_progress_bar()  # transformers' bars for loading and saving, which would tear the live display
+    handlers: list[logging.Handler] = [logging.NullHandler()]
+    if ranks.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        to_terminal = logging.StreamHandler(sys.stdout)
+        to_file = logging.FileHandler(folder / "run.log")
+        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handlers = [to_terminal, to_file]
+    for handler in handlers:
+        package.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            package.removeHandler(handler)
+            handler.close()
