@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from factories import compose_config
+from factories import compose_config, generate, make_rollout
 from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -29,7 +29,7 @@ from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain
 from offline_grpo.train.batch import build_batch
-from offline_grpo.types import Completion, Rollout, SamplingParams, Score
+from offline_grpo.types import Completion, SamplingParams
 from offline_grpo.weight_sync.shared_vllm import SharedVllm
 
 CPU_ARGS: dict[str, Any] = {
@@ -182,14 +182,13 @@ PROMPTS = [[1] + [4 + (7 * i + j * j) % 90 for j in range(length)] for i, length
 
 def sample(client: VllmClient, *, tokens: int = 12, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Completion]:
     """One completion of each prompt; always the same seeds."""
-    groups = client.generate(prompts, SamplingParams(tokens), group_size=1, seeds=range(len(prompts)))
+    groups = generate(client, prompts, SamplingParams(tokens), group_size=1, seeds=range(len(prompts)))
     return [completion for [completion] in groups]
 
 
 def score(policy: Policy, completions: Sequence[Completion], prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Tensor]:
     """The policy's logprobs of each completion's tokens, in nats."""
-    rollouts = [Rollout(tuple(p), c, "", Score(0.0, False, {})) for p, c in zip(prompts, completions, strict=True)]
-    batch = build_batch(rollouts, temperature=1.0, mask_truncated=False)
+    batch = build_batch([make_rollout(*pair) for pair in zip(prompts, completions, strict=True)], mask_truncated=False)
     logprobs = policy.logprobs(batch.to(policy.device)).cpu()[batch.completion_mask]
     return list(logprobs.split([len(c.token_ids) for c in completions]))
 
