@@ -26,7 +26,7 @@ from offline_grpo.generation import server_client
 from offline_grpo.generation.server_client import ServerClient
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.types import Completion, FinishReason, SamplingParams, ServedWeights
+from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest, ServedWeights
 
 PROMPT = [7, 8, 9]
 SAMPLING = SamplingParams(max_new_tokens=4)
@@ -263,6 +263,60 @@ def test_choices_in_another_order_are_put_right(tmp_path: Path) -> None:
         [[first, second]] = generate(client, [PROMPT], SAMPLING, group_size=2, seeds=[0])
         assert (first.token_ids, second.token_ids) == ((5, 2), (6, 7, 8, 9))
         client.close()
+
+
+def requests(num_prompts: int) -> list[SamplingRequest]:
+    """One completion of each prompt; the prompts start with their number."""
+    return [SamplingRequest((number, 8, 9), 1, number) for number in range(num_prompts)]
+
+
+def test_completions_have_the_version_that_was_served_when_they_were_asked_for(lab: Lab) -> None:
+    """A push may come while a request is open: what it says later is of no request that was sent before."""
+
+    def script(request: Request) -> Reply:
+        lab.client.weights = ServedWeights(8)
+        return lab.echo(request)
+
+    lab.client.weights = ServedWeights(7)
+    lab.set_script(script)
+    answers = lab.client.generate(requests(1), SAMPLING)
+    [(_, [completion])] = answers
+    assert completion.versions == (7, 7)
+    [(_, [completion])] = lab.client.generate(requests(1), SAMPLING)
+    assert completion.versions == (8, 8)
+
+
+def test_answers_are_handed_out_while_others_are_open(lab: Lab) -> None:
+    may_end = threading.Event()
+
+    def script(request: Request) -> Reply:
+        if lab.dialect.prompt_of(request.body)[0] != 1:
+            assert may_end.wait(5)
+        return lab.echo(request)
+
+    lab.set_script(script)
+    answers = lab.client.generate(requests(3), SAMPLING)
+    assert next(answers)[0] == 1
+    may_end.set()
+    assert {index for index, _ in answers} == {0, 2}
+
+
+def test_requests_are_taken_as_there_is_room_for_them(lab: Lab) -> None:
+    taken = 0
+
+    def endless() -> Iterator[SamplingRequest]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield requests(1)[0]
+
+    lab.set_script(lab.echo)
+    answers = lab.client.generate(endless(), SAMPLING)
+    for _ in range(20):
+        next(answers)
+    answers.close()
+    assert 20 <= taken <= 20 + 8  # twice the requests that may be in flight
+    lab.server.wait_until(lambda: lab.server.num_active == 0)
 
 
 def test_answers_in_reverse_come_back_in_the_order_of_prompts(lab: Lab) -> None:
