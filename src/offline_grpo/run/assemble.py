@@ -61,7 +61,7 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     for sampling in dict.fromkeys((training, evaluation)):
         stack.callback(sampling.weight_sync.close)
         sampling.weight_sync.connect(policy, sampling.client)
-    updater = _updater(plan, policy, model_id, start.run_dir, ranks)
+    updater = make_updater(plan, policy, model_id, start.run_dir, ranks)
     schedule = PushSchedule(plan.weight_sync.interval)
     source = _source(plan, policy, training.client, ranks)
     stack.callback(source.close)
@@ -139,7 +139,8 @@ def _check_model(plan: Plan, model_id: str) -> int:
     return check_context(plan, lambda messages: encode(tokenizer, messages), context)
 
 
-def _updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ranks: Ranks) -> Updater:
+def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ranks: Ranks) -> Updater:
+    """The updater of a run whose policy is loaded; loads the reference if there is a KL term."""
     config = plan.config
     needs_reference = plan.loss.kl_coef > 0
     return Updater(
