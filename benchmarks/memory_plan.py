@@ -97,6 +97,7 @@ def plan_of(folder: Path, args: argparse.Namespace, overrides: Sequence[str]) ->
 def random_batch(args: argparse.Namespace, num_sequences: int, vocab_size: int) -> TokenBatch:
     """Sequences that are all as long as they may get."""
     torch.manual_seed(0)
+    num_tokens = args.completion_tokens
     rows = torch.randint(vocab_size, (num_sequences, args.prompt_tokens + args.completion_tokens)).tolist()
     rollouts = [
         Rollout.of_one_turn(
