@@ -102,9 +102,7 @@ def random_batch(args: argparse.Namespace, num_sequences: int, vocab_size: int) 
     rollouts = [
         Rollout.of_one_turn(
             row[: args.prompt_tokens],
-            Completion(
-                tuple(row[args.prompt_tokens :]), (-1.0,) * args.completion_tokens, FinishReason.LENGTH, (0,) * args.completion_tokens
-            ),
+            Completion(tuple(row[args.prompt_tokens :]), (-1.0,) * num_tokens, FinishReason.LENGTH, (0,) * num_tokens),
             temperature=1.0,
             text="",
             score=Score(0.0, False, {}),

@@ -19,8 +19,7 @@ from torch import Tensor
 from offline_grpo.errors import ConfigError
 from offline_grpo.loss import terms
 from offline_grpo.loss.terms import Surrogate
-from offline_grpo.train.advantage import SCALE_REWARDS
-from offline_grpo.types import BatchTotals, LossOutput, TokenBatch, TokenStats
+from offline_grpo.types import SCALE_REWARDS, BatchTotals, LossOutput, TokenBatch, TokenStats
 
 KL_PLACEMENTS = ("loss", "reward")
 
