@@ -143,6 +143,16 @@ def make_rollout(
     return Rollout.of_one_turn(prompt, whole, temperature=temperature, text="", score=Score(reward, False, {}))
 
 
+def prompt_of(rollout: Rollout) -> tuple[int, ...]:
+    """The tokens before the first that was sampled."""
+    return rollout.token_ids[: rollout.is_sampled.index(True)]
+
+
+def sampled(rollout: Rollout) -> tuple[int, ...]:
+    """The tokens that were sampled."""
+    return tuple(token for token, is_sampled in zip(rollout.token_ids, rollout.is_sampled, strict=True) if is_sampled)
+
+
 def compose_config(*overrides: str) -> DictConfig:
     """The configuration that `run_grpo.py` composes from these overrides."""
     register()

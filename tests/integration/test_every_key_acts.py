@@ -22,7 +22,7 @@ import pytest
 import rich.console
 import torch
 import wandb
-from factories import CONF, compose_config
+from factories import CONF, compose_config, prompt_of, sampled
 from laboratory import Laboratory, Trace
 from omegaconf import OmegaConf
 from serving_effects import Asked, ask, engine_effect, sync_effect
@@ -77,11 +77,11 @@ def moved(run: Trace) -> set[str]:
 
 def samples(run: Trace) -> Any:
     """The completions of the first iteration, and their prompts."""
-    return [(r.prompt_ids, r.completion.token_ids) for group in run.groups[0] for r in group.rollouts]
+    return [(prompt_of(r), sampled(r)) for group in run.groups[0] for r in group.rollouts]
 
 
 def prompts(run: Trace) -> Any:
-    return [[group.rollouts[0].prompt_ids for group in groups] for groups in run.groups]
+    return [[prompt_of(group.rollouts[0]) for group in groups] for groups in run.groups]
 
 
 def answers(run: Trace) -> Any:
@@ -155,6 +155,10 @@ RUNS: dict[str, Acts] = {
     "data.train_seed_start": Acts("data.train_seed_start=1", lambda run: prompts(run)[0][0], base="data.shuffle=false"),
     "data.num_train_seeds": Acts("data.num_train_seeds=4", lambda run: len({str(p) for group in prompts(run) for p in group}), to=4),
     "data.shuffle": Acts("data.shuffle=false", prompts),
+    "rollouts.problems_per_iteration": Acts("rollouts.problems_per_iteration=6", lambda run: len(run.groups[0]), to=6),
+    "rollouts.group_size": Acts("rollouts.group_size=3", lambda run: len(run.groups[0][0].rollouts), to=3),
+    "rollouts.shuffle": Acts("rollouts.shuffle=false", prompts),
+    "rollouts.seed": Acts("rollouts.seed=1", samples),
     "generation.batch_size": Acts("generation.batch_size=3", calls("decode"), keeps=samples),
     "generation.max_new_tokens": Acts("generation.max_new_tokens=1", lambda run: max(len(ids) for _, ids in samples(run)), to=1),
     "generation.temperature": Acts("generation.temperature=0.3", samples, keeps=prompts),
