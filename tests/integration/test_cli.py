@@ -56,7 +56,7 @@ def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 def test_a_group_set_to_null_is_one_line(tmp_path: Path) -> None:
     done = command(tmp_path, "run_grpo.py", "engine=null", "train.lr=1e-3")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: engine=null: a group needs one of its options; leave the override out for the default\n"
+    assert done.stderr == "error: engine=null: a group needs one of its options; remove the override to use the default\n"
 
 
 def test_a_server_that_is_not_installed_is_refused_before_a_model_is_built(tmp_path: Path) -> None:
