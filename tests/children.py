@@ -75,6 +75,8 @@ def printed(output_dir: Path) -> str:
 def _child(output_dir: str, overrides: list[str], kill: Kill | None) -> None:
     from offline_grpo.run import app, cli
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, whoever started the tests
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     Path(output_dir).parent.mkdir(parents=True, exist_ok=True)
     with open(f"{output_dir}.txt", "a", buffering=1) as output:
         sys.stdout = sys.stderr = output

@@ -25,9 +25,14 @@ class StopSignal:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle the signals inside, give them back afterwards. Does nothing outside the main thread, where Python allows no handlers."""
+        """Handle the signals inside, give them back afterwards. Does nothing outside the main thread, where Python allows no handlers.
+
+        A signal that this process was told to ignore stays ignored: a shell script that starts a run with `&` sets SIGINT so, and Ctrl-C
+        is then meant for the script's foreground alone. SIGTERM stops such a run.
+        """
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+            handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+            self._previous = {number: signal.signal(number, self._handle) for number in handled}
         try:
             yield
         finally:
