@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
+from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.interfaces import WeightSync
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
@@ -30,6 +31,7 @@ from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Completion, SamplingParams
+from offline_grpo.weight_sync.reload import Reload
 from offline_grpo.weight_sync.shared_vllm import SharedVllm
 
 CPU_ARGS: dict[str, Any] = {
@@ -193,10 +195,21 @@ def score(policy: Policy, completions: Sequence[Completion], prompts: Sequence[S
     return list(logprobs.split([len(c.token_ids) for c in completions]))
 
 
-def distance(policy: Policy, completions: Sequence[Completion]) -> float:
-    """Mean |trainer - server| over the tokens of completions of `PROMPTS`, in nats."""
+def distance(policy: Policy, completions: Sequence[Completion], prompts: Sequence[Sequence[int]] = PROMPTS) -> float:
+    """Mean |trainer - server| over the tokens of completions of `prompts`, in nats."""
     theirs = torch.cat([torch.tensor(c.logprobs) for c in completions])
-    return (torch.cat(score(policy, completions)) - theirs).abs().mean().item()
+    return (torch.cat(score(policy, completions, prompts)) - theirs).abs().mean().item()
+
+
+def serve_again(server: Server, model: Path, where: Where) -> None:
+    """Give a server the weights of a saved model, whatever it serves or waits for."""
+    sync = Reload(interval=1, pause_mode="abort", tolerance_nats=1.0, server_args={}, location="memory")
+    there = found(server)
+    VllmControl(there).resume()  # a test that failed may have left it paused
+    policy = load(model, where)
+    sync.connect(policy, make_client(there))
+    sync.push(policy, version=-1)
+    sync.close()
 
 
 def processes_naming(text: str) -> list[int]:

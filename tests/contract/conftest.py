@@ -7,12 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import CPU, GPU, LORA_ARGS, SERVER_PYTHON, Where, found, load, make_client, make_server, running, save_model, strategy
+from engines import (
+    CPU,
+    GPU,
+    LORA_ARGS,
+    SERVER_PYTHON,
+    Where,
+    found,
+    load,
+    make_client,
+    make_server,
+    running,
+    save_model,
+    serve_again,
+    strategy,
+)
 
 from offline_grpo.engine.server import Server
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
-from offline_grpo.weight_sync.reload import Reload
 
 Connected = tuple[Any, Policy, VllmClient]
 
@@ -65,7 +78,7 @@ def connect(where: Where, model_folder: Path, request: pytest.FixtureRequest) ->
         is_lora = option.startswith("lora")
         server = found(request.getfixturevalue("lora_server" if is_lora else "full_server"))
         if not is_lora or one_serves_all(where):
-            reset(server, model_folder, where)
+            serve_again(server, model_folder, where)
         sync = strategy(option, f"weight_sync.tolerance_nats={where.tolerance_nats}", *overrides)
         policy = load(model_folder, where, shared=sync.shares_weights, lora=is_lora)
         client = make_client(server)
@@ -76,16 +89,6 @@ def connect(where: Where, model_folder: Path, request: pytest.FixtureRequest) ->
     yield connect
     for sync in opened:
         sync.close()
-
-
-def reset(server: Server, model_folder: Path, where: Where) -> None:
-    """Serve the saved model again."""
-    sync = Reload(interval=1, pause_mode="abort", tolerance_nats=1.0, server_args={}, location="memory")
-    sync.connect(load(model_folder, where), make_client(server))
-    sync.control.is_paused = True  # a test that failed may have left it so
-    sync.control.resume()
-    sync.push(load(model_folder, where), version=-1)
-    sync.close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The commands as people type them, in processes of their own, and the main variants of a run."""
+"""The commands as people type them, and the main variants of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from children import SMALL, metrics_of, printed, run_in_child, weights_of
+from children import SMALL, metrics_of, printed, run_command, run_in_child, weights_of
 from factories import compose_config
 from omegaconf import OmegaConf
 from peft import PeftModel
@@ -30,9 +30,13 @@ ROOT = Path(__file__).parents[2]
 ONE_ITERATION = (*SMALL, "train.iterations=1", "eval.eval_first=false", "model.device=cpu")
 
 
-def command(folder: Path, script: str, *words: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """`python SCRIPT WORDS` from an empty folder, as someone with the default environment runs it."""
-    folder.mkdir(exist_ok=True)
+def command(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """`python SCRIPT WORDS` from an empty folder."""
+    return run_command(folder, ROOT / script, *words)
+
+
+def fresh_command(folder: Path, script: str, *words: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """The same in a new interpreter."""
     arguments = [sys.executable, *python, str(ROOT / script), *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -68,7 +72,7 @@ def test_a_server_that_is_not_installed_is_refused_before_a_model_is_built(tmp_p
 
 
 def test_an_unknown_key_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
-    done = command(tmp_path, "run_grpo.py", "train.learning_rate=1", python=("-X", "importtime"))
+    done = fresh_command(tmp_path, "run_grpo.py", "train.learning_rate=1", python=("-X", "importtime"))
     assert done.returncode == 2
     imports, lines = [], []
     for line in done.stderr.splitlines():
@@ -120,7 +124,7 @@ def test_a_sweep_without_runs_has_no_table(tmp_path: Path, capsys: pytest.Captur
 
 def test_the_smoke_test_prints_both_records(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = command(tmp_path, "smoke_test.py")
+    done = fresh_command(tmp_path, "smoke_test.py")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60  # seconds on one core, whatever else it is busy with

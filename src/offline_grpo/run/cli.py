@@ -36,7 +36,8 @@ def exit_with(main: Callable[[], object]) -> NoReturn:
     """
     start_missing_processes()
     if os.environ.get("RANK", "0") != "0":
-        sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
+        place = next((i for i, word in enumerate(sys.argv[1:], 1) if re.match(r"~|\+*[^-=]+=", word)), len(sys.argv))
+        sys.argv[place:place] = ["hydra.run.dir=.", "hydra.output_subdir=null"]  # argparse needs all overrides in one place
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns about kernels that are not used
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         main()

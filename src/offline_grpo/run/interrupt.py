@@ -28,10 +28,13 @@ class StopSignal:
     def installed(self) -> Iterator[None]:
         """Handle the signals inside the block and restore the old handlers afterwards.
 
-        Does nothing outside the main thread, because Python allows handlers only there.
+        Does nothing outside the main thread, because Python allows handlers only there. A signal that this process was told to ignore
+        stays ignored: a shell script that starts a run with `&` does that to SIGINT, because Ctrl-C is meant for the script's foreground.
+        SIGTERM stops such a run.
         """
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+            handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+            self._previous = {number: signal.signal(number, self._handle) for number in handled}
         try:
             yield
         finally:
