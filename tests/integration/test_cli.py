@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from offline_grpo.checkpoint.files import list_checkpoints
 from offline_grpo.errors import GrpoError
 from offline_grpo.report.hydra_callback import SweepSummary
-from offline_grpo.run import app, cli
+from offline_grpo.run import app, assemble, cli
 from offline_grpo.run.config import typed
 
 ROOT = Path(__file__).parents[2]
@@ -189,7 +189,7 @@ def policies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(load(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr(app, "load_policy", load_policy)
+    monkeypatch.setattr(assemble, "load_policy", load_policy)
     return found
 
 
@@ -272,7 +272,7 @@ def test_without_kl_no_reference_is_loaded(tmp_path: Path, cache: str, monkeypat
         loaded.append("reference")
         return load(*args, **kwargs)
 
-    monkeypatch.setattr(app, "load_reference", load_reference)
+    monkeypatch.setattr(assemble, "load_reference", load_reference)
     app.run(compose_config(cache, *ONE_ITERATION, "train.kl_coef=0"), tmp_path / "without")
     assert loaded == []
     assert metrics_of(tmp_path / "without")["train_iter_000.json"]["grad_norm"] > 0
