@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +18,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from offline_grpo.engine.engine import engine_of
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.interfaces import WeightSync
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
@@ -29,8 +29,9 @@ from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain
 from offline_grpo.train.batch import build_batch
-from offline_grpo.types import Completion, Rollout, SamplingParams, Score
-from offline_grpo.weight_sync.shared_vllm import SharedVllm
+from offline_grpo.types import Completion, Rollout, SamplingParams, SamplingRequest, Score
+from offline_grpo.weight_sync.deployment import Deployment
+from offline_grpo.weight_sync.strategy import WeightSync
 
 CPU_ARGS: dict[str, Any] = {
     "enforce_eager": True,
@@ -97,12 +98,10 @@ def engine(where: Where, **changes: Any) -> VllmEngine:
     return VllmEngine(**{**settings, **changes})
 
 
-def make_server(where: Where, log_dir: Path, *, options: dict[str, Any] | None = None, variables: dict[str, str] | None = None) -> Server:
+def make_server(where: Where, log_dir: Path, *, args: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None) -> Server:
     """A server, not started yet."""
     gpus = [0] if where.device.type == "cuda" else None
-    return Server(
-        base_url=None, api_key=None, launcher=engine(where), log_dir=log_dir, gpus=gpus, options=options or {}, variables=variables or {}
-    )
+    return Server(base_url=None, api_key=None, launcher=engine(where), log_dir=log_dir, gpus=gpus, args=args, env=env)
 
 
 def found(server: Server) -> Server:
@@ -118,6 +117,17 @@ def strategy(option: str, *overrides: str) -> Any:
     """A strategy as the application builds it."""
     node = as_plain(OmegaConf.select(compose_config(f"weight_sync={option}", *overrides), "weight_sync"))
     return build(node, key="weight_sync", protocol=WeightSync)
+
+
+def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """All weights of a policy that is in one piece."""
+    for name, parameter in policy.causal_lm.named_parameters():
+        yield name, parameter.data
+
+
+def deploy(sync: Any, *clients: Any) -> Deployment:
+    """A strategy that serves these clients' engines; not connected yet."""
+    return Deployment([engine_of(client) for client in clients], sync, full_weights)
 
 
 def save_model(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Path:
@@ -180,24 +190,31 @@ def train(policy: Policy, *, seed: int, scale: float = 0.05, only: str | None = 
 PROMPTS = [[1] + [4 + (7 * i + j * j) % 90 for j in range(length)] for i, length in enumerate((3, 40, 200))]
 
 
-def sample(client: VllmClient, *, tokens: int = 12, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Completion]:
+def sample(
+    client: VllmClient, *, tokens: int = 12, temperature: float = 1.0, prompts: Sequence[Sequence[int]] = PROMPTS
+) -> list[Completion]:
     """One completion of each prompt; always the same seeds."""
-    groups = client.generate(prompts, SamplingParams(tokens), group_size=1, seeds=range(len(prompts)))
-    return [completion for [completion] in groups]
+    requests = [SamplingRequest(tuple(prompt), 1, seed) for seed, prompt in enumerate(prompts)]
+    answers = dict(client.generate(requests, SamplingParams(tokens, temperature=temperature)))
+    return [answers[index][0] for index in range(len(requests))]
 
 
-def score(policy: Policy, completions: Sequence[Completion], prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Tensor]:
+def score(
+    policy: Policy, completions: Sequence[Completion], prompts: Sequence[Sequence[int]] = PROMPTS, *, temperature: float = 1.0
+) -> list[Tensor]:
     """The policy's logprobs of each completion's tokens, in nats."""
-    rollouts = [Rollout(tuple(p), c, "", Score(0.0, False, {})) for p, c in zip(prompts, completions, strict=True)]
-    batch = build_batch(rollouts, temperature=1.0, mask_truncated=False)
+    unscored = Score(0.0, False, {})
+    pairs = zip(prompts, completions, strict=True)
+    rollouts = [Rollout.of_one_turn(p, c, temperature=temperature, text="", score=unscored) for p, c in pairs]
+    batch = build_batch(rollouts, mask_truncated=False)
     logprobs = policy.logprobs(batch.to(policy.device)).cpu()[batch.completion_mask]
     return list(logprobs.split([len(c.token_ids) for c in completions]))
 
 
-def distance(policy: Policy, completions: Sequence[Completion]) -> float:
+def distance(policy: Policy, completions: Sequence[Completion], *, temperature: float = 1.0) -> float:
     """Mean |trainer - server| over the tokens of completions of `PROMPTS`, in nats."""
     theirs = torch.cat([torch.tensor(c.logprobs) for c in completions])
-    return (torch.cat(score(policy, completions)) - theirs).abs().mean().item()
+    return (torch.cat(score(policy, completions, temperature=temperature)) - theirs).abs().mean().item()
 
 
 def processes_naming(text: str) -> list[int]:
@@ -231,22 +248,22 @@ class Deaths:
 def kill_engines(monkeypatch: pytest.MonkeyPatch, *, at_push: int) -> Deaths:
     """Kill the engine of a run under `shared_vllm` before it samples for iteration 1, and at the push of version `at_push`."""
     deaths = Deaths()
-    sampled, pushed = OnPolicy.next, SharedVllm.deliver
+    sampled, pushed = OnPolicy.next, Deployment.push
 
     def next_and_kill(self: OnPolicy, iteration: int) -> Any:
         if iteration == 1 and not deaths.pids:
-            deaths.pids.append(kill_engine(self._client.server.pid))
+            deaths.pids.append(kill_engine(self.client.server.pid))
         return sampled(self, iteration)
 
-    def push_and_kill(self: SharedVllm, policy: Policy, version: int) -> Any:
+    def push_and_kill(self: Deployment, policy: Policy, *, version: int) -> Any:
         if version == at_push:
             deaths.masters.append({name: p.detach().cpu().clone() for name, p in policy.masters.parameters.items()})
             if len(deaths.masters) == 1:
-                deaths.pids.append(kill_engine(self.server.pid))
-        return pushed(self, policy, version)
+                deaths.pids.append(kill_engine(self.engines[0].client.server.pid))  # type: ignore[attr-defined]
+        return pushed(self, policy, version=version)
 
     monkeypatch.setattr(OnPolicy, "next", next_and_kill)
-    monkeypatch.setattr(SharedVllm, "deliver", push_and_kill)
+    monkeypatch.setattr(Deployment, "push", push_and_kill)
     return deaths
 
 

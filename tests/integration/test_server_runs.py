@@ -174,7 +174,7 @@ def test_a_found_server_that_is_started_anew_gets_the_weights_again(
         if iteration == 1 and not anew:
             anew.append(True)
             serve_again(server, model)
-            VllmControl(server).call_worker("grpo_set_stamp", stamp=None)
+            VllmControl(server).call_worker("grpo_set_tag", tag=None)
         return sampled(self, iteration)
 
     monkeypatch.setattr(OnPolicy, "next", next_of_a_new_server)

@@ -39,7 +39,7 @@ class Deployment:
 
     def __init__(self, engines: Sequence[Engine], weight_sync: WeightSync, full_weights: FullWeights) -> None:
         assert len(engines) == 1 or not weight_sync.requires.one_engine, f"{weight_sync.name} serves one engine"
-        self._engines = list(engines)
+        self.engines = list(engines)
         self._strategy = weight_sync
         self._full_weights = full_weights
         self._version: int | None = None
@@ -47,7 +47,7 @@ class Deployment:
     @property
     def client(self) -> RolloutClient:
         """Samples from the first engine."""
-        return self._engines[0].client
+        return self.engines[0].client
 
     def connect(self, policy: Policy) -> None:
         """Start or find the engines, and prepare the path to their weights. Called once, before masters and optimizer exist.
@@ -57,10 +57,10 @@ class Deployment:
             EngineError: an engine cannot be started or reached.
         """
         strategy = self._strategy
-        for engine in self._engines:
+        for engine in self.engines:
             check_requirements(strategy.name, strategy.requires, type(engine.client), lora_rank=policy.lora_rank, base_url=None)
         snapshot = self._snapshot(policy)
-        for engine in self._engines:
+        for engine in self.engines:
             engine.start(strategy.start_model(snapshot), strategy.start_args(snapshot))
             strategy.attach(engine, snapshot)
 
@@ -76,12 +76,12 @@ class Deployment:
         try:
             with self._strategy.staged(snapshot, version) as staged:
                 paused_seconds = 0.0
-                for engine in self._engines:
+                for engine in self.engines:
                     paused_seconds = max(paused_seconds, self._strategy.apply(engine, staged))
                     engine.client.weights = ServedWeights(version, staged.name)
             self._version = version
             delivered = time.perf_counter()
-            proofs = [self._strategy.verify(engine, snapshot, version) for engine in self._engines]
+            proofs = [self._strategy.verify(engine, snapshot, version) for engine in self.engines]
         except EngineError:
             self._check_alive()  # an engine fails, too, when the host of what it was to read has died
             raise
@@ -98,13 +98,13 @@ class Deployment:
     def check_served(self) -> None:
         """See `Deployment.check_served` in interfaces.py."""
         assert self._version is not None, "check_served() before push()"
-        for engine in self._engines:
+        for engine in self.engines:
             self._strategy.check_served(engine, self._version)
 
     def recover(self, policy: Policy, *, version: int) -> None:
         """Start the engines again that have died, and push to all. Raises as `connect` and `push` do."""
         snapshot = self._snapshot(policy)
-        for engine in self._engines:
+        for engine in self.engines:
             if engine.has_lost_weights:
                 engine.stop()
                 model = self._strategy.recovery_model(snapshot)
@@ -115,28 +115,28 @@ class Deployment:
     def close(self) -> None:
         """Let go of all engines, and stop those that the run started. Called once, on every way out, also before `connect`."""
         with ExitStack() as stack:
-            for engine in self._engines:
+            for engine in self.engines:
                 stack.callback(engine.stop)
                 stack.callback(self._strategy.detach, engine)
 
     @property
     def state(self) -> DeploymentState:
         """For the other processes of a run, see `follow`."""
-        pids = tuple(engine.server.pid if isinstance(engine, ServerEngine) else None for engine in self._engines)
-        return DeploymentState(tuple(engine.client.weights for engine in self._engines), pids)
+        pids = tuple(engine.server.pid if isinstance(engine, ServerEngine) else None for engine in self.engines)
+        return DeploymentState(tuple(engine.client.weights for engine in self.engines), pids)
 
     def follow(self, state: DeploymentState) -> None:
         """Sample from engines that another process of the run started and pushed to."""
-        for engine, weights, pid in zip(self._engines, state.weights, state.pids, strict=True):
+        for engine, weights, pid in zip(self.engines, state.weights, state.pids, strict=True):
             engine.client.weights = weights
             if isinstance(engine, ServerEngine):
                 engine.server.watch(pid)
 
     def _snapshot(self, policy: Policy) -> Snapshot:
-        return Snapshot(policy, self._full_weights, host=self._engines[0])
+        return Snapshot(policy, self._full_weights, host=self.engines[0])
 
     def _check_alive(self) -> None:
-        for engine in self._engines:
+        for engine in self.engines:
             engine.check_alive()
 
 
