@@ -36,10 +36,11 @@ from hydra import compose, initialize_config_dir
 
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
+from offline_grpo.generation.sample import complete_in_order
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, register
-from offline_grpo.types import SamplingParams
+from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 
 ROOT = Path(__file__).parents[1]
 PROMPT_TOKENS = (16, 48)
@@ -61,8 +62,8 @@ CPU_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 class EndlessClient(VllmClient):
     """Completions go on after an end-of-sequence token, so that every round is the same work."""
 
-    def request(self, prompt: Sequence[int], sampling: SamplingParams, *, group_size: int, seed: int) -> dict[str, Any]:
-        return super().request(prompt, sampling, group_size=group_size, seed=seed) | {"ignore_eos": True, "stop_token_ids": []}
+    def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
+        return super().body(request, sampling, weights) | {"ignore_eos": True, "stop_token_ids": []}
 
 
 class LoadGenerator:
@@ -180,20 +181,17 @@ def main() -> None:
     args = parse_args()
     draw = random.Random(0)
     prompts = [[draw.randrange(3, VOCAB) for _ in range(draw.randint(*PROMPT_TOKENS))] for _ in range(args.prompts)]
-    seeds = [1000 * index for index in range(args.prompts)]
+    requests = [SamplingRequest(tuple(prompt), args.group_size, 1000 * index) for index, prompt in enumerate(prompts)]
     sampling = SamplingParams(max_new_tokens=args.tokens)
     with served(args.base_url) as server:
         client = EndlessClient(server=server, eos_ids=[2], batch_size=args.batch_size, timeout_s=600, max_retries=0)
-        bodies = [
-            json.dumps(client.request(prompt, sampling, group_size=args.group_size, seed=seed)).encode()
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
+        bodies = [json.dumps(client.body(request, sampling, client.weights)).encode() for request in requests]
         load = LoadGenerator(f"{server.base_url}{client.path}", bodies, args.batch_size)
         arms = {
-            "client": ProcessorTime(lambda: client.generate(prompts, sampling, group_size=args.group_size, seeds=seeds)),
+            "client": ProcessorTime(lambda: complete_in_order(client, requests, sampling)),
             "load_generator": ProcessorTime(load.run),
         }
-        check_equal(client.generate(prompts, sampling, group_size=args.group_size, seeds=seeds), load.run(), args.tokens)
+        check_equal(complete_in_order(client, requests, sampling), load.run(), args.tokens)
         timings = alternate(arms, rounds=args.rounds, warmup=args.warmup)
         client.close()
     num_tokens = args.prompts * args.group_size * args.tokens

@@ -19,7 +19,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -30,8 +31,9 @@ from common import Target, Timings, write_result
 from hydra import compose, initialize_config_dir
 from trl_arm import WARMUP_BLOCKS, Interleave, MethodTimes, make_trainer
 
+from offline_grpo.interfaces import RunListener
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.run import app
+from offline_grpo.run.assemble import Start, assemble
 from offline_grpo.run.config import as_plain, register, typed
 from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.preflight import Plan, make_plan
@@ -52,17 +54,13 @@ TRL_PHASES = ("_generate", "_calculate_rewards", "_generate_and_score_completion
 
 
 @dataclass
-class Recorder:
-    """A MetricLogger that keeps the metrics of every iteration."""
+class Recorder(RunListener):
+    """Keeps the metrics of every iteration."""
 
     records: list[Metrics] = field(default_factory=list)
 
-    def start(self, config: Mapping[str, Any], num_iterations: int) -> None: ...
-
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
         self.records.append(metrics)
-
-    def close(self) -> None: ...
 
     def medians(self, names: Sequence[str], *, after: int) -> dict[str, float]:
         return {name: statistics.median(record.get(name, 0.0) for record in self.records[after:]) for name in names}
@@ -79,12 +77,13 @@ class OurArm:
         self.recorder = Recorder()
         ranks = Ranks(use_cpu=True)
         self.loop: Loop
-        self.loop, _ = app._assemble(self.plan, as_plain(cfg), RunDir(scratch), None, ranks, StopSignal(), [self.recorder])
+        start = Start(self.plan, as_plain(cfg), RunDir(scratch), None, ranks)
+        self.loop, _ = assemble(start, StopSignal(), [self.recorder], ExitStack())  # in process: there is nothing to let go of
 
     def run(self, num_iterations: int) -> None:
         first = len(self.recorder.records)
         self.loop.config = replace(self.loop.config, iterations=first + num_iterations)
-        self.loop.run(first)
+        self.loop.run(first, None)
 
 
 def trl_settings(plan: Plan) -> dict[str, Any]:
@@ -115,16 +114,16 @@ def trl_settings(plan: Plan) -> dict[str, Any]:
 
 def trl_trainer(ours: OurArm, callbacks: list[Any], **settings: Any) -> Any:
     plan, policy = ours.plan, ours.loop.policy
-    problems = {problem.problem_id: problem for problem in plan.train_problems}
+    problems = {problem.problem_id: problem for problem in plan.data.train}
 
     def reward(completions: Sequence[Any], problem_id: Sequence[str], **_: Any) -> list[float | None]:
         texts = [completion[0]["content"] for completion in completions]
-        return [plan.task.score(problems[key], text).reward for key, text in zip(problem_id, texts, strict=True)]
+        return [plan.data.task.score(problems[key], text).reward for key, text in zip(problem_id, texts, strict=True)]
 
-    rows = [{"prompt": [dict(message) for message in p.messages], "problem_id": p.problem_id} for p in plan.train_problems]
+    rows = [{"prompt": [dict(message) for message in p.messages], "problem_id": p.problem_id} for p in plan.data.train]
     trainer = make_trainer(str(policy.model.name_or_path), policy.tokenizer, rows, reward, callbacks, **(trl_settings(plan) | settings))
     prompts = [row["prompt"] for row in rows]
-    if trainer._tokenize_prompts(prompts)[0] != [policy.encode(problem.messages) for problem in plan.train_problems]:
+    if trainer._tokenize_prompts(prompts)[0] != [policy.encode(problem.messages) for problem in plan.data.train]:
         raise AssertionError("TRL's prompts have other token ids than ours")
     return trainer
 

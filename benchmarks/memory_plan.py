@@ -37,7 +37,7 @@ from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_policy
 from offline_grpo.placement.memory_plan import describe, needs_reference_copy, predict
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.run import app
+from offline_grpo.run.assemble import make_updater
 from offline_grpo.run.config import register, typed
 from offline_grpo.run.preflight import Plan, make_plan
 from offline_grpo.run.run_dir import RunDir
@@ -97,17 +97,21 @@ def plan_of(folder: Path, args: argparse.Namespace, overrides: Sequence[str]) ->
 def random_batch(args: argparse.Namespace, num_sequences: int, vocab_size: int) -> TokenBatch:
     """Sequences that are all as long as they may get."""
     torch.manual_seed(0)
+    num_tokens = args.completion_tokens
     rows = torch.randint(vocab_size, (num_sequences, args.prompt_tokens + args.completion_tokens)).tolist()
     rollouts = [
-        Rollout(
-            tuple(row[: args.prompt_tokens]),
-            Completion(tuple(row[args.prompt_tokens :]), (-1.0,) * args.completion_tokens, FinishReason.LENGTH, 0),
-            "",
-            Score(0.0, False, {}),
+        Rollout.of_one_turn(
+            row[: args.prompt_tokens],
+            Completion(
+                tuple(row[args.prompt_tokens :]), (-1.0,) * args.completion_tokens, FinishReason.LENGTH, (0,) * args.completion_tokens
+            ),
+            temperature=1.0,
+            text="",
+            score=Score(0.0, False, {}),
         )
         for row in rows
     ]
-    batch = build_batch(rollouts, temperature=1.0, mask_truncated=False)
+    batch = build_batch(rollouts, mask_truncated=False)
     return with_advantages(batch, torch.linspace(-1, 1, num_sequences).tolist())
 
 
@@ -151,7 +155,7 @@ def measure(plan: Plan, args: argparse.Namespace, folder: Path, vocab_size: int)
     weights = gauge.now()
     _ = policy.masters
     masters = gauge.now() - weights
-    updater: Updater = app._updater(plan, policy, str(folder), RunDir(folder / "run"), Ranks(use_cpu=device.type == "cpu"))
+    updater: Updater = make_updater(plan, policy, str(folder), RunDir(folder / "run"), Ranks(use_cpu=device.type == "cpu"))
     reference = gauge.now() - weights - masters
     static = weights + masters + reference
     at_step: list[int] = []

@@ -41,6 +41,7 @@ from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.experience import prepare_batch
 from offline_grpo.train.optimizer import AdamW
+from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
 from offline_grpo.types import Completion, FinishReason, Problem, Rollout, RolloutGroup, Score
 
@@ -79,11 +80,14 @@ def stored_rollouts(num_batches: int) -> list[list[RolloutGroup]]:
     def completion() -> Completion:
         length = min(MAX_LENGTH, 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / MEAN_LENGTH)))
         logprobs = tuple(-math.log(VOCAB) + 0.01 * rng.gauss(0, 1) for _ in range(length))
-        return Completion(tokens(length), logprobs, FinishReason.STOP, version=0)
+        return Completion(tokens(length), logprobs, FinishReason.STOP, (0,) * length)
 
     def group(index: int) -> RolloutGroup:
         prompt = tokens(rng.randint(56, 72))
-        rollouts = [Rollout(prompt, completion(), "", Score(float(rng.random()), False, {})) for _ in range(GROUP_SIZE)]
+        rollouts = [
+            Rollout.of_one_turn(prompt, completion(), temperature=1.0, text="", score=Score(float(rng.random()), False, {}))
+            for _ in range(GROUP_SIZE)
+        ]
         return RolloutGroup(Problem(str(index), (), ""), tuple(rollouts))
 
     return [[group(batch * GROUPS + i) for i in range(GROUPS)] for batch in range(num_batches)]
@@ -116,6 +120,7 @@ class OurArm:
             loss=None,
             optimizer=None,
         )
+        ranks = Ranks(use_cpu=True)
         self.updater = Updater(
             policy=policy,
             reference=None,
@@ -136,7 +141,8 @@ class OurArm:
             optimizer=AdamW(**ADAMW).create(policy.masters.parameters.values()),
             scaler=torch.amp.GradScaler("cpu", enabled=False),  # type: ignore[attr-defined]
             config=self._config,
-            ranks=Ranks(use_cpu=True),
+            ranks=ranks,
+            sharding=Replicas(ranks),
             max_new_tokens=MAX_LENGTH,
             planned_updates=1,
             seed=0,
@@ -146,7 +152,7 @@ class OurArm:
 
     def update(self) -> dict[str, float]:
         """One update on the next stored batch."""
-        batch, _ = prepare_batch(self._batches[self._next % len(self._batches)], self.updater, self._config, temperature=1.0)
+        batch, _ = prepare_batch(self._batches[self._next % len(self._batches)], self.updater, self._config)
         assert batch is not None
         self._next += 1
         return self.updater.run(batch, iteration=self._next)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from factories import VOCAB, make_qwen2
+from factories import VOCAB, make_completion, make_qwen2, make_rollout
 from transformers import PreTrainedModel
 
 from offline_grpo.train.batch import build_batch, with_advantages
-from offline_grpo.types import Completion, FinishReason, Rollout, Score, TokenBatch
+from offline_grpo.types import TokenBatch
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,6 +34,6 @@ def token_batch() -> TokenBatch:
     for i in range(12):
         completion = ids(1 + (i * i) % 17)
         logprobs = tuple((-torch.rand(len(completion), generator=generator)).tolist())
-        rollouts.append(Rollout(ids(2 + i % 5), Completion(completion, logprobs, FinishReason.STOP, 0), "", Score(0.0, False, {})))
-    batch = build_batch(rollouts, temperature=1.3, mask_truncated=False)
+        rollouts.append(make_rollout(ids(2 + i % 5), make_completion(completion, logprobs), temperature=1.3))
+    batch = build_batch(rollouts, mask_truncated=False)
     return with_advantages(batch, torch.randn(12, generator=generator).tolist())

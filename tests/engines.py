@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from factories import compose_config
+from factories import compose_config, generate, make_rollout
 from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -29,7 +29,7 @@ from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain
 from offline_grpo.train.batch import build_batch
-from offline_grpo.types import Completion, Rollout, SamplingParams, SamplingRequest, Score
+from offline_grpo.types import Completion, SamplingParams
 from offline_grpo.weight_sync.deployment import Deployment
 from offline_grpo.weight_sync.strategy import WeightSync
 
@@ -194,18 +194,16 @@ def sample(
     client: VllmClient, *, tokens: int = 12, temperature: float = 1.0, prompts: Sequence[Sequence[int]] = PROMPTS
 ) -> list[Completion]:
     """One completion of each prompt; always the same seeds."""
-    requests = [SamplingRequest(tuple(prompt), 1, seed) for seed, prompt in enumerate(prompts)]
-    answers = dict(client.generate(requests, SamplingParams(tokens, temperature=temperature)))
-    return [answers[index][0] for index in range(len(requests))]
+    sampling = SamplingParams(tokens, temperature=temperature)
+    groups = generate(client, prompts, sampling, group_size=1, seeds=range(len(prompts)))
+    return [completion for [completion] in groups]
 
 
 def score(
     policy: Policy, completions: Sequence[Completion], prompts: Sequence[Sequence[int]] = PROMPTS, *, temperature: float = 1.0
 ) -> list[Tensor]:
     """The policy's logprobs of each completion's tokens, in nats."""
-    unscored = Score(0.0, False, {})
-    pairs = zip(prompts, completions, strict=True)
-    rollouts = [Rollout.of_one_turn(p, c, temperature=temperature, text="", score=unscored) for p, c in pairs]
+    rollouts = [make_rollout(*pair, temperature=temperature) for pair in zip(prompts, completions, strict=True)]
     batch = build_batch(rollouts, mask_truncated=False)
     logprobs = policy.logprobs(batch.to(policy.device)).cpu()[batch.completion_mask]
     return list(logprobs.split([len(c.token_ids) for c in completions]))

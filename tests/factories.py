@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,13 +10,17 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from offline_grpo.generation.sample import complete_in_order
+from offline_grpo.interfaces import RolloutClient
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.config import register
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.optimizer import AdamW
+from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
+from offline_grpo.types import Completion, FinishReason, Rollout, SamplingParams, SamplingRequest, Score
 
 CONF = Path(__file__).parents[1] / "conf"
 VOCAB = 40
@@ -98,6 +103,7 @@ LOSS = {
 def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, **settings) -> Updater:
     policy = Policy(make_qwen2().to(dtype), None, "padded")  # type: ignore[arg-type]  # no text here
     config = TrainConfig(**{**SETTINGS, **settings})
+    ranks = Ranks(use_cpu=True)
     return Updater(
         policy=policy,
         reference=None,
@@ -105,12 +111,36 @@ def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, **settings) -> Upd
         optimizer=AdamW(lr=config.lr, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8).create(policy.masters.parameters.values()),
         scaler=torch.amp.GradScaler("cpu", enabled=config.precision == "fp16"),
         config=config,
-        ranks=Ranks(use_cpu=True),
+        ranks=ranks,
+        sharding=Replicas(ranks),
         max_new_tokens=20,
         planned_updates=4,
         seed=0,
         failure_dir=tmp_path,
     )
+
+
+def generate(
+    client: RolloutClient, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, group_size: int, seeds: Sequence[int]
+) -> list[list[Completion]]:
+    """`group_size` completions of each prompt, in the order of the prompts."""
+    requests = [SamplingRequest(tuple(prompt), group_size, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+    return complete_in_order(client, requests, sampling)
+
+
+def make_completion(
+    token_ids: Sequence[int], logprobs: Sequence[float] | None = None, reason: FinishReason = FinishReason.STOP, *, version: int = 0
+) -> Completion:
+    """A completion of these tokens, by default with logprobs of -1."""
+    return Completion(tuple(token_ids), tuple(logprobs or [-1.0] * len(token_ids)), reason, (version,) * len(token_ids))
+
+
+def make_rollout(
+    prompt: Sequence[int], completion: Completion | Sequence[int], *, temperature: float = 1.0, reward: float = 0.0
+) -> Rollout:
+    """A rollout of one turn."""
+    whole = completion if isinstance(completion, Completion) else make_completion(completion)
+    return Rollout.of_one_turn(prompt, whole, temperature=temperature, text="", score=Score(reward, False, {}))
 
 
 def compose_config(*overrides: str) -> DictConfig:

@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from offline_grpo.errors import GrpoError
+from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.model import policy as policy_module
 from offline_grpo.rollouts.on_policy import OnPolicy
-from offline_grpo.run import app
+from offline_grpo.run import app, assemble
 
 TWO_ITERATIONS = (*SMALL, "train.iterations=2", "train.lr=0.02", "eval.interval=1", "checkpoint.save_interval=1", "model.device=cpu")
 
@@ -36,7 +37,7 @@ class Trace:
     model_dir: Path = Path()
     iterations: list[int] = field(default_factory=list)  # in which rollouts were sampled
     groups: list[list[Any]] = field(default_factory=list)  # of each of those, RolloutGroups
-    evaluations: list[list[tuple[int, ...]]] = field(default_factory=list)  # of each evaluation, every completion
+    evaluations: list[list[tuple[int, ...]]] = field(default_factory=list)  # of each evaluation, every prompt and completion
     calls: Counter[str] = field(default_factory=Counter)
     num_threads: int = 0
     dtype: str = ""
@@ -99,13 +100,12 @@ def watch(patch: pytest.MonkeyPatch, trace: Trace) -> None:
         trace.iterations.append(iteration)
         trace.groups.append(groups)
 
-    def note_answers(completions: Any, _client: Any, _prompts: Any, _sampling: Any) -> None:
-        trace.evaluations.append([completion.token_ids for group in completions for completion in group])
+    def note_answers(groups: Any, _evaluator: Any, _client: Any) -> None:
+        trace.evaluations.append([rollout.token_ids for group in groups for rollout in group.rollouts])
 
-    after(app, "load_policy", note_policy)
+    after(assemble, "load_policy", note_policy)
     after(OnPolicy, "next", note_groups)
-    after(TransformersClient, "generate", note_answers)
-    after(OnPolicy, "next", lambda *_: trace.evaluations.pop())  # that call was no evaluation
+    after(PassAtKEvaluator, "sample", note_answers)
     count(TransformersClient, "_sample", "decode")
     count(policy_module, "hidden_states", "forward")
     count(nn.functional, "scaled_dot_product_attention", "sdpa")

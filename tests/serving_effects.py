@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import compose_config, make_qwen2
+from factories import compose_config, generate, make_qwen2
 from inside_vllm import make_worker
 from peft import LoraConfig, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
@@ -119,7 +119,7 @@ def _sample(words: list[str], role: str, folder: Path) -> None:
         assert not isinstance(sampling.client, TransformersClient)
     client: Any = sampling.client
     try:
-        client.generate([[1, number, 9] for number in range(4, 8)], settings, group_size=2, seeds=range(4))
+        generate(client, [[1, number, 9] for number in range(4, 8)], settings, group_size=2, seeds=range(4))
     finally:
         client.close()
 

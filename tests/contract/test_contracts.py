@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engines import Where, found
-from factories import CONF, compose_config, make_qwen2
+from factories import CONF, compose_config, generate, make_qwen2
 from fake_sglang import FakeSglang
 from omegaconf import OmegaConf
 from scripted_server import ScriptedServer
@@ -23,12 +23,22 @@ from transformers import PreTrainedModel
 
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError, GrpoError
-from offline_grpo.interfaces import Loss, MetricLogger, RolloutClient, Task, WeightSync
+from offline_grpo.interfaces import Loss, RolloutClient, RunListener, Task, WeightSync
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain
-from offline_grpo.types import BatchTotals, Completion, FinishReason, SamplingParams, Split, SyncReport, TokenBatch, TokenStats
+from offline_grpo.types import (
+    BatchTotals,
+    Completion,
+    FinishReason,
+    SamplingParams,
+    ServedWeights,
+    Split,
+    SyncReport,
+    TokenBatch,
+    TokenStats,
+)
 
 
 def options(group: str) -> list[str]:
@@ -232,7 +242,7 @@ def test_optimizer_goes_down_a_quadratic(option: str) -> None:
 @pytest.mark.parametrize("option", options("logger"))
 def test_logger_takes_a_run(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
-    logger = make("logger", option, protocol=MetricLogger, output_dir=tmp_path)
+    logger = make("logger", option, protocol=RunListener, output_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []  # nothing is written for a run that is refused
     logger.start({"train": {"lr": 0.1, "ids": [1], "none": None}}, 2)
     logger.log("train", {"reward_mean": 0.5, "time/generate_s": 1.0, "perf/tokens_per_s": 9.0}, iteration=0)  # before any evaluation
@@ -244,7 +254,7 @@ def test_logger_takes_a_run(option: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("option", options("logger"))
 def test_logger_closes_after_a_failure(option: str, tmp_path: Path) -> None:
-    make("logger", option, protocol=MetricLogger, output_dir=tmp_path).close()
+    make("logger", option, protocol=RunListener, output_dir=tmp_path).close()
 
 
 # RolloutClient
@@ -277,8 +287,8 @@ def client(request: pytest.FixtureRequest, where: Where, model: PreTrainedModel,
 
 
 def test_client_returns_exactly_what_was_asked_for(client: RolloutClient) -> None:
-    client.version = 3
-    groups = client.generate(PROMPTS, SamplingParams(max_new_tokens=6), group_size=3, seeds=SEEDS)
+    client.weights = ServedWeights(3)
+    groups = generate(client, PROMPTS, SamplingParams(max_new_tokens=6), group_size=3, seeds=SEEDS)
     assert [len(group) for group in groups] == [3] * 4
     for completion in (completion for group in groups for completion in group):
         assert 1 <= len(completion.token_ids) == len(completion.logprobs) <= 6
@@ -288,7 +298,7 @@ def test_client_returns_exactly_what_was_asked_for(client: RolloutClient) -> Non
         assert completion.finish_reason is (FinishReason.STOP if ended else FinishReason.LENGTH)
         assert ended or len(completion.token_ids) == 6
         assert 2 not in completion.token_ids[:-1]
-        assert completion.version == 3
+        assert completion.versions[0] == 3
     assert len({completion.token_ids for group in groups for completion in group}) > 6
 
 
@@ -297,17 +307,17 @@ def test_client_draws_from_seeds_alone(client: RolloutClient, where: Where) -> N
 
     def draw(order: Sequence[int]) -> list[list[Completion]]:
         """Of these prompts in this order, put back into that of `PROMPTS`."""
-        groups = client.generate([PROMPTS[i] for i in order], sampling, group_size=3, seeds=[SEEDS[i] for i in order])
+        groups = generate(client, [PROMPTS[i] for i in order], sampling, group_size=3, seeds=[SEEDS[i] for i in order])
         return [group for _, group in sorted(zip(order, groups, strict=True), key=lambda pair: pair[0])]
 
     groups = draw(range(4))
     torch.manual_seed(99)
     assert_equal_draws(draw(range(4)), groups, where)
     assert_equal_draws(draw([2, 3, 1, 0]), groups, where)
-    singles = [client.generate([PROMPTS[1]], sampling, group_size=1, seeds=[SEEDS[1] + j]) for j in range(3)]  # completion j has seed + j
+    singles = [generate(client, [PROMPTS[1]], sampling, group_size=1, seeds=[SEEDS[1] + j]) for j in range(3)]  # completion j has seed + j
     assert_equal_draws([[completion for [[completion]] in singles]], [groups[1]], where)
     assert groups[0] != groups[2]  # the same prompt, another seed
-    assert client.generate([], sampling, group_size=3, seeds=[]) == []
+    assert generate(client, [], sampling, group_size=3, seeds=[]) == []
 
 
 def assert_equal_draws(first: list[list[Completion]], second: list[list[Completion]], where: Where) -> None:
@@ -320,7 +330,7 @@ def assert_equal_draws(first: list[list[Completion]], second: list[list[Completi
 
 
 def test_client_is_greedy_at_temperature_0(client: RolloutClient) -> None:
-    [group] = client.generate(PROMPTS[:1], SamplingParams(max_new_tokens=6, temperature=0), group_size=3, seeds=[1])
+    [group] = generate(client, PROMPTS[:1], SamplingParams(max_new_tokens=6, temperature=0), group_size=3, seeds=[1])
     assert len({completion.token_ids for completion in group}) == 1
 
 
@@ -340,7 +350,11 @@ def client_in_this_process(policy: Policy) -> RolloutClient:
 class Foreign:
     """A client with weights of its own."""
 
-    version = 0
+    engine_name = None
+    weights = ServedWeights()
+
+    def close(self) -> None:
+        pass
 
     def generate(self, *_: Any, **__: Any) -> list[Any]:
         return []
@@ -366,7 +380,7 @@ def test_sync_delivers_weights_and_version(option: str, policy: Policy) -> None:
     sync, client = make("weight_sync", option, protocol=WeightSync), client_in_this_process(policy)
     sync.connect(policy, client)
     greedy = SamplingParams(max_new_tokens=1, temperature=0)
-    [[before]] = client.generate(PROMPTS[:1], greedy, group_size=1, seeds=[0])
+    [[before]] = generate(client, PROMPTS[:1], greedy, group_size=1, seeds=[0])
     with torch.no_grad():
         for parameter in policy.masters.parameters.values():
             parameter.mul_(0.5)
@@ -374,11 +388,11 @@ def test_sync_delivers_weights_and_version(option: str, policy: Policy) -> None:
     for _ in range(2):  # idempotent
         report = sync.push(policy, version=4)
         assert isinstance(report, SyncReport)
-        assert report.version == client.version == 4
+        assert report.version == client.weights.version == 4
         assert min(report.num_tensors, report.num_bytes, report.seconds, report.paused_seconds) >= 0
         assert report.paused_seconds <= report.seconds
-    [[after]] = client.generate(PROMPTS[:1], greedy, group_size=1, seeds=[0])
+    [[after]] = generate(client, PROMPTS[:1], greedy, group_size=1, seeds=[0])
     logits = policy.causal_lm(torch.tensor(PROMPTS[:1])).logits[0, -1]
     assert after.logprobs[0] == pytest.approx(logits.log_softmax(-1).max().item(), abs=1e-5)
     assert after.logprobs != before.logprobs
-    assert (before.version, after.version) == (0, 4)
+    assert (before.versions[0], after.versions[0]) == (0, 4)

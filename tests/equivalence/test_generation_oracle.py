@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from factories import VOCAB, make_llama, make_qwen2
+from factories import VOCAB, generate, make_llama, make_qwen2
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -35,7 +35,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 def sample(model: PreTrainedModel, sampling: SamplingParams, *, group_size: int, prompts=PROMPTS, batch_size: int = 64):
     client = TransformersClient(model, NoEos(), batch_size=batch_size)  # type: ignore[arg-type]
-    return client.generate(prompts, sampling, group_size=group_size, seeds=SEEDS[: len(prompts)])
+    return generate(client, prompts, sampling, group_size=group_size, seeds=SEEDS[: len(prompts)])
 
 
 @torch.no_grad()

@@ -1,11 +1,11 @@
 """Sampler and trainer agree: before the first update the ratio of their probabilities is 1, at any temperature."""
 
 import pytest
-from factories import make_updater
+from factories import generate, make_rollout, make_updater
 
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.train.batch import build_batch, with_advantages
-from offline_grpo.types import Rollout, SamplingParams, Score
+from offline_grpo.types import SamplingParams, TokenBatch
 
 
 class NoText:
@@ -17,14 +17,17 @@ def test_ratio_to_the_sampler_is_one_before_the_first_update(tmp_path, temperatu
     updater = make_updater(tmp_path, updates_per_iteration=2)
     client = TransformersClient(updater.policy.model, NoText(), batch_size=16)
     prompts = [[5, 6, 7], [8, 9], [4, 5, 6, 7, 8, 9]]
-    groups = client.generate(prompts, SamplingParams(12, temperature=temperature), group_size=8, seeds=[1, 100, 200])
-    score = Score(0.0, False, {})
-    rollouts = [Rollout(tuple(p), c, "", score) for p, group in zip(prompts, groups, strict=True) for c in group]
-    batch = with_advantages(build_batch(rollouts, temperature=temperature, mask_truncated=False), [1.0, -1.0] * 12)
+    groups = generate(client, prompts, SamplingParams(12, temperature=temperature), group_size=8, seeds=[1, 100, 200])
+
+    def batch_of(scored_at: float) -> TokenBatch:
+        pairs = [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
+        return build_batch([make_rollout(*pair, temperature=scored_at) for pair in pairs], mask_truncated=False)
+
+    batch = with_advantages(batch_of(temperature), [1.0, -1.0] * 12)
     scored = updater.score(batch)
     ratio = (scored.old_logprobs - scored.rollout_logprobs).exp()[batch.completion_mask]
     assert len(ratio) > 50
     assert ratio.tolist() == pytest.approx([1.0] * len(ratio), abs=1e-4)
     assert updater.run(scored, iteration=0)["alignment/diff_abs_mean"] < 1e-5
-    wrong = updater.score(build_batch(rollouts, temperature=1.6, mask_truncated=False))
+    wrong = updater.score(batch_of(1.6))
     assert (wrong.old_logprobs - scored.rollout_logprobs).abs().max() > 0.1  # the temperature matters

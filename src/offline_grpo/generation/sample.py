@@ -49,6 +49,12 @@ def sample_in_order(
     return [groups[index] for index in range(len(draws))]
 
 
+def complete_in_order(client: RolloutClient, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> list[list[Completion]]:
+    """The completions of all requests, in the order of `requests`."""
+    completions = dict(client.generate(requests, sampling))
+    return [completions[index] for index in range(len(requests))]
+
+
 def _score(
     task: Task, codec: TextCodec, problem: Problem, prompt_ids: Sequence[int], completion: Completion, sampling: SamplingParams
 ) -> Rollout:

@@ -47,7 +47,6 @@ class TransformersClient:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ConfigError(f"generation.batch_size={self.batch_size}: must be at least 1")
-        self._eos_ids = end_ids(self._lm.generation_config, self.tokenizer)
 
     @property
     def _lm(self) -> Any:
@@ -82,12 +81,14 @@ class TransformersClient:
     ) -> list[Completion]:
         """Decode B rows together, each a (request, replicate)."""
         place = {index: i for i, index in enumerate(dict.fromkeys(index for index, _ in batch))}
+        eos_ids = end_ids(self._lm.generation_config, self.tokenizer)  # of the model's own config, before a neutral one takes its place
         with sampling_state(self._lm):
             draws = self._sample(
                 [requests[index].prompt_ids for index in place],
                 [place[index] for index, _ in batch],
                 [requests[index].seed + replicate for index, replicate in batch],
                 sampling,
+                eos_ids,
             )
         if (bad := draws.first_non_finite()) is not None:
             row, step = bad
@@ -96,7 +97,9 @@ class TransformersClient:
             )
         return draws.completions(self.weights.version)
 
-    def _sample(self, prompts: Sequence[Sequence[int]], prompt_of_row: list[int], seeds: list[int], sampling: SamplingParams) -> Draws:
+    def _sample(
+        self, prompts: Sequence[Sequence[int]], prompt_of_row: list[int], seeds: list[int], sampling: SamplingParams, eos_ids: list[int]
+    ) -> Draws:
         """A batch: completions of U distinct prompts, in B >= U rows."""
         lm = self._lm
         index = torch.tensor(prompt_of_row, device=lm.device)  # [B]
@@ -109,7 +112,7 @@ class TransformersClient:
         draws = Draws(len(index), sampling.max_new_tokens, lm.device)
         noise = None if sampling.temperature == 0 else uniforms(seeds, sampling.max_new_tokens).to(lm.device)  # [B, N]
         processors = LogitsProcessorList([*filters(sampling), SeededSampler(draws, noise)])
-        ends = StoppingCriteriaList([RowEnds(draws, self._eos_ids, sampling.stop, self.tokenizer)])
+        ends = StoppingCriteriaList([RowEnds(draws, eos_ids, sampling.stop, self.tokenizer)])
         while True:
             token_ids = lm.generate(
                 token_ids,

@@ -67,7 +67,8 @@ def _advantages(groups: Sequence[RolloutGroup], rewards: list[list[float]], upda
     """
     if updater.loss.kl_in_reward and any(group.advantages is not None for group in groups):
         raise ConfigError(
-            "train.loss.kl_placement=reward: these rollouts come with advantages, which no reward changes; use kl_placement=loss"
+            "train.loss.kl_placement=reward: these rollouts come with advantages, which no penalty on rewards changes; use "
+            "train.loss.kl_placement=loss"
         )
     computed = group_advantages(rewards, scale=updater.loss.scale_rewards)
     return [list(group.advantages or own) for group, own in zip(groups, computed, strict=True)]

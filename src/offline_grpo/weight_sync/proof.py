@@ -11,6 +11,7 @@ import torch
 from offline_grpo.engine.control import ServedBits
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.errors import EngineError
+from offline_grpo.generation.sample import complete_in_order
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.train.batch import build_batch
@@ -88,9 +89,12 @@ def probe(policy: Policy, client: RolloutClient) -> torch.Tensor:
     draw = torch.Generator().manual_seed(0)
     prompts = torch.randint(min(config.vocab_size, 1000), (PROBE_PROMPTS, length), generator=draw).tolist()
     requests = [SamplingRequest(tuple(prompt), 1, seed) for seed, prompt in enumerate(prompts)]
-    completions = {index: completion for index, [completion] in client.generate(requests, SamplingParams(PROBE_TOKENS))}
+    completions = complete_in_order(client, requests, SamplingParams(PROBE_TOKENS))
     unscored = Score(0.0, False, {})
-    rollouts = [Rollout.of_one_turn(prompt, completions[i], temperature=1.0, text="", score=unscored) for i, prompt in enumerate(prompts)]
+    rollouts = [
+        Rollout.of_one_turn(prompt, completion, temperature=1.0, text="", score=unscored)
+        for prompt, [completion] in zip(prompts, completions, strict=True)
+    ]
     batch = build_batch(rollouts, mask_truncated=False)
     ours = policy.logprobs(batch.to(policy.device)).cpu()
     return (ours - batch.rollout_logprobs)[batch.completion_mask]

@@ -1,6 +1,7 @@
 """Checkpoints: what is in the folder, that it is whole or absent, and what happens when the disk says no."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,14 +10,28 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.checkpoint import checkpointer as module
-from offline_grpo.checkpoint.checkpointer import Checkpointer
+from offline_grpo.checkpoint.checkpointer import Checkpointer, Restored
 from offline_grpo.checkpoint.files import latest_checkpoint, list_checkpoints
 from offline_grpo.errors import CheckpointError
+from offline_grpo.train.push_schedule import PushSchedule
 
 
 class NoTokenizer:
     def save_pretrained(self, folder):
         return None
+
+
+def checkpointer_of(updater, folder, *, keep_last_k=1, interval=1):
+    return Checkpointer(
+        folder=folder,
+        policy=updater.policy,
+        updater=updater,
+        schedule=PushSchedule(interval),
+        source=SimpleNamespace(state_dict=lambda: {"queue": [1, 2]}),
+        ranks=updater.ranks,
+        config={"seed": 0},
+        keep_last_k=keep_last_k,
+    )
 
 
 @pytest.fixture
@@ -27,7 +42,7 @@ def saved(tmp_path, token_batch):
         updater = make_updater(tmp_path, dtype=dtype, precision="bf16" if dtype == torch.bfloat16 else "fp32")
         updater.policy.tokenizer = NoTokenizer()
         updater.run(token_batch, iteration=0)
-        return Checkpointer(tmp_path / "checkpoints", updater.policy, updater, config={"seed": 0}, keep_last_k=keep_last_k), updater
+        return checkpointer_of(updater, tmp_path / "checkpoints", keep_last_k=keep_last_k), updater
 
     return make
 
@@ -70,7 +85,7 @@ def test_restored_state_makes_the_same_next_update(saved, tmp_path, token_batch,
 
     other = make_updater(tmp_path, dtype=dtype, precision=updater.config.precision)
     other.policy.model.load_state_dict(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict())
-    assert Checkpointer(tmp_path, other.policy, other, config={}, keep_last_k=1).restore(folder) == 4
+    assert checkpointer_of(other, tmp_path).restore(folder) == Restored(4, {"queue": [1, 2]})
     assert other.run(token_batch, iteration=5) == updater.run(token_batch, iteration=5)
     for name, master in updater.policy.masters.parameters.items():
         assert torch.equal(master, other.policy.masters.parameters[name]), name
@@ -122,12 +137,35 @@ def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path):
     other.policy = Policy(other.policy.model, NoTokenizer(), "padded")
     other.optimizer = AdamW(lr=1e-3, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8).create(other.policy.masters.parameters.values())
     with pytest.raises(CheckpointError, match="does not fit"):
-        Checkpointer(tmp_path, other.policy, other, config={}, keep_last_k=1).restore(tmp_path / "checkpoints" / "iter_000")
+        checkpointer_of(other, tmp_path).restore(tmp_path / "checkpoints" / "iter_000")
 
 
 def test_state_tells_format_iteration_and_configuration(saved, tmp_path):
     checkpointer, _ = saved()
     checkpointer.write(3).commit()
     state = json.loads((tmp_path / "checkpoints" / "iter_003" / "trainer" / "state.json").read_text())
-    assert (state["format"], state["iteration"], state["config"]) == (1, 3, {"seed": 0})
+    assert (state["format"], state["iteration"], state["config"]) == (2, 3, {"seed": 0})
     assert state["counters"]["num_updates"] == 1
+
+
+def test_what_the_engine_serves_is_saved_where_it_is_older_than_the_model(saved, tmp_path, token_batch):
+    _, updater = saved()
+    checkpointer = checkpointer_of(updater, tmp_path / "checkpoints", keep_last_k=9, interval=3)
+    checkpointer.schedule.pushed(updater.policy, updater.counters.version)
+    checkpointer.write(0).commit()
+    served = {name: p.detach().clone() for name, p in updater.policy.trained_parameters().items()}
+    updater.run(token_batch, iteration=1)
+    assert not checkpointer.schedule.is_due(force=False)
+    checkpointer.write(1).commit()
+    files = [(tmp_path / "checkpoints" / f"iter_00{i}" / "trainer" / "served.safetensors").exists() for i in (0, 1)]
+    assert files == [False, True]
+
+    own = {name: p.detach().clone() for name, p in updater.policy.trained_parameters().items()}
+    other = checkpointer_of(updater, tmp_path, interval=3)
+    other.restore(tmp_path / "checkpoints" / "iter_001")
+    with other.schedule.served_weights(updater.policy, updater.counters.version) as version:
+        assert version == updater.counters.version - 1
+        assert all(torch.equal(p, served[name]) for name, p in updater.policy.trained_parameters().items())
+    assert all(torch.equal(p, own[name]) for name, p in updater.policy.trained_parameters().items())
+    assert not torch.equal(own["model.norm.weight"], served["model.norm.weight"])
+    assert [other.schedule.is_due(force=False) for _ in range(2)] == [False, True], "the second and third opportunity of three"

@@ -1,15 +1,27 @@
 """The evaluator with a scripted engine: what it asks for, what it makes of the answers, and independence of the number of processes."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.eval.evaluator import PassAtKEvaluator, Replicate
+from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Evaluator
-from offline_grpo.types import Completion, FinishReason, Message, Problem, SamplingParams, Score, Split
+from offline_grpo.types import (
+    Completion,
+    CompletionStream,
+    FinishReason,
+    Message,
+    Metrics,
+    Problem,
+    SamplingParams,
+    SamplingRequest,
+    Score,
+    ServedWeights,
+    Split,
+)
 
 EOS = 0
 PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": f"{i}"},), answer=f"{i}") for i in range(5)]
@@ -28,47 +40,55 @@ class EchoTask:
 
 @dataclass
 class SeededClient:
-    """Answers "<digit>#x" where the digit follows from prompt and seed alone; every third seed runs into the token limit."""
+    """Answers "<digit>#x" where the digit follows from prompt and seed alone; every third seed runs into the token limit.
 
-    version: int = 0
-    calls: list[tuple[list[list[int]], list[int]]] = field(default_factory=list)
+    The last request is answered first.
+    """
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, group_size: int, seeds: Sequence[int]
-    ) -> list[list[Completion]]:
-        assert group_size == 1
+    weights: ServedWeights = field(default_factory=ServedWeights)
+    calls: list[list[SamplingRequest]] = field(default_factory=list)
+
+    def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
         assert sampling is SAMPLING
-        self.calls.append(([list(prompt) for prompt in prompts], list(seeds)))
-        return [[self.complete(prompt, seed)] for prompt, seed in zip(prompts, seeds, strict=True)]
+        self.calls.append(list(requests))
+        for index, request in reversed(list(enumerate(self.calls[-1]))):
+            yield index, [self.complete(request.prompt_ids, request.seed)]
 
     def complete(self, prompt: Sequence[int], seed: int) -> Completion:
         text = f"{prompt[0] - ord('0') if seed % 2 else 9}#x"
         finish = FinishReason.LENGTH if seed % 3 == 0 else FinishReason.STOP
         token_ids = (*map(ord, text), EOS)
-        return Completion(token_ids, (0.0,) * len(token_ids), finish, version=0)
+        return Completion(token_ids, (0.0,) * len(token_ids), finish, (0,) * len(token_ids))
 
 
-def encode(messages: Sequence[Message]) -> list[int]:
-    return [ord(character) for message in messages for character in message["content"]]
+class Characters:
+    """A codec of one token per character."""
 
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        return [ord(character) for message in messages for character in message["content"]]
 
-def decode(token_ids: Sequence[int]) -> str:
-    return "".join(chr(token) for token in token_ids if token != EOS)
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(token) for token in token_ids if token != EOS)
 
 
 def evaluator(**changes: object) -> PassAtKEvaluator:
     settings = {
         "task": EchoTask(),
         "problems": PROBLEMS,
-        "encode": encode,
-        "decode": decode,
+        "codec": Characters(),
         "sampling": SAMPLING,
         "ks": [1, 2],
         "replicates": 3,
         "seed_base": 4242,
         "bootstrap_samples": 100,
+        "rank": 0,
+        "world_size": 1,
     }
     return PassAtKEvaluator(**(settings | changes))  # type: ignore[arg-type]
+
+
+def evaluate(subject: PassAtKEvaluator, *, cycle: int) -> Metrics:
+    return subject.metrics(subject.sample(SeededClient(), cycle=cycle), cycle=cycle)
 
 
 def seed_of(*parts: object) -> int:
@@ -80,14 +100,16 @@ def test_every_problem_is_asked_replicates_times_with_its_own_seeds() -> None:
     client = SeededClient()
     subject = evaluator()
     assert isinstance(subject, Evaluator)
-    subject.evaluate(client, cycle=7)
-    [(prompts, seeds)] = client.calls
-    assert prompts == [[ord(str(i))] for i in range(5) for _ in range(3)]
-    assert seeds == [seed_of(4242, 7, f"p{i}", rep) for i in range(5) for rep in range(3)]
+    groups = subject.sample(client, cycle=7)
+    [requests] = client.calls
+    assert requests == [SamplingRequest((ord(str(i)),), 1, seed_of(4242, 7, f"p{i}", rep)) for i in range(5) for rep in range(3)]
+    assert [group.problem for group in groups] == PROBLEMS
+    answers = [client.complete(request.prompt_ids, request.seed).token_ids for request in requests]
+    assert [rollout.token_ids[1:] for group in groups for rollout in group.rollouts] == answers, "texts and tokens are handed out, in order"
 
 
 def test_metrics_follow_from_the_scripted_answers() -> None:
-    metrics = evaluator().evaluate(SeededClient(), cycle=0)
+    metrics = evaluate(evaluator(), cycle=0)
     seeds = [[seed_of(4242, 0, f"p{i}", rep) for rep in range(3)] for i in range(5)]
     right = [[seed % 2 == 1 for seed in row] for row in seeds]
     assert 0 < sum(map(sum, right)) < 15
@@ -99,28 +121,16 @@ def test_metrics_follow_from_the_scripted_answers() -> None:
 
 
 def test_cycles_differ_and_repeat() -> None:
-    first, again, next_cycle = (evaluator(seed_base=1).evaluate(SeededClient(), cycle=cycle) for cycle in (0, 0, 1))
+    first, again, next_cycle = (evaluate(evaluator(seed_base=1), cycle=cycle) for cycle in (0, 0, 1))
     assert first == again
     assert first != next_cycle
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 16])
-def test_any_number_of_processes_gives_the_same_metrics(world_size: int) -> None:
-    shares: list[list[Replicate]] = []
-    for rank in range(world_size):  # first pass: each process's share, as the collective would see it
-
-        def capture(share: Callable[[], list[Replicate]]) -> list[Replicate]:
-            shares.append(share())
-            return [Replicate(0.0, False, False, 0)] * 15
-
-        evaluator(rank=rank, world_size=world_size, gather=capture).evaluate(SeededClient(), cycle=2)
-    joined = [replicate for share in shares for replicate in share]
-    alone = evaluator().evaluate(SeededClient(), cycle=2)
-    for rank in range(world_size):
-        client = SeededClient()
-        gathered = evaluator(rank=rank, world_size=world_size, gather=lambda share: [joined, share()][0])
-        assert gathered.evaluate(client, cycle=2) == alone
-        assert sum(len(seeds) for _, seeds in client.calls) == len(shares[rank])
+def test_any_number_of_processes_gives_the_same_groups(world_size: int) -> None:
+    shares = [evaluator(rank=rank, world_size=world_size).sample(SeededClient(), cycle=2) for rank in range(world_size)]
+    together = [shares[i % world_size][i // world_size] for i in range(len(PROBLEMS))]  # as the loop gathers them
+    assert together == evaluator().sample(SeededClient(), cycle=2)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 

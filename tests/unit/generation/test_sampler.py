@@ -91,7 +91,7 @@ def test_what_follows_a_rows_end_is_not_looked_at() -> None:
     draws.logprobs[0, 2] = math.nan
     assert draws.first_non_finite() is None
     first, second = draws.completions(version=3)
-    assert (first.token_ids, first.finish_reason, first.version) == ((4, 5), FinishReason.STOP, 3)
+    assert (first.token_ids, first.finish_reason, first.versions) == ((4, 5), FinishReason.STOP, (3, 3))
     assert (second.token_ids, second.finish_reason) == ((7, 8, 9), FinishReason.LENGTH)
     assert len(first.logprobs) == 2
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from factories import generate
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.engine.server import Server
@@ -25,7 +26,7 @@ from offline_grpo.generation import server_client
 from offline_grpo.generation.server_client import ServerClient
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.types import Completion, FinishReason, SamplingParams
+from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest, ServedWeights
 
 PROMPT = [7, 8, 9]
 SAMPLING = SamplingParams(max_new_tokens=4)
@@ -141,7 +142,7 @@ class Lab:
     def ask(self, *, num_prompts: int = 1, group_size: int = 2) -> list[list[Completion]]:
         """Completions of prompts that start with their number."""
         prompts = [[number, 8, 9] for number in range(num_prompts)] if num_prompts > 1 else [PROMPT]
-        return self.client.generate(prompts, SAMPLING, group_size=group_size, seeds=range(num_prompts))
+        return generate(self.client, prompts, SAMPLING, group_size=group_size, seeds=range(num_prompts))
 
     def echo(self, request: Request) -> Reply:
         """A completion that tells which prompt it is of."""
@@ -186,14 +187,14 @@ def lab(dialect: Dialect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def test_completions_are_what_the_server_said(lab: Lab) -> None:
-    lab.client.version = 3
+    lab.client.weights = ServedWeights(3)
     assert lab.ask() == [
         [
-            Completion((5, 2), (-0.5, -0.25), FinishReason.STOP, 3),
-            Completion((6, 7, 8, 9), (-1.0, -2.0, -3.0, -4.0), FinishReason.LENGTH, 3),
+            Completion((5, 2), (-0.5, -0.25), FinishReason.STOP, (3, 3)),
+            Completion((6, 7, 8, 9), (-1.0, -2.0, -3.0, -4.0), FinishReason.LENGTH, (3, 3, 3, 3)),
         ]
     ]
-    assert lab.client.generate([], SAMPLING, group_size=2, seeds=[]) == []
+    assert generate(lab.client, [], SAMPLING, group_size=2, seeds=[]) == []
 
 
 ABORTED = [([5], [-0.5], "abort"), ([], [], "abort")]
@@ -222,7 +223,7 @@ def test_a_server_that_aborts_because_it_ends(lab: Lab) -> None:
 
 def test_every_sampling_setting_is_sent_under_its_name(lab: Lab) -> None:
     sampling = SamplingParams(max_new_tokens=17, temperature=0.7, top_p=0.9, top_k=40, repetition_penalty=1.2, stop=("\n", "END"))
-    lab.client.generate([PROMPT], sampling, group_size=2, seeds=[5])
+    generate(lab.client, [PROMPT], sampling, group_size=2, seeds=[5])
     body = lab.server.requests[0].body
     settings = lab.dialect.settings_of(body)
     for field in fields(SamplingParams):
@@ -234,7 +235,7 @@ def test_every_sampling_setting_is_sent_under_its_name(lab: Lab) -> None:
 
 
 def test_filters_that_are_off_are_sent_too(lab: Lab) -> None:
-    lab.client.generate([PROMPT], SamplingParams(max_new_tokens=4), group_size=2, seeds=[5])
+    generate(lab.client, [PROMPT], SamplingParams(max_new_tokens=4), group_size=2, seeds=[5])
     settings = lab.dialect.settings_of(lab.server.requests[0].body)
     assert (settings["top_k"], settings["top_p"], settings["repetition_penalty"], settings["temperature"]) == (-1, 1, 1, 1)
 
@@ -242,7 +243,7 @@ def test_filters_that_are_off_are_sent_too(lab: Lab) -> None:
 def test_vllm_is_asked_for_a_group_with_one_seed(tmp_path: Path) -> None:
     with ScriptedServer(lambda _: Reply(vllm_answer(TWO))) as server:
         client = make_client(DIALECTS["vllm"], mortal(server.base_url, tmp_path))
-        client.generate([PROMPT], SAMPLING, group_size=2, seeds=[2**62])
+        generate(client, [PROMPT], SAMPLING, group_size=2, seeds=[2**62])
         body = server.requests[0].body
         assert {name: body[name] for name in ("n", "seed", "logprobs", "return_token_ids", "model")} == {
             "n": 2,
@@ -259,9 +260,63 @@ def test_choices_in_another_order_are_put_right(tmp_path: Path) -> None:
     answer["choices"].reverse()
     with ScriptedServer(lambda _: Reply(answer)) as server:
         client = make_client(DIALECTS["vllm"], mortal(server.base_url, tmp_path))
-        [[first, second]] = client.generate([PROMPT], SAMPLING, group_size=2, seeds=[0])
+        [[first, second]] = generate(client, [PROMPT], SAMPLING, group_size=2, seeds=[0])
         assert (first.token_ids, second.token_ids) == ((5, 2), (6, 7, 8, 9))
         client.close()
+
+
+def requests(num_prompts: int) -> list[SamplingRequest]:
+    """One completion of each prompt; the prompts start with their number."""
+    return [SamplingRequest((number, 8, 9), 1, number) for number in range(num_prompts)]
+
+
+def test_completions_have_the_version_that_was_served_when_they_were_asked_for(lab: Lab) -> None:
+    """A push may come while a request is open: what it says later is of no request that was sent before."""
+
+    def script(request: Request) -> Reply:
+        lab.client.weights = ServedWeights(8)
+        return lab.echo(request)
+
+    lab.client.weights = ServedWeights(7)
+    lab.set_script(script)
+    answers = lab.client.generate(requests(1), SAMPLING)
+    [(_, [completion])] = answers
+    assert completion.versions == (7, 7)
+    [(_, [completion])] = lab.client.generate(requests(1), SAMPLING)
+    assert completion.versions == (8, 8)
+
+
+def test_answers_are_handed_out_while_others_are_open(lab: Lab) -> None:
+    may_end = threading.Event()
+
+    def script(request: Request) -> Reply:
+        if lab.dialect.prompt_of(request.body)[0] != 1:
+            assert may_end.wait(5)
+        return lab.echo(request)
+
+    lab.set_script(script)
+    answers = lab.client.generate(requests(3), SAMPLING)
+    assert next(answers)[0] == 1
+    may_end.set()
+    assert {index for index, _ in answers} == {0, 2}
+
+
+def test_requests_are_taken_as_there_is_room_for_them(lab: Lab) -> None:
+    taken = 0
+
+    def endless() -> Iterator[SamplingRequest]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield requests(1)[0]
+
+    lab.set_script(lab.echo)
+    answers = lab.client.generate(endless(), SAMPLING)
+    for _ in range(20):
+        next(answers)
+    answers.close()
+    assert 20 <= taken <= 20 + 8  # twice the requests that may be in flight
+    lab.server.wait_until(lambda: lab.server.num_active == 0)
 
 
 def test_answers_in_reverse_come_back_in_the_order_of_prompts(lab: Lab) -> None:
@@ -329,7 +384,7 @@ def test_the_key_is_sent(dialect: Dialect, tmp_path: Path) -> None:
     with ScriptedServer(lambda _: Reply(dialect.answer(TWO))) as server:
         for api_key in ("secret", None):
             client = make_client(dialect, mortal(server.base_url, tmp_path, api_key))
-            client.generate([PROMPT], SAMPLING, group_size=2, seeds=[0])
+            generate(client, [PROMPT], SAMPLING, group_size=2, seeds=[0])
             client.close()
         assert [request.headers.get("Authorization") for request in server.requests] == ["Bearer secret", None]
 
@@ -383,7 +438,7 @@ def test_pauses_between_attempts_double_up_to_a_limit(lab: Lab, monkeypatch: pyt
     client = make_client(lab.dialect, lab.handle, max_retries=7)
     lab.set_script(lambda _: Reply({}, status=503))
     with pytest.raises(EngineError, match="after 8 attempts"):
-        client.generate([PROMPT], SAMPLING, group_size=2, seeds=[0])
+        generate(client, [PROMPT], SAMPLING, group_size=2, seeds=[0])
     client.close()
     assert pauses == [0.5, 1, 2, 4, 8, 10, 10]
 
@@ -470,7 +525,7 @@ def test_choices_that_are_numbered_twice(tmp_path: Path) -> None:
     with ScriptedServer(lambda _: Reply(answer)) as server:
         client = make_client(DIALECTS["vllm"], mortal(server.base_url, tmp_path))
         with pytest.raises(EngineError, match="not numbered from 0"):
-            client.generate([PROMPT], SAMPLING, group_size=2, seeds=[0])
+            generate(client, [PROMPT], SAMPLING, group_size=2, seeds=[0])
         client.close()
 
 
@@ -501,7 +556,7 @@ def test_nobody_listens(dialect: Dialect, tmp_path: Path, monkeypatch: pytest.Mo
             with pytest.raises(
                 EngineError, match=rf"{url}{client.path}: no connection .*after 4 attempts.* and {key} its address"
             ) as raised:
-                client.generate([PROMPT], SAMPLING, group_size=2, seeds=[0])
+                generate(client, [PROMPT], SAMPLING, group_size=2, seeds=[0])
             assert type(raised.value) is EngineError
         client.close()
 
@@ -529,11 +584,6 @@ def test_settings_that_cannot_be(dialect: Dialect, tmp_path: Path) -> None:
     for name, value, rule in (("batch_size", 0, "at least 1"), ("timeout_s", 0.0, "above 0"), ("max_retries", -1, "0 or more")):
         with pytest.raises(ConfigError, match=f"generation.{name}={value}: must be {rule}"):
             make_client(dialect, server, **{name: value})
-    client = make_client(dialect, server)
-    with pytest.raises(ValueError, match="2 seeds for 1 prompts"):
-        client.generate([PROMPT], SAMPLING, group_size=1, seeds=[1, 2])
-    with pytest.raises(ValueError, match="group_size=0"):
-        client.generate([PROMPT], SAMPLING, group_size=0, seeds=[1])
 
 
 # A server of our own that ends
@@ -631,11 +681,11 @@ def test_a_process_can_end_with_the_client_open(lab: Lab) -> None:
 from pathlib import Path
 from offline_grpo.engine.server import Server
 from offline_grpo.generation.{lab.dialect.client.__module__.rpartition(".")[2]} import {lab.dialect.client.__name__} as Client
-from offline_grpo.types import SamplingParams
+from offline_grpo.types import SamplingParams, SamplingRequest
 server = Server(base_url={lab.server.base_url!r}, api_key=None, launcher=None, log_dir=Path("."))
 server._name = "policy"
 client = Client(server=server, eos_ids=[2], batch_size=2, timeout_s=5, max_retries=0)
-print(len(client.generate([{PROMPT}], SamplingParams(4), group_size=2, seeds=[0])[0]))
+print(*(len(completions) for _, completions in client.generate([SamplingRequest({tuple(PROMPT)}, 2, 0)], SamplingParams(4))))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     errors = [line for line in done.stderr.splitlines() if "Error" in line or "Exception" in line]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from factories import generate
 from fake_sglang import FakeSglang, log_softmax, logits_after
 from scripted_server import ScriptedServer
 
@@ -43,9 +44,9 @@ def client(web: ScriptedServer, tmp_path: Path) -> Iterator[SglangClient]:
 
 
 def test_completion_j_is_drawn_with_seed_plus_j(client: SglangClient) -> None:
-    groups = client.generate(PROMPTS, SAMPLING, group_size=4, seeds=SEEDS)
+    groups = generate(client, PROMPTS, SAMPLING, group_size=4, seeds=SEEDS)
     alone = [
-        [client.generate([prompt], SAMPLING, group_size=1, seeds=[seed + j])[0][0] for j in range(4)]
+        [generate(client, [prompt], SAMPLING, group_size=1, seeds=[seed + j])[0][0] for j in range(4)]
         for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
     ]
     assert groups == alone
@@ -53,21 +54,21 @@ def test_completion_j_is_drawn_with_seed_plus_j(client: SglangClient) -> None:
 
 
 def test_a_prompt_is_one_request(client: SglangClient, web: ScriptedServer) -> None:
-    client.generate(PROMPTS, SAMPLING, group_size=4, seeds=SEEDS)
+    generate(client, PROMPTS, SAMPLING, group_size=4, seeds=SEEDS)
     assert sorted(request.body["input_ids"] for request in web.requests) == sorted([prompt] * 4 for prompt in PROMPTS)
     assert {request.path for request in web.requests} == {"/generate"}
     assert web.max_active <= 2
 
 
 def test_seeds_stay_within_64_bits(client: SglangClient, web: ScriptedServer) -> None:
-    client.generate([[5]], SAMPLING, group_size=3, seeds=[2**63 - 2])
+    generate(client, [[5]], SAMPLING, group_size=3, seeds=[2**63 - 2])
     assert [settings["sampling_seed"] for settings in web.requests[0].body["sampling_params"]] == [2**63 - 2, 2**63 - 1, 0]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.4])
 def test_logprobs_are_those_of_the_sampling_distribution(client: SglangClient, temperature: float) -> None:
     sampling = SamplingParams(max_new_tokens=6, temperature=temperature)
-    for prompt, group in zip(PROMPTS, client.generate(PROMPTS, sampling, group_size=3, seeds=SEEDS), strict=True):
+    for prompt, group in zip(PROMPTS, generate(client, PROMPTS, sampling, group_size=3, seeds=SEEDS), strict=True):
         for completion in group:
             for position, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
                 logits = logits_after([*prompt, *completion.token_ids[:position]])
@@ -75,7 +76,7 @@ def test_logprobs_are_those_of_the_sampling_distribution(client: SglangClient, t
 
 
 def test_logprobs_have_the_repetition_penalty_in_them(client: SglangClient) -> None:
-    [[completion]] = client.generate([[1, 3]], SamplingParams(max_new_tokens=6, repetition_penalty=1.8), group_size=1, seeds=[3])
+    [[completion]] = generate(client, [[1, 3]], SamplingParams(max_new_tokens=6, repetition_penalty=1.8), group_size=1, seeds=[3])
     first, second, *_ = completion.token_ids
     logits = logits_after([1, 3, first])
     logits[3] *= 1.8 if logits[3] < 0 else 1 / 1.8
@@ -84,13 +85,13 @@ def test_logprobs_have_the_repetition_penalty_in_them(client: SglangClient) -> N
 
 
 def test_temperature_0_is_greedy(client: SglangClient) -> None:
-    [group] = client.generate([[1, 3]], SamplingParams(max_new_tokens=3, temperature=0), group_size=3, seeds=[1])
+    [group] = generate(client, [[1, 3]], SamplingParams(max_new_tokens=3, temperature=0), group_size=3, seeds=[1])
     logits = logits_after([1, 3])
     assert {completion.token_ids[0] for completion in group} == {logits.index(max(logits))}
 
 
 def test_completions_end_with_eos_or_at_the_limit(client: SglangClient) -> None:
-    groups = client.generate(PROMPTS, SAMPLING, group_size=16, seeds=SEEDS)
+    groups = generate(client, PROMPTS, SAMPLING, group_size=16, seeds=SEEDS)
     reasons = set()
     for completion in (completion for group in groups for completion in group):
         ended = completion.token_ids[-1] in (2, 7)
@@ -104,4 +105,4 @@ def test_completions_end_with_eos_or_at_the_limit(client: SglangClient) -> None:
 
 def test_what_sglang_refuses_is_told(client: SglangClient) -> None:
     with pytest.raises(EngineError, match=r"/generate: status 400: repetition_penalty must be in \(0, 2\]"):
-        client.generate([[1]], SamplingParams(max_new_tokens=2, repetition_penalty=3.0), group_size=1, seeds=[0])
+        generate(client, [[1]], SamplingParams(max_new_tokens=2, repetition_penalty=3.0), group_size=1, seeds=[0])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from factories import generate
 from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -16,7 +17,7 @@ from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.transformers_client import TransformersClient, left_pad
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.text import cut_at_stop
-from offline_grpo.types import Completion, FinishReason, SamplingParams
+from offline_grpo.types import Completion, FinishReason, SamplingParams, ServedWeights
 
 PROMPTS = [[5, 6, 7], [9], list(range(2, 22)), [3, 3, 4, 8], [11, 12, 13]]
 SEEDS = [100, 200, 300, 400, 500]
@@ -25,7 +26,7 @@ EOS = 1
 
 
 def sample(model, tokenizer, sampling: SamplingParams = SAMPLING, *, batch_size: int = 64, group_size: int = 4) -> list[list[Completion]]:
-    return TransformersClient(model, tokenizer, batch_size=batch_size).generate(PROMPTS, sampling, group_size=group_size, seeds=SEEDS)
+    return generate(TransformersClient(model, tokenizer, batch_size=batch_size), PROMPTS, sampling, group_size=group_size, seeds=SEEDS)
 
 
 def tokens(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
@@ -52,17 +53,17 @@ def test_batches_change_nothing(model: PreTrainedModel, tokenizer: PreTrainedTok
 
 def test_order_is_kept_and_a_prompt_is_independent_of_the_others(model, tokenizer) -> None:
     client = TransformersClient(model, tokenizer, batch_size=64)
-    together = client.generate(PROMPTS, SAMPLING, group_size=3, seeds=SEEDS)
-    alone = [client.generate([prompt], SAMPLING, group_size=3, seeds=[seed])[0] for prompt, seed in zip(PROMPTS, SEEDS, strict=True)]
+    together = generate(client, PROMPTS, SAMPLING, group_size=3, seeds=SEEDS)
+    alone = [generate(client, [prompt], SAMPLING, group_size=3, seeds=[seed])[0] for prompt, seed in zip(PROMPTS, SEEDS, strict=True)]
     assert tokens(alone) == tokens(together)
-    backwards = client.generate(PROMPTS[::-1], SAMPLING, group_size=3, seeds=SEEDS[::-1])
+    backwards = generate(client, PROMPTS[::-1], SAMPLING, group_size=3, seeds=SEEDS[::-1])
     assert tokens(backwards[::-1]) == tokens(together)
 
 
 def test_completion_j_has_seed_plus_j(model, tokenizer) -> None:
     client = TransformersClient(model, tokenizer, batch_size=8)
-    (group,) = client.generate([PROMPTS[2]], SAMPLING, group_size=4, seeds=[40])
-    singles = client.generate([PROMPTS[2]] * 4, SAMPLING, group_size=1, seeds=[40, 41, 42, 43])
+    (group,) = generate(client, [PROMPTS[2]], SAMPLING, group_size=4, seeds=[40])
+    singles = generate(client, [PROMPTS[2]] * 4, SAMPLING, group_size=1, seeds=[40, 41, 42, 43])
     assert tokens([group]) == [[single[0].token_ids for single in singles]]
     assert len({completion.token_ids for completion in group}) == 4
 
@@ -132,9 +133,9 @@ def test_a_stop_string_ends_a_row_and_its_tokens_are_kept(model, tokenizer) -> N
 def test_a_stop_string_that_begins_in_the_prompt_does_not_count(model, tokenizer) -> None:
     client = TransformersClient(model, tokenizer, batch_size=4)
     prompt = PROMPTS[2]
-    (first,) = client.generate([prompt], SAMPLING, group_size=1, seeds=[3])[0]
+    (first,) = generate(client, [prompt], SAMPLING, group_size=1, seeds=[3])[0]
     across = tokenizer.decode([prompt[-1], first.token_ids[0]])
-    (again,) = client.generate([prompt], replace(SAMPLING, stop=(across,)), group_size=1, seeds=[3])[0]
+    (again,) = generate(client, [prompt], replace(SAMPLING, stop=(across,)), group_size=1, seeds=[3])[0]
     assert len(again.token_ids) > 1
 
 
@@ -208,9 +209,9 @@ def test_non_finite_logits_name_prompt_and_step(model, tokenizer) -> None:
         model.model.embed_tokens.weight[20] = torch.nan
         model.lm_head.weight[20] = 0.0
     client = TransformersClient(model, tokenizer, batch_size=2)
-    client.version = 4
+    client.weights = ServedWeights(4)
     with pytest.raises(EngineError, match=r"token 0 after prompt 1 .*version 4"):
-        client.generate([[5, 6], [20, 3], [9]], replace(SAMPLING, max_new_tokens=1), group_size=1, seeds=[1, 2, 3])
+        generate(client, [[5, 6], [20, 3], [9]], replace(SAMPLING, max_new_tokens=1), group_size=1, seeds=[1, 2, 3])
 
 
 def test_work_is_shared_within_a_group_and_dropped_at_its_end(model, tokenizer) -> None:
@@ -218,11 +219,11 @@ def test_work_is_shared_within_a_group_and_dropped_at_its_end(model, tokenizer) 
     positions: list[tuple[int, int]] = []
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: positions.append(tuple(output.shape[:2])))
     client = TransformersClient(model, tokenizer, batch_size=64)
-    client.generate([PROMPTS[2]], replace(SAMPLING, max_new_tokens=3), group_size=8, seeds=[0])
+    generate(client, [PROMPTS[2]], replace(SAMPLING, max_new_tokens=3), group_size=8, seeds=[0])
     assert positions == [(1, 19), (8, 1), (8, 1), (8, 1)]  # 19 prompt tokens once; the last prompt token and two more, 8 rows each
     positions.clear()
     model.generation_config.eos_token_id = [1, 2, 3, 4]
-    (group,) = client.generate([PROMPTS[2]], replace(SAMPLING, max_new_tokens=40), group_size=32, seeds=[0])
+    (group,) = generate(client, [PROMPTS[2]], replace(SAMPLING, max_new_tokens=40), group_size=32, seeds=[0])
     num_tokens = sum(len(completion.token_ids) for completion in group)
     longest = max(len(completion.token_ids) for completion in group)
     assert 32 * longest > 3 * num_tokens  # the work without compaction
@@ -232,9 +233,9 @@ def test_work_is_shared_within_a_group_and_dropped_at_its_end(model, tokenizer) 
 def test_completions_carry_the_version(model, tokenizer) -> None:
     client = TransformersClient(model, tokenizer, batch_size=4)
     assert isinstance(client, RolloutClient)
-    assert client.version == 0
-    client.version = 7
-    assert {c.version for group in client.generate(PROMPTS, SAMPLING, group_size=2, seeds=SEEDS) for c in group} == {7}
+    assert client.weights.version == 0
+    client.weights = ServedWeights(7)
+    assert {v for group in generate(client, PROMPTS, SAMPLING, group_size=2, seeds=SEEDS) for c in group for v in c.versions} == {7}
 
 
 def test_adapters_are_sampled_from(model, tokenizer) -> None:
@@ -261,19 +262,17 @@ def test_left_pad_adds_no_token_that_the_prompt_lacks() -> None:
 def test_wrong_requests_are_refused(model, tokenizer) -> None:
     client = TransformersClient(model, tokenizer, batch_size=4)
     with pytest.raises(ConfigError, match="prompt 1 has no tokens"):
-        client.generate([[3], []], SAMPLING, group_size=1, seeds=[1, 2])
+        generate(client, [[3], []], SAMPLING, group_size=1, seeds=[1, 2])
     with pytest.raises(ConfigError, match=r"max_new_tokens=62: prompt 0 has 3 tokens .* 64; use 61 or less"):
-        client.generate([[3, 4, 5]], replace(SAMPLING, max_new_tokens=62), group_size=1, seeds=[1])
-    with pytest.raises(ValueError, match="1 seeds for 2 prompts"):
-        client.generate([[3], [4]], SAMPLING, group_size=1, seeds=[1])
-    with pytest.raises(ValueError, match="group_size=0"):
-        client.generate([[3]], SAMPLING, group_size=0, seeds=[1])
+        generate(client, [[3, 4, 5]], replace(SAMPLING, max_new_tokens=62), group_size=1, seeds=[1])
+    with pytest.raises(ValueError, match="num_completions=0"):
+        generate(client, [[3]], SAMPLING, group_size=0, seeds=[1])
     with pytest.raises(ConfigError, match=r"generation\.stop=.*empty"):
-        client.generate([[3]], replace(SAMPLING, stop=("#", "")), group_size=1, seeds=[1])
+        generate(client, [[3]], replace(SAMPLING, stop=("#", "")), group_size=1, seeds=[1])
     with pytest.raises(ConfigError, match=r"generation\.batch_size=0"):
         TransformersClient(model, tokenizer, batch_size=0)
-    assert client.generate([], SAMPLING, group_size=2, seeds=[]) == []
-    full = client.generate([[3, 4, 5]], replace(SAMPLING, max_new_tokens=61), group_size=1, seeds=[8])
+    assert generate(client, [], SAMPLING, group_size=2, seeds=[]) == []
+    full = generate(client, [[3, 4, 5]], replace(SAMPLING, max_new_tokens=61), group_size=1, seeds=[8])
     assert 1 <= len(full[0][0].token_ids) <= 61
 
 

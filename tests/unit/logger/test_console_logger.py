@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.interfaces import MetricLogger, PhaseListener
+from offline_grpo.interfaces import RunListener
 from offline_grpo.logger.console import ConsoleLogger
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
@@ -21,7 +21,7 @@ def logger_on(*, terminal: bool) -> tuple[ConsoleLogger, io.StringIO]:
 
 def test_a_log_file_gets_one_plain_line_per_record() -> None:
     logger, stream = logger_on(terminal=False)
-    assert isinstance(logger, MetricLogger)
+    assert isinstance(logger, RunListener)
     logger.start({}, 10)
     logger.phase("generate", 0)
     logger.log("eval", EVAL, iteration=-1)
@@ -35,7 +35,7 @@ def test_a_log_file_gets_one_plain_line_per_record() -> None:
 
 def test_a_terminal_shows_progress_metrics_phase_and_last_evaluation() -> None:
     logger, stream = logger_on(terminal=True)
-    assert isinstance(logger, PhaseListener)
+    assert isinstance(logger, RunListener)
     logger.start({}, 10)
     logger.log("eval", EVAL, iteration=1)
     logger.log("train", TRAIN, iteration=1)

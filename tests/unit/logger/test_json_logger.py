@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from offline_grpo.errors import GrpoError
-from offline_grpo.interfaces import MetricLogger
+from offline_grpo.interfaces import RunListener
 from offline_grpo.logger.json_logger import JsonLogger
 
 
@@ -17,7 +17,7 @@ def logger(tmp_path: Path) -> JsonLogger:
 
 
 def test_files_carry_the_names_that_people_parse(logger: JsonLogger, tmp_path: Path) -> None:
-    assert isinstance(logger, MetricLogger)
+    assert isinstance(logger, RunListener)
     logger.log("eval", {"pass@1": 0.25}, iteration=-1)
     logger.log("train", {"loss_total": -0.5, "kl_divergence": 0.125}, iteration=0)
     logger.log("eval", {"pass@1": 0.5}, iteration=12)

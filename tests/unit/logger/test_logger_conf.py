@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from offline_grpo.interfaces import MetricLogger
+from offline_grpo.interfaces import RunListener
 from offline_grpo.run.build import build
 
 CONF = Path(__file__).parents[3] / "conf" / "logger"
@@ -15,6 +15,6 @@ CONF = Path(__file__).parents[3] / "conf" / "logger"
 def test_each_file_is_one_named_logger(path: Path, tmp_path: Path) -> None:
     [(name, node)] = yaml.safe_load(path.read_text()).items()
     assert name == path.stem, "`logger: [json, console]` joins the files into one mapping"
-    logger = build(node, key=f"logger.{name}", protocol=MetricLogger, output_dir=tmp_path)
+    logger = build(node, key=f"logger.{name}", protocol=RunListener, output_dir=tmp_path)
     for key, value in node.items():
         assert key == "_target_" or getattr(logger, key) == value

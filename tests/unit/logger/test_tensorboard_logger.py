@@ -2,13 +2,13 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from offline_grpo.interfaces import MetricLogger
+from offline_grpo.interfaces import RunListener
 from offline_grpo.logger.tensorboard import TensorBoardLogger
 
 
 def test_event_files_hold_prefixed_metrics_against_completed_iterations(tmp_path: Path) -> None:
     logger = TensorBoardLogger(output_dir=tmp_path, flush_s=10)
-    assert isinstance(logger, MetricLogger)
+    assert isinstance(logger, RunListener)
     logger.start({"train": {"lr": 0.5}}, 2)
     logger.log("eval", {"pass@1": 0.25}, iteration=-1)
     for iteration in range(2):

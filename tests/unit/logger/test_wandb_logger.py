@@ -5,7 +5,7 @@ import pytest
 import wandb
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.interfaces import MetricLogger
+from offline_grpo.interfaces import RunListener
 from offline_grpo.logger.wandb_logger import WandbLogger
 
 
@@ -28,7 +28,7 @@ def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
 def test_offline_files_lie_in_the_run_folder_and_hold_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = make(tmp_path)
-    assert isinstance(logger, MetricLogger)
+    assert isinstance(logger, RunListener)
     logger.start({"train": {"lr": 0.5}}, 1)
     run = logger._run
     assert (run.project, run.group, run.name, run.tags, run.config["train"]) == ("p", "g", "n", ("t",), {"lr": 0.5})

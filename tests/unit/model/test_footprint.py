@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from factories import make_rollout
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, Qwen2Config
 
@@ -10,7 +11,6 @@ from offline_grpo.model.forward import hidden_states
 from offline_grpo.model.logprobs import head_stats
 from offline_grpo.settings import LoraConfig, ModelConfig
 from offline_grpo.train.batch import build_batch
-from offline_grpo.types import Completion, FinishReason, Rollout, Score
 
 HIDDEN, LAYERS, VOCAB, MLP, HEADS, KV_HEADS = 64, 3, 512, 160, 4, 2
 SIZES = {
@@ -106,13 +106,7 @@ def peak_on_cpu(model, batch, num_passes):
 def test_the_peak_is_that_of_the_same_work_on_the_cpu(config, num_passes, checkpointing):
     torch.manual_seed(0)
     ids = torch.randint(1, VOCAB, (ROWS, TOKENS)).tolist()
-    rollouts = [
-        Rollout(
-            tuple(row[:PROMPT]), Completion(tuple(row[PROMPT:]), (0.0,) * (TOKENS - PROMPT), FinishReason.STOP, 0), "", Score(0, False, {})
-        )
-        for row in ids
-    ]
-    batch = build_batch(rollouts, temperature=1.0, mask_truncated=False)
+    batch = build_batch([make_rollout(row[:PROMPT], row[PROMPT:]) for row in ids], mask_truncated=False)
     with torch.device("cpu"):
         model = build_real(config, checkpointing)
     measured = peak_on_cpu(model, batch, num_passes)

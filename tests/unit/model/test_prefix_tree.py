@@ -4,18 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from factories import make_llama, make_qwen2
+from factories import make_llama, make_qwen2, make_rollout
 
 from offline_grpo.model.forward import choose_packing
 from offline_grpo.model.policy import Scorer
 from offline_grpo.model.prefix_tree import prefix_trees
 from offline_grpo.train.batch import build_batch, with_advantages
-from offline_grpo.types import Completion, FinishReason, Rollout, Score
 
 
 def batch_of(*pairs):
-    rollouts = [Rollout(tuple(p), Completion(tuple(c), (-1.0,) * len(c), FinishReason.STOP, 0), "", Score(0, False, {})) for p, c in pairs]
-    return with_advantages(build_batch(rollouts, temperature=1.0, mask_truncated=False), [1.0] * len(rollouts))
+    rollouts = [make_rollout(p, c) for p, c in pairs]
+    return with_advantages(build_batch(rollouts, mask_truncated=False), [1.0] * len(rollouts))
 
 
 GROUP = [([2, 9, 3, 8], [5]), ([2, 9, 3, 8], [6]), ([2, 9, 3, 8], [5, 6]), ([2, 9, 3, 8], [5])]

@@ -8,7 +8,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.run import app
+from offline_grpo.run import app, assemble
 from offline_grpo.run.cli import explain
 
 FOUND = "generation=vllm_server generation.base_url=http://127.0.0.1:1"
@@ -67,7 +67,7 @@ def test_bad_input_is_refused_and_leaves_nothing(overrides, output_dir, tmp_path
     def no_model(*args, **kwargs):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(app, "load_policy", no_model)
+    monkeypatch.setattr(assemble, "load_policy", no_model)
     with pytest.raises(ConfigError, match=REFUSED[overrides]) as caught:
         app.run(compose_config(f"cache_dir={tmp_path}/cache", "model.tiny.warm_start_steps=1", *overrides.split()), output_dir)
     assert "\n" not in str(caught.value)

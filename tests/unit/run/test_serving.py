@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from factories import compose_config
+from factories import compose_config, generate
 from scripted_server import Reply, Request, ScriptedServer
 from serving_effects import make_policy
 
@@ -98,6 +98,6 @@ def test_errors_name_settings_that_act(web: ScriptedServer, tmp_path: Path) -> N
 def ask(client: VllmClient) -> str:
     """The error that asking gives."""
     with pytest.raises(EngineError) as raised:
-        client.generate([[1, 4, 9]], SamplingParams(4), group_size=1, seeds=[0])
+        generate(client, [[1, 4, 9]], SamplingParams(4), group_size=1, seeds=[0])
     client.close()
     return str(raised.value)

@@ -2,19 +2,20 @@
 
 import pytest
 import torch
+from factories import make_completion, make_rollout
 
 from offline_grpo.train.batch import build_batch, microbatches, share_of_rank, split_updates, totals_of, with_advantages
-from offline_grpo.types import Completion, FinishReason, Rollout, Score
+from offline_grpo.types import FinishReason
 
 
 def rollout(prompt, completion, reason=FinishReason.STOP):
     logprobs = tuple(-0.1 * t for t in completion)
-    return Rollout(tuple(prompt), Completion(tuple(completion), logprobs, reason, 0), "", Score(0.0, False, {}))
+    return make_rollout(prompt, make_completion(completion, logprobs, reason), temperature=0.7)
 
 
 def example(**settings):
     rollouts = [rollout([5, 6], [7]), rollout([8], [9, 10], FinishReason.LENGTH)]
-    return build_batch(rollouts, temperature=0.7, **{"mask_truncated": False, **settings})
+    return build_batch(rollouts, **{"mask_truncated": False, **settings})
 
 
 def test_layout_is_the_documented_example():

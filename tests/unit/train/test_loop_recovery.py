@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from offline_grpo.errors import EngineDied, EngineError
-from offline_grpo.train.loop import Loop
+from offline_grpo.placement.ranks import Ranks
+from offline_grpo.train.loop import Evaluation, Loop
+from offline_grpo.train.push_schedule import PushSchedule
 from offline_grpo.types import SyncReport
 
 
 class Engine:
     """Dies at the first `num_deaths` pushes."""
+
+    client = None
 
     def __init__(self, num_deaths: int, error: type[Exception] = EngineDied) -> None:
         self.num_deaths = num_deaths
@@ -21,8 +26,8 @@ class Engine:
         self.calls: list[Any] = []
         self.losses: list[EngineError] = []
 
-    def push(self, policy: Any, *, version: int, force: bool = True) -> SyncReport:
-        self.calls.append(("push", policy, version, force))
+    def push(self, policy: Any, *, version: int) -> SyncReport:
+        self.calls.append(("push", policy, version))
         if self.calls.count(self.calls[-1]) <= self.num_deaths:
             raise self.error("the server has ended (exit code 1).")
         return SyncReport(version=version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
@@ -36,78 +41,79 @@ class Engine:
         self.calls.append(("recover", policy, version))
 
 
-def make_loop(engine: Engine) -> Loop:
+def make_loop(engine: Engine, evaluation: Evaluation | None = None) -> Loop:
     unused: Any = None
     return Loop(
         config=unused,
         policy="policy",  # type: ignore[arg-type]
-        source=unused,
+        source=SimpleNamespace(weights_changed=lambda version: engine.calls.append(("changed", version))),  # type: ignore[arg-type]
         updater=SimpleNamespace(counters=SimpleNamespace(version=7)),  # type: ignore[arg-type]
-        weight_sync=engine,  # type: ignore[arg-type]
-        eval_client=unused,
-        eval_sync=None,
-        evaluator=None,
+        deployment=engine,  # type: ignore[arg-type]
+        schedule=PushSchedule(interval=1),
+        evaluation=evaluation,
         checkpointer=None,
-        loggers=[],
-        ranks=unused,
-        stop=unused,
-        temperature=1.0,
-        eval_first=False,
-        eval_due=lambda _: False,
         save_due=lambda _: False,
+        listeners=[],
+        ranks=Ranks(use_cpu=True),
+        stop=unused,
     )
 
 
-PUSH, RECOVER = ("push", "policy", 7, False), ("recover", "policy", 7)
+PUSH, RECOVER, CHANGED = ("push", "policy", 7), ("recover", "policy", 7), ("changed", 7)
 
 
 def test_no_death() -> None:
     engine = Engine(0)
     assert make_loop(engine)._push(force=False)["sync/num_recoveries"] == 0
-    assert engine.calls == [PUSH]
+    assert engine.calls == [PUSH, CHANGED]
 
 
 def test_a_death_is_recovered_from_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(1)
     loop = make_loop(engine)
     assert loop._push(force=False)["sync/num_recoveries"] == 1
-    assert engine.calls == [PUSH, RECOVER, PUSH]
+    assert engine.calls == [PUSH, RECOVER, CHANGED, PUSH, CHANGED]
     assert caplog.messages == ["the server has ended (exit code 1). Serving the weights again."]
     engine.calls.clear()  # another one, later in the run
     assert loop._push(force=False)["sync/num_recoveries"] == 2
 
 
+def sampled(loop: Loop, engine: Engine, share: Callable[[], list[Any]]) -> list[Any]:
+    return loop._sample("train", 0, engine, share)  # type: ignore[arg-type]
+
+
 def test_sampling_is_repeated_too() -> None:
     engine = Engine(0)
-    outcomes = iter([EngineDied("gone"), "groups"])
+    outcomes = iter([EngineDied("gone"), ["groups"]])
 
-    def sample() -> str:
+    def sample() -> list[Any]:
         outcome = next(outcomes)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    assert make_loop(engine)._sampled(engine, sample) == "groups"  # type: ignore[arg-type]
-    assert engine.calls == [RECOVER, "check_served"]
+    assert sampled(make_loop(engine), engine, sample) == ["groups"]
+    assert engine.calls == [RECOVER, CHANGED, "check_served"]
 
 
 def test_samples_of_an_engine_that_lost_the_weights_are_drawn_again() -> None:
     engine = Engine(0)
     engine.losses = [EngineDied("started anew")]
-    drawn = iter(["of the base model", "groups"])
+    drawn = iter([["of the base model"], ["groups"]])
     loop = make_loop(engine)
-    assert loop._sampled(engine, lambda: next(drawn)) == "groups"  # type: ignore[arg-type]
-    assert engine.calls == ["check_served", RECOVER, "check_served"]
+    assert sampled(loop, engine, lambda: next(drawn)) == ["groups"]
+    assert engine.calls == ["check_served", RECOVER, CHANGED, "check_served"]
     assert loop._num_recoveries == 1
 
 
 def test_an_evaluation_brings_its_own_engine_back() -> None:
     training, own = Engine(0), Engine(0)
     own.losses = [EngineDied("started anew")]
-    loop = make_loop(training)
-    loop.evaluator, loop.eval_sync = SimpleNamespace(evaluate=lambda *_, **__: {"pass@1": 1.0}), own  # type: ignore[assignment]
-    assert loop._evaluate(0) == {"pass@1": 1.0}
-    assert own.calls == [("push", "policy", 7, True), "check_served", RECOVER, "check_served"]
+    evaluator: Any = SimpleNamespace(sample=lambda *_, **__: ["group"], metrics=lambda groups, **_: {"groups": groups})
+    evaluation = Evaluation(evaluator=evaluator, deployment=own, before_training=False, is_due=lambda _: True)  # type: ignore[arg-type]
+    loop = make_loop(training, evaluation)
+    assert loop._evaluate(evaluation, 0) == {"groups": ["group"]}
+    assert own.calls == [PUSH, "check_served", RECOVER, "check_served"]
     assert training.calls == []
 
 
@@ -115,7 +121,7 @@ def test_samples_of_other_weights_end_the_run() -> None:
     engine = Engine(0)
     engine.losses = [EngineError("something else pushes")]
     with pytest.raises(EngineError, match="something else"):
-        make_loop(engine)._sampled(engine, lambda: "groups")  # type: ignore[arg-type]
+        sampled(make_loop(engine), engine, lambda: ["groups"])
     assert engine.calls == ["check_served"]
 
 
@@ -123,7 +129,7 @@ def test_a_second_death_ends_the_run() -> None:
     engine = Engine(2)
     with pytest.raises(EngineDied):
         make_loop(engine)._push(force=False)
-    assert engine.calls == [PUSH, RECOVER, PUSH]
+    assert engine.calls == [PUSH, RECOVER, CHANGED, PUSH]
 
 
 def test_an_engine_that_lives_and_fails_is_not_started_again() -> None:

@@ -10,6 +10,7 @@ from factories import make_updater
 from offline_grpo.errors import NonFiniteError
 from offline_grpo.loss.dapo import DAPO
 from offline_grpo.loss.grpo import GRPO
+from offline_grpo.train.sharding import Replicas
 
 
 def gradient_and_metrics(updater, batch):
@@ -129,3 +130,37 @@ def test_state_resumes_the_next_update_exactly(tmp_path, token_batch):
 def _saved(updater, tmp_path):
     torch.save(updater.state_dict(), tmp_path / "state.pt")
     return tmp_path / "state.pt"
+
+
+class EveryProcessMakes(Replicas):
+    """Asks for passes beyond this process's own, as a sharding does whose passes need all processes."""
+
+    def num_microbatches(self, own):
+        return own + 3
+
+
+@pytest.mark.parametrize("cut", [{"batch_size": 100}, {"batch_size": 5}])
+def test_passes_that_only_keep_others_company_change_nothing(tmp_path, token_batch, cut):
+    """Gradient and metrics are those of the own microbatches alone, and the passes are really made."""
+    plain, plain_metrics = gradient_and_metrics(make_updater(tmp_path, **cut), token_batch)
+    updater = make_updater(tmp_path, **cut)
+    updater.sharding = EveryProcessMakes(updater.ranks)
+    num_passes = 0
+
+    def count(*_):
+        nonlocal num_passes
+        num_passes += 1
+
+    updater.policy.causal_lm.get_decoder().register_forward_hook(count)
+    padded, padded_metrics = gradient_and_metrics(updater, token_batch)
+    assert num_passes == -(-12 // cut["batch_size"]) + 3
+    assert padded_metrics == plain_metrics
+    for name, gradient in plain.items():
+        assert torch.equal(gradient, padded[name]), name
+
+
+def test_a_process_without_sequences_makes_its_passes_too(tmp_path, token_batch):
+    updater = make_updater(tmp_path)
+    updater.sharding = EveryProcessMakes(updater.ranks)
+    passes = list(updater._passes([], [4, 2], token_batch))
+    assert passes == [([4], False)] * 3

@@ -1,0 +1,97 @@
+"""From groups to the batch that is trained on: what any rollout source may hand over."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from factories import make_completion, make_rollout, make_updater
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.train.batch import build_batch
+from offline_grpo.train.experience import prepare_batch, rollout_metrics
+from offline_grpo.types import FinishReason, Rollout, RolloutGroup, Score
+
+TWO_TURNS = Rollout(
+    token_ids=(5, 6, 7, 8, 9, 10, 11),
+    is_sampled=(False, True, True, False, False, True, True),
+    logprobs=(0.0, -0.5, -0.6, 9.9, 9.9, -0.7, -0.8),
+    versions=(0, 3, 3, 0, 0, 4, 4),
+    temperature=0.5,
+    finish_reason=FinishReason.STOP,
+    text="two turns",
+    score=Score(1.0, True, {}),
+)
+
+
+def group(*rollouts, advantages=None):
+    return RolloutGroup(None, rollouts, advantages)
+
+
+def test_what_an_environment_wrote_between_two_turns_is_not_trained_on():
+    batch = build_batch([TWO_TURNS, make_rollout([4], [3, 2], temperature=2.0)], mask_truncated=False)
+    assert batch.completion_mask.tolist() == [False, True, True, False, False, True, True, False, True, True]
+    assert batch.rollout_logprobs.tolist() == pytest.approx([0, -0.5, -0.6, 0, 0, -0.7, -0.8, 0, -1, -1])
+    assert batch.temperature.tolist() == [0.5] * 7 + [2.0] * 3
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
+    metrics = rollout_metrics([group(TWO_TURNS, make_rollout([4], [3, 2]))])
+    assert metrics["num_completion_tokens"] == 6
+
+
+def test_turns_are_scored_as_parts_of_one_sequence(tmp_path):
+    """The logprobs of all sampled tokens are those of the whole sequence, whatever is masked in between."""
+    updater = make_updater(tmp_path, updates_per_iteration=2)
+    plain = replace(TWO_TURNS, temperature=1.0)
+    everything = replace(plain, is_sampled=(False,) + (True,) * 6)
+    two_turns, whole = (updater.policy.logprobs(build_batch([rollout], mask_truncated=False)) for rollout in (plain, everything))
+    at = torch.tensor(plain.is_sampled)
+    assert torch.allclose(two_turns[at], whole[at], atol=1e-6)
+    assert two_turns[~at].tolist() == [0, 0, 0]
+
+
+def test_advantages_of_the_source_are_used_token_by_token(tmp_path):
+    given = ((0.0, 1.0, 2.0, 77.0, 77.0, -1.0, -2.0), (0.0, 0.5, 0.5))
+    groups = [
+        group(TWO_TURNS, make_rollout([4], [3, 2]), advantages=given),
+        group(make_rollout([4], [3], reward=1.0), make_rollout([4], [2], reward=0.0)),
+    ]
+    batch, metrics = prepare_batch(groups, make_updater(tmp_path), make_updater(tmp_path).config)
+    assert batch is not None
+    ours = 0.5 / (0.5**0.5 + 1e-4)  # (reward - mean) / (sample std + 1e-4)
+    assert batch.advantages.tolist() == pytest.approx([0, 1, 2, 0, 0, -1, -2, 0, 0.5, 0.5, 0, ours, 0, -ours])
+    assert metrics["advantage_mean"] == pytest.approx((1 + 2 - 1 - 2 + 0.5 + 0.5) / 8)
+    assert metrics["num_groups_zero_signal"] == 0
+
+
+def test_given_advantages_that_are_zero_where_it_counts_are_no_signal(tmp_path):
+    silent = group(TWO_TURNS, advantages=((5.0, 0.0, 0.0, 5.0, 5.0, 0.0, 0.0),))
+    updater = make_updater(tmp_path)
+    assert prepare_batch([silent], updater, updater.config) == (
+        None,
+        {"num_groups": 1.0, "num_groups_zero_signal": 1.0, "num_groups_trained": 0.0},
+    )
+
+
+def test_given_advantages_and_a_penalty_on_rewards_contradict_each_other(tmp_path):
+    updater = make_updater(tmp_path)
+    updater.loss = replace(updater.loss, kl_placement="reward", kl_coef=0.1)
+    updater.reference = updater.policy
+    with pytest.raises(ConfigError, match=r"train\.loss\.kl_placement=reward: .*use train\.loss\.kl_placement=loss"):
+        prepare_batch([group(TWO_TURNS, advantages=((1.0,) * 7,))], updater, updater.config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"versions": (1,)}, "differ in length"),
+        ({"logprobs": ()}, "differ in length"),
+        ({"is_sampled": (True,) * 7}, "first token"),
+    ],
+)
+def test_a_rollout_that_cannot_be_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(TWO_TURNS, **change)
+
+
+def test_a_completion_may_have_tokens_of_several_versions():
+    completion = replace(make_completion([7, 8]), versions=(1, 2))
+    assert make_rollout([5], completion).versions == (0, 1, 2)
