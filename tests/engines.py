@@ -167,13 +167,13 @@ def save_model(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.fl
     return folder
 
 
-def load(folder: Path, where: Where, *, shared: bool = False, lora: bool = False) -> Policy:
+def load(folder: Path, where: Where, *, shared: bool = False, lora: bool = False, rank: int = 8) -> Policy:
     """The policy of a saved model, as `load_policy` makes it."""
     device = torch.device("cpu") if shared else where.device
     model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=where.dtype).to(device)
     if lora:
         torch.manual_seed(1)
-        model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+        model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=16, target_modules="all-linear"))
     return Policy(model, load_tokenizer(str(folder)), "padded", home=where.device)
 
 

@@ -13,7 +13,7 @@ import torch
 from offline_grpo.checkpoint.checkpointer import Checkpointer, Restored
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
-from offline_grpo.interfaces import RolloutClient, RolloutSource, RunListener, Sharding
+from offline_grpo.interfaces import RolloutClient, RolloutSource, RunListener
 from offline_grpo.model.load import load_policy, load_reference, load_tokenizer, read_model_config, resolve_device
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.text import encode
@@ -57,23 +57,13 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     check_memory(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)
     checkpoint = start.resume.checkpoint if start.resume is not None else None
     policy = _policy(plan, model_id, checkpoint, ranks)
-<<<<<<< HEAD
-    sharding = Replicas(ranks)
-    places: dict[str, Any] = {"full_weights": sharding.full_weights, "run_folder": start.run_dir.path, "ranks": ranks}
+    places: dict[str, Any] = {"full_weights": Replicas(ranks).full_weights, "run_folder": start.run_dir.path, "ranks": ranks}
     training = serving.for_training(plan.engine, plan.weight_sync, policy, gpus=server_gpus(devices), **places)
     evaluation = serving.for_evaluation(plan.eval_engine, config.eval, training, policy, **places)
     for deployment in dict.fromkeys((training, evaluation)):
         stack.callback(deployment.close)
         deployment.connect(policy)
-    updater = _updater(plan, policy, model_id, start.run_dir, ranks, sharding)
-=======
-    training = serving.for_training(plan, policy, start.run_dir.path, ranks)
-    evaluation = serving.for_evaluation(plan, policy, training, start.run_dir.path, ranks)
-    for sampling in dict.fromkeys((training, evaluation)):
-        stack.callback(sampling.weight_sync.close)
-        sampling.weight_sync.connect(policy, sampling.client)
     updater = make_updater(plan, policy, model_id, start.run_dir, ranks)
->>>>>>> main
     schedule = PushSchedule(plan.weight_sync.interval)
     source = _source(plan, policy, training.client, ranks)
     stack.callback(source.close)
@@ -151,12 +141,8 @@ def _check_model(plan: Plan, model_id: str) -> int:
     return check_context(plan, lambda messages: encode(tokenizer, messages), context)
 
 
-<<<<<<< HEAD
-def _updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ranks: Ranks, sharding: Sharding) -> Updater:
-=======
 def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ranks: Ranks) -> Updater:
     """The updater of a run whose policy is loaded; loads the reference if there is a KL term."""
->>>>>>> main
     config = plan.config
     needs_reference = plan.loss.kl_coef > 0
     return Updater(
@@ -167,7 +153,7 @@ def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ran
         scaler=torch.amp.GradScaler(policy.device.type, enabled=config.train.precision == "fp16"),
         config=config.train,
         ranks=ranks,
-        sharding=sharding,
+        sharding=Replicas(ranks),
         max_new_tokens=plan.sampling.max_new_tokens,
         planned_updates=config.train.iterations * planned_updates_per_iteration(config),
         seed=config.seed,
