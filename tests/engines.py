@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +18,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from offline_grpo.engine.engine import engine_of
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
-from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.interfaces import WeightSync
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
@@ -31,8 +30,9 @@ from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Completion, SamplingParams
+from offline_grpo.weight_sync.deployment import Deployment
 from offline_grpo.weight_sync.reload import Reload
-from offline_grpo.weight_sync.shared_vllm import SharedVllm
+from offline_grpo.weight_sync.strategy import WeightSync
 
 CPU_ARGS: dict[str, Any] = {
     "enforce_eager": True,
@@ -99,12 +99,10 @@ def engine(where: Where, **changes: Any) -> VllmEngine:
     return VllmEngine(**{**settings, **changes})
 
 
-def make_server(where: Where, log_dir: Path, *, options: dict[str, Any] | None = None, variables: dict[str, str] | None = None) -> Server:
+def make_server(where: Where, log_dir: Path, *, args: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None) -> Server:
     """A server, not started yet."""
     gpus = [0] if where.device.type == "cuda" else None
-    return Server(
-        base_url=None, api_key=None, launcher=engine(where), log_dir=log_dir, gpus=gpus, options=options or {}, variables=variables or {}
-    )
+    return Server(base_url=None, api_key=None, launcher=engine(where), log_dir=log_dir, gpus=gpus, args=args, env=env)
 
 
 def found(server: Server) -> Server:
@@ -120,6 +118,17 @@ def strategy(option: str, *overrides: str) -> Any:
     """A strategy as the application builds it."""
     node = as_plain(OmegaConf.select(compose_config(f"weight_sync={option}", *overrides), "weight_sync"))
     return build(node, key="weight_sync", protocol=WeightSync)
+
+
+def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """All weights of a policy that is in one piece."""
+    for name, parameter in policy.causal_lm.named_parameters():
+        yield name, parameter.data
+
+
+def deploy(sync: Any, *clients: Any) -> Deployment:
+    """A strategy that serves these clients' engines; not connected yet."""
+    return Deployment([engine_of(client) for client in clients], sync, full_weights)
 
 
 def save_model(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Path:
@@ -159,13 +168,13 @@ def save_model(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.fl
     return folder
 
 
-def load(folder: Path, where: Where, *, shared: bool = False, lora: bool = False) -> Policy:
+def load(folder: Path, where: Where, *, shared: bool = False, lora: bool = False, rank: int = 8) -> Policy:
     """The policy of a saved model, as `load_policy` makes it."""
     device = torch.device("cpu") if shared else where.device
     model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=where.dtype).to(device)
     if lora:
         torch.manual_seed(1)
-        model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+        model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=16, target_modules="all-linear"))
     return Policy(model, load_tokenizer(str(folder)), "padded", home=where.device)
 
 
@@ -182,34 +191,43 @@ def train(policy: Policy, *, seed: int, scale: float = 0.05, only: str | None = 
 PROMPTS = [[1] + [4 + (7 * i + j * j) % 90 for j in range(length)] for i, length in enumerate((3, 40, 200))]
 
 
-def sample(client: VllmClient, *, tokens: int = 12, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Completion]:
+def sample(
+    client: VllmClient, *, tokens: int = 12, temperature: float = 1.0, prompts: Sequence[Sequence[int]] = PROMPTS
+) -> list[Completion]:
     """One completion of each prompt; always the same seeds."""
-    groups = generate(client, prompts, SamplingParams(tokens), group_size=1, seeds=range(len(prompts)))
+    sampling = SamplingParams(tokens, temperature=temperature)
+    groups = generate(client, prompts, sampling, group_size=1, seeds=range(len(prompts)))
     return [completion for [completion] in groups]
 
 
-def score(policy: Policy, completions: Sequence[Completion], prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Tensor]:
+def score(
+    policy: Policy, completions: Sequence[Completion], prompts: Sequence[Sequence[int]] = PROMPTS, *, temperature: float = 1.0
+) -> list[Tensor]:
     """The policy's logprobs of each completion's tokens, in nats."""
-    batch = build_batch([make_rollout(*pair) for pair in zip(prompts, completions, strict=True)], mask_truncated=False)
+    rollouts = [make_rollout(*pair, temperature=temperature) for pair in zip(prompts, completions, strict=True)]
+    batch = build_batch(rollouts, mask_truncated=False)
     logprobs = policy.logprobs(batch.to(policy.device)).cpu()[batch.completion_mask]
     return list(logprobs.split([len(c.token_ids) for c in completions]))
 
 
-def distance(policy: Policy, completions: Sequence[Completion], prompts: Sequence[Sequence[int]] = PROMPTS) -> float:
+def distance(
+    policy: Policy, completions: Sequence[Completion], prompts: Sequence[Sequence[int]] = PROMPTS, *, temperature: float = 1.0
+) -> float:
     """Mean |trainer - server| over the tokens of completions of `prompts`, in nats."""
     theirs = torch.cat([torch.tensor(c.logprobs) for c in completions])
-    return (torch.cat(score(policy, completions, prompts)) - theirs).abs().mean().item()
+    return (torch.cat(score(policy, completions, prompts, temperature=temperature)) - theirs).abs().mean().item()
 
 
 def serve_again(server: Server, model: Path, where: Where) -> None:
     """Give a server the weights of a saved model, whatever it serves or waits for."""
     sync = Reload(interval=1, pause_mode="abort", tolerance_nats=1.0, server_args={}, location="memory")
-    there = found(server)
-    VllmControl(there).resume()  # a test that failed may have left it paused
+    client = make_client(found(server))
+    client.control().resume()  # a test that failed may have left it paused
     policy = load(model, where)
-    sync.connect(policy, make_client(there))
-    sync.push(policy, version=-1)
-    sync.close()
+    deployment = deploy(sync, client)
+    deployment.connect(policy)
+    deployment.push(policy, version=-1)
+    deployment.close()
 
 
 def processes_naming(text: str) -> list[int]:
@@ -243,22 +261,22 @@ class Deaths:
 def kill_engines(monkeypatch: pytest.MonkeyPatch, *, at_push: int) -> Deaths:
     """Kill the engine of a run under `shared_vllm` before it samples for iteration 1, and at the push of version `at_push`."""
     deaths = Deaths()
-    sampled, pushed = OnPolicy.next, SharedVllm.deliver
+    sampled, pushed = OnPolicy.next, Deployment.push
 
     def next_and_kill(self: OnPolicy, iteration: int) -> Any:
         if iteration == 1 and not deaths.pids:
-            deaths.pids.append(kill_engine(self._client.server.pid))
+            deaths.pids.append(kill_engine(self.client.server.pid))
         return sampled(self, iteration)
 
-    def push_and_kill(self: SharedVllm, policy: Policy, version: int) -> Any:
+    def push_and_kill(self: Deployment, policy: Policy, *, version: int) -> Any:
         if version == at_push:
             deaths.masters.append({name: p.detach().cpu().clone() for name, p in policy.masters.parameters.items()})
             if len(deaths.masters) == 1:
-                deaths.pids.append(kill_engine(self.server.pid))
-        return pushed(self, policy, version)
+                deaths.pids.append(kill_engine(self.engines[0].client.server.pid))  # type: ignore[attr-defined]
+        return pushed(self, policy, version=version)
 
     monkeypatch.setattr(OnPolicy, "next", next_and_kill)
-    monkeypatch.setattr(SharedVllm, "deliver", push_and_kill)
+    monkeypatch.setattr(Deployment, "push", push_and_kill)
     return deaths
 
 

@@ -45,7 +45,8 @@ class RolloutClient(Protocol):
     """Our handle on the engine that samples."""
 
     engine_name: ClassVar[str | None]
-    """The kind of server that it asks, such as "vLLM"; None where it samples in this process. Said by the class."""
+    """The kind of server that it asks, such as "vLLM": it then has `server` and `control` (see engine/engine.py). None: it samples in this
+    process. Said by the class."""
 
     weights: ServedWeights
     """What the engine serves; replaced as a whole after each push, so that a request never mixes a name with another's version."""
@@ -148,91 +149,47 @@ class Loss(Protocol):
         ...
 
 
-@runtime_checkable
-class WeightSync(Protocol):
-    """Delivers the policy's weights to the engine."""
-
-    @property
-    def shares_weights(self) -> bool:
-        """Whether the policy's parameters become the engine's own memory: the policy is then loaded on the CPU, and moved by `connect`."""
-        ...
-
-    def check(self, client_class: type, *, lora_rank: int | None) -> None:
-        """Raise ConfigError for a client, or adapters of that rank (None: no adapters), that this is not for. Called before a model is
-        loaded."""
-        ...
-
-    def connect(self, policy: Any, client: RolloutClient) -> None:
-        """Start or find the engine and prepare the path. Called once, before masters and optimizer exist.
-
-        Raises unless every tensor of the policy is covered exactly once.
-        """
-        ...
-
-    @property
-    def interval(self) -> int:
-        """Push at every N-th opportunity, and always before an evaluation."""
-        ...
-
-    def push(self, policy: Any, *, version: int) -> SyncReport:
-        """Pause, write, fence, flush the prefix cache, set the version, resume, and prove that the engine serves the policy. Idempotent.
-
-        Raises:
-            offline_grpo.errors.EngineDied: the engine, one that the run started, has ended.
-            offline_grpo.errors.EngineError: the engine does not serve what was pushed.
-        """
-        ...
-
-    def check_served(self) -> None:
-        """See that the engine still has the weights of the last push. Called after sampling, before anything is learnt from the samples.
-
-        Raises:
-            offline_grpo.errors.EngineDied: it has none since it was started anew.
-            offline_grpo.errors.EngineError: it has other weights.
-        """
-        ...
-
-    def recover(self, policy: Any, *, version: int) -> None:
-        """Start the engine again after EngineDied, if the run started it, and push."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the engine. Called once, on every way out."""
-        ...
-
-
 class Deployment(Protocol):
-    """The engine that serves the policy, and what keeps its weights current."""
+    """The engines that serve the policy, and what keeps their weights current."""
 
     @property
     def client(self) -> RolloutClient:
-        """Samples from the engine."""
+        """Samples from the engines."""
+        ...
+
+    def connect(self, policy: Any) -> None:
+        """Start or find the engines, and prepare the path to their weights. Called once, before masters and optimizer exist.
+
+        Raises:
+            offline_grpo.errors.ConfigError: an engine or a policy that cannot be served.
+            offline_grpo.errors.EngineError: an engine cannot be started or reached.
+        """
         ...
 
     def push(self, policy: Any, *, version: int) -> SyncReport:
         """Serve the policy's weights, and prove that they are served. Idempotent.
 
         Raises:
-            offline_grpo.errors.EngineDied: the engine, one that the run started, has ended.
-            offline_grpo.errors.EngineError: the engine does not serve what was pushed.
+            offline_grpo.errors.EngineDied: an engine that the run started has ended.
+            offline_grpo.errors.EngineError: an engine does not serve what was pushed.
         """
         ...
 
     def check_served(self) -> None:
-        """See that the engine still has the weights of the last push. Called after sampling, before anything is learnt from the samples.
+        """See that all engines still have the weights of the last push. Called after sampling, before anything is learnt from the samples.
 
         Raises:
-            offline_grpo.errors.EngineDied: it has none since it was started anew.
-            offline_grpo.errors.EngineError: it has other weights.
+            offline_grpo.errors.EngineDied: one has none since it was started anew.
+            offline_grpo.errors.EngineError: one has other weights.
         """
         ...
 
     def recover(self, policy: Any, *, version: int) -> None:
-        """Start the engine again after EngineDied, if the run started it, and push."""
+        """After EngineDied, start the engines again that have died, as far as the run started them, and push to all."""
         ...
 
     def close(self) -> None:
-        """Let go of the engine. Called once, on every way out."""
+        """Let go of the engines. Called once, on every way out, also before `connect`."""
         ...
 
 

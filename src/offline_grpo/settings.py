@@ -130,9 +130,13 @@ class TrainConfig:
 class EvalConfig:
     enabled: bool
     eval_first: bool
-    backend: str | None
+    backend: Any
     base_url: str | None
     batch_size: int
+    timeout_s: float
+    max_retries: int
+    tolerance_nats: float
+    location: str
     interval: int
     num_ids: int
     id_seed_start: int
@@ -150,10 +154,12 @@ class EvalConfig:
     stop: list[str]
 
     def __post_init__(self) -> None:
-        backends = (None, "transformers", "vllm_server", "sglang_server")
-        require(self.backend in backends, "eval.backend", self.backend, f"must be null or one of {', '.join(map(str, backends[1:]))}")
         for name in ("interval", "batch_size", "num_ids", "replicates", "bootstrap_samples", "max_new_tokens"):
             require(getattr(self, name) > 0, f"eval.{name}", getattr(self, name), "must be at least 1")
+        require(self.timeout_s > 0, "eval.timeout_s", self.timeout_s, "must be above 0")
+        require(self.max_retries >= 0, "eval.max_retries", self.max_retries, "must be 0 or more")
+        require(self.tolerance_nats > 0, "eval.tolerance_nats", self.tolerance_nats, "must be above 0")
+        require(self.location in ("memory", "disk"), "eval.location", self.location, "must be one of memory, disk")
         require(
             self.replicates == 1 or (self.do_sample and self.temperature != 0),
             "eval.replicates",

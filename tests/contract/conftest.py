@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from engines import (
     LORA_ARGS,
     SERVER_PYTHON,
     Where,
+    deploy,
     found,
     load,
     make_client,
@@ -26,8 +27,9 @@ from engines import (
 from offline_grpo.engine.server import Server
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
+from offline_grpo.weight_sync.deployment import Deployment
 
-Connected = tuple[Any, Policy, VllmClient]
+Connected = tuple[Deployment, Policy, VllmClient]
 
 
 @pytest.fixture(scope="session", params=[pytest.param(CPU, id="cpu"), pytest.param(GPU, id="gpu", marks=pytest.mark.gpu)])
@@ -48,12 +50,20 @@ def one_serves_all(where: Where) -> bool:
 @pytest.fixture(scope="session")
 def full_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """For strategies that move all weights."""
-    options: dict[str, Any] = LORA_ARGS if one_serves_all(where) else {}
-    variables: dict[str, str] = {}
+    args: dict[str, Any] = LORA_ARGS if one_serves_all(where) else {}
+    env: dict[str, str] = {}
     if where.device.type == "cuda":
-        options = {"weight_transfer_config": {"backend": "ipc"}}
-        variables = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "1"}
-    with running(make_server(where, tmp_path_factory.mktemp("full"), options=options, variables=variables), model_folder) as server:
+        args = {"weight_transfer_config": {"backend": "ipc"}}
+        env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "1"}
+    with running(make_server(where, tmp_path_factory.mktemp("full"), args=args, env=env), model_folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def second_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Like `full_server`, beside it."""
+    args = LORA_ARGS if one_serves_all(where) else {}
+    with running(make_server(where, tmp_path_factory.mktemp("second"), args=args), model_folder) as server:
         yield server
 
 
@@ -65,30 +75,31 @@ def lora_server(
     if one_serves_all(where):
         yield request.getfixturevalue("full_server")
         return
-    with running(make_server(where, tmp_path_factory.mktemp("lora"), options=LORA_ARGS), model_folder) as server:
+    with running(make_server(where, tmp_path_factory.mktemp("lora"), args=LORA_ARGS), model_folder) as server:
         yield server
 
 
 @pytest.fixture
 def connect(where: Where, model_folder: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Connected]]:
-    """Connects a strategy to the session's server, which serves the saved model again before and after."""
-    opened: list[Any] = []
+    """Connects a strategy to the session's server, which serves the saved model again before and after; `others` are further servers."""
+    opened: list[Deployment] = []
 
-    def connect(option: str, *overrides: str) -> Connected:
+    def connect(option: str, *overrides: str, others: Sequence[Server] = (), rank: int = 8) -> Connected:
         is_lora = option.startswith("lora")
         server = found(request.getfixturevalue("lora_server" if is_lora else "full_server"))
         if not is_lora or one_serves_all(where):
             serve_again(server, model_folder, where)
         sync = strategy(option, f"weight_sync.tolerance_nats={where.tolerance_nats}", *overrides)
-        policy = load(model_folder, where, shared=sync.shares_weights, lora=is_lora)
+        policy = load(model_folder, where, shared=sync.requires.shares_weights, lora=is_lora, rank=rank)
         client = make_client(server)
-        opened.append(sync)
-        sync.connect(policy, client)
-        return sync, policy, client
+        deployment = deploy(sync, client, *(make_client(found(other)) for other in others))
+        opened.append(deployment)
+        deployment.connect(policy)
+        return deployment, policy, client
 
     yield connect
-    for sync in opened:
-        sync.close()
+    for deployment in opened:
+        deployment.close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:

@@ -95,7 +95,7 @@ def test_a_found_server_that_is_started_anew_gets_the_weights_again(
 
     def start_anew() -> None:
         serve_again(server, model_folder, CPU)
-        VllmControl(server).call_worker("grpo_set_stamp", stamp=None)
+        VllmControl(server).call_worker("grpo_set_tag", tag=None)
 
     two = (*at(server), f"weight_sync={option}", "train.iterations=2")
     undisturbed = run(tmp_path / "undisturbed", model_folder, *two)

@@ -23,12 +23,12 @@ ELSEWHERE = {
     "worker_extension_cls": "nothing: the run needs its own",
     "middleware": "engine.api_key, whose check it is",
 }
-"""Options that `args` may not change behind the back of what watches over them, and what to set instead."""
+"""Options that `engine.args` must not set, and the setting that controls each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """Settings of a server of our own, whatever its kind.
+    """Settings of a managed server, whatever its kind.
 
     Args:
         python: interpreter that has the server's package; null is the one that runs the trainer.
@@ -67,7 +67,7 @@ class CommandLine:
             )
 
     def check_installed(self) -> None:
-        """Raise ConfigError if the server's package is not there; nothing is known of another interpreter, or another path."""
+        """See `Launcher.check_installed`. Another interpreter, or another path, is not looked into."""
         if self.python is None and "PYTHONPATH" not in self.env and find_spec(self.package) is None:
             extra = "; start with `uv run --extra vllm run_grpo.py ...`, or" if self.package == "vllm" else ";"
             raise ConfigError(
@@ -79,12 +79,12 @@ class CommandLine:
     def interpreter(self) -> str:
         return self.python or sys.executable
 
-    def merged_environment(self, ours: Mapping[str, str], variables: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
-        """What we have ourselves, then `ours`, then a strategy's `variables`, then `env`: the later wins."""
+    def merged_environment(self, ours: Mapping[str, str], env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
+        """This process's own environment, then `ours`, then a strategy's `env`, then `engine.env`: the later wins."""
         merged = {**without_launch_variables(os.environ), **ours}
         if gpus is not None:
             merged["CUDA_VISIBLE_DEVICES"] = visible(gpus)
-        return {**merged, **variables, **{name: str(value) for name, value in self.env.items()}}
+        return {**merged, **env, **{name: str(value) for name, value in self.env.items()}}
 
 
 def flags(settings: Mapping[str, Any]) -> list[str]:

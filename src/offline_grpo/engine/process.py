@@ -34,7 +34,7 @@ class ServerProcess:
 
     Args:
         log_path: the command line and then everything that the command prints.
-        remove: a folder that belongs to the command, deleted after it has ended, by whom- or whatever it was ended.
+        remove: a folder that belongs to the command, deleted after it has ended, however the command ended.
 
     Raises:
         EngineError: the command cannot be started.
@@ -70,10 +70,6 @@ class ServerProcess:
     def pid(self) -> int:
         """Of the guardian, which is the parent of the server and leads its process group."""
         return self._guardian.pid
-
-    @property
-    def is_alive(self) -> bool:
-        return self._guardian.poll() is None
 
     def check_alive(self) -> None:
         """Raise EngineDied, with the last error lines of the log, if the server has ended."""

@@ -1,13 +1,10 @@
-"""The inference server of a run: one that the run starts, watches and stops itself, or one that it found at a URL."""
+"""The inference server of a run: a managed one, which the run starts, watches and stops, or an external one, found at a URL."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -26,7 +23,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GRACE_S = 5.0
-"""How long after a failed request a server of our own that is ending may take to end."""
+"""How long after a failed request a managed server that is ending may take to end."""
 HEALTH_INTERVAL_S = 2.0
 """How often a server is asked for its health while a request to it is open."""
 
@@ -40,24 +37,31 @@ class Launcher(Protocol):
     api_key: str | None
     start_timeout_s: float
 
-    def command(self, model: str, port: int, options: Mapping[str, Any]) -> list[str]:
-        """The command line that serves `model`, with a strategy's `options` on top of the configured ones."""
+    args: Mapping[str, Any]
+
+    def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
+        """The command line that serves `model`, with a strategy's `args` on top of the configured ones."""
         ...
 
-    def environment(self, variables: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
-        """The environment of the command, with a strategy's `variables` and the GPUs that it may see (None: those that we see)."""
+    def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
+        """The environment of the command, with a strategy's `env` and the GPUs that it may see (None: those that we see)."""
+        ...
+
+    def check_installed(self) -> None:
+        """Raise ConfigError if the server's package is certainly missing."""
         ...
 
 
 class Server:
-    """Where completions come from over HTTP.
+    """An HTTP server that samples: a managed one, which the run starts, or an external one, which it finds at a URL.
 
     Args:
-        base_url: of a server that is already there; None for one of our own.
-        launcher: starts one of our own.
-        gpus: what our own may see.
-        options, variables: what the weight-sync strategy adds to its command line and environment.
-        log_dir: its output goes to `server_0.log`, that of the next start to `server_1.log`, and so on.
+        base_url: of an external server; None for a managed one.
+        api_key: of an external server; the launcher has that of a managed one.
+        launcher: starts a managed server.
+        log_dir: the first start's output goes to `server_0.log` there, the next one's to `server_1.log`, and so on.
+        gpus: what a managed server may see.
+        args, env: what the weight-sync strategy adds to the command line and the environment of a managed server.
         key: the setting that `base_url` comes from, for messages.
     """
 
@@ -69,8 +73,8 @@ class Server:
         launcher: Launcher | None,
         log_dir: Path,
         gpus: Sequence[int] | None = None,
-        options: Mapping[str, Any] | None = None,
-        variables: Mapping[str, str] | None = None,
+        args: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
         key: str = "generation.base_url",
     ) -> None:
         assert (base_url is None) != (launcher is None), "a server is either found or started"
@@ -78,8 +82,8 @@ class Server:
         self.key = key
         self.log_dir = log_dir
         self._gpus = gpus
-        self._options = dict(options or {})
-        self._variables = dict(variables or {})
+        self._args = dict(args or {})
+        self._env = dict(env or {})
         self._process: ServerProcess | None = None
         self._watched_pid: int | None = None
         self._scratch: Scratch | None = None
@@ -94,7 +98,7 @@ class Server:
 
     @property
     def is_managed(self) -> bool:
-        """Whether the run started it, and so may start it again."""
+        """Whether the run starts it, and so may start it again."""
         return self._launcher is not None
 
     @property
@@ -115,17 +119,17 @@ class Server:
     def scratch(self) -> Path:
         """A folder in shared memory for what the server reads from us.
 
-        Whatever ends a server of our own removes it; beside a server that was found, it is our `stop`, or else the next run.
+        The guardian deletes it for a managed server; for an external one `stop` does, or the next run.
         """
         if self._scratch is None:
             self._scratch = Scratch()
         return self._scratch.path
 
-    def start(self, model: str, *, options: Mapping[str, Any] | None = None) -> None:
-        """Start our own server on `model` and wait until it is healthy; of a server that was found, only see that it is.
+    def start(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
+        """Start a managed server on `model` and wait until it is healthy; of an external one, only check that it is.
 
         Args:
-            options: added to the command line for this start.
+            args: added to the command line for this start.
 
         Raises:
             EngineError: it cannot be started, ended while it started, was not ready in time, or is not there.
@@ -137,25 +141,20 @@ class Server:
             return
         started = time.monotonic()
         choose_port(self._launcher.host, self._port, key="engine.port")
-        command = self._launcher.command(model, self._port, {**self._options, **(options or {})})
+        command = self._launcher.command(model, self._port, {**self._args, **(args or {})})
         log_path = self.log_dir / f"server_{self.num_starts}.log"
         log.info("starting %s: %s", self._launcher.name, shown(command))
         self.num_starts += 1
         self._process = ServerProcess(
-            command, env=self._launcher.environment(self._variables, self._gpus), log_path=log_path, remove=self.scratch
+            command, env=self._launcher.environment(self._env, self._gpus), log_path=log_path, remove=self.scratch
         )
         self._process.wait_until(
             lambda: self.api.answers("/health"), timeout_s=self._launcher.start_timeout_s, what=f"{self._launcher.name} at {self.base_url}"
         )
         log.info("%s is ready at %s after %.0f s; its log: %s", self._launcher.name, self.base_url, time.monotonic() - started, log_path)
 
-    def restart(self, model: str, *, options: Mapping[str, Any] | None = None) -> None:
-        """Stop our own server and start it on `model`. See `start`."""
-        self.stop()
-        self.start(model, options=options)
-
     def check_alive(self, *, grace_s: float = 0.0) -> None:
-        """Raise EngineDied if our own server has ended, or ends within `grace_s`; nothing is known of one that was found."""
+        """Raise EngineDied if a managed server has ended, or ends within `grace_s` seconds; an external one always passes."""
         deadline = time.monotonic() + grace_s
         while self._process is not None or self._watched_pid is not None:
             if self._process is not None:
@@ -167,15 +166,18 @@ class Server:
             time.sleep(0.1)
 
     def watch(self, pid: int | None) -> None:
-        """Count this server as our own although another process of the run started it and stops it; `pid` is that server's."""
+        """Treat a server started by rank 0 as managed; watch `pid`."""
         self._watched_pid = pid
 
     def watched(self, call: Callable[[], T]) -> T:
-        """The result of a request, or EngineDied as soon as our own server has ended or no longer says that it is healthy. A request that
-        fails may be the first sign of that.
+        """Run a request while polling health; raise EngineDied if a managed server exits or turns unhealthy.
 
-        A server whose engine has died waits for open requests before it ends, and they wait for the engine: the request alone would take
-        until its timeout.
+        Without the polling a request would wait until its timeout: a server whose engine has died ends only when its open requests have,
+        and they wait for the engine.
+
+        Raises:
+            EngineDied: see above; also if the server ends within seconds of a failed request, which may be the first sign of it.
+            EngineError: the request failed, and the server lives.
         """
         try:
             return call() if self._process is None else self._with_health_checks(self._process, call)
@@ -194,7 +196,7 @@ class Server:
                     process.end_unhealthy()
 
     def stop(self) -> None:
-        """Stop our own server and remove its scratch folder; leave one that was found alone."""
+        """Stop a managed server, and remove the scratch folder; an external server goes on."""
         if self._process is not None:
             self._process.stop()
             self._process = None
@@ -204,19 +206,8 @@ class Server:
 
     @property
     def pid(self) -> int | None:
-        """Of our own server's guardian, None if there is none."""
+        """Of a managed server's guardian; None for an external server, or one that is not running."""
         return None if self._process is None else self._process.pid
-
-
-@cache
-def this_run() -> str:
-    """A name for this process among all that may push weights to a server."""
-    return f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-
-
-def stamp(version: int) -> str:
-    """What a push leaves in a server: the version of the weights, and whose they are."""
-    return f"{version} of run {this_run()}"
 
 
 def _has_ended(pid: int) -> bool:

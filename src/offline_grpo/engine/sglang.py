@@ -11,17 +11,17 @@ from offline_grpo.engine.command_line import CommandLine, flags
 
 @dataclass(frozen=True, kw_only=True)
 class SglangEngine(CommandLine):
-    """The command line and environment of an SGLang server of our own. See `CommandLine`."""
+    """The command line and environment of an SGLang managed server. See `CommandLine`."""
 
     name = "SGLang"
     package = "sglang"
 
-    def command(self, model: str, port: int, options: Mapping[str, Any]) -> list[str]:
+    def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
         """See `Launcher.command`. The module is started, not the `sglang` script: an interpreter is all that has to be known."""
-        settings = {"host": self.host, "port": port, **self.args, **options, "api_key": self.api_key}
+        settings = {"host": self.host, "port": port, **self.args, **args, "api_key": self.api_key}
         return [self.interpreter, "-m", "sglang.launch_server", "--model-path", model, *flags(settings)]
 
-    def environment(self, variables: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
+    def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
         """See `Launcher.environment`."""
         ours = {
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # "1" gives logprobs from before the division by the temperature
@@ -30,4 +30,4 @@ class SglangEngine(CommandLine):
             "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
             "PYTHONUNBUFFERED": "1",
         }
-        return self.merged_environment(ours, variables, gpus)
+        return self.merged_environment(ours, env, gpus)

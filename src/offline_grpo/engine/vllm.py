@@ -21,7 +21,7 @@ SERVED_NAME = "policy"
 
 @dataclass(frozen=True, kw_only=True)
 class VllmEngine(CommandLine):
-    """The command line and environment of a vLLM server of our own. See `CommandLine`.
+    """The command line and environment of a vLLM managed server. See `CommandLine`.
 
     Args:
         blackwell_workaround: switch programmatic dependent launch (PDL, also called GDC) off in the server's LoRA kernels, which are known
@@ -33,15 +33,15 @@ class VllmEngine(CommandLine):
     name = "vLLM"
     package = "vllm"
 
-    def command(self, model: str, port: int, options: Mapping[str, Any]) -> list[str]:
+    def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
         """See `Launcher.command`. The module is started, not the `vllm` script, which some builds lack."""
-        settings = {"host": self.host, "port": port, "served_model_name": SERVED_NAME, **self.args, **options}
+        settings = {"host": self.host, "port": port, "served_model_name": SERVED_NAME, **self.args, **args}
         settings["worker_extension_cls"] = EXTENSION
         if self.api_key is not None:
             settings["middleware"] = TOKEN_GATE  # the key itself travels in the environment, where other users cannot read it
         return [self.interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags(settings)]
 
-    def environment(self, variables: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
+    def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
         """See `Launcher.environment`."""
         ours = {
             "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, collective_rpc, weight transfer
@@ -54,7 +54,7 @@ class VllmEngine(CommandLine):
         if self.blackwell_workaround:
             log.info("engine.blackwell_workaround: the server gets VLLM_LORA_DISABLE_PDL=1")
             ours["VLLM_LORA_DISABLE_PDL"] = "1"
-        merged = self.merged_environment(ours, variables, gpus)
+        merged = self.merged_environment(ours, env, gpus)
         merged["PYTHONPATH"] = os.pathsep.join(filter(None, [str(EXTENSION_FOLDER), merged.get("PYTHONPATH", "")]))
         if self.api_key is None:
             merged.pop("VLLM_API_KEY", None)  # the shell's: requests would have to carry it

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from offline_grpo.engine.server import Server, stamp
-from offline_grpo.errors import ConfigError
-
-OLDEST, NEWEST = (0, 25), (0, 32)
+from offline_grpo.engine.control import HttpControl, ServedBits
 
 
 @dataclass
-class VllmControl:
-    """Control over HTTP. Every call raises EngineError, or EngineDied where our own server has ended."""
+class VllmControl(HttpControl):
+    """A `ServerControl` of vLLM. See `HttpControl`."""
 
-    server: Server
     is_paused: bool = False
 
-    def check_version(self) -> str:
-        """The server's version.
+    name = "vLLM"
+    oldest, newest = (0, 25), (0, 32)
 
-        Raises:
-            ConfigError: one that this was not made for.
-        """
-        version = str(self._get("/version")["version"])
-        numbers = re.match(r"(\d+)\.(\d+)", version)
-        if numbers is None or not OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
-            raise ConfigError(
-                f"{self.server.base_url}: vLLM {version} answers there, and versions 0.{OLDEST[1]} to 0.{NEWEST[1]} are supported; see "
-                f"{self.server.version_key}"
-            )
-        return version
+    def check_version(self) -> str:
+        """See `ServerControl.check_version`."""
+        return self.check_range(str(self.get("/version")["version"]))
 
     def pause(self, mode: str) -> None:
         """Stop generating, and clear KV caches.
@@ -68,20 +55,24 @@ class VllmControl:
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
         return self.post("/collective_rpc", body, timeout_s=timeout_s + 10)["results"][0]
 
-    def load_weights(self, folder: str, *, version: int, pause_mode: str) -> None:
-        """Load the weights of a folder in place of those being served, and note their version. Paused meanwhile."""
+    def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
+        """See `ServerControl.load_weights`."""
         with self.paused(pause_mode):
             self.call_worker("reload_weights", weights_path=folder)
             self.reset_prefix_cache()
-            self.set_version(version)
+            self.set_tag(tag)
 
-    def set_version(self, version: int) -> None:
-        """Note the version of the weights that are being served, once everything written so far has arrived."""
-        self.call_worker("grpo_set_stamp", stamp=stamp(version))
+    def set_tag(self, tag: str) -> None:
+        """See `ServerControl.set_tag`."""
+        self.call_worker("grpo_set_tag", tag=tag)
 
-    def served_stamp(self) -> str | None:
-        """What `set_version` noted last, and whoever else did; None if nobody has since the server was started."""
-        return self.call_worker("grpo_stamp")
+    def served_tag(self) -> str | None:
+        """See `ServerControl.served_tag`."""
+        return self.call_worker("grpo_tag")
+
+    def served_bits(self) -> ServedBits:
+        """See `ServerControl.served_bits`."""
+        return ServedBits(**self.call_worker("grpo_state"))
 
     def load_adapter(self, name: str, path: str) -> None:
         """Serve the LoRA adapter of a folder under a name that was never used before."""
@@ -90,10 +81,3 @@ class VllmControl:
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter's name; requests in flight finish with it."""
         self.post("/v1/unload_lora_adapter", {"lora_name": name})
-
-    def _get(self, path: str) -> Any:
-        return self.server.watched(lambda: self.server.api.get(path))
-
-    def post(self, path: str, body: Any = None, **arguments: Any) -> Any:
-        """POST `path`, see `ServerApi.post`."""
-        return self.server.watched(lambda: self.server.api.post(path, body, **arguments))

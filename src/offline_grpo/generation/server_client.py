@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import httpx
 
+from offline_grpo.engine.control import ServerControl
 from offline_grpo.engine.http import SAFE_TO_RETRY_STATUS, authorization, body_of, describe
 from offline_grpo.engine.server import GRACE_S, Server
 from offline_grpo.errors import ConfigError, EngineError
@@ -72,6 +73,10 @@ class ServerClient(ABC):
         self._ssl = httpx.create_ssl_context(trust_env=False) if server.base_url.startswith("https:") else False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle: list[httpx.AsyncClient] = []  # a connection each: to find one in a pool of 64 takes httpx 9 ms
+
+    @abstractmethod
+    def control(self) -> ServerControl:
+        """What weight sync may do to the server, as it is now: a new one after each start."""
 
     @abstractmethod
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:

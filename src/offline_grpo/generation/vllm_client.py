@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.generation.server_client import Choice, ServerClient
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 
@@ -13,6 +14,10 @@ class VllmClient(ServerClient):
 
     engine_name = "vLLM"
     path = "/v1/completions"
+
+    def control(self) -> VllmControl:
+        """See `ServerClient.control`."""
+        return VllmControl(self.server)
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
         """See `ServerClient.body`. vLLM draws completion j of a request with its seed + j, and refuses n > 1 at temperature 0."""

@@ -4,29 +4,55 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.load import read_model_config, resolve_device
 from offline_grpo.placement.memory_plan import check, describe, needs_reference_copy, predict
-from offline_grpo.run.preflight import Plan
+
+if TYPE_CHECKING:
+    from offline_grpo.run.preflight import Plan
 
 log = logging.getLogger(__name__)
 
 
-def check_devices(plan: Plan, num_processes: int) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Who wants which device.
+
+    Args:
+        trainer: `model.device`.
+        num_processes: that train.
+        starts_server: whether the run starts a server.
+        engine_devices: `placement.engine_devices`.
+        strategy: the option of `weight_sync`, for messages.
+        rule: see `engine_gpus`.
+        needs_gpu: the strategy moves weights from GPU to GPU alone.
+    """
+
+    trainer: str
+    num_processes: int
+    starts_server: bool
+    engine_devices: Sequence[int] | None
+    strategy: str
+    rule: str
+    needs_gpu: bool
+
+
+def check_devices(devices: Devices) -> None:
     """Refuse devices that do not exist or do not suit the strategy, before any model is made.
 
     Raises:
         ConfigError: names key, value and fix.
     """
-    device = plan.config.model.device
-    server_gpus(plan, num_processes)
-    if not trainer_gpus(device, num_processes) and getattr(plan.weight_sync, "needs_gpu", False):
+    server_gpus(devices)
+    if not trainer_gpus(devices.trainer, devices.num_processes) and devices.needs_gpu:
         raise ConfigError(
-            f"model.device={device}: weight_sync={_name(plan)} moves weights from GPU to GPU, and training is on the CPU; use "
-            "weight_sync=shared_vllm or reload there"
+            f"model.device={devices.trainer}: weight_sync={devices.strategy} moves weights from GPU to GPU, and training is on the CPU; "
+            "use weight_sync=shared_vllm or reload there"
         )
 
 
@@ -42,7 +68,7 @@ def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processe
     """
     model = plan.config.model
     trainers = trainer_gpus(model.device, num_processes)
-    servers = server_gpus(plan, num_processes)
+    servers = server_gpus(plan.devices(num_processes))
     if not trainers or not plan.config.placement.check_memory:
         return
     memory = predict(
@@ -72,21 +98,17 @@ def trainer_gpus(device: str, num_processes: int) -> list[int]:
     return [device.index or 0 for device in devices if device.type == "cuda"]
 
 
-def server_gpus(plan: Plan, num_processes: int) -> list[int] | None:
+def server_gpus(devices: Devices) -> list[int] | None:
     """The GPUs of a server that the run starts; None where it starts none, or where all that it sees will do. See `engine_gpus`."""
-    if plan.launcher is None:
+    if not devices.starts_server:
         return None
     return engine_gpus(
-        plan.config.placement.engine_devices,
-        getattr(plan.weight_sync, "gpu_rule", "any"),
-        name=_name(plan),
-        trainers=trainer_gpus(plan.config.model.device, num_processes),
+        devices.engine_devices,
+        devices.rule,
+        name=devices.strategy,
+        trainers=trainer_gpus(devices.trainer, devices.num_processes),
         num_gpus=torch.cuda.device_count(),
     )
-
-
-def _name(plan: Plan) -> str:
-    return getattr(plan.weight_sync, "name", type(plan.weight_sync).__name__)
 
 
 def engine_gpus(configured: Sequence[int] | None, rule: str, *, name: str, trainers: Sequence[int], num_gpus: int) -> list[int] | None:

@@ -8,10 +8,10 @@ Nothing here needs a GPU. The prediction is for the worst case: every completion
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PretrainedConfig
@@ -20,9 +20,11 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.model.footprint import Footprint, Microbatch, allocated_bytes, build_on_meta, measure, weights_bytes
 from offline_grpo.model.forward import choose_packing
 from offline_grpo.model.load import DTYPES
-from offline_grpo.run.preflight import Plan
 from offline_grpo.train.optimizer import Adafactor, AdamW8bit
 from offline_grpo.types import SamplingParams
+
+if TYPE_CHECKING:
+    from offline_grpo.run.preflight import Plan
 
 GIB = 2**30
 CONTEXT_BYTES = 3 * GIB // 4  # CUDA context, kernels and cuBLAS workspaces of a process: 0.74 GiB on an H100
@@ -109,7 +111,7 @@ def predict(
         model,
         largest_microbatch(plan, sequence_tokens, num_processes=len(trainers)),
         packing=choose_packing(plan.config.model.packing, torch.device("cuda"), dtype),
-        separate_masters=plan.weight_sync.shares_weights,
+        separate_masters=plan.weight_sync.requires.shares_weights,
         entropy_requires_grad=plan.loss.entropy_coef != 0,
     )
     others = [
@@ -120,11 +122,11 @@ def predict(
     ]
     weights = Part("policy weights", footprint.weights_bytes, f"model.train_id={plan.config.model.train_id}", _smaller_model(plan))
     devices = []
-    for gpu in sorted({*trainers, *(server_gpus if plan.launcher is not None else ())}):
+    for gpu in sorted({*trainers, *(server_gpus if plan.engine.launcher is not None else ())}):
         processes = [process for process, trained_on in enumerate(trainers) if trained_on == gpu]
-        owners = [process for process in processes if process > 0 or not plan.weight_sync.shares_weights]
+        owners = [process for process in processes if process > 0 or not plan.weight_sync.requires.shares_weights]
         here = tuple(part for part in [weights] * len(owners) + others * len(processes) if part.num_bytes > 0)
-        is_served = plan.launcher is not None and gpu in server_gpus
+        is_served = plan.engine.launcher is not None and gpu in server_gpus
         server = _server_parts(plan, model_config, total_bytes[gpu]) if is_served else ()
         devices.append(DevicePlan(gpu, total_bytes[gpu], here, server))
     return MemoryPlan(tuple(devices))
@@ -253,7 +255,7 @@ def _activations_part(plan: Plan, footprint: Footprint, *, num_processes: int) -
 def _sampling_part(plan: Plan, model_config: PretrainedConfig, sequence_tokens: int, footprint: Footprint) -> Part:
     """What sampling in process needs beyond what training has given back by then: gradients and activations."""
     config: Any = model_config.get_text_config()
-    rows = 0 if plan.needs_server else plan.client_node.get("batch_size", 1)
+    rows = 0 if plan.engine.needs_server else plan.engine.client_node.get("batch_size", 1)
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layer_bytes = 2 * rows * sequence_tokens * num_kv_heads * head_dim * DTYPES[plan.config.train.precision].itemsize
@@ -261,12 +263,12 @@ def _sampling_part(plan: Plan, model_config: PretrainedConfig, sequence_tokens: 
     needed = layer_bytes * (config.num_hidden_layers + 1) + logits_bytes  # a layer's cache is copied when it grows
     beyond = max(0, needed - footprint.gradients_bytes - footprint.activations_bytes)
     name = "KV cache of sampling, beyond gradients and activations"
-    return Part(name, beyond, f"generation.batch_size={plan.client_node.get('batch_size')}", "lower it, which changes no sample")
+    return Part(name, beyond, f"generation.batch_size={plan.engine.client_node.get('batch_size')}", "lower it, which changes no sample")
 
 
 def _server_parts(plan: Plan, model_config: PretrainedConfig, total_bytes: int) -> tuple[Part, Part, Part]:
     """Weights, what its share leaves for KV cache and the rest (below 0 if too little), and its CUDA context, which the share excludes."""
-    args: Mapping[str, Any] = {**plan.launcher.args, **getattr(plan.weight_sync, "server_args", {})}
+    args = plan.server_args
     key = next((key for key in SHARE_KEYS if key in args), SHARE_KEYS[0])
     share = args.get(key) or DEFAULT_SHARE
     dtype = SERVER_DTYPES.get(args.get("dtype"), DTYPES[plan.config.train.precision])  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from offline_grpo.interfaces import Deployment, RolloutClient, RolloutSource, Ru
 from offline_grpo.model.load import load_policy, load_reference, load_tokenizer, read_model_config, resolve_device
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.text import encode
-from offline_grpo.placement.devices import check_devices, check_memory
+from offline_grpo.placement.devices import check_devices, check_memory, server_gpus
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run import serving
 from offline_grpo.run.build import build
@@ -49,18 +49,20 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
         stack: gets what has to be let go of on every way out.
     """
     plan, ranks, config = start.plan, start.ranks, start.plan.config
-    if plan.launcher is not None:
-        plan.launcher.check_installed()
-    check_devices(plan, ranks.world_size)
+    if plan.engine.launcher is not None:
+        plan.engine.launcher.check_installed()
+    devices = plan.devices(ranks.world_size)
+    check_devices(devices)
     model_id = _model_id(plan, ranks)
     check_memory(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)
     checkpoint = start.resume.checkpoint if start.resume is not None else None
     policy = _policy(plan, model_id, checkpoint, ranks)
-    training = serving.for_training(plan, policy, start.run_dir.path, ranks)
-    evaluation = serving.for_evaluation(plan, policy, training, start.run_dir.path, ranks)
-    for sampling in dict.fromkeys((training, evaluation)):
-        stack.callback(sampling.weight_sync.close)
-        sampling.weight_sync.connect(policy, sampling.client)
+    places: dict[str, Any] = {"full_weights": Replicas(ranks).full_weights, "run_folder": start.run_dir.path, "ranks": ranks}
+    training = serving.for_training(plan.engine, plan.weight_sync, policy, gpus=server_gpus(devices), **places)
+    evaluation = serving.for_evaluation(plan.eval_engine, config.eval, training, policy, **places)
+    for deployment in dict.fromkeys((training, evaluation)):
+        stack.callback(deployment.close)
+        deployment.connect(policy)
     updater = make_updater(plan, policy, model_id, start.run_dir, ranks)
     schedule = PushSchedule(plan.weight_sync.interval)
     source = make_source(plan, policy, training.client, ranks)
@@ -104,7 +106,7 @@ def _policy(plan: Plan, model_id: str, checkpoint: Path | None, ranks: Ranks) ->
         train_layer_indices=config.train.train_layer_indices,
         gradient_checkpointing=config.train.gradient_checkpointing,
         checkpoint=checkpoint,
-        shares_weights=plan.weight_sync.shares_weights and ranks.is_main,
+        shares_weights=plan.weight_sync.requires.shares_weights and ranks.is_main,
     )
 
 

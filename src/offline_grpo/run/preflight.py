@@ -7,16 +7,17 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.interfaces import Loss, Task, WeightSync
+from offline_grpo.interfaces import Loss, Task
+from offline_grpo.placement.devices import Devices
 from offline_grpo.run.build import build, check_settings, resolve
+from offline_grpo.run.engine_spec import EngineSpec, evaluation_engine, training_engine
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import Message, Problem, SamplingParams, Split
-
-CLIENT_RUNTIME = ("model", "tokenizer", "server", "eos_ids")
-"""Names under which a rollout client's constructor may ask for objects that exist only once the model is loaded."""
+from offline_grpo.weight_sync.requirements import check_requirements
+from offline_grpo.weight_sync.strategy import WeightSync
 
 SOURCE_RUNTIME = ("client", "task", "problems", "codec", "sampling", "rank", "world_size")
-"""Likewise for a rollout source."""
+"""Names under which a rollout source's constructor may ask for objects that exist only once the model is loaded."""
 
 MAX_PROBLEMS = 1_000_000
 ENDLESS_TASK_PROBLEMS = 10_000
@@ -40,14 +41,30 @@ class Plan:
     data: TaskData
     sampling: SamplingParams
     eval_sampling: SamplingParams
-    client_node: Mapping[str, Any]
-    needs_server: bool
-    base_url: str | None
-    api_key: str | None
-    launcher: Any
+    engine: EngineSpec
+    eval_engine: EngineSpec | None
     loss: Loss
     optimizer: Any
     weight_sync: WeightSync
+
+    @property
+    def server_args(self) -> Mapping[str, Any]:
+        """The arguments of the server that the run starts, those of the strategy included; empty where it starts none."""
+        launcher = self.engine.launcher
+        return {} if launcher is None else {**launcher.args, **self.weight_sync.requires.server_args}
+
+    def devices(self, num_processes: int) -> Devices:
+        """What placement decides about."""
+        needs = self.weight_sync.requires
+        return Devices(
+            trainer=self.config.model.device,
+            num_processes=num_processes,
+            starts_server=self.engine.launcher is not None,
+            engine_devices=self.config.placement.engine_devices,
+            strategy=self.weight_sync.name,
+            rule=needs.placement,
+            needs_gpu=needs.gpu,
+        )
 
 
 def make_plan(config: RunConfig) -> Plan:
@@ -56,40 +73,28 @@ def make_plan(config: RunConfig) -> Plan:
     Raises:
         ConfigError: the first thing that is wrong, with key, value and fix.
     """
-    sampling, client_node = _split_generation(config.generation)
-    address = {name: client_node.pop(name, None) for name in ("base_url", "api_key")}
-    needs_server = _check_client(client_node)
+    sampling, node = _split_generation(config.generation)
+    engine = training_engine(config, node)
     weight_sync = build(config.weight_sync, key="weight_sync", protocol=WeightSync)
-    weight_sync.check(resolve(client_node, "generation"), lora_rank=config.model.lora.r if config.model.lora is not None else None)
-    if address["base_url"] is not None and getattr(weight_sync, "needs_own_server", False):
-        raise ConfigError(
-            f"generation.base_url={address['base_url']}: weight_sync={weight_sync.name} starts the server again and again, and this one is "  # type: ignore[attr-defined]
-            "not the run's own; set generation.base_url=null, or use another weight_sync"
-        )
-    if needs_server and address["base_url"] is None and config.engine is None:
-        raise ConfigError("generation.base_url=None: no server to ask; name a running one, or let the run start one with engine=vllm")
+    check_requirements(
+        weight_sync.name,
+        weight_sync.requires,
+        engine.client_class,
+        lora_rank=config.model.lora.r if config.model.lora is not None else None,
+        base_url=engine.base_url,
+    )
     eval_sampling = _eval_sampling(config)
     return Plan(
         config=config,
         data=_task_data(config),
         sampling=sampling,
         eval_sampling=eval_sampling,
-        client_node=client_node,
-        needs_server=needs_server,
-        **address,
-        launcher=build(config.engine, key="engine") if needs_server and address["base_url"] is None else None,
+        engine=engine,
+        eval_engine=evaluation_engine(config.eval, engine, api_key=node.get("api_key")) if config.eval.enabled else None,
         loss=build(config.train.loss, key="train.loss", protocol=Loss),
         optimizer=build(config.train.optimizer, key="train.optimizer"),
         weight_sync=weight_sync,
     )
-
-
-def _check_client(node: Mapping[str, Any]) -> bool:
-    """Check the client's settings against its signature. Returns whether it asks a server."""
-    target = resolve(node, "generation")
-    settings = {name: value for name, value in node.items() if name != "_target_"}
-    check_settings(target, settings, "generation", given_at_runtime=dict.fromkeys(CLIENT_RUNTIME))
-    return target.engine_name is not None
 
 
 def _split_generation(node: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:

@@ -73,7 +73,6 @@ class Bridge:
     model: str
     device: str
     gpu_uuid: str | None
-    tp_degree: int
     storages: list[StorageHandle]
     tensors: list[SharedTensor]
     param_mappings: list[ParamMapping]
@@ -88,7 +87,6 @@ class Bridge:
             "model": model,
             "device": described["device"],
             "gpu_uuid": described["gpu_uuid"],
-            "tp_degree": described["world_size"],
             **exported,
             "param_mappings": layout,
         }

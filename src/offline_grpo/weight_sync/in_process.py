@@ -2,52 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, runtime_checkable
 
+from offline_grpo.engine.engine import Engine
 from offline_grpo.errors import ConfigError
-from offline_grpo.interfaces import RolloutClient
-from offline_grpo.types import ServedWeights, SyncReport
+from offline_grpo.weight_sync.requirements import SyncRequirements
+from offline_grpo.weight_sync.snapshot import Snapshot
+from offline_grpo.weight_sync.strategy import Staged
+
+
+@runtime_checkable
+class SamplesFromModule(Protocol):
+    """A client that shows the module which it samples from."""
+
+    model: Any
 
 
 class InProcess:
-    """The client's module is the policy's module, so every weight is covered by being the same object."""
+    """A `WeightSync`: the client's module is the policy's module, so every weight is covered by being the same object."""
 
-    shares_weights = False  # there is no other memory to move to
-
+    name = "in_process"
     interval = 1  # shared weights are always the newest
+    requires = SyncRequirements(engines=(), moves="any")
 
-    def __init__(self) -> None:
-        self._client: RolloutClient | None = None
+    def start_model(self, snapshot: Snapshot) -> str:
+        """See `WeightSync.start_model`. Nothing is started."""
+        return ""
 
-    def check(self, client_class: type[RolloutClient], *, lora_rank: int | None) -> None:
-        """See `WeightSync.check`."""
-        if client_class.engine_name is not None:
-            raise ConfigError(
-                f"weight_sync=in_process: {client_class.__name__} does not sample from the trained module; choose a weight_sync that moves "
-                "weights to it, such as shared_vllm, reload, or with LoRA lora_hotswap"
-            )
+    recovery_model = start_model
 
-    def connect(self, policy: Any, client: RolloutClient) -> None:
-        """Raises ConfigError unless the client samples from the policy's own module."""
-        if getattr(client, "model", None) is not policy.model:
+    def start_args(self, snapshot: Snapshot) -> Mapping[str, Any]:
+        """See `WeightSync.start_args`."""
+        return {}
+
+    def attach(self, engine: Engine, snapshot: Snapshot) -> None:
+        """See `WeightSync.attach`. Raises ConfigError unless the client samples from the policy's own module."""
+        client = engine.client
+        if not isinstance(client, SamplesFromModule) or client.model is not snapshot.policy.model:
             raise ConfigError(
                 f"weight_sync=in_process: {type(client).__name__} does not sample from the trained module; "
                 "use generation=transformers, or a weight_sync that moves weights"
             )
-        self._client = client
 
-    def push(self, policy: Any, *, version: int) -> SyncReport:
-        """Tell the client which version the shared weights have."""
-        assert self._client is not None, "push() before connect()"
-        self._client.weights = ServedWeights(version)
-        return SyncReport(version=version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
+    reattach = attach
 
-    def check_served(self) -> None:
-        """There are no other weights that the client could sample from."""
+    def staged(self, snapshot: Snapshot, version: int) -> AbstractContextManager[Staged]:
+        """See `WeightSync.staged`."""
+        return nullcontext(Staged(version=version, num_tensors=0, num_bytes=0))
 
-    def recover(self, policy: Any, *, version: int) -> None:
-        """Never called: this process is the engine."""
-        raise AssertionError("a client in this process cannot die alone")
+    def apply(self, engine: Engine, staged: Staged) -> float:
+        """See `WeightSync.apply`. The engine has the weights already."""
+        return 0.0
 
-    def close(self) -> None:
-        """There is nothing to let go of."""
+    def verify(self, engine: Engine, snapshot: Snapshot, version: int) -> None:
+        """See `WeightSync.verify`. There is one copy of the weights, and nothing to compare it with."""
+
+    def check_served(self, engine: Engine, version: int) -> None:
+        """See `WeightSync.check_served`. There are no other weights that the client could sample from."""
+
+    def detach(self, engine: Engine) -> None:
+        """See `WeightSync.detach`."""

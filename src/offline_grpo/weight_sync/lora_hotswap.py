@@ -10,17 +10,21 @@ import contextlib
 import os
 import shutil
 import uuid
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.vllm import EXTENSION_FOLDER
-from offline_grpo.errors import ConfigError, EngineError
-from offline_grpo.model.policy import Policy
-from offline_grpo.types import ServedWeights
-from offline_grpo.weight_sync.proof import Proof, prove
+from offline_grpo.errors import EngineError
+from offline_grpo.weight_sync.proof import Proof, verify
+from offline_grpo.weight_sync.reload import StagedFolder
+from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.saving import save_weights
-from offline_grpo.weight_sync.server_sync import Moved, ServerSync
+from offline_grpo.weight_sync.server_sync import ServerSync
+from offline_grpo.weight_sync.snapshot import Snapshot
 
 LORA_KERNELS = os.environ.get("VLLM_TUNED_CONFIG_FOLDER") or str(EXTENSION_FOLDER / "lora_kernels")
 """Settings of vLLM's LoRA kernels that are faster for few tokens (`benchmarks/lora_kernels.py`); on other GPUs vLLM uses its own."""
@@ -28,59 +32,67 @@ LORA_KERNELS = os.environ.get("VLLM_TUNED_CONFIG_FOLDER") or str(EXTENSION_FOLDE
 
 @dataclass(kw_only=True)
 class LoraHotswap(ServerSync):
-    """Needs no pause, and of a server that was found only --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
+    """Needs no pause, and of an external server only --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
 
-    moves = "lora"
-    variables = {"VLLM_TUNED_CONFIG_FOLDER": LORA_KERNELS}  # noqa: RUF012
+    name = "lora_hotswap"
 
-    _tag: str = field(default_factory=lambda: f"{os.getpid()}-{uuid.uuid4().hex[:6]}", init=False)
-    _pushes: int = field(default=0, init=False)
-    _loaded: list[tuple[str, Path]] = field(default_factory=list, init=False)  # newest last
+    _prefix: str = field(default_factory=lambda: f"policy-{os.getpid()}-{uuid.uuid4().hex[:6]}", init=False)
+    _num_pushes: int = field(default=0, init=False)
+    _folders: list[Path] = field(default_factory=list, init=False)  # of the last two adapters, newest last
+    _loaded: dict[ServerEngine, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)  # names, newest last
 
-    def attach(self, policy: Policy) -> None:
-        """A new server has none of our adapters."""
-        self._loaded = []
+    @property
+    def requires(self) -> SyncRequirements:
+        """See `WeightSync.requires`."""
+        return lora_requirements(self.server_args)
 
-    def deliver(self, policy: Policy, version: int) -> Moved:
-        """Write to shared memory, load under a new name, switch, unload the old one."""
-        self._pushes += 1
-        name = f"policy-{self._tag}-{self._pushes}"
-        folder = self.server.scratch / name
-        num_bytes = save_weights(policy, folder, with_tokenizer=False)
-        self.control.load_adapter(name, str(folder))
-        self.client.weights = ServedWeights(version, name)
-        self._loaded.append((name, folder))
-        if len(self._loaded) > 1:
-            self.control.unload_adapter(self._loaded[-2][0])
-        for _, old in self._loaded[:-2]:  # the one before last may still be read by requests in flight
-            shutil.rmtree(old, ignore_errors=True)
-        self._loaded = self._loaded[-2:]
-        return Moved(num_tensors=len(policy.masters.parameters), num_bytes=num_bytes, paused_seconds=0.0)
+    def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
+        """See `WeightSync.attach`. A new server has none of our adapters."""
+        self._loaded[engine] = []
 
-    def close(self) -> None:
-        """A server that was found forgets the last adapter, whose folder goes now."""
-        if self._loaded and not self.server.is_managed:
-            with contextlib.suppress(EngineError):
-                self.control.unload_adapter(self._loaded[-1][0])
-        super().close()
+    @contextlib.contextmanager
+    def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedFolder]:
+        """See `WeightSync.staged`. When all engines sample from the new adapter, the old one is unloaded."""
+        self._num_pushes += 1
+        name = f"{self._prefix}-{self._num_pushes}"
+        folder = snapshot.host.server.scratch / name
+        num_bytes = save_weights(snapshot, folder, with_tokenizer=False)
+        num_tensors = len(snapshot.policy.trained_parameters())
+        yield StagedFolder(version=version, name=name, num_tensors=num_tensors, num_bytes=num_bytes, folder=folder)
+        for engine, names in self._loaded.items():
+            while len(names) > 1:
+                engine.control.unload_adapter(names.pop(0))
+        self._folders.append(folder)
+        while len(self._folders) > 2:  # requests in flight may still read the one before
+            shutil.rmtree(self._folders.pop(0), ignore_errors=True)
 
-    def check(self, client_class: type, *, lora_rank: int | None) -> None:
-        """See `ServerSync.check`."""
-        super().check(client_class, lora_rank=lora_rank)
-        check_rank(lora_rank, self.server_args)
+    def apply(self, engine: ServerEngine, staged: StagedFolder) -> float:
+        """See `WeightSync.apply`. Requests use the adapter as soon as they carry its name."""
+        engine.control.load_adapter(staged.name, str(staged.folder))
+        self._loaded[engine].append(staged.name)
+        return 0.0
 
-    def check_served(self) -> None:
-        """Nothing to ask: a server that did not have the adapter would have refused the requests, which name it."""
+    def verify(self, engine: ServerEngine, snapshot: Snapshot, version: int) -> Proof:
+        """See `WeightSync.verify`. The name in each request is the proof of the version; the probe proves the weights."""
+        return verify(snapshot, engine, version=version, tolerance_nats=self.tolerance_nats, is_tagged=False)
 
-    def prove(self, policy: Policy, version: int) -> Proof:
-        """The name in each request is the proof of the version; the probe proves the weights."""
-        return prove(policy, self.client, None, version=version, tolerance_nats=self.tolerance_nats)
+    def check_served(self, engine: ServerEngine, version: int) -> None:
+        """See `WeightSync.check_served`. A server without the adapter would have refused the requests, which name it."""
+
+    def detach(self, engine: ServerEngine) -> None:
+        """See `WeightSync.detach`. An external server forgets the last adapter, whose folder goes now."""
+        if not engine.server.is_managed:
+            for name in self._loaded.pop(engine, []):
+                with contextlib.suppress(EngineError):
+                    engine.control.unload_adapter(name)
 
 
-def check_rank(rank: int | None, server_args: Any) -> None:
-    """Raise ConfigError if adapters of that rank are more than the server makes room for."""
-    room = server_args.get("max_lora_rank", 16)
-    if rank is not None and rank > room:
-        raise ConfigError(
-            f"weight_sync.server_args.max_lora_rank={room}: the adapters have rank {rank}; set it to the next of 16, 32, 64, 128, ..."
-        )
+def lora_requirements(server_args: Any) -> SyncRequirements:
+    """What both strategies for adapters need. vLLM makes room for rank 16 if it is not told otherwise."""
+    return SyncRequirements(
+        engines=("vLLM",),
+        moves="lora",
+        max_lora_rank=server_args.get("max_lora_rank", 16),
+        server_args=server_args,
+        env={"VLLM_TUNED_CONFIG_FOLDER": LORA_KERNELS},
+    )

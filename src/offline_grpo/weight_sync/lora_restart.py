@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.model.policy import Policy
-from offline_grpo.weight_sync.lora_hotswap import LORA_KERNELS, check_rank
-from offline_grpo.weight_sync.restart import Restart
-from offline_grpo.weight_sync.server_sync import ServerSync
+from offline_grpo.weight_sync.lora_hotswap import lora_requirements
+from offline_grpo.weight_sync.requirements import SyncRequirements
+from offline_grpo.weight_sync.restart import Restart, StagedStart
+from offline_grpo.weight_sync.snapshot import Snapshot
 
 ADAPTER = "policy-adapter"
 
 
 @dataclass(kw_only=True)
 class LoraRestart(Restart):
-    """See `Restart`. The base model is what the server is started with, every time."""
+    """See `Restart`. The base model is what the server is started with, every time, and the adapter is named on its command line."""
 
-    moves = "lora"
-    variables = {"VLLM_TUNED_CONFIG_FOLDER": LORA_KERNELS}  # noqa: RUF012
-    serves = (VllmClient,)
+    name = "lora_restart"
 
-    def start_model(self, policy: Policy) -> str:
-        """The base model."""
-        return ServerSync.start_model(self, policy)
+    @property
+    def requires(self) -> SyncRequirements:
+        """See `WeightSync.requires`."""
+        return replace(lora_requirements(self.server_args), own_server=True)
 
-    def start_options(self, policy: Policy) -> Mapping[str, Any]:
-        """The newest adapter, under a name that requests then carry."""
-        if self._folder is None:
-            self._save(policy, 0)
-        self.client.weights = replace(self.client.weights, name=ADAPTER)
+    def start_args(self, snapshot: Snapshot) -> Mapping[str, Any]:
+        """See `WeightSync.start_args`. The newest adapter, under a name that requests then carry."""
+        self._save(snapshot)
         return {"lora_modules": [f"{ADAPTER}={self._folder}"]}
 
-    def check(self, client_class: type, *, lora_rank: int | None) -> None:
-        """See `ServerSync.check`."""
-        super().check(client_class, lora_rank=lora_rank)
-        check_rank(lora_rank, self.server_args)
+    @contextmanager
+    def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedStart]:
+        """See `Restart.staged`."""
+        with super().staged(snapshot, version) as staged:
+            yield replace(staged, name=ADAPTER)
+
+    def _model(self, snapshot: Snapshot) -> str:
+        return self.start_model(snapshot)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from offline_grpo.engine.background import in_background
+from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.policy import Policy
-from offline_grpo.weight_sync.ipc import gpu_uuid
+from offline_grpo.weight_sync.gpus import gpu_uuid
+from offline_grpo.weight_sync.requirements import SyncRequirements
+from offline_grpo.weight_sync.snapshot import Snapshot
 from offline_grpo.weight_sync.weight_transfer import Named, WeightTransfer
 
 
 @dataclass(kw_only=True)
 class Nccl(WeightTransfer):
-    """The trainer is rank 0 of a group with the server's workers. Needs vLLM in the trainer's environment, for its communicator.
+    """The trainer is rank 0 of a group with each server's workers. Needs vLLM in the trainer's environment, for its communicator.
 
     Args:
         master_address: of the trainer's machine, as the server's workers reach it.
@@ -27,18 +29,23 @@ class Nccl(WeightTransfer):
 
     master_address: str
 
-    needs_gpu = True
-    gpu_rule = "other"
+    name = "nccl"
 
-    _group: Any = field(default=None, init=False)
+    _groups: dict[ServerEngine, Any] = field(default_factory=dict, init=False)
 
-    def attach(self, policy: Policy) -> None:
-        """Form the group.
+    @property
+    def requires(self) -> SyncRequirements:
+        """See `WeightSync.requires`."""
+        return replace(super().requires, gpu=True, placement="other")
+
+    def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
+        """See `WeightSync.attach`. Forms the group.
 
         Raises:
             ConfigError: no GPU, the same GPU as the server, or no vLLM here.
         """
-        described = self.control.call_worker("grpo_describe")
+        policy = snapshot.policy
+        described = engine.control.call_worker("grpo_describe")
         ours = gpu_uuid(policy.device)
         if ours is None or described["gpu_uuid"] in (None, ours):
             raise ConfigError(
@@ -50,22 +57,22 @@ class Nccl(WeightTransfer):
             from vllm.distributed.utils import StatelessProcessGroup
         except ImportError as error:
             raise ConfigError(f"weight_sync=nccl: needs vLLM in the trainer's environment ({error}): uv sync --extra vllm") from error
-        world_size = 1 + int(self.server.api.get("/get_world_size")["world_size"])
+        world_size = 1 + int(engine.control.get("/get_world_size")["world_size"])
         port = choose_port(self.master_address, None, key="weight_sync.master_address")
         init_info = {"master_address": self.master_address, "master_port": port, "rank_offset": 1, "world_size": world_size}
-        joined = in_background(lambda: self.control.post("/init_weight_transfer_engine", {"init_info": init_info}, timeout_s=300))
+        joined = in_background(lambda: engine.control.post("/init_weight_transfer_engine", {"init_info": init_info}, timeout_s=300))
         met = in_background(lambda: StatelessProcessGroup.create(host=self.master_address, port=port, rank=0, world_size=world_size))
         wait([joined, met], return_when=FIRST_COMPLETED)  # each side waits for the other: a server that refuses says so here
         if joined.done():
             joined.result()
-        self._group = PyNcclCommunicator(met.result(), device=policy.device)
+        self._groups[engine] = PyNcclCommunicator(met.result(), device=policy.device)
         joined.result()
 
-    def send(self, bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
-        """Broadcast in the order of the names, while the server answers the request that announces them."""
+    def send(self, engine: ServerEngine, bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
+        """See `WeightTransfer.send`. Broadcasts in the order of the names, while the server answers the request that announces them."""
         with ThreadPoolExecutor(1) as thread:
-            received = thread.submit(self.control.post, "/update_weights", {"update_info": update_info}, timeout_s=600)
+            received = thread.submit(engine.control.post, "/update_weights", {"update_info": update_info}, timeout_s=600)
             for _, tensor in bucket:
-                self._group.broadcast(tensor.detach().contiguous(), src=0, stream=torch.cuda.current_stream(tensor.device))
+                self._groups[engine].broadcast(tensor.detach().contiguous(), src=0, stream=torch.cuda.current_stream(tensor.device))
             received.result()
             torch.cuda.synchronize(bucket[0][1].device)

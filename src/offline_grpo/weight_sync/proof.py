@@ -1,22 +1,22 @@
-"""Trust nothing about sync: after every push the server must say that it has the version, have the trainer's bits, and act like it."""
+"""After every push the server must say that it has the version, have the trainer's bits, and sample like the trainer."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
-from offline_grpo.engine.server import stamp
-from offline_grpo.engine.sglang_control import SglangControl
-from offline_grpo.engine.vllm_control import VllmControl
+from offline_grpo.engine.control import ServedBits
+from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.errors import EngineError
 from offline_grpo.generation.sample import complete_in_order
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Rollout, SamplingParams, SamplingRequest, Score
+from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +28,10 @@ PROBE_PROMPT_TOKENS = 160
 
 @dataclass(frozen=True)
 class Proof:
-    """How far served and trained policy are apart. Differences are trainer - server, in nats, over the probe's tokens."""
+    """How far the weights that an engine serves are from those that are trained. Differences are trainer - server, in nats, over the
+    probe's tokens."""
 
-    num_equal: int
-    num_compared: int
+    num_equal: int  # tensors that are equal bit for bit; 0 where none could be compared
     diff_mean: float
     diff_abs_mean: float
     diff_max: float
@@ -46,42 +46,36 @@ class Proof:
         }
 
 
-def prove(
-    policy: Policy, client: RolloutClient, control: VllmControl | SglangControl | None, *, version: int, tolerance_nats: float
-) -> Proof:
-    """Compare what is served with what is trained, and log the verdict.
+def verify(snapshot: Snapshot, engine: ServerEngine, *, version: int, tolerance_nats: float, is_tagged: bool = True) -> Proof:
+    """Compare what an engine serves with what is trained, and log the verdict.
 
     Args:
-        control: for the server's own word on version and bits; None where it cannot give that.
+        tolerance_nats: for the mean |trainer - server| over the probe's logprobs.
+        is_tagged: the server notes the tags of pushes; False where requests name the version themselves.
 
     Raises:
         EngineError: another version, a tensor with other bits, or logprobs further apart than `tolerance_nats` on average.
     """
-    served = control.served_stamp() if control is not None else stamp(version)
-    unequal, num_compared = _compare_bits(policy, control) if isinstance(control, VllmControl) else ([], 0)
-    difference = probe(policy, client)
-    proof = Proof(
-        num_equal=num_compared - len(unequal),
-        num_compared=num_compared,
-        diff_mean=difference.mean().item(),
-        diff_abs_mean=difference.abs().mean().item(),
-        diff_max=difference.abs().max().item(),
-    )
+    served_tag = engine.control.served_tag() if is_tagged else weights_tag(version)
+    unequal, num_compared = _compare_bits(snapshot, engine.control.served_bits()) if is_tagged else ([], 0)
+    difference = probe(snapshot.policy, engine.client)
+    diff_abs_mean, diff_max = difference.abs().mean().item(), difference.abs().max().item()
+    num_equal = num_compared - len(unequal)
     says = (
-        f"version {version}: |trainer - server| {proof.diff_abs_mean:.2g} nats on average, {proof.diff_max:.2g} at most"
-        f"{f'; {proof.num_equal} of {num_compared} tensors equal bit for bit' if num_compared else ''}"
+        f"version {version}: |trainer - server| {diff_abs_mean:.2g} nats on average, {diff_max:.2g} at most"
+        f"{f'; {num_equal} of {num_compared} tensors equal bit for bit' if num_compared else ''}"
     )
-    if served != stamp(version):
-        raise EngineError(f"[MISMATCH] {says}; the server has version {served}: something else pushes to it, or it was restarted")
+    if served_tag != weights_tag(version):
+        raise EngineError(f"[MISMATCH] {says}; the server has version {served_tag}: something else pushes to it, or it was restarted")
     if unequal:
         raise EngineError(f"[MISMATCH] {says}; others are not what was pushed: {', '.join(unequal[:5])}")
-    if not proof.diff_abs_mean <= tolerance_nats:
+    if not diff_abs_mean <= tolerance_nats:
         raise EngineError(
             f"[MISMATCH] {says}; above weight_sync.tolerance_nats={tolerance_nats:g}: stale weights or caches, or a server that computes "
             "something else (dtype, rope scaling, quantisation); see docs/troubleshooting.md"
         )
     log.info("[OK] %s", says)
-    return proof
+    return Proof(num_equal, difference.mean().item(), diff_abs_mean, diff_max)
 
 
 def probe(policy: Policy, client: RolloutClient) -> torch.Tensor:
@@ -89,7 +83,7 @@ def probe(policy: Policy, client: RolloutClient) -> torch.Tensor:
 
     The prompts are the same every time, so a prefix cache that was not flushed answers from old weights and shows.
     """
-    config = policy.causal_lm.config.get_text_config()
+    config: Any = policy.causal_lm.config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or PROBE_PROMPT_TOKENS + PROBE_TOKENS
     length = min(PROBE_PROMPT_TOKENS, context - PROBE_TOKENS)
     draw = torch.Generator().manual_seed(0)
@@ -106,15 +100,14 @@ def probe(policy: Policy, client: RolloutClient) -> torch.Tensor:
     return (ours - batch.rollout_logprobs)[batch.completion_mask]
 
 
-def _compare_bits(policy: Policy, control: VllmControl) -> tuple[list[str], int]:
+def _compare_bits(snapshot: Snapshot, served: ServedBits | None) -> tuple[list[str], int]:
     """The names of parameters whose bits differ, and how many could be compared.
 
     None of adapters, and of servers that hold quantised weights, parts of them, or another dtype.
     """
-    state = control.call_worker("grpo_state")
-    if policy.lora_rank is not None or state["dtype"] != str(policy.dtype).removeprefix("torch."):
+    policy = snapshot.policy
+    if served is None or policy.lora_rank is not None or served.dtype != str(policy.dtype).removeprefix("torch."):
         return [], 0
-    theirs = state["fingerprints"]
-    ours = {name: p.data for name, p in policy.causal_lm.named_parameters() if name in theirs}
-    bits = dict(zip(ours, fingerprints(list(ours.values())), strict=True))
-    return [name for name in bits if bits[name] != theirs[name]], len(bits)
+    trained = snapshot.fingerprints
+    names = [name for name in trained if name in served.fingerprints]
+    return [name for name in names if trained[name] != served.fingerprints[name]], len(names)

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.errors import ConfigError
-from offline_grpo.generation.sglang_client import SglangClient
-from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.model.policy import Policy
+from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.saving import save_weights
-from offline_grpo.weight_sync.server_sync import Moved, PausingSync
+from offline_grpo.weight_sync.server_sync import PausingSync
+from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
+from offline_grpo.weight_sync.strategy import Staged
 
 LOCATIONS = ("memory", "disk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedFolder(Staged):
+    """Weights saved in a folder."""
+
+    folder: Path
 
 
 @dataclass(kw_only=True)
@@ -26,30 +37,40 @@ class Reload(PausingSync):
 
     location: str
 
-    serves = (VllmClient, SglangClient)
+    name = "reload"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.location not in LOCATIONS:
             raise ConfigError(f"weight_sync.location={self.location}: must be one of {', '.join(LOCATIONS)}")
 
-    def deliver(self, policy: Policy, version: int) -> Moved:
-        """Saving happens before the pause: only loading stops the server."""
-        folder = (self.server.scratch if self.location == "memory" else self.server.log_dir) / f".push_{version}"
+    @property
+    def requires(self) -> SyncRequirements:
+        """See `WeightSync.requires`."""
+        in_flight = (
+            f"weight_sync.pause_mode={self.pause_mode}: SGLang loads weights only where no request is in flight; set "
+            "weight_sync.pause_mode=abort"
+        )
+        return SyncRequirements(
+            engines=("vLLM", "SGLang"),
+            refused={} if self.pause_mode == "abort" else {"SGLang": in_flight},
+            server_args=self.server_args,
+        )
+
+    @contextmanager
+    def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedFolder]:
+        """See `WeightSync.staged`. Saving happens before the pause: only loading stops the servers."""
+        server = snapshot.host.server
+        folder = (server.scratch if self.location == "memory" else server.log_dir) / f".push_{version}"
         try:
-            num_bytes = save_weights(policy, folder, with_tokenizer=True)
-            started = time.perf_counter()
-            self.control.load_weights(str(folder), version=version, pause_mode=self.pause_mode)
-            paused_seconds = time.perf_counter() - started
+            num_bytes = save_weights(snapshot, folder, with_tokenizer=True)
+            num_tensors = len(list(snapshot.policy.causal_lm.parameters()))
+            yield StagedFolder(version=version, num_tensors=num_tensors, num_bytes=num_bytes, folder=folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        return Moved(num_tensors=len(list(policy.causal_lm.parameters())), num_bytes=num_bytes, paused_seconds=paused_seconds)
 
-    def check(self, client_class: type, *, lora_rank: int | None) -> None:
-        """See `ServerSync.check`."""
-        super().check(client_class, lora_rank=lora_rank)
-        if issubclass(client_class, SglangClient) and self.pause_mode != "abort":
-            raise ConfigError(
-                f"weight_sync.pause_mode={self.pause_mode}: SGLang loads weights only where no request is in flight; set "
-                "weight_sync.pause_mode=abort"
-            )
+    def apply(self, engine: ServerEngine, staged: StagedFolder) -> float:
+        """See `WeightSync.apply`."""
+        started = time.perf_counter()
+        engine.control.load_weights(str(staged.folder), tag=weights_tag(staged.version), pause_mode=self.pause_mode)
+        return time.perf_counter() - started

@@ -4,59 +4,98 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from offline_grpo.generation.sglang_client import SglangClient
-from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.model.policy import Policy
+from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.saving import save_weights
-from offline_grpo.weight_sync.server_sync import Moved, ServerSync
+from offline_grpo.weight_sync.server_sync import ServerSync
+from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
+from offline_grpo.weight_sync.strategy import Staged
+
+Bits = Mapping[str, str]
+"""Fingerprints: which weights something was made from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedStart(Staged):
+    """What a server starts from, and which weights that gives it."""
+
+    model: str
+    args: Mapping[str, Any]
+    bits: Bits
 
 
 @dataclass(kw_only=True)
 class Restart(ServerSync):
-    """Only for a server of our own. The weights being served are in the run folder's `served/` until the next push."""
+    """Only for managed servers. The weights being served are in the run folder's `served/` until the next push."""
 
-    needs_own_server = True
-    serves = (VllmClient, SglangClient)
+    name = "restart"
 
     _folder: Path | None = field(default=None, init=False)
+    _saved: Bits = field(default_factory=dict, init=False)  # what `_folder` holds
+    _started_from: dict[ServerEngine, Bits] = field(default_factory=dict, init=False)
+    _num_saves: int = field(default=0, init=False)
 
-    def deliver(self, policy: Policy, version: int) -> Moved:
-        """A push of what the server was started with only tells it the version."""
+    @property
+    def requires(self) -> SyncRequirements:
+        """See `WeightSync.requires`."""
+        return SyncRequirements(engines=("vLLM", "SGLang"), own_server=True, server_args=self.server_args)
+
+    def recovery_model(self, snapshot: Snapshot) -> str:
+        """See `WeightSync.recovery_model`. The newest weights, at once."""
+        self._save(snapshot)
+        return self._model(snapshot)
+
+    def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
+        """See `WeightSync.attach`. The server has just been started from these very weights."""
+        self._started_from[engine] = snapshot.fingerprints
+
+    @contextmanager
+    def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedStart]:
+        """See `WeightSync.staged`. Weights that all servers were started from are not saved again."""
+        is_new = any(bits != snapshot.fingerprints for bits in self._started_from.values())
+        num_bytes = self._save(snapshot) if is_new else 0
+        yield StagedStart(
+            version=version,
+            num_tensors=0,
+            num_bytes=num_bytes,
+            model=self._model(snapshot),
+            args=self.start_args(snapshot),
+            bits=snapshot.fingerprints,
+        )
+
+    def apply(self, engine: ServerEngine, staged: StagedStart) -> float:
+        """See `WeightSync.apply`. A server that was started from these weights is only told the version."""
         started = time.perf_counter()
-        num_bytes = 0
-        if self._served is not None and self._served != version:
-            num_bytes = self._save(policy, version)
-            self.client.close()
-            self.server.restart(self.start_model(policy), options=self.start_options(policy))
-        self.control.set_version(version)
-        return Moved(num_tensors=0, num_bytes=num_bytes, paused_seconds=time.perf_counter() - started if num_bytes else 0.0)
+        is_new = self._started_from[engine] != staged.bits
+        if is_new:
+            engine.stop()
+            engine.start(staged.model, staged.args)
+            self._started_from[engine] = staged.bits
+        engine.control.set_tag(weights_tag(staged.version))
+        return time.perf_counter() - started if is_new else 0.0
 
-    def recover(self, policy: Policy, *, version: int) -> None:
-        """See `ServerSync.recover`; starts from the newest weights at once."""
-        self._save(policy, version)
-        self._served = None
-        super().recover(policy, version=version)
-
-    def start_model(self, policy: Policy) -> str:
-        """The newest saved weights, or what the policy was loaded from."""
-        return super().start_model(policy) if self._folder is None else str(self._folder)
-
-    def recovery_model(self, policy: Policy) -> str:
-        """The newest saved weights."""
-        return self.start_model(policy)
-
-    def close(self) -> None:
-        """See `ServerSync.close`. Deletes the served weights: checkpoints are elsewhere."""
-        super().close()
+    def detach(self, engine: ServerEngine) -> None:
+        """See `WeightSync.detach`. Deletes the served weights: checkpoints are elsewhere."""
         if self._folder is not None:
             shutil.rmtree(self._folder.parent, ignore_errors=True)
 
-    def _save(self, policy: Policy, version: int) -> int:
-        old, self._folder = self._folder, self.server.log_dir / "served" / f"version_{version}"
-        num_bytes = save_weights(policy, self._folder, with_tokenizer=True)
-        if old is not None and old != self._folder:
-            shutil.rmtree(old, ignore_errors=True)
+    def _model(self, snapshot: Snapshot) -> str:
+        return str(self._folder or self.start_model(snapshot))
+
+    def _save(self, snapshot: Snapshot) -> int:
+        """Save the weights, unless that was the last thing saved. Returns the size in bytes."""
+        if self._folder is not None and self._saved == snapshot.fingerprints:
+            return 0
+        self._num_saves += 1
+        folder = snapshot.host.server.log_dir / "served" / str(self._num_saves)
+        num_bytes = save_weights(snapshot, folder, with_tokenizer=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder, self._saved = folder, snapshot.fingerprints
         return num_bytes

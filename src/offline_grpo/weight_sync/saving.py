@@ -8,10 +8,11 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from offline_grpo.errors import EngineError, reason_of
-from offline_grpo.model.policy import Policy
+from offline_grpo.model.saving import save_policy
+from offline_grpo.weight_sync.snapshot import Snapshot
 
 
-def save_weights(policy: Policy, folder: Path, *, with_tokenizer: bool) -> int:
+def save_weights(snapshot: Snapshot, folder: Path, *, with_tokenizer: bool) -> int:
     """Write the model, or its adapter alone. Returns the size in bytes.
 
     Raises:
@@ -19,11 +20,9 @@ def save_weights(policy: Policy, folder: Path, *, with_tokenizer: bool) -> int:
     """
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        policy.save_model(folder)
-        if with_tokenizer:
-            policy.tokenizer.save_pretrained(str(folder))
+        save_policy(snapshot.policy, snapshot.weights(), folder, with_tokenizer=with_tokenizer)
         return sum(path.stat().st_size for path in folder.iterdir())
-    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk comes as any of them
+    except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise EngineError(
             f"the weights cannot be saved to {folder} ({reason_of(error)}); make room there: /dev/shm is as large as the container's "

@@ -11,37 +11,43 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.guardian import remove_cuda_driver_files
-from offline_grpo.engine.server import this_run
 from offline_grpo.errors import ConfigError, EngineDied
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.bridge import Bridge
-from offline_grpo.weight_sync.server_sync import Moved, PausingSync
+from offline_grpo.weight_sync.gpus import gpu_uuid
+from offline_grpo.weight_sync.requirements import SyncRequirements
+from offline_grpo.weight_sync.server_sync import PausingSync
+from offline_grpo.weight_sync.snapshot import Snapshot, this_run, weights_tag
+from offline_grpo.weight_sync.strategy import Staged
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
 class SharedVllm(PausingSync):
-    """See the module. The policy must be loaded on the CPU; `connect` takes it to the server's device without a second copy there.
+    """See the module. The policy must be loaded on the CPU; `attach` takes it to the server's device without a second copy there.
 
     Args:
-        bridge_config: the `vllm_bridge_config.json` of a server that was found; null asks the server itself, and writes the file into the
+        bridge_config: the `vllm_bridge_config.json` of an external server; null asks the server itself, and writes the file into the
             run folder.
     """
 
     bridge_config: str | None
 
-    shares_weights = True
-    gpu_rule = "same"
+    name = "shared_vllm"
 
+    _engine: ServerEngine | None = field(default=None, init=False)
     _paused_at: float | None = field(default=None, init=False)
     _addresses: dict[str, int] = field(default_factory=dict, init=False)
 
@@ -50,52 +56,66 @@ class SharedVllm(PausingSync):
         if self.interval != 1:
             raise ConfigError(f"weight_sync.interval={self.interval}: shared weights are always the newest; set it to 1")
 
-    def attach(self, policy: Policy) -> None:
-        """Splice the server's memory into the policy.
+    @property
+    def requires(self) -> SyncRequirements:
+        """See `WeightSync.requires`. The policy can be the memory of one server."""
+        return replace(super().requires, one_engine=True, placement="same", shares_weights=True)
+
+    def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
+        """See `WeightSync.attach`. Splices the server's memory, which must hold the policy's own bits, into the policy.
 
         Raises:
             ConfigError: a server whose weights cannot be shared, or do not cover the policy; says what to use instead or what is missing.
             EngineError: its memory cannot be opened.
         """
-        views = self._open_views(policy)
-        parameters = dict(policy.causal_lm.named_parameters())
-        is_first = not self._addresses
-        check_coverage(parameters, views, compare=is_first)
-        trained = {} if is_first else policy.masters.parameters
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                if name in trained:  # before the policy is pointed at it: whatever interrupts this, the policy stays what it was
-                    views[name].copy_(trained[name])
-                parameter.data = views[name]
-        self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
-        if is_first:
-            policy.become_shared(before_publish=self._pause_to_write)
+        policy, self._engine = snapshot.policy, engine
+        views = self._open_views(engine, snapshot)
+        check_coverage(dict(policy.causal_lm.named_parameters()), views, compare=True)
+        self._splice(policy, views)
+        policy.become_shared(before_publish=self._pause_to_write)
 
-    def deliver(self, policy: Policy, version: int) -> Moved:
-        """The optimizer's updates are in place already, or come now; make sure that the server uses them and nothing older."""
-        moved = [name for name, p in policy.causal_lm.named_parameters() if p.data_ptr() != self._addresses[name]]
+    def reattach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
+        """See `WeightSync.reattach`. Trained weights come back from the masters, frozen ones from the files that the server loads."""
+        policy, self._engine, self._paused_at = snapshot.policy, engine, None
+        views = self._open_views(engine, snapshot)
+        check_coverage(dict(policy.causal_lm.named_parameters()), views, compare=False)
+        with torch.no_grad():
+            for name, master in policy.masters.parameters.items():
+                views[name].copy_(master)  # before the policy is pointed at it: whatever interrupts this, the policy stays what it was
+        self._splice(policy, views)
+
+    @contextmanager
+    def staged(self, snapshot: Snapshot, version: int) -> Iterator[Staged]:
+        """See `WeightSync.staged`. The optimizer's updates are in place already."""
+        parameters = dict(snapshot.policy.causal_lm.named_parameters())
+        moved = [name for name, p in parameters.items() if p.data_ptr() != self._addresses[name]]
         assert not moved, f"parameters have left the server's memory: {moved[:3]}"
         self._pause()
-        if policy.home.type == "cuda":
-            torch.cuda.synchronize(policy.home)  # the fence: our writes are queued, and the server must not go on before they are done
-        self.control.reset_prefix_cache()
-        self.control.set_version(version)
-        self.control.resume()
+        if snapshot.policy.home.type == "cuda":
+            torch.cuda.synchronize(snapshot.policy.home)  # the fence: our writes are queued, and must be done before the server goes on
+        yield Staged(version=version, num_tensors=len(parameters), num_bytes=0)
+
+    def apply(self, engine: ServerEngine, staged: Staged) -> float:
+        """See `WeightSync.apply`. Makes sure that the server uses the updates and nothing older."""
+        engine.control.reset_prefix_cache()
+        engine.control.set_tag(weights_tag(staged.version))
+        engine.control.resume()
         assert self._paused_at is not None
         paused_seconds = time.perf_counter() - self._paused_at
         self._paused_at = None
-        return Moved(num_tensors=len(self._addresses), num_bytes=0, paused_seconds=paused_seconds)
+        return paused_seconds
 
-    def recover(self, policy: Policy, *, version: int) -> None:
-        """See `ServerSync.recover`. Trained weights come back from the masters, frozen ones from the files that the server loads."""
-        self._paused_at = None
-        super().recover(policy, version=version)
+    def _splice(self, policy: Policy, views: dict[str, Tensor]) -> None:
+        for name, parameter in policy.causal_lm.named_parameters():
+            parameter.data = views[name]
+            self._addresses[name] = parameter.data_ptr()
 
     def _pause(self) -> None:
         """Before the first write of an iteration, so that no token is computed from half of an update."""
+        assert self._engine is not None
         if self._paused_at is None:
             started = time.perf_counter()
-            self.control.pause(self.pause_mode)
+            self._engine.control.pause(self.pause_mode)
             self._paused_at = started
 
     def _pause_to_write(self) -> None:
@@ -105,22 +125,23 @@ class SharedVllm(PausingSync):
         except EngineDied as death:
             log.warning("%s The update goes on without it.", death)
 
-    def _open_views(self, policy: Policy) -> dict[str, Tensor]:
-        described = self.control.call_worker("grpo_describe")
+    def _open_views(self, engine: ServerEngine, snapshot: Snapshot) -> dict[str, Tensor]:
+        home = snapshot.policy.home
+        described = engine.control.call_worker("grpo_describe")
         for reason in described["refusals"]:
             raise ConfigError(f"weight_sync=shared_vllm: {reason}; use weight_sync=ipc on one GPU, nccl on several, or reload")
         if self.bridge_config is not None:
             bridge = Bridge.read(Path(self.bridge_config))
         else:
-            exported = self.control.call_worker("grpo_export")
-            bridge = Bridge.from_worker(this_run(), self.start_model(policy), described, exported, self.control.call_worker("grpo_layout"))
-            bridge.write(self.server.log_dir / "vllm_bridge_config.json")
-        check_device(bridge, policy.home)
-        if policy.home.type == "cuda":
-            torch.zeros(1, device=policy.home)  # opening a handle before CUDA is up in this process would crash it
+            exported, layout = engine.control.call_worker("grpo_export"), engine.control.call_worker("grpo_layout")
+            bridge = Bridge.from_worker(this_run(), self.start_model(snapshot), described, exported, layout)
+            bridge.write(engine.server.log_dir / "vllm_bridge_config.json")
+        check_device(bridge, home)
+        if home.type == "cuda":
+            torch.zeros(1, device=home)  # opening a handle before CUDA is up in this process would crash it
             atexit.register(remove_cuda_driver_files)
         started = time.perf_counter()
-        views = bridge.open(policy.home)
+        views = bridge.open(home)
         log.info(
             "opened %d storages (%.0f MiB) of the server as %d parameters in %.2f s",
             len(bridge.storages),
@@ -136,7 +157,7 @@ def check_device(bridge: Bridge, device: torch.device) -> None:
     if bridge.device != device.type:
         raise ConfigError(f"model.device={device}: the server's weights are on its {bridge.device}; train there, or use weight_sync=reload")
     if bridge.device == "cuda":
-        ours = str(torch.cuda.get_device_properties(device).uuid)
+        ours = gpu_uuid(device)
         if bridge.gpu_uuid != ours:
             raise ConfigError(
                 f"model.device={device}: that is GPU {ours}, and the server's weights are on GPU {bridge.gpu_uuid}; put both on one "

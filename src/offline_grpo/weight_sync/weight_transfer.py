@@ -11,16 +11,26 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.policy import Policy
-from offline_grpo.weight_sync.server_sync import Moved, PausingSync
+from offline_grpo.weight_sync.server_sync import PausingSync
+from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
+from offline_grpo.weight_sync.strategy import Staged
 
 Named = tuple[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedBuckets(Staged):
+    """Parameters, as many together as go into one update."""
+
+    buckets: Sequence[Sequence[Named]]
 
 
 @dataclass(kw_only=True)
@@ -38,18 +48,23 @@ class WeightTransfer(PausingSync):
         if self.bucket_mib < 1:
             raise ConfigError(f"weight_sync.bucket_mib={self.bucket_mib}: must be at least 1")
 
-    @abstractmethod
-    def send(self, bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
-        """One update: tell the server what comes (`update_info` holds names, dtype_names and shapes), and hand it over."""
+    @contextmanager
+    def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedBuckets]:
+        """See `WeightSync.staged`."""
+        named = list(snapshot.weights())
+        num_bytes = sum(tensor.nbytes for _, tensor in named)
+        filled = list(buckets(named, self.bucket_mib * 2**20))
+        yield StagedBuckets(version=version, num_tensors=len(named), num_bytes=num_bytes, buckets=filled)
 
-    def deliver(self, policy: Policy, version: int) -> Moved:
-        """A step between start and finish would end the server, whose parameters have no memory then: hence the pause around all."""
-        named = [(name, p.data) for name, p in policy.causal_lm.named_parameters()]
+    def apply(self, engine: ServerEngine, staged: StagedBuckets) -> float:
+        """See `WeightSync.apply`. Pause for the whole update: parameters have no storage between start and finish."""
         started = time.perf_counter()
-        with self.control.paused(self.pause_mode):
-            self.control.post("/start_weight_update")
-            for bucket in buckets(named, self.bucket_mib * 2**20):
+        control = engine.control
+        with control.paused(self.pause_mode):
+            control.post("/start_weight_update")
+            for bucket in staged.buckets:
                 self.send(
+                    engine,
                     bucket,
                     {
                         "names": [name for name, _ in bucket],
@@ -57,11 +72,14 @@ class WeightTransfer(PausingSync):
                         "shapes": [list(tensor.shape) for _, tensor in bucket],
                     },
                 )
-            self.control.post("/finish_weight_update", {}, timeout_s=600)
-            self.control.reset_prefix_cache()
-            self.control.set_version(version)
-        paused_seconds = time.perf_counter() - started
-        return Moved(len(named), sum(tensor.nbytes for _, tensor in named), paused_seconds)
+            control.post("/finish_weight_update", {}, timeout_s=600)
+            control.reset_prefix_cache()
+            control.set_tag(weights_tag(staged.version))
+        return time.perf_counter() - started
+
+    @abstractmethod
+    def send(self, engine: ServerEngine, bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
+        """One update: tell the server what comes (`update_info` holds names, dtype_names and shapes), and hand it over."""
 
 
 def buckets(named: Sequence[Named], max_bytes: int) -> Iterator[list[Named]]:

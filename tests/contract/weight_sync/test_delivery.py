@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import CPU, GPU_FP32, PROMPTS, Where, distance, found, load, make_client, sample, score, strategy, train
+from engines import (
+    CPU,
+    GPU_FP32,
+    PROMPTS,
+    Where,
+    deploy,
+    distance,
+    found,
+    full_weights,
+    load,
+    make_client,
+    sample,
+    score,
+    strategy,
+    train,
+)
+from factories import generate
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
-from offline_grpo.types import Completion, SamplingParams
+from offline_grpo.model.saving import save_policy
+from offline_grpo.types import Completion, SamplingParams, SamplingRequest, ServedWeights
+from offline_grpo.weight_sync import saving
 
 FULL = ("reload", "shared_vllm")
 NUM_TENSORS = 2 * 13 + 2
@@ -33,7 +53,7 @@ def test_what_is_served_is_what_was_trained(option: str, connect: Callable[..., 
         report = sync.push(policy, version=version)
         completions = sample(client)  # prompts that the server has seen under older weights: its prefix cache must have been flushed
         assert distance(policy, completions) < where.tolerance_nats
-        assert {completion.version for completion in completions} == {version} == {report.version}
+        assert {v for completion in completions for v in completion.versions} == {version} == {report.version}
         assert report.alignment["sync/probe_diff_abs_mean"] < where.tolerance_nats
         if version > 0:
             assert distance(policy, before) > 3 * where.tolerance_nats  # the update was large enough to tell the policies apart
@@ -81,17 +101,18 @@ def test_what_is_not_pushed_is_noticed(connect: Callable[..., Any], where: Where
     sync, policy, _ = connect("reload")
     sync.push(policy, version=1)
     with pytest.raises(EngineError, match=r"\[MISMATCH\].*the server has version 1"):
-        sync.prove(policy, 2)
+        sync._strategy.verify(sync.engines[0], sync._snapshot(policy), 2)
     train(policy, seed=1, only="model.layers.1.mlp.up_proj.weight", scale=1e-3)
     with pytest.raises(EngineError, match=r"\[MISMATCH\].*others are not what was pushed: model.layers.1.mlp.up_proj.weight"):
-        sync.prove(policy, 1)
+        sync._strategy.verify(sync.engines[0], sync._snapshot(policy), 1)
 
 
 def test_a_stale_prefix_cache_is_noticed(connect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     sync, policy, _ = connect("shared_vllm")
     sync.push(policy, version=1)
-    monkeypatch.setattr(sync.control, "pause", lambda mode: None)  # it flushes too
-    monkeypatch.setattr(sync.control, "reset_prefix_cache", lambda: None)
+    control = sync.engines[0].control
+    monkeypatch.setattr(control, "pause", lambda mode: None)  # it flushes too
+    monkeypatch.setattr(control, "reset_prefix_cache", lambda: None)
     train(policy, seed=1, scale=0.2)
     with pytest.raises(EngineError, match=r"\[MISMATCH\].*stale weights or caches"):
         sync.push(policy, version=2)
@@ -111,6 +132,65 @@ def test_shared_weights_are_one_copy(connect: Callable[..., Any], where: Where) 
     assert all(master.data_ptr() != parameters[name].data_ptr() for name, master in policy.masters.parameters.items())
 
 
+def test_weights_in_shared_memory_can_be_saved(connect: Callable[..., Any], tmp_path: Path) -> None:
+    """Queries, keys and values then lie in one storage, which must not be saved as one tensor, or thrice."""
+    sync, policy, _ = connect("shared_vllm")
+    train(policy, seed=4)
+    sync.push(policy, version=1)
+    save_policy(policy, full_weights(policy), tmp_path)
+    saved = dict(AutoModelForCausalLM.from_pretrained(str(tmp_path), dtype=policy.dtype).named_parameters())
+    trained = dict(policy.causal_lm.named_parameters())
+    assert saved.keys() == trained.keys()
+    assert all(torch.equal(saved[name], trained[name].cpu()) for name in saved)
+    size = sum(p.nbytes for p in trained.values())
+    assert size < (tmp_path / "model.safetensors").stat().st_size < size + 20_000
+
+
+@pytest.mark.parametrize("option", ["reload", "lora_hotswap"])
+def test_one_staging_serves_two_servers(
+    option: str, connect: Callable[..., Any], second_server: Server, where: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, policy, client = connect(option, others=[second_server])
+    saves: list[Path] = []
+
+    def save(policy: Policy, weights: Any, folder: Path, *, with_tokenizer: bool) -> None:
+        saves.append(folder)
+        save_policy(policy, weights, folder, with_tokenizer=with_tokenizer)
+
+    monkeypatch.setattr(saving, "save_policy", save)
+    other = sync.engines[1].client
+    assert other.server.base_url != client.server.base_url
+    for version in (1, 2):
+        train(policy, seed=version)
+        report = sync.push(policy, version=version)
+        assert len(saves) == version
+        assert report.alignment["sync/probe_diff_abs_mean"] < where.tolerance_nats  # of the server that is further off
+        for one in (client, other):
+            completions = sample(one)
+            assert distance(policy, completions) < where.tolerance_nats
+            assert {v for completion in completions for v in completion.versions} == {version}
+    sync.check_served()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_logprobs_are_those_of_the_temperature(temperature: float, connect: Callable[..., Any], where: Where) -> None:
+    sync, policy, client = connect("reload")
+    sync.push(policy, version=0)
+    completions = sample(client, tokens=40, temperature=temperature)
+    assert distance(policy, completions, temperature=temperature) < where.tolerance_nats
+    assert distance(policy, completions) > 3 * where.tolerance_nats  # another temperature's would be told apart
+
+
+def test_an_adapter_that_cannot_be_loaded_is_one_clear_line(connect: Callable[..., Any]) -> None:
+    """The server has room for rank 16, and nobody told the run."""
+    sync, policy, client = connect("lora_hotswap", "weight_sync.server_args.max_lora_rank=64", rank=32)
+    with pytest.raises(EngineError) as raised:
+        sync.push(policy, version=0)
+    assert "\n" not in str(raised.value)
+    assert str(raised.value).startswith(f"{client.server.base_url}/v1/load_lora_adapter: status 400: ")
+    assert "LoRA rank 32 is greater than max_lora_rank 16" in str(raised.value)
+
+
 def test_a_server_of_other_weights_is_not_shared(connect: Callable[..., Any], where: Where, model_folder: Path) -> None:
     sync, policy, client = connect("reload")
     train(policy, seed=3, only="model.norm.weight")
@@ -118,7 +198,7 @@ def test_a_server_of_other_weights_is_not_shared(connect: Callable[..., Any], wh
     fresh = load(model_folder, where, shared=True)
     before = {name: p.data_ptr() for name, p in fresh.causal_lm.named_parameters()}
     with pytest.raises(ConfigError, match=r"1 of 28 parameters cannot be shared: model\.norm\.weight: other values than the trainer's"):
-        strategy("shared_vllm").connect(fresh, make_client(found(client.server)))
+        deploy(strategy("shared_vllm"), make_client(found(client.server))).connect(fresh)
     assert before == {name: p.data_ptr() for name, p in fresh.causal_lm.named_parameters()}  # refused before the first splice
 
 
@@ -157,8 +237,8 @@ def test_requests_in_flight_finish_on_their_adapter(connect: Callable[..., Any],
 class Endless(VllmClient):
     """Asks for completions that only their length ends."""
 
-    def request(self, prompt: Sequence[int], sampling: SamplingParams, *, group_size: int, seed: int) -> dict[str, Any]:
-        return super().request(prompt, sampling, group_size=group_size, seed=seed) | {"ignore_eos": True, "stop_token_ids": []}
+    def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
+        return super().body(request, sampling, weights) | {"ignore_eos": True, "stop_token_ids": []}
 
 
 def push_other_weights(sync: Any, policy: Policy) -> None:
@@ -169,10 +249,10 @@ def push_other_weights(sync: Any, policy: Policy) -> None:
 def sample_during(action: Callable[[], None], client: VllmClient, where: Where) -> list[Completion]:
     """Long completions of `PROMPTS`, and the action while they are under way."""
     asker = Endless(server=client.server, eos_ids=[], batch_size=8, timeout_s=120, max_retries=1)
-    asker.model_name = client.model_name
+    asker.weights = client.weights
     with ThreadPoolExecutor(1) as thread:
         sampling = SamplingParams(where.long)
-        groups = thread.submit(asker.generate, PROMPTS, sampling, group_size=1, seeds=range(len(PROMPTS)))
+        groups = thread.submit(generate, asker, PROMPTS, sampling, group_size=1, seeds=range(len(PROMPTS)))
         while num_running(client) < len(PROMPTS):
             assert not groups.done(), "too fast for a push in the middle"
         action()

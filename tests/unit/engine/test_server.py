@@ -54,11 +54,11 @@ class Launcher:
     start_timeout_s: float = 30.0
     code: str = STAND_IN
 
-    def command(self, model: str, port: int, options: Mapping[str, Any]) -> list[str]:
-        return [sys.executable, "-I", "-c", self.code, str(port), model, *(f"{name}={value}" for name, value in options.items())]
+    def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
+        return [sys.executable, "-I", "-c", self.code, str(port), model, *(f"{name}={value}" for name, value in args.items())]
 
-    def environment(self, variables: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
-        return {"EXTRA": f"{dict(variables)} {gpus}"}
+    def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
+        return {"EXTRA": f"{dict(env)} {gpus}"}
 
 
 @pytest.fixture
@@ -85,10 +85,10 @@ def stand_in_of(server: Server) -> psutil.Process:
 
 
 def test_start(servers: list[Server], tmp_path: Path) -> None:
-    server = own(servers, tmp_path, gpus=[1], options={"a": 1, "b": 1}, variables={"V": "w"})
+    server = own(servers, tmp_path, gpus=[1], args={"a": 1, "b": 1}, env={"V": "w"})
     assert server.is_managed
     assert server.pid is None
-    server.start("some/model", options={"b": 2})
+    server.start("some/model", args={"b": 2})
     answer = server.api.get("/anything")
     assert answer["argv"] == [server.base_url.rpartition(":")[2], "some/model", "a=1", "b=2"]
     assert answer["extra"] == "{'V': 'w'} [1]"
@@ -107,7 +107,8 @@ def test_restart_has_the_same_address_and_a_log_of_its_own(servers: list[Server]
     url = server.base_url
     server.start("first")
     first = stand_in_of(server)
-    server.restart("second", options={"a": 3})
+    server.stop()
+    server.start("second", args={"a": 3})
     assert not first.is_running()
     assert server.base_url == url
     assert server.api.get("/")["argv"][1:] == ["second", "a=3"]
@@ -192,15 +193,16 @@ def test_scratch_folders_are_private_and_go_with_the_server(servers: list[Server
     first.stop()
     assert not before.exists()
     assert second.scratch.exists()
-    first.restart("m")
+    first.stop()
+    first.start("m")
     assert before != first.scratch
     assert first.scratch.exists()
 
 
 def test_the_key_is_sent_and_not_shown(servers: list[Server], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class WithKey(Launcher):
-        def command(self, model: str, port: int, options: Mapping[str, Any]) -> list[str]:
-            return [*super().command(model, port, options), "--api-key", str(self.api_key)]
+        def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
+            return [*super().command(model, port, args), "--api-key", str(self.api_key)]
 
     server = own(servers, tmp_path, WithKey(api_key="hush-hush"))
     with caplog.at_level("INFO"):

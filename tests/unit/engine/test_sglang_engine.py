@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from scripted_server import ScriptedServer
 
 from offline_grpo.engine import server as server_module
-from offline_grpo.engine.server import Server, stamp
+from offline_grpo.engine.server import Server
 from offline_grpo.engine.sglang import SglangEngine
 from offline_grpo.engine.sglang_control import SglangControl
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
@@ -118,17 +118,17 @@ def test_a_server_that_ignores_seeds_is_refused(control: SglangControl, fake: Fa
 
 
 def test_the_version_is_kept_with_the_weights(control: SglangControl, fake: FakeSglang) -> None:
-    assert control.served_stamp() is None
-    control.set_version(3)
-    assert control.served_stamp() == stamp(3)
+    assert control.served_tag() is None
+    control.set_tag("3")
+    assert control.served_tag() == "3"
     assert fake.num_aborts == 0
-    control.load_weights("/some/folder", version=4, pause_mode="abort")
-    assert (control.served_stamp(), fake.loaded) == (stamp(4), ["/some/folder"])
+    control.load_weights("/some/folder", tag="4", pause_mode="abort")
+    assert (control.served_tag(), fake.loaded) == ("4", ["/some/folder"])
 
 
 def test_loading_weights_cannot_end_the_server(control: SglangControl, fake: FakeSglang, web: ScriptedServer) -> None:
     fake.is_dirty = True
-    control.load_weights("/some/folder", version=1, pause_mode="abort")
+    control.load_weights("/some/folder", tag="1", pause_mode="abort")
     assert (fake.is_dead, fake.is_paused, fake.num_aborts) == (False, False, 1)
     assert [request.path for request in web.requests] == [
         *("/pause_generation", "/flush_cache", "/update_weights_from_disk", "/continue_generation"),
@@ -137,9 +137,9 @@ def test_loading_weights_cannot_end_the_server(control: SglangControl, fake: Fak
 
 def test_weights_that_cannot_be_loaded_leave_the_server_paused(control: SglangControl, fake: FakeSglang) -> None:
     with pytest.raises(EngineError, match="/update_weights_from_disk: status 400: Failed to get weights iterator: /missing"):
-        control.load_weights("/missing", version=1, pause_mode="abort")
+        control.load_weights("/missing", tag="1", pause_mode="abort")
     assert fake.is_paused
-    assert control.served_stamp() is None
+    assert control.served_tag() is None
 
 
 class Running:
@@ -163,7 +163,7 @@ def test_a_slow_load_ends_the_server_only_where_health_checks_sample(
     monkeypatch.setattr(control.server, "_process", Running())
     fake.load, fake.samples_for_health = load, samples_for_health
     with pytest.raises(EngineDied) if samples_for_health else nullcontext():
-        control.load_weights("/some/folder", version=1, pause_mode="abort")
+        control.load_weights("/some/folder", tag="1", pause_mode="abort")
 
 
 def test_the_death_of_our_own_server_is_told(control: SglangControl, fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,5 +176,5 @@ def test_the_death_of_our_own_server_is_told(control: SglangControl, fake: FakeS
     monkeypatch.setattr(control.server, "check_alive", check_alive)
     fake.is_dead = True
     with pytest.raises(EngineDied):
-        control.set_version(1)
+        control.set_tag("1")
     assert graces == [5.0]

@@ -69,7 +69,7 @@ def test_views_are_the_servers_memory(model: FusedModel, worker: Any, tmp_path: 
     path = tmp_path / "vllm_bridge_config.json"
     bridge.write(path)
     assert Bridge.read(path) == bridge
-    assert (bridge.run_id, bridge.model, bridge.pid, bridge.tp_degree, bridge.device) == ("run-1", "some/model", os.getpid(), 1, "cpu")
+    assert (bridge.run_id, bridge.model, bridge.pid, bridge.device) == ("run-1", "some/model", os.getpid(), "cpu")
     views = Bridge.read(path).open(CPU)
     assert {name: tuple(view.shape) for name, view in views.items()} == SHAPES
     assert all(torch.equal(view, before[name]) for name, view in views.items())

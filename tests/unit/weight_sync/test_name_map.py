@@ -117,9 +117,9 @@ def test_the_state_has_every_parameter_apart() -> None:
     after = worker.grpo_state()
     changed = {name for name in SHAPES if before["fingerprints"][name] != after["fingerprints"][name]}
     assert changed == {"model.layers.0.self_attn.k_proj.weight"}
-    assert worker.grpo_stamp() is None
-    worker.grpo_set_stamp("7 of run 8")
-    assert worker.grpo_stamp() == "7 of run 8"
+    assert worker.grpo_tag() is None
+    worker.grpo_set_tag("7 of run 8")
+    assert worker.grpo_tag() == "7 of run 8"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import full_weights
 from factories import make_qwen2
 from peft import LoraConfig, get_peft_model
 from peft.utils import save_and_load
@@ -14,6 +15,7 @@ from offline_grpo.errors import EngineError
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.saving import save_weights
+from offline_grpo.weight_sync.snapshot import Snapshot
 
 
 def test_adapters_are_saved_without_asking_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +27,7 @@ def test_adapters_are_saved_without_asking_the_hub(tmp_path: Path, monkeypatch: 
     model.name_or_path = "some/model"
     policy = Policy(get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"])), build_char_tokenizer(64), "padded")
     policy.model.peft_config["default"].base_model_name_or_path = "some/model"
-    num_bytes = save_weights(policy, tmp_path / "adapter", with_tokenizer=False)
+    num_bytes = save_weights(Snapshot(policy, full_weights, None), tmp_path / "adapter", with_tokenizer=False)
     assert {path.name for path in (tmp_path / "adapter").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     assert not (tmp_path / "adapter" / "tokenizer.json").exists()
     assert num_bytes == sum(path.stat().st_size for path in (tmp_path / "adapter").iterdir())
@@ -35,7 +37,7 @@ def test_weights_replace_what_was_there(tmp_path: Path) -> None:
     policy = Policy(make_qwen2(), build_char_tokenizer(64), "padded")
     (tmp_path / "push").mkdir()
     (tmp_path / "push" / "old").touch()
-    save_weights(policy, tmp_path / "push", with_tokenizer=True)
+    save_weights(Snapshot(policy, full_weights, None), tmp_path / "push", with_tokenizer=True)
     assert {path.name for path in (tmp_path / "push").iterdir()} >= {"model.safetensors", "config.json", "tokenizer.json"}
     assert not (tmp_path / "push" / "old").exists()
 
@@ -43,11 +45,11 @@ def test_weights_replace_what_was_there(tmp_path: Path) -> None:
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy(make_qwen2(), build_char_tokenizer(64), "padded")
 
-    def save(folder: str) -> None:
+    def save(folder: str, **_: Any) -> None:
         Path(folder).mkdir()
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(policy.model, "save_pretrained", save)
     with pytest.raises(EngineError, match=r"cannot be saved to .*push \(.*No space left on device\); make room there: /dev/shm"):
-        save_weights(policy, tmp_path / "push", with_tokenizer=True)
+        save_weights(Snapshot(policy, full_weights, None), tmp_path / "push", with_tokenizer=True)
     assert not (tmp_path / "push").exists()

@@ -1,40 +1,39 @@
-"""When the strategies push, what they refuse, and how a server is paused; with a server that only writes down what it is asked."""
+"""What a deployment asks of its strategy, what strategies refuse, and how a server is paused; with a server that only writes down what it
+is asked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from factories import compose_config, make_qwen2
-from omegaconf import OmegaConf
+from engines import deploy, full_weights, strategy
+from factories import make_qwen2
 from peft import LoraConfig, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
 
+from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.interfaces import WeightSync
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain
-from offline_grpo.weight_sync import lora_hotswap, server_sync
+from offline_grpo.types import ServedWeights
+from offline_grpo.weight_sync import lora_hotswap
 from offline_grpo.weight_sync.proof import Proof
-from offline_grpo.weight_sync.server_sync import Moved, ServerSync
+from offline_grpo.weight_sync.requirements import check_requirements
+from offline_grpo.weight_sync.server_sync import ServerSync
+from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
+from offline_grpo.weight_sync.strategy import Staged
 
 FULL = ["reload", "restart", "shared_vllm", "ipc", "nccl"]
 LORA = ["lora_hotswap", "lora_restart"]
-
-
-def strategy(option: str, *overrides: str) -> Any:
-    node = as_plain(OmegaConf.select(compose_config(f"weight_sync={option}", *overrides), "weight_sync"))
-    return build(node, key="weight_sync", protocol=WeightSync)
 
 
 @pytest.fixture
@@ -70,82 +69,87 @@ def client(web: ScriptedServer, tmp_path: Path) -> Iterator[VllmClient]:
 # When
 
 
+PROOF = Proof(num_equal=2, diff_mean=0.0, diff_abs_mean=0.0, diff_max=0.0)
+
+
 @dataclass(kw_only=True)
 class Recorder(ServerSync):
-    """Notes what was delivered, and what was done to the server."""
+    """Notes what it is told to do."""
 
+    name = "recorder"
     events: list[Any] = field(default_factory=list)
 
-    def attach(self, policy: Policy) -> None:
+    def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
         self.events.append("attach")
 
-    def deliver(self, policy: Policy, version: int) -> Moved:
-        self.events.append(version)
-        return Moved(num_tensors=2, num_bytes=8, paused_seconds=0.0)
+    def reattach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
+        self.events.append("reattach")
 
-    def prove(self, policy: Policy, version: int) -> Proof:
-        self.events.append(f"prove {version}")
-        return Proof(num_equal=2, num_compared=2, diff_mean=0.0, diff_abs_mean=0.0, diff_max=0.0)
+    @contextmanager
+    def staged(self, snapshot: Snapshot, version: int) -> Iterator[Staged]:
+        self.events.append(f"stage {version}")
+        yield Staged(version=version, name="adapter", num_tensors=2, num_bytes=8)
+        self.events.append("clean up")
+
+    def apply(self, engine: ServerEngine, staged: Staged) -> float:
+        self.events.append(f"apply {staged.version}")
+        return 0.0
+
+    def verify(self, engine: ServerEngine, snapshot: Snapshot, version: int) -> Proof:
+        assert engine.client.weights == ServedWeights(version, "adapter")
+        self.events.append(f"verify {version}")
+        return PROOF
 
 
 def recorder(**changes: Any) -> Recorder:
     return Recorder(**{"interval": 1, "tolerance_nats": 0.1, "server_args": {}, **changes})
 
 
-@pytest.mark.parametrize(
-    ("interval", "forced", "expected"),
-    [
-        (1, "nnnn", [1, 2, 3, 4]),
-        (2, "nnnn", [2, 4]),
-        (3, "nnnnnnn", [3, 6]),
-        (3, "nnfnnn", [3, 6]),
-        (3, "nfnnnf", [2, 5, 6]),
-        (3, "fnnfnn", [1, 4]),
-        (9, "nnff", [3, 4]),
-    ],
-)
-def test_interval_and_force(interval: int, forced: str, expected: list[int], policy: Policy, client: VllmClient) -> None:
-    """Every N-th opportunity since the last push, and each that is forced (f). What is not pushed leaves the older version."""
-    sync = recorder(interval=interval)
-    sync.connect(policy, client)
-    newest = 0
-    for version, letter in enumerate(forced, start=1):
-        report = sync.push(policy, version=version, force=letter == "f")
-        newest = version if version in expected else newest
-        assert report.version == client.version == newest
-        assert (report.num_tensors, report.alignment == {}) == ((2, False) if newest == version else (0, True))
-    assert sync.events == ["attach", *(event for version in expected for event in (version, f"prove {version}"))]
+def push_events(version: int, engines: int = 1) -> list[str]:
+    return [f"stage {version}", *[f"apply {version}"] * engines, "clean up", *[f"verify {version}"] * engines]
+
+
+def test_a_push_stages_once_for_all_engines(policy: Policy, client: VllmClient, tmp_path: Path) -> None:
+    sync = recorder()
+    with ScriptedServer(lambda _: Reply({"version": "0.32.0"})) as other_web:
+        server = Server(base_url=other_web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
+        other = VllmClient(server=server, eos_ids=[2], batch_size=4, timeout_s=5, max_retries=0)
+        deployment = deploy(sync, client, other)
+        deployment.connect(policy)
+        assert deployment.push(policy, version=3).version == 3
+        deployment.close()
+    assert sync.events == ["attach", "attach", *push_events(3, engines=2)]
+    assert client.weights == other.weights == ServedWeights(3, "adapter")
+    assert deployment.client is client
+
+
+def test_one_memory_serves_one_engine(client: VllmClient) -> None:
+    with pytest.raises(AssertionError, match="shared_vllm serves one engine"):
+        deploy(strategy("shared_vllm"), client, client)
 
 
 def test_what_was_pushed_last_is_what_must_be_served(policy: Policy, client: VllmClient, web: ScriptedServer) -> None:
-    sync = recorder(interval=2)
-    sync.connect(policy, client)
-    sync.push(policy, version=3)
-    sync.push(policy, version=4, force=False)
-    noted: list[str | None] = [server_sync.stamp(3)]
+    deployment = deploy(recorder(), client)
+    deployment.connect(policy)
+    deployment.push(policy, version=3)
+    noted: list[str | None] = [weights_tag(3)]
     web.script = lambda _: Reply({"results": noted})
-    sync.check_served()
-    assert web.requests[-1].body["method"] == "grpo_stamp"
+    deployment.check_served()
+    assert web.requests[-1].body["method"] == "grpo_tag"
     noted[0] = None
     with pytest.raises(EngineDied, match=rf"^{web.base_url}: the server was started anew and has none of the weights pushed to it\.$"):
-        sync.check_served()
-    for other in (server_sync.stamp(4), "3 of run 1-abc"):
+        deployment.check_served()
+    for other in (weights_tag(4), "3 of run 1-abc"):
         noted[0] = other
         with pytest.raises(EngineError, match=rf"the server has version {other}, where 3 of run .* was pushed: something else") as error:
-            sync.check_served()
+            deployment.check_served()
         assert not isinstance(error.value, EngineDied)
 
 
-def test_pushes_are_forced_unless_told_otherwise(policy: Policy, client: VllmClient) -> None:
-    sync = recorder(interval=5)
-    sync.connect(policy, client)
-    assert sync.push(policy, version=1).version == 1
-
-
 def test_a_report_of_a_push(policy: Policy, client: VllmClient) -> None:
-    sync = recorder()
-    sync.connect(policy, client)
-    metrics = sync.push(policy, version=3).metrics()
+    deployment = deploy(recorder(), client)
+    deployment.connect(policy)
+    metrics = deployment.push(policy, version=3).metrics()
     assert {name: metrics[f"sync/{name}"] for name in ("version", "num_tensors", "num_bytes", "num_tensors_proven")} == {
         "version": 3,
         "num_tensors": 2,
@@ -155,23 +159,82 @@ def test_a_report_of_a_push(policy: Policy, client: VllmClient) -> None:
     assert metrics["time/sync_push_s"] >= 0
 
 
-def test_recovery_starts_the_server_and_pushes(policy: Policy, client: VllmClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    sync = recorder(interval=4)
-    sync.connect(policy, client)
-    control = sync.control
-    control.is_paused = True  # it died in the middle of a push
+class Started(Server):
+    """A managed server that writes down its starts and stops. `is_dead` says whether it has ended."""
+
+    is_managed = True
+    events: list[Any]
+    is_dead = False
+
+    def start(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
+        self.events.append((self.key, "start", model, dict(args or {})))
+        self.is_dead = False
+
+    def stop(self) -> None:
+        self.events.append((self.key, "stop"))
+
+    def check_alive(self, *, grace_s: float = 0.0) -> None:
+        if self.is_dead:
+            raise EngineDied("the server has ended")
+
+
+def test_only_what_died_is_started_again(policy: Policy, web: ScriptedServer, tmp_path: Path) -> None:
+    sync = recorder()
+    clients = []
+    for key in ("first", "second"):
+        server = Started(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path, key=key)
+        server.events = sync.events
+        clients.append(VllmClient(server=server, eos_ids=[2], batch_size=4, timeout_s=5, max_retries=0))
+    deployment = deploy(sync, *clients)
+    deployment.connect(policy)
+    assert sync.events == [event for key in ("first", "second") for event in ((key, "start", "base/model", {}), "attach")]
+    engine: Any = deployment.engines[1]
+    engine.control.is_paused = True  # it died in the middle of a push
+    clients[1].server.is_dead = True
     sync.events.clear()
-    monkeypatch.setattr(client.server, "stop", lambda: sync.events.append("stop"))
-    monkeypatch.setattr(client.server, "start", lambda model, options: sync.events.append(("start", model, options)))
-    sync.recover(policy, version=6)
+    deployment.recover(policy, version=6)
     tokenizer = policy.tokenizer.name_or_path
-    assert sync.events == ["stop", ("start", tokenizer, {}), "attach", 6, "prove 6"]
-    assert client.version == 6
-    assert not sync.control.is_paused
+    assert sync.events == [("second", "stop"), ("second", "start", tokenizer, {}), "reattach", *push_events(6, engines=2)]
+    assert not engine.control.is_paused
+    sync.events.clear()
+    deployment.close()
+    assert sync.events == [("second", "stop"), ("first", "stop")]
 
 
-def test_closing_before_connecting() -> None:
-    recorder().close()
+def test_an_external_server_gets_the_weights_again_if_it_has_none(policy: Policy, client: VllmClient, web: ScriptedServer) -> None:
+    sync = recorder()
+    deployment = deploy(sync, client)
+    deployment.connect(policy)
+    for tag, expected in (("6 of run 1-abc", []), (None, ["reattach"])):
+        web.script = lambda request, tag=tag: Reply({"version": "0.32.0"} if request.path == "/version" else {"results": [tag]})
+        sync.events.clear()
+        deployment.recover(policy, version=6)
+        assert sync.events == [*expected, *push_events(6)]
+
+
+def test_a_failure_that_another_engine_died_of_is_a_death(policy: Policy, client: VllmClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have taken along what this one was to read: the run recovers."""
+    sync = recorder()
+    deployment = deploy(sync, client)
+    deployment.connect(policy)
+
+    def fail(*_: Any) -> float:
+        raise EngineError("no such folder")
+
+    monkeypatch.setattr(sync, "apply", fail)
+    with pytest.raises(EngineError, match="no such folder"):
+        deployment.push(policy, version=1)
+
+    def check_alive(**_: Any) -> None:
+        raise EngineDied("the server has ended")
+
+    monkeypatch.setattr(client.server, "check_alive", check_alive)
+    with pytest.raises(EngineDied):
+        deployment.push(policy, version=1)
+
+
+def test_closing_before_connecting(client: VllmClient) -> None:
+    deploy(recorder(), client).close()
 
 
 # What is refused
@@ -180,7 +243,9 @@ def test_closing_before_connecting() -> None:
 class Foreign:
     """A client with weights of its own."""
 
-    version = 0
+    engine_name = None
+
+    def close(self) -> None: ...
 
 
 @pytest.mark.parametrize("option", [*FULL, *LORA])
@@ -189,21 +254,20 @@ def test_a_client_of_something_else(option: str, policy: Policy, monkeypatch: py
     monkeypatch.setattr(Server, "start", lambda *_, **__: pytest.fail("a server was started"))
     servers = "vLLM or SGLang" if option in ("reload", "restart") else "vLLM"
     with pytest.raises(ConfigError, match=rf"^weight_sync={option}: moves weights to a {servers} server; use another generation, or "):
-        strategy(option).connect(policy, Foreign())
+        deploy(strategy(option), Foreign()).connect(policy)
 
 
 @pytest.mark.parametrize("option", FULL)
 def test_adapters_where_all_weights_are_moved(option: str, client: VllmClient, web: ScriptedServer) -> None:
-    if option in ("reload", "restart", "ipc", "nccl", "shared_vllm"):
-        with pytest.raises(ConfigError, match=rf"^weight_sync={option}: moves all weights, .* use weight_sync=lora_hotswap$"):
-            strategy(option).connect(with_adapters(8), client)
+    with pytest.raises(ConfigError, match=rf"^weight_sync={option}: moves all weights, .* use weight_sync=lora_hotswap$"):
+        deploy(strategy(option), client).connect(with_adapters(8))
     assert web.requests == []
 
 
 @pytest.mark.parametrize("option", LORA)
 def test_no_adapters_where_they_are_moved(option: str, policy: Policy, client: VllmClient, web: ScriptedServer) -> None:
     with pytest.raises(ConfigError, match=rf"^weight_sync={option}: moves LoRA adapters and the policy has none; add model/lora=default"):
-        strategy(option).connect(policy, client)
+        deploy(strategy(option), client).connect(policy)
     assert web.requests == []
 
 
@@ -212,15 +276,16 @@ def test_room_for_adapters(rank: int, room: int, is_refused: bool, client: VllmC
     sync = strategy("lora_hotswap", f"weight_sync.server_args.max_lora_rank={room}")
     if is_refused:
         with pytest.raises(ConfigError, match=rf"^weight_sync\.server_args\.max_lora_rank={room}: the adapters have rank {rank}; "):
-            sync.connect(with_adapters(rank), client)
+            deploy(sync, client).connect(with_adapters(rank))
     else:
-        sync.connect(with_adapters(rank), client)
+        deploy(sync, client).connect(with_adapters(rank))
 
 
 def test_room_that_nobody_set_is_what_vllm_has() -> None:
-    lora_hotswap.check_rank(16, {})
+    needs = lora_hotswap.lora_requirements({})
+    check_requirements("lora_hotswap", needs, VllmClient, lora_rank=16, base_url=None)
     with pytest.raises(ConfigError, match="max_lora_rank=16"):
-        lora_hotswap.check_rank(17, {})
+        check_requirements("lora_hotswap", needs, VllmClient, lora_rank=17, base_url=None)
 
 
 @pytest.mark.parametrize(
@@ -255,13 +320,13 @@ def test_another_vllm(version: str, web: ScriptedServer, client: VllmClient, pol
     for key in ("generation.base_url", "eval.base_url"):
         client.server.key = key
         with pytest.raises(ConfigError, match=rf"vLLM {version} answers there, and versions 0\.25 to 0\.32 are supported; see {key}$"):
-            recorder().connect(policy, client)
+            deploy(recorder(), client).connect(policy)
 
 
 @pytest.mark.parametrize("version", ["0.25.0", "0.32.0+cpu", "0.30.1rc1.dev3"])
 def test_supported_vllm(version: str, web: ScriptedServer, client: VllmClient, policy: Policy) -> None:
     web.script = lambda request: Reply({"version": version} if request.path == "/version" else {})
-    recorder().connect(policy, client)
+    deploy(recorder(), client).connect(policy)
 
 
 # Pausing
@@ -269,7 +334,7 @@ def test_supported_vllm(version: str, web: ScriptedServer, client: VllmClient, p
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_pause_mode(mode: str, web: ScriptedServer, client: VllmClient) -> None:
-    control: Any = server_sync.control_of(client)
+    control = client.control()
     assert isinstance(control, VllmControl)
     with control.paused(mode):
         control.pause(mode)  # it is
@@ -286,19 +351,20 @@ def test_shared_weights_are_fenced_before_the_server_goes_on(
 ) -> None:
     """Writes to a GPU are queued: one that comes after the server's first step would tear a completion."""
     sync = strategy("shared_vllm")
-    sync._take(policy, client)
+    engine = sync._engine = ServerEngine(client)
     sync._addresses = {name: p.data_ptr() for name, p in policy.causal_lm.named_parameters()}
     policy.home = torch.device("cuda", 1)
     fenced: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fenced.append((device, [r.path for r in web.requests])))
-    sync.deliver(policy, 3)
+    with sync.staged(Snapshot(policy, full_weights, engine), 3) as staged:
+        sync.apply(engine, staged)
     assert fenced == [(policy.home, ["/pause"])]
     assert [request.path for request in web.requests] == ["/pause", "/reset_prefix_cache", "/collective_rpc", "/resume"]
 
 
 def test_a_server_stays_paused_after_an_error(web: ScriptedServer, client: VllmClient) -> None:
     """It would serve half-written weights."""
-    control: Any = server_sync.control_of(client)
+    control = client.control()
     with pytest.raises(ZeroDivisionError), control.paused("keep"):
         raise ZeroDivisionError
     assert [request.path for request in web.requests] == ["/pause"]
@@ -306,23 +372,23 @@ def test_a_server_stays_paused_after_an_error(web: ScriptedServer, client: VllmC
 
 
 def test_weights_are_loaded_in_a_pause(web: ScriptedServer, client: VllmClient) -> None:
-    control: Any = server_sync.control_of(client)
-    control.load_weights("/some/folder", version=4, pause_mode="wait")
+    control = client.control()
+    control.load_weights("/some/folder", tag="4", pause_mode="wait")
     assert [request.path for request in web.requests] == [
         *("/pause", "/collective_rpc", "/reset_prefix_cache", "/collective_rpc", "/resume"),
     ]
     assert web.requests[0].query["mode"] == ["wait"]
     assert [request.body["method"] for request in web.requests if request.body and "method" in request.body] == [
         "reload_weights",
-        "grpo_set_stamp",
+        "grpo_set_tag",
     ]
 
 
 def test_a_failed_call_asks_whether_the_server_died(web: ScriptedServer, client: VllmClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    control: Any = server_sync.control_of(client)
+    control = client.control()
     web.script = lambda _: Reply({"error": "no"}, status=500)
     with pytest.raises(EngineError, match="status 500: no") as error:
-        control.set_version(1)
+        control.set_tag("1")
     assert not isinstance(error.value, EngineDied)
 
     def check_alive(*, grace_s: float = 0.0) -> None:
@@ -331,20 +397,19 @@ def test_a_failed_call_asks_whether_the_server_died(web: ScriptedServer, client:
 
     monkeypatch.setattr(client.server, "check_alive", check_alive)
     with pytest.raises(EngineDied):
-        control.set_version(1)
+        control.set_tag("1")
 
 
 def test_adapters_get_new_names_and_old_ones_go(client: VllmClient, web: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter of requests in flight keeps its files; the one before it does not."""
-    proof = Proof(num_equal=0, num_compared=0, diff_mean=0.0, diff_abs_mean=0.0, diff_max=0.0)
-    monkeypatch.setattr(lora_hotswap, "prove", lambda *_, **__: proof)
-    sync = strategy("lora_hotswap")
+    monkeypatch.setattr(lora_hotswap, "verify", lambda *_, **__: PROOF)
+    deployment = deploy(strategy("lora_hotswap"), client)
     policy = with_adapters(8)
-    sync.connect(policy, client)
+    deployment.connect(policy)
     names: list[str] = []
     for version in range(4):
-        sync.push(policy, version=version)
-        names.append(client.model_name)
+        deployment.push(policy, version=version)
+        names.append(client.weights.name)
     bodies: list[tuple[str, Mapping[str, Any]]] = [(r.path, r.body) for r in web.requests if "lora" in r.path]
     loaded = [body["lora_name"] for path, body in bodies if path == "/v1/load_lora_adapter"]
     assert loaded == names
@@ -353,7 +418,7 @@ def test_adapters_get_new_names_and_old_ones_go(client: VllmClient, web: Scripte
     assert not any("load_inplace" in body for _, body in bodies)
     assert sorted(path.name for path in client.server.scratch.iterdir()) == sorted(names[2:])
     assert [path for path, _ in bodies[:3]] == ["/v1/load_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
-    sync.close()
+    deployment.close()
     assert web.requests[-1].body == {"lora_name": names[3]}  # its folder goes, and a server that was found stays
 
 
@@ -361,4 +426,4 @@ def test_sglang_needs_a_strategy_that_knows_it(tmp_path: Path, policy: Policy) -
     server = Server(base_url="http://127.0.0.1:1", api_key=None, launcher=None, log_dir=tmp_path)
     client = SglangClient(server=server, eos_ids=[2], batch_size=4, timeout_s=5, max_retries=0)
     with pytest.raises(ConfigError, match="moves weights to a vLLM server"):
-        recorder().connect(policy, client)
+        deploy(recorder(), client).connect(policy)

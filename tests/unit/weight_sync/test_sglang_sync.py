@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from factories import compose_config, make_qwen2
+from engines import deploy, strategy
+from factories import make_qwen2
 from fake_sglang import FakeSglang
-from omegaconf import OmegaConf
 from scripted_server import ScriptedServer
 from transformers import AutoModelForCausalLM
 
-from offline_grpo.engine.server import Server, stamp
+from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.sglang_client import SglangClient
-from offline_grpo.interfaces import WeightSync
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain
+from offline_grpo.types import ServedWeights
+from offline_grpo.weight_sync.snapshot import weights_tag
 
 
 def load(folder: str) -> Callable[[list[int]], list[float]]:
@@ -40,8 +39,8 @@ class OurServer(Server):
     fake: FakeSglang
     is_managed = True
 
-    def start(self, model: str, *, options: Mapping[str, Any] | None = None) -> None:
-        assert not options
+    def start(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
+        assert not args
         self.fake.model = load(model)
         self.fake.weight_version = "default"
         self.fake.loaded.append(model)
@@ -73,11 +72,6 @@ def policy(tmp_path: Path) -> Policy:
     return Policy(model, tokenizer, "padded")
 
 
-def strategy(option: str, *overrides: str) -> Any:
-    node = as_plain(OmegaConf.select(compose_config(f"weight_sync={option}", *overrides), "weight_sync"))
-    return build(node, key="weight_sync", protocol=WeightSync)
-
-
 def train(policy: Policy) -> None:
     with torch.no_grad():
         for parameter in policy.masters.parameters.values():
@@ -89,12 +83,12 @@ def train(policy: Policy) -> None:
 def test_weights_and_version_arrive(
     option: str, overrides: tuple[str, ...], policy: Policy, client: SglangClient, fake: FakeSglang
 ) -> None:
-    sync = strategy(option, *overrides)
-    sync.connect(policy, client)
+    sync = deploy(strategy(option, *overrides), client)
+    sync.connect(policy)
     sync.push(policy, version=0)
     train(policy)
     report = sync.push(policy, version=1)
-    assert (report.version, client.version, fake.weight_version) == (1, 1, stamp(1))
+    assert (report.version, client.weights, fake.weight_version) == (1, ServedWeights(1), weights_tag(1))
     assert report.alignment["sync/probe_diff_max"] < 1e-4
     assert report.alignment["sync/num_tensors_proven"] == 0
     assert report.num_bytes > 0
@@ -103,8 +97,8 @@ def test_weights_and_version_arrive(
 
 
 def test_stale_weights_are_found(policy: Policy, client: SglangClient, fake: FakeSglang) -> None:
-    sync = strategy("reload", "weight_sync.pause_mode=abort")
-    sync.connect(policy, client)
+    sync = deploy(strategy("reload", "weight_sync.pause_mode=abort"), client)
+    sync.connect(policy)
     sync.push(policy, version=0)
     stale = fake.model
     fake.load = lambda _: stale
@@ -114,9 +108,9 @@ def test_stale_weights_are_found(policy: Policy, client: SglangClient, fake: Fak
 
 
 def test_another_version_is_found(policy: Policy, client: SglangClient, fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
-    sync = strategy("restart")
-    sync.connect(policy, client)
-    monkeypatch.setattr(type(sync.control), "set_version", lambda *_: None)
+    sync = deploy(strategy("restart"), client)
+    sync.connect(policy)
+    monkeypatch.setattr(type(client.control()), "set_tag", lambda *_: None)
     with pytest.raises(EngineError, match="the server has version None"):
         sync.push(policy, version=0)
 
@@ -124,9 +118,9 @@ def test_another_version_is_found(policy: Policy, client: SglangClient, fake: Fa
 @pytest.mark.parametrize("option", ["shared_vllm", "ipc", "nccl", "lora_hotswap", "lora_restart"])
 def test_what_cannot_serve_sglang_is_refused(option: str, policy: Policy, client: SglangClient) -> None:
     with pytest.raises(ConfigError, match=rf"^weight_sync={option}: moves weights to a vLLM server; [^\n]*$"):
-        strategy(option).connect(policy, client)
+        deploy(strategy(option), client).connect(policy)
 
 
 def test_reload_needs_its_pause_mode(policy: Policy, client: SglangClient) -> None:
     with pytest.raises(ConfigError, match=r"weight_sync\.pause_mode=keep: .*set weight_sync\.pause_mode=abort"):
-        strategy("reload").connect(policy, client)
+        deploy(strategy("reload"), client).connect(policy)

@@ -7,41 +7,41 @@ from typing import Any
 
 import pytest
 import torch
-from factories import compose_config, make_qwen2
-from omegaconf import OmegaConf
+from engines import full_weights, strategy
+from factories import make_qwen2
 from scripted_server import Reply, ScriptedServer
 from torch import Tensor
 
+from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.server import Server
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain
+from offline_grpo.weight_sync.snapshot import Snapshot
 
 
 def test_training_survives_a_recovery_that_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new server has the weights from before training. In fp32 a checkpoint is made of what the policy points at."""
-    sync = build(as_plain(OmegaConf.select(compose_config("weight_sync=shared_vllm"), "weight_sync")), key="weight_sync")
+    sync = strategy("shared_vllm")
     policy = Policy(make_qwen2(), build_char_tokenizer(64), "padded")
     untrained = {name: p.detach().clone() for name, p in policy.causal_lm.named_parameters()}
 
-    def memory_of_a_server(_: Any) -> dict[str, Tensor]:
+    def memory_of_a_server(*_: Any) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in untrained.items()}
 
     monkeypatch.setattr(sync, "_open_views", memory_of_a_server)
     with ScriptedServer(lambda _: Reply({"results": [None]})) as web:
         server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
-        sync._take(policy, VllmClient(server=server, eos_ids=[], batch_size=1, timeout_s=9, max_retries=0))
-        sync.attach(policy)
+        engine = ServerEngine(VllmClient(server=server, eos_ids=[], batch_size=1, timeout_s=9, max_retries=0))
+        snapshot = Snapshot(policy, full_weights, engine)
+        sync.attach(engine, snapshot)
         with torch.no_grad():
             for master in policy.masters.parameters.values():
                 master.add_(1.0)
         policy.masters.publish()
         old = {name: p.data_ptr() for name, p in policy.causal_lm.named_parameters()}
-        sync._paused_at, sync.control.is_paused = None, False  # as `recover` leaves them
-        monkeypatch.setattr(sync.control, "post", lambda *_, **__: pytest.fail("interrupted here, as by Ctrl-C"))
-        sync.attach(policy)
+        monkeypatch.setattr(engine.control, "post", lambda *_, **__: pytest.fail("interrupted here, as by Ctrl-C"))
+        sync.reattach(engine, snapshot)
     for name, parameter in policy.causal_lm.named_parameters():
         assert parameter.data_ptr() != old[name]
         assert torch.equal(parameter, untrained[name] + 1.0)

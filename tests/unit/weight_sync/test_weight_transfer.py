@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from factories import compose_config, make_qwen2
-from omegaconf import OmegaConf
+from engines import full_weights, strategy
+from factories import make_qwen2
 from scripted_server import Reply, ScriptedServer
 
-from offline_grpo.engine.server import Server, stamp
-from offline_grpo.engine.vllm_control import VllmControl
+from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain
 from offline_grpo.weight_sync import nccl
+from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
+from offline_grpo.weight_sync.strategy import Staged
 from offline_grpo.weight_sync.weight_transfer import Named, WeightTransfer, buckets
 
 
@@ -60,36 +60,45 @@ def test_buckets_count_bytes_and_not_elements() -> None:
 class Recorder(WeightTransfer):
     """Sends by HTTP alone."""
 
-    def send(self, bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
-        self.server.api.post("/update_weights", {"update_info": update_info})
+    name = "recorder"
+
+    def send(self, engine: ServerEngine, bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
+        engine.control.post("/update_weights", {"update_info": update_info})
 
 
 def make(**changes: Any) -> Recorder:
     return Recorder(**{"interval": 1, "pause_mode": "wait", "tolerance_nats": 0.1, "server_args": {}, "bucket_mib": 1, **changes})
 
 
+def engine_at(url: str, folder: Path) -> ServerEngine:
+    server = Server(base_url=url, api_key=None, launcher=None, log_dir=folder)
+    return ServerEngine(VllmClient(server=server, eos_ids=[], batch_size=1, timeout_s=9, max_retries=0))
+
+
+def deliver(sync: WeightTransfer, policy: Policy, *engines: ServerEngine) -> Staged:
+    """Staged once, and given to all engines."""
+    with sync.staged(Snapshot(policy, full_weights, engines[0]), 5) as staged:
+        assert all(sync.apply(engine, staged) > 0 for engine in engines)
+    return staged
+
+
 def test_a_delivery_pauses_around_all_of_it(tmp_path: Path) -> None:
     policy = Policy(make_qwen2(vocab_size=20_000), None, "padded")  # type: ignore[arg-type]
     with ScriptedServer(lambda _: Reply({"results": [None]})) as web:
-        sync = make()
-        server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
-        sync.client = VllmClient(server=server, eos_ids=[], batch_size=1, timeout_s=9, max_retries=0)
-        sync.control = VllmControl(server)
-        moved = sync.deliver(policy, 5)
+        moved = deliver(make(), policy, engine_at(web.base_url, tmp_path))
         requests = web.requests
     assert [request.path for request in requests] == [
         *("/pause", "/start_weight_update", "/update_weights", "/update_weights"),
         *("/finish_weight_update", "/reset_prefix_cache", "/collective_rpc", "/resume"),
     ]
     assert requests[0].query == {"mode": ["wait"], "clear_cache": ["true"]}
-    assert requests[-2].body == {"method": "grpo_set_stamp", "kwargs": {"stamp": stamp(5)}, "timeout": 600.0}
+    assert requests[-2].body == {"method": "grpo_set_tag", "kwargs": {"tag": weights_tag(5)}, "timeout": 600.0}
     infos = [request.body["update_info"] for request in requests if request.path == "/update_weights"]
     parameters = dict(policy.causal_lm.named_parameters())
     assert [name for info in infos for name in info["names"]] == list(parameters)
     assert [shape for info in infos for shape in info["shapes"]] == [list(p.shape) for p in parameters.values()]
     assert {dtype for info in infos for dtype in info["dtype_names"]} == {"float32"}
     assert (moved.num_tensors, moved.num_bytes) == (len(parameters), sum(p.nbytes for p in parameters.values()))
-    assert moved.paused_seconds > 0
 
 
 def test_a_delivery_that_fails_leaves_the_server_paused(tmp_path: Path) -> None:
@@ -97,14 +106,11 @@ def test_a_delivery_that_fails_leaves_the_server_paused(tmp_path: Path) -> None:
         return Reply({"error": "no memory"}, status=500) if request.path == "/update_weights" else Reply({"results": [None]})
 
     with ScriptedServer(script) as web:
-        sync = make()
-        server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
-        sync.client = VllmClient(server=server, eos_ids=[], batch_size=1, timeout_s=9, max_retries=0)
-        sync.control = VllmControl(server)
+        engine = engine_at(web.base_url, tmp_path)
         with pytest.raises(EngineError, match="/update_weights: status 500: no memory"):
-            sync.deliver(Policy(make_qwen2(), None, "padded"), 5)  # type: ignore[arg-type]
+            deliver(make(), Policy(make_qwen2(), None, "padded"), engine)  # type: ignore[arg-type]
         assert web.requests[-1].path == "/update_weights"
-        assert sync.control.is_paused
+        assert engine.control.is_paused
 
 
 def test_a_server_that_refuses_nccl_is_heard_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -125,14 +131,19 @@ def test_a_server_that_refuses_nccl_is_heard_at_once(monkeypatch: pytest.MonkeyP
             return Reply({"error": "no --weight-transfer-config"}, status=500)
         return Reply({"results": [{"gpu_uuid": "GPU-2"}], "world_size": 1})
 
-    node = as_plain(OmegaConf.select(compose_config("weight_sync=nccl"), "weight_sync"))
     with ScriptedServer(script) as web:
-        sync = build(node, key="weight_sync")
-        server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
-        sync.client = VllmClient(server=server, eos_ids=[], batch_size=1, timeout_s=9, max_retries=0)
-        sync.control = VllmControl(server)
+        engine = engine_at(web.base_url, tmp_path)
         with pytest.raises(EngineError, match="/init_weight_transfer_engine: status 500: no --weight-transfer-config"):
-            sync.attach(Policy(make_qwen2(), None, "padded"))  # type: ignore[arg-type]
+            strategy("nccl").attach(engine, Snapshot(Policy(make_qwen2(), None, "padded"), full_weights, engine))  # type: ignore[arg-type]
+
+
+def test_all_servers_get_what_was_listed_once(tmp_path: Path) -> None:
+    policy = Policy(make_qwen2(), None, "padded")  # type: ignore[arg-type]
+    with ScriptedServer(lambda _: Reply({"results": [None]})) as web, ScriptedServer(lambda _: Reply({"results": [None]})) as other:
+        deliver(make(), policy, engine_at(web.base_url, tmp_path), engine_at(other.base_url, tmp_path))
+        first, second = ([(request.path, request.body) for request in one.requests] for one in (web, other))
+    assert first == second
+    assert len(first) == 7
 
 
 def test_a_bucket_holds_something() -> None:

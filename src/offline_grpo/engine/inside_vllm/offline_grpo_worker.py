@@ -51,7 +51,7 @@ class WorkerExtension:
 
     model_runner: Any
     vllm_config: Any
-    _grpo_stamp: str | None = None
+    _grpo_tag: str | None = None
     _grpo_files: list[int]  # descriptors of the shared memory, which a trainer opens through /proc
 
     def grpo_describe(self) -> dict[str, Any]:
@@ -102,15 +102,15 @@ class WorkerExtension:
             )
         return {"storages": handles, "tensors": tensors}
 
-    def grpo_set_stamp(self, stamp: str) -> None:
-        """Note which version the weights have, and whose, after everything written so far has arrived."""
+    def grpo_set_tag(self, tag: str) -> None:
+        """Note which weights are served (their version, and whose they are) once everything written so far has arrived."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._grpo_stamp = stamp
+        self._grpo_tag = tag
 
-    def grpo_stamp(self) -> str | None:
+    def grpo_tag(self) -> str | None:
         """What was noted last, None if nothing since the start."""
-        return self._grpo_stamp
+        return self._grpo_tag
 
     def grpo_state(self) -> dict[str, Any]:
         """The weights' dtype, and the fingerprint of each checkpoint parameter.

@@ -1,0 +1,76 @@
+"""What weight sync may do to a running server, whatever its kind."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from offline_grpo.engine.server import Server
+from offline_grpo.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServedBits:
+    """A server's fingerprints of the checkpoint's parameters; empty where it holds parts of them, or quantised ones."""
+
+    dtype: str
+    fingerprints: dict[str, str]
+
+
+class ServerControl(Protocol):
+    """Control over a server. Every call raises EngineError, or EngineDied if a server that the run started has ended."""
+
+    def check_version(self) -> str:
+        """The server's version.
+
+        Raises:
+            ConfigError: an unsupported version, or settings of the server that a run cannot work with.
+        """
+        ...
+
+    def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
+        """Load the weights of a folder in place of those being served, and note their tag. The server is paused meanwhile."""
+        ...
+
+    def set_tag(self, tag: str) -> None:
+        """Note which weights are being served, once everything written so far has arrived."""
+        ...
+
+    def served_tag(self) -> str | None:
+        """The tag that anybody noted last; None if nobody has since the server was started."""
+        ...
+
+    def served_bits(self) -> ServedBits | None:
+        """Fingerprints of the weights being served; None from a kind of server that cannot compute them."""
+        ...
+
+
+@dataclass
+class HttpControl:
+    """What the controls share: requests that notice the server's death, and the check of its version."""
+
+    server: Server
+
+    name: ClassVar[str]
+    oldest: ClassVar[tuple[int, ...]]
+    newest: ClassVar[tuple[int, ...]]
+
+    def get(self, path: str) -> Any:
+        """GET `path`, see `ServerApi.get`."""
+        return self.server.watched(lambda: self.server.api.get(path))
+
+    def post(self, path: str, body: Any = None, **arguments: Any) -> Any:
+        """POST `path`, see `ServerApi.post`."""
+        return self.server.watched(lambda: self.server.api.post(path, body, **arguments))
+
+    def check_range(self, version: str) -> str:
+        """The version, if it is from `oldest` to `newest`; raises ConfigError otherwise."""
+        numbers = re.match(r"\.".join([r"(\d+)"] * len(self.oldest)), version)
+        if numbers is None or not self.oldest <= tuple(map(int, numbers.groups())) <= self.newest:
+            oldest, newest = (".".join(map(str, limit)) for limit in (self.oldest, self.newest))
+            raise ConfigError(
+                f"{self.server.base_url}: {self.name} {version} answers there, and versions {oldest} to {newest} are supported; see "
+                f"{self.server.version_key}"
+            )
+        return version

@@ -1,0 +1,97 @@
+"""What samples: an engine starts, stops and comes back. It is this process, or a server with its client and control."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from offline_grpo.engine.control import ServerControl
+from offline_grpo.engine.server import Server
+from offline_grpo.errors import EngineDied
+from offline_grpo.interfaces import RolloutClient
+
+log = logging.getLogger(__name__)
+
+
+class ServerClient(RolloutClient, Protocol):
+    """A client with an `engine_name`: it asks a server, and knows how weight sync may control that server."""
+
+    server: Server
+
+    def control(self) -> ServerControl:
+        """Control over `server`, as it is now: a new one after each start."""
+        ...
+
+
+class Engine:
+    """An engine in this process: `client` samples from the trained module, and there is nothing to start or stop."""
+
+    def __init__(self, client: RolloutClient) -> None:
+        self.client = client
+
+    def start(self, model: str, args: Mapping[str, Any]) -> None:
+        """Start serving `model`, with `args` added to the command line; a server that was found must only be healthy.
+
+        Raises:
+            EngineError: it cannot be started or reached.
+            ConfigError: an engine that a run cannot work with.
+        """
+
+    def stop(self) -> None:
+        """Close the client's connections, and stop a server of our own. May be called again, also before `start`."""
+
+    def check_alive(self) -> None:
+        """Raise EngineDied if a server that the run started has ended."""
+
+    @property
+    def has_lost_weights(self) -> bool:
+        """Whether a server that the run started has ended, or a server that was found was started anew since its weights were tagged."""
+        return False
+
+
+class ServerEngine(Engine):
+    """A server behind its client."""
+
+    client: ServerClient  # type: ignore[assignment]  # narrower than the base's
+
+    def __init__(self, client: ServerClient) -> None:
+        super().__init__(client)
+        self.control: Any = client.control()
+        """A `ServerControl`; a strategy for one kind of server may use all that this kind's control can do."""
+
+    @property
+    def server(self) -> Server:
+        return self.client.server
+
+    def start(self, model: str, args: Mapping[str, Any]) -> None:
+        """See `Engine.start`."""
+        self.control = self.client.control()
+        self.server.start(model, args=args)
+        version = self.control.check_version()
+        log.info("connected to %s %s at %s", self.client.engine_name, version, self.server.base_url)
+
+    def stop(self) -> None:
+        """See `Engine.stop`."""
+        self.client.close()
+        self.server.stop()
+
+    def check_alive(self) -> None:
+        """See `Engine.check_alive`."""
+        self.server.check_alive()
+
+    @property
+    def has_lost_weights(self) -> bool:
+        """See `Engine.has_lost_weights`."""
+        if not self.server.is_managed:
+            return self.control.served_tag() is None
+        try:
+            self.server.check_alive()
+        except EngineDied:
+            return True
+        return False
+
+
+def engine_of(client: Any) -> Engine:
+    """The engine behind a client: a server if the client's class names one (`engine_name`), else this process."""
+    return Engine(client) if client.engine_name is None else ServerEngine(client)

@@ -1,0 +1,120 @@
+"""Which engines a run samples from, as far as the configuration says: for training, and for evaluations if they ask another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offline_grpo.engine.server import Launcher
+from offline_grpo.errors import ConfigError
+from offline_grpo.run.build import build, check_settings, resolve
+from offline_grpo.settings import EvalConfig, RunConfig
+
+CLIENT_RUNTIME = ("model", "tokenizer", "server", "eos_ids")
+"""Names under which a rollout client's constructor may ask for objects that exist only once the model is loaded."""
+
+SERVER_CLIENT_SETTINGS = ("batch_size", "timeout_s", "max_retries")
+EVAL_BACKENDS = {
+    "transformers": ("offline_grpo.generation.transformers_client.TransformersClient", ("batch_size",)),
+    "vllm_server": ("offline_grpo.generation.vllm_client.VllmClient", SERVER_CLIENT_SETTINGS),
+    "sglang_server": ("offline_grpo.generation.sglang_client.SglangClient", SERVER_CLIENT_SETTINGS),
+}
+"""What a name in `eval.backend` stands for: a client's class, and its settings, which are those of the group `eval`."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """A client and its server, before either exists.
+
+    Args:
+        client_node: `_target_` and settings of the rollout client.
+        base_url: of an external server; None where the run starts one, or needs none.
+        api_key: of the server.
+        launcher: starts a managed server; None where none is started.
+        key: the group that the client's settings come from, for messages.
+    """
+
+    client_node: Mapping[str, Any]
+    base_url: str | None
+    api_key: str | None
+    launcher: Launcher | None
+    key: str
+
+    @property
+    def client_class(self) -> Any:
+        """The rollout client's class."""
+        return resolve(self.client_node, self.key)
+
+    @property
+    def needs_server(self) -> bool:
+        """Whether the client asks a server. In this process it samples otherwise."""
+        return self.client_class.engine_name is not None
+
+
+def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
+    """What `generation` asks for.
+
+    Args:
+        node: the group `generation` without the sampling settings.
+
+    Raises:
+        ConfigError: a client whose settings do not fit its constructor, or that has no server to ask.
+    """
+    client_node = {name: value for name, value in node.items() if name not in ("base_url", "api_key")}
+    base_url, api_key = node.get("base_url"), node.get("api_key")
+    _check_client(client_node, "generation")
+    starts_server = resolve(client_node, "generation").engine_name is not None and base_url is None
+    if starts_server and config.engine is None:
+        raise ConfigError("generation.base_url=None: no server to ask; name a running one, or let the run start one with engine=vllm")
+    launcher = build(config.engine, key="engine") if starts_server else None
+    return EngineSpec(client_node, base_url, api_key if launcher is None else launcher.api_key, launcher, "generation")
+
+
+def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: str | None) -> EngineSpec | None:
+    """What evaluations ask, None where it is what training samples from.
+
+    Args:
+        api_key: of an external server, `generation.api_key`.
+
+    Raises:
+        ConfigError: a client whose settings do not fit its constructor, one that has no server to ask, or a server without a client.
+    """
+    node = _evaluation_node(settings, training)
+    spec = EngineSpec(node, settings.base_url, api_key, None, "eval.backend")
+    if settings.base_url is None:
+        if not isinstance(settings.backend, Mapping) and issubclass(training.client_class, spec.client_class):
+            return None
+        if spec.needs_server:
+            raise ConfigError(
+                f"eval.backend={settings.backend}: training samples from elsewhere; set eval.base_url to the server for evaluations"
+            )
+    elif not spec.needs_server:
+        raise ConfigError(f"eval.base_url={settings.base_url}: name the kind of server too: eval.backend=vllm_server or sglang_server")
+    _check_client(node, "eval.backend")
+    return spec
+
+
+def _evaluation_node(settings: EvalConfig, training: EngineSpec) -> Mapping[str, Any]:
+    backend = settings.backend
+    if backend is None:  # training's own settings, but for the one that both groups have
+        shared = {"batch_size": settings.batch_size} if "batch_size" in training.client_node else {}
+        return {**training.client_node, **shared}
+    if isinstance(backend, Mapping):
+        return backend
+    if backend not in EVAL_BACKENDS:
+        names = ", ".join(EVAL_BACKENDS)
+        raise ConfigError(f"eval.backend={backend}: must be null, one of {names}, or a client of your own with a _target_")
+    target, names = EVAL_BACKENDS[backend]
+    return {"_target_": target, **{name: getattr(settings, name) for name in names}}
+
+
+def _check_client(node: Mapping[str, Any], key: str) -> None:
+    """Check a client's settings against its constructor."""
+    target = resolve(node, key)
+    if not hasattr(target, "engine_name"):
+        raise ConfigError(
+            f"{key}._target_={node['_target_']}: is no RolloutClient (see offline_grpo/interfaces.py), without an engine_name"
+        )
+    settings = {name: value for name, value in node.items() if name != "_target_"}
+    check_settings(target, settings, key, given_at_runtime=dict.fromkeys(CLIENT_RUNTIME))

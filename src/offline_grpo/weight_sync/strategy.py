@@ -1,0 +1,106 @@
+"""What a weight-sync strategy is: how the policy's weights get into an engine. `deployment.py` says when, and for which engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from offline_grpo.weight_sync.proof import Proof
+from offline_grpo.weight_sync.requirements import SyncRequirements
+from offline_grpo.weight_sync.snapshot import Snapshot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """What a push delivers to every engine; a strategy adds where it waits.
+
+    Args:
+        name: what requests must call the weights ("": the engine's base model).
+        num_bytes: copied to an engine, or written once for all of them.
+    """
+
+    version: int
+    name: str = ""
+    num_tensors: int
+    num_bytes: int
+
+
+@runtime_checkable
+class WeightSync(Protocol):
+    """A component of the group `weight_sync`. Inherit from `ServerSync`, unless nothing moves.
+
+    Args of its methods: `engine` is an `Engine` that `requires` allows, hence a `ServerEngine` for strategies with `requires.engines`.
+    """
+
+    @property
+    def name(self) -> str:
+        """The option's name in conf/weight_sync."""
+        ...
+
+    @property
+    def interval(self) -> int:
+        """Push at every N-th opportunity. The loop counts."""
+        ...
+
+    @property
+    def requires(self) -> SyncRequirements:
+        """What the rest of the run must have, or do."""
+        ...
+
+    def start_model(self, snapshot: Snapshot) -> str:
+        """The folder or hub id that engines start from when the run connects."""
+        ...
+
+    def recovery_model(self, snapshot: Snapshot) -> str:
+        """The folder or hub id that an engine starts from after its death; a push follows."""
+        ...
+
+    def start_args(self, snapshot: Snapshot) -> Mapping[str, Any]:
+        """Arguments of an engine's command line for its next start alone."""
+        ...
+
+    def attach(self, engine: Any, snapshot: Snapshot) -> None:
+        """Prepare the path to an engine that has just started, before masters and optimizer exist.
+
+        Raises:
+            ConfigError: an engine or a policy that this strategy cannot work with; nothing has been changed.
+        """
+        ...
+
+    def reattach(self, engine: Any, snapshot: Snapshot) -> None:
+        """Prepare the path again, to an engine that was started anew in the middle of a run."""
+        ...
+
+    def staged(self, snapshot: Snapshot, version: int) -> AbstractContextManager[Any]:
+        """What a push does once for all engines: yields a `Staged` for `apply`, and cleans up when all engines have it."""
+        ...
+
+    def apply(self, engine: Any, staged: Any) -> float:
+        """Give an engine what was staged: pause, write, fence, flush the prefix cache, note the tag, resume. Idempotent.
+
+        Returns for how many seconds the engine stood still.
+        """
+        ...
+
+    def verify(self, engine: Any, snapshot: Snapshot, version: int) -> Proof | None:
+        """Prove that the engine serves the snapshot; None where there is nothing to compare.
+
+        Raises:
+            EngineError: it serves something else.
+        """
+        ...
+
+    def check_served(self, engine: Any, version: int) -> None:
+        """See that the engine still has the weights of the last push.
+
+        Raises:
+            EngineDied: it has none since it was started anew.
+            EngineError: it has other weights.
+        """
+        ...
+
+    def detach(self, engine: Any) -> None:
+        """Leave an engine behind, before it is stopped; also one that was never attached."""
+        ...
