@@ -12,8 +12,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from factories import compose_config
-from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -22,13 +20,10 @@ from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.interfaces import WeightSync
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.rollouts.on_policy import OnPolicy
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Completion, Rollout, SamplingParams, Score
 from offline_grpo.weight_sync.reload import Reload
@@ -114,12 +109,6 @@ def found(server: Server) -> Server:
 
 def make_client(server: Server) -> VllmClient:
     return VllmClient(server=server, eos_ids=[2], batch_size=16, timeout_s=120, max_retries=2)
-
-
-def strategy(option: str, *overrides: str) -> Any:
-    """A strategy as the application builds it."""
-    node = as_plain(OmegaConf.select(compose_config(f"weight_sync={option}", *overrides), "weight_sync"))
-    return build(node, key="weight_sync", protocol=WeightSync)
 
 
 def save_model(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Path:

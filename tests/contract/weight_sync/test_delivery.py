@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import CPU, GPU_FP32, PROMPTS, Where, distance, found, load, make_client, sample, score, strategy, train
+from engines import CPU, GPU_FP32, PROMPTS, Where, distance, found, load, make_client, sample, score, train
+from factories import strategy
 from torch import Tensor
 
 from offline_grpo.errors import ConfigError, EngineError

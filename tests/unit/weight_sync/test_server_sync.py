@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import compose_config, make_qwen2
-from omegaconf import OmegaConf
+from factories import Foreign, make_qwen2, strategy
 from peft import LoraConfig, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
 
@@ -19,22 +18,14 @@ from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.interfaces import WeightSync
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain
 from offline_grpo.weight_sync import lora_hotswap, server_sync
 from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.server_sync import Moved, ServerSync
 
 FULL = ["reload", "restart", "shared_vllm", "ipc", "nccl"]
 LORA = ["lora_hotswap", "lora_restart"]
-
-
-def strategy(option: str, *overrides: str) -> Any:
-    node = as_plain(OmegaConf.select(compose_config(f"weight_sync={option}", *overrides), "weight_sync"))
-    return build(node, key="weight_sync", protocol=WeightSync)
 
 
 @pytest.fixture
@@ -177,12 +168,6 @@ def test_closing_before_connecting() -> None:
 # What is refused
 
 
-class Foreign:
-    """A client with weights of its own."""
-
-    version = 0
-
-
 @pytest.mark.parametrize("option", [*FULL, *LORA])
 def test_a_client_of_something_else(option: str, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = with_adapters(8) if option in LORA else policy
@@ -194,9 +179,8 @@ def test_a_client_of_something_else(option: str, policy: Policy, monkeypatch: py
 
 @pytest.mark.parametrize("option", FULL)
 def test_adapters_where_all_weights_are_moved(option: str, client: VllmClient, web: ScriptedServer) -> None:
-    if option in ("reload", "restart", "ipc", "nccl", "shared_vllm"):
-        with pytest.raises(ConfigError, match=rf"^weight_sync={option}: moves all weights, .* use weight_sync=lora_hotswap$"):
-            strategy(option).connect(with_adapters(8), client)
+    with pytest.raises(ConfigError, match=rf"^weight_sync={option}: moves all weights, .* use weight_sync=lora_hotswap$"):
+        strategy(option).connect(with_adapters(8), client)
     assert web.requests == []
 
 

@@ -8,20 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from factories import compose_config, make_qwen2
+from factories import make_qwen2, strategy
 from fake_sglang import FakeSglang
-from omegaconf import OmegaConf
 from scripted_server import ScriptedServer
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.engine.server import Server, stamp
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.sglang_client import SglangClient
-from offline_grpo.interfaces import WeightSync
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain
 
 
 def load(folder: str) -> Callable[[list[int]], list[float]]:
@@ -71,11 +67,6 @@ def policy(tmp_path: Path) -> Policy:
     tokenizer.save_pretrained(tmp_path / "start")
     model.config._name_or_path = model.name_or_path = str(tmp_path / "start")
     return Policy(model, tokenizer, "padded")
-
-
-def strategy(option: str, *overrides: str) -> Any:
-    node = as_plain(OmegaConf.select(compose_config(f"weight_sync={option}", *overrides), "weight_sync"))
-    return build(node, key="weight_sync", protocol=WeightSync)
 
 
 def train(policy: Policy) -> None:
