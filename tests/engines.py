@@ -12,8 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from factories import compose_config, generate, make_rollout
-from omegaconf import OmegaConf
+from factories import generate, make_rollout
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -26,13 +25,10 @@ from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.rollouts.on_policy import OnPolicy
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Completion, SamplingParams
 from offline_grpo.weight_sync.deployment import Deployment
 from offline_grpo.weight_sync.reload import Reload
-from offline_grpo.weight_sync.strategy import WeightSync
 
 CPU_ARGS: dict[str, Any] = {
     "enforce_eager": True,
@@ -112,12 +108,6 @@ def found(server: Server) -> Server:
 
 def make_client(server: Server) -> VllmClient:
     return VllmClient(server=server, eos_ids=[2], batch_size=16, timeout_s=120, max_retries=2)
-
-
-def strategy(option: str, *overrides: str) -> Any:
-    """A strategy as the application builds it."""
-    node = as_plain(OmegaConf.select(compose_config(f"weight_sync={option}", *overrides), "weight_sync"))
-    return build(node, key="weight_sync", protocol=WeightSync)
 
 
 def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:

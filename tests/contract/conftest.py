@@ -21,8 +21,8 @@ from engines import (
     running,
     save_model,
     serve_again,
-    strategy,
 )
+from factories import strategy
 
 from offline_grpo.engine.server import Server
 from offline_grpo.generation.vllm_client import VllmClient

@@ -22,7 +22,7 @@ import pytest
 import rich.console
 import torch
 import wandb
-from factories import CONF, compose_config, prompt_of, sampled
+from factories import CONF, compose_config, make_batch, prompt_of, sampled
 from laboratory import Laboratory, Trace
 from omegaconf import OmegaConf
 from serving_effects import Asked, ask, engine_effect, sync_effect
@@ -38,7 +38,7 @@ from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.preflight import make_plan
 from offline_grpo.train.advantage import group_advantages
-from offline_grpo.types import BatchTotals, Split, TokenBatch, TokenStats
+from offline_grpo.types import BatchTotals, Split, TokenStats
 
 LAST = "train_iter_001.json"
 
@@ -243,19 +243,7 @@ def make_loss_effect() -> Callable[[Any], Any]:
     draw = torch.Generator().manual_seed(0)
     mask = torch.rand(120, generator=draw) > 0.2
     old, rollout, ref, now = (-torch.rand(120, generator=draw) * mask for _ in range(4))
-    sequence_ids = torch.arange(120) // 10
-    batch = TokenBatch(
-        token_ids=torch.zeros(120, dtype=torch.long),
-        position_ids=torch.arange(120) % 10,
-        sequence_ids=sequence_ids,
-        completion_mask=mask,
-        advantages=torch.randn(12, generator=draw)[sequence_ids] * mask,
-        rollout_logprobs=rollout,
-        old_logprobs=old,
-        ref_logprobs=ref,
-        temperature=torch.ones(120),
-        sequence_lengths=(10,) * 12,
-    )
+    batch = make_batch((10,) * 12, mask, torch.randn(12, generator=draw), old, rollout_logprobs=rollout, ref_logprobs=ref)
 
     def effect(loss: Any) -> Any:
         stats = TokenStats(now.clone().requires_grad_(), torch.ones(120, requires_grad=True))

@@ -22,10 +22,9 @@ from engines import (
     make_client,
     sample,
     score,
-    strategy,
     train,
 )
-from factories import generate
+from factories import generate, strategy
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
