@@ -35,7 +35,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_policy
-from offline_grpo.placement.memory_plan import describe, needs_reference_copy, predict
+from offline_grpo.placement.devices import memory_request, needs_reference_copy
+from offline_grpo.placement.memory_plan import describe, predict
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run import app
 from offline_grpo.run.config import register, typed
@@ -67,7 +68,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "adamw_8bit": ("train/optimizer=adamw_8bit", CHECKPOINTING),
     "adafactor": ("train/optimizer=adafactor", CHECKPOINTING),
     "reference": ("train.kl_coef=0.05", CHECKPOINTING),
-    "padded": ("model.packing=padded",),
+    "padded": ("model.layout=padded",),
     "fp32": ("train.precision=fp32", "train.tokens_per_microbatch=8192"),
 }
 PARTS = ("policy weights", "fp32 masters", "gradients", "optimizer state", "reference weights", "activations")
@@ -142,6 +143,8 @@ def measure(plan: Plan, args: argparse.Namespace, folder: Path, vocab_size: int)
     policy = load_policy(
         plan.config.model,
         str(folder),
+        layout=plan.layout,
+        head=plan.head,
         device=device,
         precision=train.precision,
         train_layer_indices=None,
@@ -149,7 +152,7 @@ def measure(plan: Plan, args: argparse.Namespace, folder: Path, vocab_size: int)
         checkpoint=None,
     )
     weights = gauge.now()
-    _ = policy.masters
+    policy.make_masters()
     masters = gauge.now() - weights
     updater: Updater = app._updater(plan, policy, str(folder), RunDir(folder / "run"), Ranks(use_cpu=device.type == "cpu"))
     reference = gauge.now() - weights - masters
@@ -170,7 +173,7 @@ def measure(plan: Plan, args: argparse.Namespace, folder: Path, vocab_size: int)
 
 def predict_parts(plan: Plan, args: argparse.Namespace, config: Qwen2Config) -> dict[str, int]:
     """The same parts from the planner, the CUDA context left out."""
-    memory = predict(
+    request = memory_request(
         plan,
         config,
         config if needs_reference_copy(plan) else None,
@@ -179,8 +182,9 @@ def predict_parts(plan: Plan, args: argparse.Namespace, config: Qwen2Config) -> 
         server_gpus=(),
         total_bytes=[80 * 2**30],
     )
-    print("\n".join(describe(memory)))
-    found = {part.name: part.num_bytes for part in memory.devices[0].trainer}
+    devices = predict(request)
+    print("\n".join(describe(devices)))
+    found = {part.name: part.num_bytes for part in devices[0].trainer}
     parts = {name: found.get(name, 0) for name in PARTS}
     return parts | {"total": sum(parts.values())}
 

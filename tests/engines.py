@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from factories import compose_config
+from factories import compose_config, make_policy
 from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -164,7 +164,7 @@ def load(folder: Path, where: Where, *, shared: bool = False, lora: bool = False
     if lora:
         torch.manual_seed(1)
         model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
-    return Policy(model, load_tokenizer(str(folder)), "padded", home=where.device)
+    return make_policy(model, load_tokenizer(str(folder)), compute_device=where.device)
 
 
 @torch.no_grad()

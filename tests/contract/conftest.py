@@ -71,6 +71,7 @@ def connect(where: Where, model_folder: Path, request: pytest.FixtureRequest) ->
         client = make_client(server)
         opened.append(sync)
         sync.connect(policy, client)
+        policy.make_masters()
         return sync, policy, client
 
     yield connect

@@ -117,6 +117,7 @@ def _assemble(
     for sampling in dict.fromkeys((training, evaluation)):
         stack.callback(sampling.weight_sync.close)
         sampling.weight_sync.connect(policy, sampling.client)
+    policy.make_masters()
     updater = _updater(plan, policy, model_id, run_dir, ranks)
     checkpointer = None
     first_iteration = 0
@@ -151,6 +152,8 @@ def _policy(plan: Plan, model_id: str, checkpoint: Path | None, ranks: Ranks) ->
     return load_policy(
         config.model,
         model_id,
+        layout=plan.layout,
+        head=plan.head,
         device=resolve_device(config.model.device, ranks.local_rank),
         precision=config.train.precision,
         train_layer_indices=config.train.train_layer_indices,

@@ -15,12 +15,10 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.model.dtypes import TORCH_NAMES
 from offline_grpo.settings import RunConfig
 
 T = TypeVar("T")
-
-TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""What torch, and servers, call the formats of `train.precision`; in YAML: ${torch_dtype:${train.precision}}."""
 
 
 @cache
@@ -39,8 +37,11 @@ def schema(cls: type) -> type:
 
 
 def register() -> None:
-    """Make the schema available to Hydra as `config_schema`, the first entry of the defaults list in conf/config.yaml."""
-    OmegaConf.register_new_resolver("torch_dtype", TORCH_DTYPES.get, replace=True)
+    """Make the schema available to Hydra as `config_schema`, the first entry of the defaults list in conf/config.yaml.
+
+    In YAML, ${torch_dtype:${train.precision}} is what torch and servers call a format.
+    """
+    OmegaConf.register_new_resolver("torch_dtype", TORCH_NAMES.get, replace=True)
     ConfigStore.instance().store(name="config_schema", node=schema(RunConfig))
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.interfaces import Loss, Task, WeightSync
+from offline_grpo.interfaces import Layout, Loss, LossHead, OptimizerFactory, Task, WeightSync
+from offline_grpo.model.layouts import layout_named
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import Message, Problem, SamplingParams, Split
@@ -37,7 +38,9 @@ class Plan:
     api_key: str | None
     launcher: Any
     loss: Loss
-    optimizer: Any
+    optimizer: OptimizerFactory
+    layout: Layout | None  # None: chosen for the device (`model.layout=auto`)
+    head: LossHead
     weight_sync: WeightSync
 
 
@@ -76,9 +79,16 @@ def make_plan(config: RunConfig) -> Plan:
         **address,
         launcher=build(config.engine, key="engine") if needs_server and address["base_url"] is None else None,
         loss=build(config.train.loss, key="train.loss", protocol=Loss),
-        optimizer=build(config.train.optimizer, key="train.optimizer"),
+        optimizer=build(config.train.optimizer, key="train.optimizer", protocol=OptimizerFactory),
+        layout=_layout(config.model.layout),
+        head=build(config.model.head, key="model.head", protocol=LossHead),
         weight_sync=weight_sync,
     )
+
+
+def _layout(value: str | Mapping[str, Any]) -> Layout | None:
+    """The layout that `model.layout` names or, as a node with `_target_`, describes."""
+    return layout_named(value) if isinstance(value, str) else build(value, key="model.layout", protocol=Layout)
 
 
 def _check_client(node: Mapping[str, Any]) -> bool:

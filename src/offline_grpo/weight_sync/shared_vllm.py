@@ -76,8 +76,10 @@ class SharedVllm(PausingSync):
         moved = [name for name, p in policy.causal_lm.named_parameters() if p.data_ptr() != self._addresses[name]]
         assert not moved, f"parameters have left the server's memory: {moved[:3]}"
         self._pause()
-        if policy.home.type == "cuda":
-            torch.cuda.synchronize(policy.home)  # the fence: our writes are queued, and the server must not go on before they are done
+        if policy.compute_device.type == "cuda":
+            torch.cuda.synchronize(
+                policy.compute_device
+            )  # the fence: our writes are queued, and the server must not go on before they are done
         self.control.reset_prefix_cache()
         self.control.set_version(version)
         self.control.resume()
@@ -115,12 +117,12 @@ class SharedVllm(PausingSync):
             exported = self.control.call_worker("grpo_export")
             bridge = Bridge.from_worker(this_run(), self.start_model(policy), described, exported, self.control.call_worker("grpo_layout"))
             bridge.write(self.server.log_dir / "vllm_bridge_config.json")
-        check_device(bridge, policy.home)
-        if policy.home.type == "cuda":
-            torch.zeros(1, device=policy.home)  # opening a handle before CUDA is up in this process would crash it
+        check_device(bridge, policy.compute_device)
+        if policy.compute_device.type == "cuda":
+            torch.zeros(1, device=policy.compute_device)  # opening a handle before CUDA is up in this process would crash it
             atexit.register(remove_cuda_driver_files)
         started = time.perf_counter()
-        views = bridge.open(policy.home)
+        views = bridge.open(policy.compute_device)
         log.info(
             "opened %d storages (%.0f MiB) of the server as %d parameters in %.2f s",
             len(bridge.storages),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import compose_config, make_qwen2
+from factories import compose_config, make_policy, make_qwen2
 from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
@@ -41,12 +41,12 @@ def strategy(option: str, *overrides: str) -> Any:
 def policy() -> Policy:
     model = make_qwen2(vocab_size=100)
     model.config._name_or_path = model.name_or_path = "base/model"
-    return Policy(model, build_char_tokenizer(64), "padded")
+    return make_policy(model, build_char_tokenizer(64))
 
 
 def with_adapters(rank: int) -> Policy:
     model: Any = make_qwen2(vocab_size=100)
-    return Policy(get_peft_model(model, LoraConfig(r=rank, target_modules=["q_proj"])), build_char_tokenizer(64), "padded")
+    return make_policy(get_peft_model(model, LoraConfig(r=rank, target_modules=["q_proj"])), build_char_tokenizer(64))
 
 
 @pytest.fixture
@@ -288,11 +288,11 @@ def test_shared_weights_are_fenced_before_the_server_goes_on(
     sync = strategy("shared_vllm")
     sync._take(policy, client)
     sync._addresses = {name: p.data_ptr() for name, p in policy.causal_lm.named_parameters()}
-    policy.home = torch.device("cuda", 1)
+    policy.compute_device = torch.device("cuda", 1)
     fenced: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fenced.append((device, [r.path for r in web.requests])))
     sync.deliver(policy, 3)
-    assert fenced == [(policy.home, ["/pause"])]
+    assert fenced == [(policy.compute_device, ["/pause"])]
     assert [request.path for request in web.requests] == ["/pause", "/reset_prefix_cache", "/collective_rpc", "/resume"]
 
 
@@ -341,6 +341,7 @@ def test_adapters_get_new_names_and_old_ones_go(client: VllmClient, web: Scripte
     sync = strategy("lora_hotswap")
     policy = with_adapters(8)
     sync.connect(policy, client)
+    policy.make_masters()
     names: list[str] = []
     for version in range(4):
         sync.push(policy, version=version)

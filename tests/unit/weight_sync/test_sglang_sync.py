@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import compose_config, make_qwen2
+from factories import compose_config, make_policy, make_qwen2
 from fake_sglang import FakeSglang
 from omegaconf import OmegaConf
 from scripted_server import ScriptedServer
@@ -70,7 +70,7 @@ def policy(tmp_path: Path) -> Policy:
     model.save_pretrained(tmp_path / "start")
     tokenizer.save_pretrained(tmp_path / "start")
     model.config._name_or_path = model.name_or_path = str(tmp_path / "start")
-    return Policy(model, tokenizer, "padded")
+    return make_policy(model, tokenizer)
 
 
 def strategy(option: str, *overrides: str) -> Any:
@@ -80,7 +80,7 @@ def strategy(option: str, *overrides: str) -> Any:
 
 def train(policy: Policy) -> None:
     with torch.no_grad():
-        for parameter in policy.masters.parameters.values():
+        for parameter in policy.make_masters().parameters.values():
             parameter.mul_(0.5)
     policy.masters.publish()
 

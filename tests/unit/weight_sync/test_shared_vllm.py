@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import compose_config, make_qwen2
+from factories import compose_config, make_policy, make_qwen2
 from omegaconf import OmegaConf
 from scripted_server import Reply, ScriptedServer
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from offline_grpo.engine.server import Server
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
-from offline_grpo.model.policy import Policy
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain
 
@@ -23,7 +22,7 @@ from offline_grpo.run.config import as_plain
 def test_training_survives_a_recovery_that_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new server has the weights from before training. In fp32 a checkpoint is made of what the policy points at."""
     sync = build(as_plain(OmegaConf.select(compose_config("weight_sync=shared_vllm"), "weight_sync")), key="weight_sync")
-    policy = Policy(make_qwen2(), build_char_tokenizer(64), "padded")
+    policy = make_policy(make_qwen2(), build_char_tokenizer(64))
     untrained = {name: p.detach().clone() for name, p in policy.causal_lm.named_parameters()}
 
     def memory_of_a_server(_: Any) -> dict[str, Tensor]:
@@ -35,7 +34,7 @@ def test_training_survives_a_recovery_that_is_interrupted(tmp_path: Path, monkey
         sync._take(policy, VllmClient(server=server, eos_ids=[], batch_size=1, timeout_s=9, max_retries=0))
         sync.attach(policy)
         with torch.no_grad():
-            for master in policy.masters.parameters.values():
+            for master in policy.make_masters().parameters.values():
                 master.add_(1.0)
         policy.masters.publish()
         old = {name: p.data_ptr() for name, p in policy.causal_lm.named_parameters()}

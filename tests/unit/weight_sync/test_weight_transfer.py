@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import compose_config, make_qwen2
+from factories import compose_config, make_policy, make_qwen2
 from omegaconf import OmegaConf
 from scripted_server import Reply, ScriptedServer
 
@@ -19,7 +19,6 @@ from offline_grpo.engine.server import Server, stamp
 from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.model.policy import Policy
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain
 from offline_grpo.weight_sync import nccl
@@ -69,7 +68,7 @@ def make(**changes: Any) -> Recorder:
 
 
 def test_a_delivery_pauses_around_all_of_it(tmp_path: Path) -> None:
-    policy = Policy(make_qwen2(vocab_size=20_000), None, "padded")  # type: ignore[arg-type]
+    policy = make_policy(make_qwen2(vocab_size=20_000))
     with ScriptedServer(lambda _: Reply({"results": [None]})) as web:
         sync = make()
         server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
@@ -102,7 +101,7 @@ def test_a_delivery_that_fails_leaves_the_server_paused(tmp_path: Path) -> None:
         sync.client = VllmClient(server=server, eos_ids=[], batch_size=1, timeout_s=9, max_retries=0)
         sync.control = VllmControl(server)
         with pytest.raises(EngineError, match="/update_weights: status 500: no memory"):
-            sync.deliver(Policy(make_qwen2(), None, "padded"), 5)  # type: ignore[arg-type]
+            sync.deliver(make_policy(make_qwen2()), 5)
         assert web.requests[-1].path == "/update_weights"
         assert sync.control.is_paused
 
@@ -132,7 +131,7 @@ def test_a_server_that_refuses_nccl_is_heard_at_once(monkeypatch: pytest.MonkeyP
         sync.client = VllmClient(server=server, eos_ids=[], batch_size=1, timeout_s=9, max_retries=0)
         sync.control = VllmControl(server)
         with pytest.raises(EngineError, match="/init_weight_transfer_engine: status 500: no --weight-transfer-config"):
-            sync.attach(Policy(make_qwen2(), None, "padded"))  # type: ignore[arg-type]
+            sync.attach(make_policy(make_qwen2()))
 
 
 def test_a_bucket_holds_something() -> None:
