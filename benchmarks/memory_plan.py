@@ -35,13 +35,15 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_policy
-from offline_grpo.placement.memory_plan import describe, needs_reference_copy, predict
+from offline_grpo.placement.memory_plan import describe, predict
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.assemble import make_updater
 from offline_grpo.run.config import register, typed
+from offline_grpo.run.gpu_memory import memory_request, needs_reference_copy
 from offline_grpo.run.preflight import Plan, make_plan
 from offline_grpo.run.run_dir import RunDir
 from offline_grpo.train.batch import build_batch, with_advantages
+from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
 from offline_grpo.types import Completion, FinishReason, Rollout, Score, TokenBatch
 
@@ -67,7 +69,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "adamw_8bit": ("train/optimizer=adamw_8bit", CHECKPOINTING),
     "adafactor": ("train/optimizer=adafactor", CHECKPOINTING),
     "reference": ("train.kl_coef=0.05", CHECKPOINTING),
-    "padded": ("model.packing=padded",),
+    "padded": ("model.layout=padded",),
     "fp32": ("train.precision=fp32", "train.tokens_per_microbatch=8192"),
 }
 PARTS = ("policy weights", "fp32 masters", "gradients", "optimizer state", "reference weights", "activations")
@@ -144,6 +146,8 @@ def measure(plan: Plan, args: argparse.Namespace, folder: Path, vocab_size: int)
     policy = load_policy(
         plan.config.model,
         str(folder),
+        layout=plan.layout,
+        head=plan.head,
         device=device,
         precision=train.precision,
         train_layer_indices=None,
@@ -151,9 +155,10 @@ def measure(plan: Plan, args: argparse.Namespace, folder: Path, vocab_size: int)
         checkpoint=None,
     )
     weights = gauge.now()
-    _ = policy.masters
+    policy.make_masters()
     masters = gauge.now() - weights
-    updater: Updater = make_updater(plan, policy, str(folder), RunDir(folder / "run"), Ranks(use_cpu=device.type == "cpu"))
+    ranks = Ranks(use_cpu=device.type == "cpu")
+    updater: Updater = make_updater(plan, policy, str(folder), RunDir(folder / "run"), ranks, Replicas(ranks))
     reference = gauge.now() - weights - masters
     static = weights + masters + reference
     at_step: list[int] = []
@@ -172,17 +177,18 @@ def measure(plan: Plan, args: argparse.Namespace, folder: Path, vocab_size: int)
 
 def predict_parts(plan: Plan, args: argparse.Namespace, config: Qwen2Config) -> dict[str, int]:
     """The planner's prediction for the same parts, without the CUDA context."""
-    memory = predict(
+    request = memory_request(
         plan,
         config,
         config if needs_reference_copy(plan) else None,
         longest_prompt=args.prompt_tokens,
         trainers=[0],
-        server_gpus=(),
+        engine_gpus=(),
         total_bytes=[80 * 2**30],
     )
-    print("\n".join(describe(memory)))
-    found = {part.name: part.num_bytes for part in memory.devices[0].trainer}
+    devices = predict(request)
+    print("\n".join(describe(devices)))
+    found = {part.name: part.num_bytes for part in devices[0].trainer}
     parts = {name: found.get(name, 0) for name in PARTS}
     return parts | {"total": sum(parts.values())}
 

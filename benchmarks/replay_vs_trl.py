@@ -35,7 +35,10 @@ from trl_arm import WARMUP_BLOCKS, Interleave, MethodTimes, make_trainer
 
 from offline_grpo.loss.dapo import DAPO
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.policy import Policy
+from offline_grpo.model.scoring import Scoring
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.experience import prepare_batch
@@ -94,7 +97,7 @@ def stored_rollouts(num_batches: int) -> list[list[RolloutGroup]]:
 
 class OurArm:
     def __init__(self, batches: Sequence[list[RolloutGroup]], *, tokens_per_microbatch: int) -> None:
-        policy = Policy(make_model(), build_char_tokenizer(2048), "padded")
+        policy = Policy(Scoring(make_model(), Padded(), TiledHead(tile_width=None)), build_char_tokenizer(2048))
         self._batches = batches
         self._config = TrainConfig(
             iterations=1,
@@ -137,7 +140,7 @@ class OurArm:
                 importance_floor=0.0,
                 scale_rewards="group",
             ),
-            optimizer=AdamW(**ADAMW).create(policy.masters.parameters.values()),
+            optimizer=AdamW(**ADAMW).create(policy.make_masters().parameters.values()),
             scaler=torch.amp.GradScaler("cpu", enabled=False),  # type: ignore[attr-defined]
             config=self._config,
             ranks=ranks,

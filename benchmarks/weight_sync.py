@@ -35,8 +35,11 @@ from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
+from offline_grpo.model.scoring import Scoring
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, register
 from offline_grpo.types import SamplingParams
@@ -134,7 +137,7 @@ def connect(name: str, arguments: argparse.Namespace, model: Path, folder: Path,
     started = time.perf_counter()
     sync.connect(policy, client)
     start_s = time.perf_counter() - started
-    _ = policy.masters
+    policy.make_masters()
     arm = Arm(name, sync, policy, client, start_s, allocated_mib() - before)
     sync.push(policy, version=0)
     return arm
@@ -242,12 +245,12 @@ def save_model(folder: Path, shape: str, dtype: str) -> Path:
 
 
 def load(folder: Path, arguments: argparse.Namespace, *, shared: bool, lora: bool) -> Policy:
-    home = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=getattr(torch, arguments.dtype))
-    model = model.to("cpu" if shared else home)
+    model = model.to("cpu" if shared else device)
     if lora:
         model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
-    return Policy(model, load_tokenizer(str(folder)), "padded", home=home)
+    return Policy(Scoring(model, Padded(), TiledHead(tile_width=None)), load_tokenizer(str(folder)), compute_device=device)
 
 
 def allocated_mib() -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from factories import generate, make_rollout
+from factories import generate, make_policy, make_rollout
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -165,7 +165,7 @@ def load(folder: Path, where: Where, *, shared: bool = False, lora: bool = False
     if lora:
         torch.manual_seed(1)
         model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=16, target_modules="all-linear"))
-    return Policy(model, load_tokenizer(str(folder)), "padded", home=where.device)
+    return make_policy(model, load_tokenizer(str(folder)), compute_device=where.device)
 
 
 @torch.no_grad()

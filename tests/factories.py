@@ -15,7 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Co
 from offline_grpo.generation.sample import complete_in_order
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.loss.grpo import GRPO
+from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.policy import Policy
+from offline_grpo.model.scoring import Scoring
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, register
@@ -75,6 +78,16 @@ def make_llama() -> PreTrainedModel:
     return LlamaForCausalLM(config).eval()
 
 
+def make_scoring(model, layout=None, *, without_adapter: bool = False) -> Scoring:
+    """Padded rows and the tiled head around a model."""
+    return Scoring(model, layout or Padded(), TiledHead(tile_width=None), without_adapter=without_adapter)
+
+
+def make_policy(model, tokenizer=None, *, compute_device: torch.device | None = None) -> Policy:
+    """A policy without masters, and without a tokenizer where there is no text."""
+    return Policy(make_scoring(model), tokenizer, compute_device=compute_device)
+
+
 SETTINGS = {
     "iterations": 1,
     "updates_per_iteration": 1,
@@ -115,14 +128,14 @@ LOSS = {
 
 
 def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, **settings) -> Updater:
-    policy = Policy(make_qwen2().to(dtype), None, "padded")  # type: ignore[arg-type]  # no text here
+    policy = make_policy(make_qwen2().to(dtype))
     config = TrainConfig(**{**SETTINGS, **settings})
     ranks = Ranks(use_cpu=True)
     return Updater(
         policy=policy,
         reference=None,
         loss=loss(**LOSS),
-        optimizer=AdamW(lr=config.lr, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8).create(policy.masters.parameters.values()),
+        optimizer=AdamW(lr=config.lr, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8).create(policy.make_masters().parameters.values()),
         scaler=torch.amp.GradScaler("cpu", enabled=config.precision == "fp16"),
         config=config,
         ranks=ranks,

@@ -18,7 +18,8 @@ from torch import nn
 from offline_grpo.errors import GrpoError
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.model import policy as policy_module
+from offline_grpo.model import lm_head
+from offline_grpo.model.scoring import Scoring
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import app, assemble
 
@@ -107,6 +108,7 @@ def watch(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     after(OnPolicy, "next", note_groups)
     after(PassAtKEvaluator, "sample", note_answers)
     count(TransformersClient, "_sample", "decode")
-    count(policy_module, "hidden_states", "forward")
+    count(Scoring, "forward", "forward")
+    count(lm_head, "_matmul_into", "product")
     count(nn.functional, "scaled_dot_product_attention", "sdpa")
     patch.setattr(app, "save_report", lambda _: None)  # drawing takes longer than the rest

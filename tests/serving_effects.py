@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import compose_config, generate, make_qwen2
+from factories import compose_config, generate, make_qwen2, make_scoring
 from inside_vllm import make_worker
 from peft import LoraConfig, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
@@ -46,7 +46,7 @@ def make_policy(*, with_adapters: bool = False, vocab_size: int = 100) -> Policy
     if with_adapters:
         torch.manual_seed(0)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
-    return Policy(model, build_char_tokenizer(64), "padded")
+    return Policy(make_scoring(model), build_char_tokenizer(64))
 
 
 # Engines
@@ -163,6 +163,7 @@ def sync_effect(sync: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder, _server_of_the_policy(sync, seen, sent, Path(folder)) as (policy, client):
         try:
             sync.connect(policy, client)
+            policy.make_masters()
             for version in range(1, 4):
                 seen.append(sync.push(policy, version=version, force=False).version)
         except GrpoError as error:

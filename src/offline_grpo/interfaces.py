@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NoReturn, Protocol, runtime_checkable
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from offline_grpo.types import (
     BatchTotals,
@@ -146,6 +147,83 @@ class Loss(Protocol):
 
     def __call__(self, policy: TokenStats, batch: TokenBatch, totals: BatchTotals) -> LossOutput:
         """This microbatch's share of the loss (see `LossOutput`). Mutates nothing."""
+        ...
+
+
+@runtime_checkable
+class Layout(Protocol):
+    """How the sequences of a flat batch are arranged for one forward pass of the decoder."""
+
+    @property
+    def pads(self) -> bool:
+        """Whether a sequence takes as many positions as the longest of its microbatch, which `train.tokens_per_microbatch` then counts."""
+        ...
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ConfigError if this layout does not run on `device` with weights of `dtype`. Called before weights are loaded."""
+        ...
+
+    def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
+        """The decoder's last hidden states [T, H]. Every token attends to itself and to those before it in its own sequence.
+
+        Args:
+            decoder: the transformers model below the language-model head.
+        """
+        ...
+
+    def attention(self, decoder: nn.Module) -> AbstractContextManager[None]:
+        """Inside, the decoder attends as in `hidden_states`: with gradient checkpointing the backward pass runs it again."""
+        ...
+
+    def for_memory_plan(self) -> Layout:
+        """The layout that the memory plan runs on the meta device, whose tensors have no values: this one, or one that needs no less."""
+        ...
+
+
+@runtime_checkable
+class LossHead(Protocol):
+    """From hidden states and output embeddings to logprobs and entropies, differentiable."""
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor, *, entropy_requires_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs of `targets` and entropies of softmax((hidden @ weight.T + bias) / temperature), both [N], in nats.
+
+        Args:
+            hidden: [N, H], the decoder's output at the position before each target.
+            weight: [V, H].
+            bias: [V] or None.
+            targets: [N] int64 in [0, V).
+            temperature: [N], positive.
+            entropy_requires_grad: if False the entropy is a metric, without gradient.
+
+        Returns:
+            logprobs [N] and entropy [N] in float32 (float64 for float64 `hidden`), differentiable in `hidden`, `weight` and `bias`.
+        """
+        ...
+
+    def scratch_bytes(self, *, num_tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> int:
+        """The most memory that forward and backward hold at once beyond arguments, results and gradients, in bytes.
+
+        `num_tokens` is N; `dtype` and `device` are those of `hidden` and `weight`. The memory plan asks for GPUs on any machine.
+        """
+        ...
+
+
+@runtime_checkable
+class OptimizerFactory(Protocol):
+    """An optimizer's settings, and what it will hold."""
+
+    def create(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """An optimizer over `parameters`, which are fp32."""
+        ...
+
+    def state_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
+        """The GPU memory of its state for parameters of these shapes."""
+        ...
+
+    def step_scratch_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
+        """The GPU memory that a step allocates and frees again."""
         ...
 
 

@@ -33,13 +33,12 @@ class ModelConfig:
     ref_id: str | None
     device: str
     attn_implementation: str
-    packing: str
+    layout: Any
+    head: Any
     tiny: Any
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
-        packings = ("auto", "padded", "tree", "varlen")
-        require(self.packing in packings, "model.packing", self.packing, f"must be one of {', '.join(packings)}")
         require(self.train_id is not None or self.tiny is not None, "model.train_id", None, "name a Hugging Face id or a local folder")
 
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from offline_grpo.run import config
 from offline_grpo.run.build import check_settings, resolve
-from offline_grpo.run.preflight import CLIENT_RUNTIME
+from offline_grpo.run.engine_spec import CLIENT_RUNTIME
 from offline_grpo.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]

@@ -95,6 +95,7 @@ def connect(where: Where, model_folder: Path, request: pytest.FixtureRequest) ->
         deployment = deploy(sync, client, *(make_client(found(other)) for other in others))
         opened.append(deployment)
         deployment.connect(policy)
+        policy.make_masters()
         return deployment, policy, client
 
     yield connect

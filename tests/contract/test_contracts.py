@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engines import Where, found
-from factories import CONF, Foreign, compose_config, generate, make_batch, make_qwen2
+from factories import CONF, Foreign, compose_config, generate, make_batch, make_policy, make_qwen2
 from fake_sglang import FakeSglang
 from omegaconf import OmegaConf
 from scripted_server import ScriptedServer
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError, GrpoError
-from offline_grpo.interfaces import Loss, RolloutClient, RunListener, Task, WeightSync
+from offline_grpo.interfaces import Loss, RolloutClient, RunListener, Task
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.run.build import build
@@ -335,7 +335,7 @@ def test_client_is_greedy_at_temperature_0(client: RolloutClient) -> None:
 
 @pytest.fixture
 def policy(model: PreTrainedModel) -> Policy:
-    return Policy(model, build_char_tokenizer(64), "padded")
+    return make_policy(model, build_char_tokenizer(64))
 
 
 def client_in_this_process(policy: Policy) -> RolloutClient:
@@ -349,7 +349,7 @@ def test_sync_refuses_a_foreign_client(option: str, policy: Policy) -> None:
     with pytest.raises(GrpoError, match=f"weight_sync={option}"):
         sync.connect(policy, Foreign())
     with pytest.raises(GrpoError, match=f"weight_sync={option}"):
-        sync.connect(policy, client_in_this_process(Policy(make_qwen2(vocab_size=100), policy.tokenizer, "padded")))
+        sync.connect(policy, client_in_this_process(make_policy(make_qwen2(vocab_size=100), policy.tokenizer)))
     sync.close()
 
 
@@ -365,7 +365,7 @@ def test_sync_delivers_weights_and_version(option: str, policy: Policy) -> None:
     greedy = SamplingParams(max_new_tokens=1, temperature=0)
     [[before]] = generate(client, PROMPTS[:1], greedy, group_size=1, seeds=[0])
     with torch.no_grad():
-        for parameter in policy.masters.parameters.values():
+        for parameter in policy.make_masters().parameters.values():
             parameter.mul_(0.5)
     policy.masters.publish()
     for _ in range(2):  # idempotent

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offline_grpo.model.logprobs import head_stats
+from offline_grpo.model.lm_head import TiledHead
 
 TEMPERATURE = 0.7
 
@@ -33,7 +33,7 @@ def test_logits_functions(inputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> None
     hidden, weight, bias, targets = inputs
     hidden, weight, bias = (leaf.detach().double().requires_grad_() for leaf in (hidden, weight, bias))
     temperature = torch.full((len(hidden),), TEMPERATURE, dtype=torch.float64)
-    actual = head_stats(hidden, weight, bias, targets, temperature, entropy_requires_grad=True, chunk_vocab=64)
+    actual = TiledHead(tile_width=64)(hidden, weight, bias, targets, temperature, entropy_requires_grad=True)
     logits = (hidden @ weight.T + bias) / TEMPERATURE  # [N, V]
     expected = selective_log_softmax(logits, targets), entropy_from_logits(logits)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
@@ -46,7 +46,7 @@ def test_fused_head(inputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
 
     hidden, weight, bias, targets = inputs
     temperature = torch.full((len(hidden),), TEMPERATURE)
-    actual = head_stats(hidden, weight, bias, targets, temperature, entropy_requires_grad=True, chunk_vocab=64)
+    actual = TiledHead(tile_width=64)(hidden, weight, bias, targets, temperature, entropy_requires_grad=True)
     expected = ChunkedLogProbFunction.apply(hidden, weight, bias, targets, TEMPERATURE, 128, None, 1.0, ("entropy",))[:2]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     leaves = [hidden, weight, bias]

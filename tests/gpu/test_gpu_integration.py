@@ -26,6 +26,7 @@ from offline_grpo.run.config import typed
 from offline_grpo.run.preflight import Plan, make_plan
 from offline_grpo.run.run_dir import RunDir
 from offline_grpo.train.experience import prepare_batch
+from offline_grpo.train.sharding import Replicas
 from offline_grpo.types import RolloutGroup, Score
 
 pytestmark = pytest.mark.gpu
@@ -84,7 +85,7 @@ def judged(group: RolloutGroup) -> RolloutGroup:
 
 def test_a_training_epoch(bench: Bench, groups: list[RolloutGroup]) -> None:
     before = {name: p.detach().clone() for name, p in bench.policy.model.named_parameters()}
-    updater = make_updater(bench.plan, bench.policy, str(bench.folder / "model"), RunDir(bench.folder), bench.ranks)
+    updater = make_updater(bench.plan, bench.policy, str(bench.folder / "model"), RunDir(bench.folder), bench.ranks, Replicas(bench.ranks))
     batch, _ = prepare_batch([judged(group) for group in groups], updater, bench.plan.config.train)
     assert batch is not None
     metrics = updater.run(batch, iteration=0)

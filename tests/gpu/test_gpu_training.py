@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from factories import compose_config, make_qwen2
+from factories import compose_config, make_qwen2, make_scoring
 
-from offline_grpo.model.policy import Scorer
+from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.layouts.varlen import Varlen
 from offline_grpo.run import app
 
 pytestmark = pytest.mark.gpu
@@ -14,10 +15,10 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 
-def gradients(model, packing, batch):
+def gradients(model, layout, batch):
     model.zero_grad()
     model.train()
-    stats = Scorer(model, packing).score(batch, entropy_requires_grad=True)
+    stats = make_scoring(model, layout)(batch, entropy_requires_grad=True)
     (stats.logprobs.sum() + stats.entropy.sum()).backward()
     return stats, {name: p.grad.float().clone() for name, p in model.named_parameters()}
 
@@ -25,8 +26,8 @@ def gradients(model, packing, batch):
 def test_packed_attention_scores_as_padded_rows_do(token_batch):
     model = make_qwen2(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.05).to(CUDA, torch.bfloat16)
     batch = token_batch.to(CUDA)
-    packed, packed_gradients = gradients(model, "varlen", batch)
-    padded, padded_gradients = gradients(model, "padded", batch)
+    packed, packed_gradients = gradients(model, Varlen(), batch)
+    padded, padded_gradients = gradients(model, Padded(), batch)
     assert torch.allclose(packed.logprobs, padded.logprobs, atol=0.03)
     assert torch.allclose(packed.entropy, padded.entropy, atol=0.03)
     for name, gradient in padded_gradients.items():
@@ -36,17 +37,17 @@ def test_packed_attention_scores_as_padded_rows_do(token_batch):
 
 def test_packed_sequences_do_not_see_each_other(token_batch):
     model = make_qwen2(hidden_size=128, initializer_range=0.05).to(CUDA, torch.bfloat16)
-    whole = Scorer(model, "varlen").logprobs(token_batch.to(CUDA))
+    whole = make_scoring(model, Varlen()).logprobs(token_batch.to(CUDA))
     starts = [0, *torch.tensor(token_batch.sequence_lengths).cumsum(0).tolist()]
     for sequence in range(token_batch.num_sequences):
-        alone = Scorer(model, "varlen").logprobs(token_batch.select([sequence]).to(CUDA))
+        alone = make_scoring(model, Varlen()).logprobs(token_batch.select([sequence]).to(CUDA))
         assert torch.allclose(whole[starts[sequence] : starts[sequence + 1]], alone, atol=0.03)
 
 
 def test_fp32_scores_equal_the_cpus(token_batch):
     model = make_qwen2()
-    cpu = Scorer(model, "padded").logprobs(token_batch)
-    gpu = Scorer(model.to(CUDA), "padded").logprobs(token_batch.to(CUDA))
+    cpu = make_scoring(model).logprobs(token_batch)
+    gpu = make_scoring(model.to(CUDA)).logprobs(token_batch.to(CUDA))
     assert torch.allclose(cpu, gpu.cpu(), atol=1e-3)
 
 

@@ -33,9 +33,10 @@ from transformers import Qwen2Config
 from offline_grpo.errors import ConfigError
 from offline_grpo.logger import console
 from offline_grpo.placement import devices as placement
-from offline_grpo.placement.devices import check_memory, server_gpus
+from offline_grpo.placement.devices import server_gpus
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
+from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.preflight import make_plan
 from offline_grpo.train.advantage import group_advantages
 from offline_grpo.types import BatchTotals, Split, TokenStats
@@ -123,7 +124,8 @@ RUNS: dict[str, Acts] = {
     "model.ref_id": Acts("model.ref_id=@model", metric("kl_divergence"), keeps=samples),
     "model.device": Acts("model.device=cuda:99", error),
     "model.attn_implementation": Acts("model.attn_implementation=eager", calls("sdpa"), to=0),
-    "model.packing": Acts("model.packing=varlen", error),
+    "model.layout": Acts("model.layout=varlen", error),
+    "model.head.tile_width": Acts("model.head.tile_width=1", calls("product")),
     "model.lora": Acts("model/lora=default", lambda run: "checkpoints/iter_001/adapter_config.json" in run.files, to=True),
     "model.tiny": Acts("model.tiny=null", error, to="model.train_id=None: name a Hugging Face id or a local folder"),
     "model.tiny.hidden_size": Acts("model.tiny.hidden_size=16", weights, base=QUICK),

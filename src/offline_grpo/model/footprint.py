@@ -1,30 +1,31 @@
 """The memory that training a model needs on a GPU, found out without one and without the weights.
 
 The model is built on the meta device, whose tensors have a shape, a format and no memory. One or two microbatches run through it, forward
-and backward, by the code that trains, and a dispatch mode adds up what is alive after every operation. So any architecture, tied
-embeddings, adapters and gradient checkpointing are counted as they are, and nothing has to be known about them here.
+and backward, by the code that trains, and `LiveBytes` adds up what is alive after every operation. So any architecture, tied embeddings,
+adapters and gradient checkpointing are counted as they are, and nothing has to be known about them here.
+
+The loss head is the exception: a kernel may not run on the meta device. A stand-in has its results and gradients, and holds as much
+memory as its `scratch_bytes` says.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
 
-from offline_grpo.model.adapters import LanguageModel
-from offline_grpo.model.forward import hidden_states
-from offline_grpo.model.load import DTYPES, prepare
-from offline_grpo.model.logprobs import head_stats
+from offline_grpo.interfaces import Layout, LossHead
+from offline_grpo.model.adapters import LanguageModel, unwrapped
+from offline_grpo.model.dtypes import torch_dtype
+from offline_grpo.model.live_bytes import LiveBytes
+from offline_grpo.model.load import prepare
 from offline_grpo.model.masters import MasterWeights
-from offline_grpo.model.policy import Scorer
+from offline_grpo.model.scoring import output_embeddings
 from offline_grpo.settings import ModelConfig
 from offline_grpo.types import TokenBatch
 
@@ -53,51 +54,13 @@ class Footprint:
     trained_shapes: tuple[torch.Size, ...]
 
 
-def allocated_bytes(num_bytes: int) -> int:
-    """What torch's CUDA allocator gives to a tensor of so many bytes: the next multiple of 512."""
-    return -(-num_bytes // 512) * 512
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the memory of the tensors that operations inside make, until they are freed: `now`, and its maximum `peak`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def add(self, tensors: Iterable[Tensor]) -> int:
-        """Count tensors made outside, each piece of memory once. Returns `now`."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in self._known:
-                num_bytes = allocated_bytes(storage.nbytes())
-                self._known.add(key)
-                self.now += num_bytes
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._freed, key, num_bytes).atexit = False
-        return self.now
-
-    def _freed(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.now -= num_bytes
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return 1  # transformers asks whether positions are consecutive; meta tensors cannot say
-        result = func(*args, **(kwargs or {}))
-        self.add(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        return result
-
-
 def build_on_meta(
     model_config: PretrainedConfig, config: ModelConfig, *, precision: str, train_layer_indices: str | None, gradient_checkpointing: bool
 ) -> LanguageModel:
     """The model as `load_policy` would return it, with adapters, frozen blocks and checkpointing, but without weights. Raises likewise."""
     attention = "eager" if config.attn_implementation == "eager" else "sdpa"  # the others keep what CUDA's sdpa keeps
     with META:
-        model = AutoModelForCausalLM.from_config(model_config, dtype=DTYPES[precision], attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(model_config, dtype=torch_dtype(precision), attn_implementation=attention)
         return prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing)
 
 
@@ -108,17 +71,14 @@ def weights_bytes(model_config: PretrainedConfig, dtype: torch.dtype) -> int:
     return LiveBytes().add([*model.parameters(), *model.buffers()])
 
 
-def measure(
-    model: LanguageModel, microbatch: Microbatch, *, packing: str, separate_masters: bool, entropy_requires_grad: bool
-) -> Footprint:
+def measure(model: LanguageModel, microbatch: Microbatch, *, layout: Layout, head: LossHead, separate_masters: bool) -> Footprint:
     """Run `microbatch` through a model of `build_on_meta`, twice unless it is a whole update: the second time gradients exist already.
 
     Args:
-        packing: "padded" or "varlen"; "tree" counts as padded, which needs no less.
         separate_masters: fp32 weights have masters too (see `MasterWeights`).
     """
-    scorer = Scorer(model, "varlen" if packing == "varlen" else "padded")
-    config: Any = scorer.causal_lm.get_decoder().config
+    layout = layout.for_memory_plan()
+    config: Any = unwrapped(model).get_decoder().config
     if config._attn_implementation == "sdpa":
         config._attn_implementation = CUDA_SDPA
     model.train()
@@ -128,7 +88,7 @@ def measure(
         masters = MasterWeights(model.named_parameters(), separate=separate_masters)
         static_bytes = live.now
         for _ in range(1 if microbatch.is_whole_update else 2):
-            _forward_backward(scorer, microbatch, entropy_requires_grad)
+            _forward_backward(model, microbatch, layout, head)
         gradients_bytes = live.now - static_bytes
     return Footprint(
         weights_bytes=weights_bytes,
@@ -139,22 +99,37 @@ def measure(
     )
 
 
-def _forward_backward(scorer: Scorer, microbatch: Microbatch, entropy_requires_grad: bool) -> None:
+def _forward_backward(model: LanguageModel, microbatch: Microbatch, layout: Layout, head: LossHead) -> None:
     """What `Updater` does with a microbatch, up to the loss, whose vectors [T] are small."""
-    hidden = hidden_states(scorer.causal_lm.get_decoder(), _batch(microbatch), scorer.packing)  # [T, H]
-    head: Any = scorer.causal_lm.get_output_embeddings()
-    targets = torch.empty(microbatch.num_sequences * microbatch.num_completion_tokens, dtype=torch.int64, device=META)  # [N]
-    stats = head_stats(
-        hidden[targets],
-        head.weight,
-        head.bias,
-        targets,
-        torch.empty(len(targets), device=META),
-        entropy_requires_grad=entropy_requires_grad,
+    decoder, output = unwrapped(model).get_decoder(), output_embeddings(unwrapped(model))
+    hidden = layout.hidden_states(decoder, _batch(microbatch))  # [T, H]
+    at = torch.empty(microbatch.num_sequences * microbatch.num_completion_tokens, dtype=torch.int64, device=META)  # [N]
+    vocab_size, hidden_size = output.weight.shape
+    scratch_bytes = head.scratch_bytes(
+        num_tokens=len(at), hidden_size=hidden_size, vocab_size=vocab_size, dtype=hidden.dtype, device=torch.device("cuda")
     )
+    logprobs = _HeadStandIn.apply(hidden[at], output.weight, output.bias, scratch_bytes)  # [N]
     del hidden
-    with scorer.attention():
-        torch.stack([value.sum() for value in stats if value.requires_grad]).sum().backward()
+    with layout.attention(decoder):
+        logprobs.sum().backward()
+
+
+class _HeadStandIn(torch.autograd.Function):
+    """Allocates what a loss head does: its scratch memory, one of its results, and the gradients of what is trained."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, scratch_bytes: int) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.scratch_bytes = scratch_bytes
+        _ = torch.empty(scratch_bytes, dtype=torch.uint8, device=META)
+        return torch.empty(len(hidden), device=META)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _ = torch.empty(ctx.scratch_bytes, dtype=torch.uint8, device=META)
+        inputs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        return (*(torch.empty_like(tensor) if is_needed else None for tensor, is_needed in inputs), None)
 
 
 def _batch(microbatch: Microbatch) -> TokenBatch:

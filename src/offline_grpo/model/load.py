@@ -9,13 +9,16 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, with_lora
-from offline_grpo.model.forward import choose_packing
+from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.layers import parse_layer_indices, train_only_blocks
-from offline_grpo.model.policy import Policy, Scorer
+from offline_grpo.model.layouts import choose_layout
+from offline_grpo.model.policy import Policy
+from offline_grpo.model.scoring import Scoring, eval_mode, output_embeddings
 from offline_grpo.settings import ModelConfig
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HEAD_TOLERANCE_NATS = 0.05
 
 
 def resolve_device(device: str, local_rank: int = 0) -> torch.device:
@@ -55,6 +58,11 @@ def read_model_config(model_id: str, key: str) -> PretrainedConfig:
         ) from error
 
 
+def context_length(config: PretrainedConfig) -> int | None:
+    """The most tokens that prompt and completion may have together; None where the model sets no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def load_tokenizer(model_id: str) -> PreTrainedTokenizerBase:
     """The tokenizer saved beside the model, with a padding token (EOS where it has none: padding is never trained on)."""
     try:
@@ -70,6 +78,8 @@ def load_policy(
     config: ModelConfig,
     model_id: str,
     *,
+    layout: Layout | None,
+    head: LossHead,
     device: torch.device,
     precision: str,
     train_layer_indices: str | None,
@@ -80,18 +90,20 @@ def load_policy(
     """The policy, from `checkpoint` (a folder that the checkpointer wrote) or else from `model_id`.
 
     Args:
-        shares_weights: load it on the CPU, because its weights will be memory on `device` that is there already.
+        layout: see `choose_layout`.
+        shares_weights: load it on the CPU; its weights will be memory on `device` that the engine has allocated.
 
     Raises:
-        ConfigError: layer indices or target modules that the model does not have, or a head that we cannot score.
+        ConfigError: the layout does not run on `device`, the model has no such layers or target modules, or it changes its logits.
     """
-    packing = choose_packing(config.packing, device, DTYPES[precision])
+    dtype = torch_dtype(precision)
+    layout = choose_layout(layout, device, dtype)
     adapter = checkpoint if checkpoint is not None and config.lora is not None else None
     weights = str(checkpoint) if checkpoint is not None and config.lora is None else model_id
-    model = _load_causal_lm(weights, config, torch.device("cpu") if shares_weights else device, DTYPES[precision])
+    model = _load_causal_lm(weights, config, torch.device("cpu") if shares_weights else device, dtype)
     model = prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing, adapter=adapter)
-    policy = Policy(model, load_tokenizer(model_id), packing, home=device)
-    policy.check_head()
+    policy = Policy(Scoring(model, layout, head), load_tokenizer(model_id), compute_device=device)
+    check_logits(policy.causal_lm)
     return policy
 
 
@@ -122,13 +134,36 @@ def prepare(
     return trained
 
 
-def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, precision: str) -> Scorer:
+def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, precision: str) -> Scoring:
     """The frozen reference: the policy's own base model under LoRA, else a second copy in the same precision."""
     reference_id = config.ref_id or model_id
-    if config.lora is not None and reference_id == model_id:
-        return policy.as_reference()
-    model = _load_causal_lm(reference_id, config, policy.device, DTYPES[precision])
-    return Scorer(model.eval().requires_grad_(False), policy.packing)
+    is_own_base = config.lora is not None and reference_id == model_id
+    if is_own_base:
+        model = policy.model
+    else:
+        model = _load_causal_lm(reference_id, config, policy.device, torch_dtype(precision)).eval().requires_grad_(False)
+    return Scoring(model, policy.scoring.layout, policy.scoring.head, without_adapter=is_own_base)
+
+
+@torch.no_grad()
+def check_logits(model: PreTrainedModel) -> None:
+    """Refuse models that do more to their logits than multiply hidden states by the output embeddings (soft-capping, scaling).
+
+    Raises:
+        ConfigError: the logits of the model and of its head differ.
+    """
+    ids = torch.arange(8, device=model.device)[None]  # [1, 8]
+    with eval_mode(model):
+        expected = model(input_ids=ids, use_cache=False).logits.float()
+        output = output_embeddings(model)
+        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        ours = nn.functional.linear(hidden, output.weight, output.bias).float()
+    worst = (expected.log_softmax(-1) - ours.log_softmax(-1)).abs().max().item()
+    if worst > HEAD_TOLERANCE_NATS:
+        raise ConfigError(
+            f"model.train_id={model.name_or_path}: {type(model).__name__} changes its logits after the head "
+            f"(by up to {worst:.3g} nats), which the loss head does not do; choose a model without logit soft-capping or scaling"
+        )
 
 
 def _load_causal_lm(model_id: str, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

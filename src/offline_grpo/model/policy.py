@@ -1,124 +1,52 @@
-"""The model being trained: a transformers module, the fp32 masters behind it, and its view of a batch of tokens."""
+"""The model being trained: its scoring, its tokenizer, and the fp32 masters that the optimizer steps on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from offline_grpo.errors import ConfigError
-from offline_grpo.model.adapters import LanguageModel, has_adapters, unwrapped
-from offline_grpo.model.forward import hidden_states, packed_attention
-from offline_grpo.model.logprobs import head_stats
+from offline_grpo.model.adapters import LanguageModel, has_adapters
 from offline_grpo.model.masters import MasterWeights
+from offline_grpo.model.scoring import Scoring
 from offline_grpo.model.text import decode, encode
-from offline_grpo.types import Message, TokenBatch, TokenStats
-
-HEAD_TOLERANCE_NATS = 0.05
+from offline_grpo.types import Message, TokenBatch
 
 
-class Scorer:
-    """A causal language model that scores flat batches. The frozen reference is one; the policy is one with masters.
+class Policy:
+    """The trained model. Its life: loaded, connected to the engine (see `WeightSync.connect`), given masters, trained.
 
     Args:
-        model: a transformers model with a language-model head, or a peft model around one.
-        packing: "padded", "tree" or "varlen" (see forward.py).
-        without_adapter: score with LoRA adapters switched off, so that an adapted policy serves as its own reference.
+        compute_device: where it computes; None is the device that it is on. They differ only until `become_shared`.
     """
 
-    def __init__(self, model: LanguageModel, packing: str, *, without_adapter: bool = False) -> None:
-        self.model = model
-        self.packing = packing
-        self._without_adapter = without_adapter
+    def __init__(self, scoring: Scoring, tokenizer: PreTrainedTokenizerBase, *, compute_device: torch.device | None = None) -> None:
+        self.scoring = scoring
+        self.tokenizer = tokenizer
+        self.compute_device = compute_device or scoring.device
+        self._masters: MasterWeights | None = None
+        self._before_publish: Callable[[], None] | None = None
+
+    @property
+    def model(self) -> LanguageModel:
+        """The module that is trained, peft's wrapper included."""
+        return self.scoring.model
 
     @property
     def causal_lm(self) -> PreTrainedModel:
         """The transformers model, free of peft's wrapper; LoRA layers sit inside it."""
-        return unwrapped(self.model)
-
-    @property
-    def _head(self) -> nn.Linear:
-        head = self.causal_lm.get_output_embeddings()
-        assert isinstance(head, nn.Linear), f"{type(self.causal_lm).__name__} has no linear language-model head"
-        return head
+        return self.scoring.causal_lm
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self.scoring.device
 
     @property
     def dtype(self) -> torch.dtype:
         return self.causal_lm.dtype
-
-    def attention(self) -> AbstractContextManager[None]:
-        """The attention that `score` uses; a backward pass through checkpointed activations must run inside."""
-        return packed_attention(self.causal_lm.get_decoder()) if self.packing == "varlen" else nullcontext()
-
-    def score(self, batch: TokenBatch, *, entropy_requires_grad: bool = False) -> TokenStats:
-        """Logprobs and entropy [T] of the batch's completion tokens, under the batch's temperature."""
-        hidden = hidden_states(self.causal_lm.get_decoder(), batch, self.packing)  # [T, H]
-        head = self._head
-        at = batch.completion_mask.nonzero().squeeze(-1)  # [N]
-        logprobs, entropy = head_stats(
-            hidden[at - 1],  # the only shift by one: a token is predicted at the position before it
-            head.weight,
-            head.bias,
-            batch.token_ids[at],
-            batch.temperature[at],
-            entropy_requires_grad=entropy_requires_grad,
-        )
-        zeros = logprobs.new_zeros(len(batch.token_ids))  # [T]
-        return TokenStats(logprobs=zeros.index_copy(0, at, logprobs), entropy=zeros.index_copy(0, at, entropy))
-
-    @torch.no_grad()
-    def logprobs(self, batch: TokenBatch) -> Tensor:
-        """Logprobs [T] without gradient, dropout off."""
-        adapter: AbstractContextManager[Any] = nullcontext()
-        if self._without_adapter:
-            assert has_adapters(self.model)
-            adapter = self.model.disable_adapter()
-        with eval_mode(self.model), adapter:
-            return self.score(batch).logprobs
-
-    @torch.no_grad()
-    def check_head(self) -> None:
-        """Refuse models that do more to the logits than multiply hidden states by the output embeddings (soft-capping, scaling).
-
-        Raises:
-            ConfigError: the logits of the model and ours differ.
-        """
-        ids = torch.arange(8, device=self.device)[None]  # [1, 8]
-        with eval_mode(self.model):
-            expected = self.causal_lm(input_ids=ids, use_cache=False).logits.float()
-            head = self._head
-            hidden = self.causal_lm.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-            ours = nn.functional.linear(hidden, head.weight, head.bias).float()
-        worst = (expected.log_softmax(-1) - ours.log_softmax(-1)).abs().max().item()
-        if worst > HEAD_TOLERANCE_NATS:
-            raise ConfigError(
-                f"model.train_id={self.causal_lm.name_or_path}: {type(self.causal_lm).__name__} changes its logits after the head "
-                f"(by up to {worst:.3g} nats), which the fused loss head does not do; choose a model without logit soft-capping or scaling"
-            )
-
-
-class Policy(Scorer):
-    """The trained model with its tokenizer and fp32 masters.
-
-    Args:
-        home: where it computes; other than the model's device only until `become_shared`.
-    """
-
-    def __init__(self, model: LanguageModel, tokenizer: PreTrainedTokenizerBase, packing: str, *, home: torch.device | None = None) -> None:
-        super().__init__(model, packing)
-        self.tokenizer = tokenizer
-        self.home = home or self.device
-        self._before_publish: Callable[[], None] | None = None
 
     @property
     def lora_rank(self) -> int | None:
@@ -127,23 +55,35 @@ class Policy(Scorer):
             return None
         return max(config.r for config in self.model.peft_config.values() if hasattr(config, "r"))  # type: ignore[union-attr]
 
-    @cached_property
-    def masters(self) -> MasterWeights:
-        """Made when first asked for, from the memory that the weights are in by then."""
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """Logprobs [T] without gradient, dropout off."""
+        return self.scoring.logprobs(batch)
+
+    def make_masters(self) -> MasterWeights:
+        """Make the masters from the memory that the weights are in now. Called once, after every `WeightSync.connect`."""
+        assert self._masters is None, "the masters were made before"
         is_shared = self._before_publish is not None
-        return MasterWeights(self.model.named_parameters(), separate=is_shared, before_publish=self._before_publish)
+        self._masters = MasterWeights(self.model.named_parameters(), separate=is_shared, before_publish=self._before_publish)
+        return self._masters
+
+    @property
+    def masters(self) -> MasterWeights:
+        """What the optimizer steps on; only after `make_masters`."""
+        if self._masters is None:
+            raise RuntimeError("the policy has no masters yet: call policy.make_masters() once its weight sync is connected")
+        return self._masters
 
     def become_shared(self, *, before_publish: Callable[[], None]) -> None:
-        """The parameters have moved to memory of `home` that others read too; let the rest of the model follow them.
+        """Note that the parameters now lie in memory on `compute_device` that others read too, and move the model's buffers there.
 
         Args:
             before_publish: called before that memory is written to.
         """
-        assert "masters" not in self.__dict__, "masters would be left behind in the old memory"
+        assert self._masters is None, "masters would be left behind in the old memory"
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = buffer.to(self.home)
+                    module._buffers[name] = buffer.to(self.compute_device)
         self._before_publish = before_publish
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -157,25 +97,10 @@ class Policy(Scorer):
         else:
             self.model.save_pretrained(str(folder))
 
-    def as_reference(self) -> Scorer:
-        """The base model under the adapters: a reference that costs no memory. Only for peft models."""
-        return Scorer(self.model, self.packing, without_adapter=True)
-
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Prompt token ids of a conversation, see `encode`."""
+        """Prompt token ids of a conversation, see `text.encode`."""
         return encode(self.tokenizer, messages)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens: what a task may see."""
         return decode(self.tokenizer, token_ids)
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout off inside, the previous mode back afterwards."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

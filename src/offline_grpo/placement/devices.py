@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.load import read_model_config, resolve_device
-from offline_grpo.placement.memory_plan import check, describe, needs_reference_copy, predict
-
-if TYPE_CHECKING:
-    from offline_grpo.run.preflight import Plan
-
-log = logging.getLogger(__name__)
+from offline_grpo.model.load import resolve_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,35 +46,6 @@ def check_devices(devices: Devices) -> None:
             f"model.device={devices.trainer}: weight_sync={devices.strategy} moves weights from GPU to GPU, and training is on the CPU; "
             "use weight_sync=shared_vllm or reload there"
         )
-
-
-def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processes: int) -> None:
-    """Where `placement.check_memory` asks for it, refuse a run that the GPUs cannot hold; log the prediction.
-
-    Args:
-        model_id: of the model to train; of it, and of a reference, the configuration alone is read.
-        longest_prompt: in tokens.
-
-    Raises:
-        ConfigError: names key, value and fix.
-    """
-    model = plan.config.model
-    trainers = trainer_gpus(model.device, num_processes)
-    servers = server_gpus(plan.devices(num_processes))
-    if not trainers or not plan.config.placement.check_memory:
-        return
-    memory = predict(
-        plan,
-        read_model_config(model_id, "model.train_id"),
-        read_model_config(model.ref_id or model_id, "model.ref_id") if needs_reference_copy(plan) else None,
-        longest_prompt=longest_prompt,
-        trainers=trainers,
-        server_gpus=servers or (),
-        total_bytes=[torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())],
-    )
-    for line in describe(memory):
-        log.info(line)
-    check(memory)
 
 
 def trainer_gpus(device: str, num_processes: int) -> list[int]:

@@ -13,14 +13,17 @@ import torch
 from offline_grpo.checkpoint.checkpointer import Checkpointer, Restored
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
-from offline_grpo.interfaces import Deployment, RolloutClient, RolloutSource, RunListener
-from offline_grpo.model.load import load_policy, load_reference, load_tokenizer, read_model_config, resolve_device
+from offline_grpo.interfaces import Deployment, RolloutClient, RolloutSource, RunListener, Sharding
+from offline_grpo.model.dtypes import torch_dtype
+from offline_grpo.model.layouts import choose_layout
+from offline_grpo.model.load import context_length, load_policy, load_reference, load_tokenizer, read_model_config, resolve_device
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.text import encode
-from offline_grpo.placement.devices import check_devices, check_memory, server_gpus
+from offline_grpo.placement.devices import check_devices, server_gpus
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run import serving
 from offline_grpo.run.build import build
+from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.preflight import Plan, check_context, planned_updates_per_iteration
 from offline_grpo.run.run_dir import ResumePoint, RunDir
@@ -53,17 +56,21 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
         plan.engine.launcher.check_installed()
     devices = plan.devices(ranks.world_size)
     check_devices(devices)
+    choose_layout(plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision))  # before a model is made
     model_id = _model_id(plan, ranks)
     check_memory(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)
     checkpoint = start.resume.checkpoint if start.resume is not None else None
     policy = _policy(plan, model_id, checkpoint, ranks)
-    places: dict[str, Any] = {"full_weights": Replicas(ranks).full_weights, "run_folder": start.run_dir.path, "ranks": ranks}
+    sharding = Replicas(ranks)
+    places: dict[str, Any] = {"full_weights": sharding.full_weights, "run_folder": start.run_dir.path, "ranks": ranks}
     training = serving.for_training(plan.engine, plan.weight_sync, policy, gpus=server_gpus(devices), **places)
     evaluation = serving.for_evaluation(plan.eval_engine, config.eval, training, policy, **places)
     for deployment in dict.fromkeys((training, evaluation)):
         stack.callback(deployment.close)
         deployment.connect(policy)
-    updater = make_updater(plan, policy, model_id, start.run_dir, ranks)
+    sharding.prepare(policy)
+    policy.make_masters()
+    updater = make_updater(plan, policy, model_id, start.run_dir, ranks, sharding)
     schedule = PushSchedule(plan.weight_sync.interval)
     source = make_source(plan, policy, training.client, ranks)
     stack.callback(source.close)
@@ -101,6 +108,8 @@ def _policy(plan: Plan, model_id: str, checkpoint: Path | None, ranks: Ranks) ->
     return load_policy(
         config.model,
         model_id,
+        layout=plan.layout,
+        head=plan.head,
         device=resolve_device(config.model.device, ranks.local_rank),
         precision=config.train.precision,
         train_layer_indices=config.train.train_layer_indices,
@@ -137,11 +146,10 @@ def _check_model(plan: Plan, model_id: str) -> int:
         read_model_config(config.model.ref_id, "model.ref_id")
     model_config = read_model_config(model_id, "model.train_id")
     tokenizer = load_tokenizer(model_id)
-    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    return check_context(plan, lambda messages: encode(tokenizer, messages), context)
+    return check_context(plan, lambda messages: encode(tokenizer, messages), context_length(model_config))
 
 
-def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ranks: Ranks) -> Updater:
+def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ranks: Ranks, sharding: Sharding) -> Updater:
     """The updater of a run whose policy is loaded; loads the reference if there is a KL term."""
     config = plan.config
     needs_reference = plan.loss.kl_coef > 0
@@ -153,7 +161,7 @@ def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ran
         scaler=torch.amp.GradScaler(policy.device.type, enabled=config.train.precision == "fp16"),
         config=config.train,
         ranks=ranks,
-        sharding=Replicas(ranks),
+        sharding=sharding,
         max_new_tokens=plan.sampling.max_new_tokens,
         planned_updates=config.train.iterations * planned_updates_per_iteration(config),
         seed=config.seed,

@@ -25,6 +25,9 @@ T = TypeVar("T")
 EXPECTED = (GrpoError, StopRequested, KeyboardInterrupt, HydraException, OmegaConfBaseException)
 """Exceptions that `leave` reports as one line."""
 
+RENAMED = {"model.packing": "model.layout", "model/layout": "model.layout"}
+"""What people write, and the key that they mean. With a layout of their own, model/layout is a group."""
+
 _failed_jobs: list[int] = []
 
 
@@ -102,6 +105,8 @@ def explain(error: BaseException) -> str:
     group, _, name = str(key).rpartition(".")
     if re.match("Key '.*' (not in|is not in struct)", text) and isinstance(parent, DictConfig):
         known = [str(child) for child in parent]
+        if key in RENAMED:
+            return f"{key}: no such key; the setting is {RENAMED[key]}"
         similar = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         choices = f"did you mean {similar[0]}?" if similar else f"it may be one of {', '.join(known)}"
         return f"{key}: no such key; {choices}"

@@ -1,6 +1,6 @@
-"""Converts the composed YAML to typed settings. Hydra checks files and overrides against a schema made from `settings.py`.
+"""From the YAML that Hydra composes to typed settings: the schema that Hydra checks files and overrides against, made from `settings.py`.
 
-This module does not import torch, so that `--help` and `--cfg job` are fast.
+This module imports no torch, so that `--help` and `--cfg job` answer at once.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.model.dtypes import TORCH_NAMES
 from offline_grpo.settings import RunConfig
 
 T = TypeVar("T")
 
-TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""`train.precision` -> the dtype name that torch and the servers use; in YAML: ${torch_dtype:${train.precision}}."""
-
 
 @cache
 def schema(cls: type) -> type:
-    """A non-frozen copy of a frozen dataclass, so that Hydra can merge YAML into it: OmegaConf makes nodes of frozen classes read-only."""
+    """A twin of a frozen dataclass that Hydra may merge YAML into: OmegaConf makes nodes of frozen classes read-only."""
     members = []
     for member in fields(cls):
         hint = get_type_hints(cls)[member.name]
@@ -39,15 +37,18 @@ def schema(cls: type) -> type:
 
 
 def register() -> None:
-    """Make the schema available to Hydra as `config_schema`, the first entry of the defaults list in conf/config.yaml."""
-    OmegaConf.register_new_resolver("torch_dtype", TORCH_DTYPES.get, replace=True)
+    """Make the schema available to Hydra as `config_schema`, the first entry of the defaults list in conf/config.yaml.
+
+    In YAML, ${torch_dtype:${train.precision}} is what torch and servers call a format.
+    """
+    OmegaConf.register_new_resolver("torch_dtype", TORCH_NAMES.get, replace=True)
     ConfigStore.instance().store(name="config_schema", node=schema(RunConfig))
 
 
 def typed(cfg: DictConfig) -> RunConfig:
-    """The composed configuration as frozen dataclasses, with interpolations resolved and all values checked.
+    """The composed configuration as frozen dataclasses, interpolations resolved, checks passed.
 
-    Also accepts a configuration read back from `.hydra/config.yaml`: the schema is merged in again.
+    Accepts a re-read `.hydra/config.yaml` too: the schema is merged in again.
     """
     node = OmegaConf.merge(OmegaConf.structured(schema(RunConfig)), cfg)
     for key in sorted(OmegaConf.missing_keys(node)):

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.interfaces import Loss, Task
+from offline_grpo.interfaces import Layout, Loss, LossHead, OptimizerFactory, Task
+from offline_grpo.model.layouts import layout_named
 from offline_grpo.placement.devices import Devices
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.run.engine_spec import EngineSpec, evaluation_engine, training_engine
@@ -44,7 +45,9 @@ class Plan:
     engine: EngineSpec
     eval_engine: EngineSpec | None
     loss: Loss
-    optimizer: Any
+    optimizer: OptimizerFactory
+    layout: Layout | None  # None: chosen for the device (`model.layout=auto`)
+    head: LossHead
     weight_sync: WeightSync
 
     @property
@@ -92,9 +95,16 @@ def make_plan(config: RunConfig) -> Plan:
         engine=engine,
         eval_engine=evaluation_engine(config.eval, engine, api_key=node.get("api_key")) if config.eval.enabled else None,
         loss=build(config.train.loss, key="train.loss", protocol=Loss),
-        optimizer=build(config.train.optimizer, key="train.optimizer"),
+        optimizer=build(config.train.optimizer, key="train.optimizer", protocol=OptimizerFactory),
+        layout=_layout(config.model.layout),
+        head=build(config.model.head, key="model.head", protocol=LossHead),
         weight_sync=weight_sync,
     )
+
+
+def _layout(value: str | Mapping[str, Any]) -> Layout | None:
+    """The layout that `model.layout` names or, as a node with `_target_`, describes."""
+    return layout_named(value) if isinstance(value, str) else build(value, key="model.layout", protocol=Layout)
 
 
 def _split_generation(node: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import ceil, prod
 from typing import Any
 
 import torch
 from torch import nn
 
 from offline_grpo.errors import ConfigError, require
+from offline_grpo.model.live_bytes import allocated_bytes
+
+QUANTISED_BLOCK = 256  # weights that share a scale in bitsandbytes' 8-bit state
+QUANTISED_FROM = 4096  # weights: smaller tensors have fp32 state
 
 
 def check_settings(optimizer: Any) -> None:
@@ -34,7 +39,7 @@ def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> lis
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """torch.optim.AdamW (Loshchilov & Hutter, arXiv 1711.05101)."""
+    """torch.optim.AdamW (Loshchilov & Hutter, arXiv 1711.05101). State: two running means per weight, and a step count per tensor."""
 
     lr: float
     weight_decay: float
@@ -51,10 +56,18 @@ class AdamW:
             decay_groups(parameters, self.weight_decay), lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True
         )
 
+    def state_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
+        """See `OptimizerFactory`."""
+        return sum(2 * allocated_bytes(4 * prod(shape)) + allocated_bytes(4) for shape in shapes)
+
+    def step_scratch_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
+        """None: the fused step works in place."""
+        return 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW8bit:
-    """bitsandbytes' AdamW with block-wise 8-bit state (Dettmers et al., arXiv 2110.02861)."""
+    """bitsandbytes' AdamW with block-wise 8-bit state (Dettmers et al., arXiv 2110.02861): two bytes per weight, two scales per block."""
 
     lr: float
     weight_decay: float
@@ -89,10 +102,24 @@ class AdamW8bit:
             )
         return BitsAndBytesAdamW8bit(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps)
 
+    def state_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
+        """See `OptimizerFactory`."""
+        return sum(2 * self._mean_bytes(prod(shape)) for shape in shapes)
+
+    def _mean_bytes(self, num_weights: int) -> int:
+        if num_weights < QUANTISED_FROM:
+            return allocated_bytes(4 * num_weights)
+        return allocated_bytes(num_weights) + allocated_bytes(4 * ceil(num_weights / QUANTISED_BLOCK))
+
+    def step_scratch_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
+        """None: the kernel works in place."""
+        return 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Adafactor:
-    """transformers' Adafactor (Shazeer & Stern, arXiv 1804.04235)."""
+    """transformers' Adafactor (Shazeer & Stern, arXiv 1804.04235). State: squared gradients of rows and of columns for a matrix, of every
+    weight for a vector."""
 
     lr: float
     weight_decay: float
@@ -113,3 +140,12 @@ class Adafactor:
             relative_step=self.relative_step,
             warmup_init=False,
         )
+
+    def state_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
+        """See `OptimizerFactory`."""
+        sizes = [(prod(s[:-1]), prod([*s[:-2], s[-1]])) if len(s) > 1 else (prod(s),) for s in shapes]
+        return sum(allocated_bytes(4 * size) for tensors in sizes for size in tensors)
+
+    def step_scratch_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
+        """Two copies of the largest parameter: its squared gradient and its update."""
+        return 2 * 4 * max(map(prod, shapes), default=0)

@@ -20,14 +20,15 @@ from torch import Tensor
 
 from offline_grpo.errors import NonFiniteError
 from offline_grpo.interfaces import Loss, Sharding
-from offline_grpo.model.policy import Policy, Scorer
+from offline_grpo.model.policy import Policy
+from offline_grpo.model.scoring import Scoring
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.alignment import Alignment
 from offline_grpo.train.batch import microbatches, share_of_rank, split_updates, totals_of
 from offline_grpo.train.schedule import lr_scale
-from offline_grpo.types import TokenBatch
+from offline_grpo.types import TokenBatch, TokenStats
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Updater:
     """Applies updates to a policy. `counters`, the optimizer and the scaler are the state that a checkpoint saves."""
 
     policy: Policy
-    reference: Scorer | None
+    reference: Scoring | None
     loss: Loss
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # type: ignore[name-defined]
@@ -93,15 +94,15 @@ class Updater:
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """The batch with the logprobs of the policy before its first update, and of the reference, where the iteration needs them."""
-        old = self._score_all(self.policy, batch) if self.needs_old_logprobs(batch) else None
+        old = self._score_all(self.policy.scoring, batch) if self.needs_old_logprobs(batch) else None
         ref = self._score_all(self.reference, batch) if self.reference is not None else None
         return batch.with_logprobs(old=old, ref=ref)
 
-    def _score_all(self, scorer: Scorer, batch: TokenBatch) -> Tensor:
+    def _score_all(self, scoring: Scoring, batch: TokenBatch) -> Tensor:
         logprobs = torch.zeros_like(batch.old_logprobs)  # [T]
         mine = share_of_rank(range(batch.num_sequences), batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size)
         for sequences in self._microbatches(mine, batch):
-            part = scorer.logprobs(batch.select(sequences).to(scorer.device)).cpu()
+            part = scoring.logprobs(batch.select(sequences).to(scoring.device)).cpu()
             logprobs[_positions(batch, sequences)] = part
         self.ranks.sum_([logprobs])
         return logprobs
@@ -116,11 +117,11 @@ class Updater:
         self.policy.model.train()
         for chosen, counts in self._passes(mine, sequences, batch):
             part = batch.select(chosen).to(self.policy.device)
-            stats = self.policy.score(part, entropy_requires_grad=self.loss.entropy_coef != 0)
+            stats: TokenStats = self.policy.scoring(part, entropy_requires_grad=self.loss.entropy_coef != 0)
             if is_on_policy:
                 part = part.with_logprobs(old=stats.logprobs.detach())
             output = self.loss(stats, part, totals)
-            with self.policy.attention():
+            with self.policy.scoring.attention():
                 self.scaler.scale(output.loss if counts else output.loss * 0.0).backward()
             if counts:
                 alignment.add(part)
@@ -180,7 +181,7 @@ class Updater:
             batch.sequence_lengths,
             batch_size=self.config.batch_size,
             max_tokens=self.config.tokens_per_microbatch,
-            padded=self.policy.packing != "varlen",
+            padded=self.policy.scoring.layout.pads,
         )
 
     def _set_lr(self) -> None:

@@ -91,8 +91,10 @@ class SharedVllm(PausingSync):
         moved = [name for name, p in parameters.items() if p.data_ptr() != self._addresses[name]]
         assert not moved, f"parameters have left the server's memory: {moved[:3]}"
         self._pause()
-        if snapshot.policy.home.type == "cuda":
-            torch.cuda.synchronize(snapshot.policy.home)  # the fence: our writes are queued, and must be done before the server goes on
+        if snapshot.policy.compute_device.type == "cuda":
+            torch.cuda.synchronize(
+                snapshot.policy.compute_device
+            )  # the fence: our writes are queued, and must be done before the server goes on
         yield Staged(version=version, num_tensors=len(parameters), num_bytes=0)
 
     def apply(self, engine: ServerEngine, staged: Staged) -> float:
@@ -126,7 +128,7 @@ class SharedVllm(PausingSync):
             log.warning("%s The update goes on without it.", death)
 
     def _open_views(self, engine: ServerEngine, snapshot: Snapshot) -> dict[str, Tensor]:
-        home = snapshot.policy.home
+        home = snapshot.policy.compute_device
         described = engine.control.call_worker("grpo_describe")
         for reason in described["refusals"]:
             raise ConfigError(f"weight_sync=shared_vllm: {reason}; use weight_sync=ipc on one GPU, nccl on several, or reload")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from factories import make_qwen2, make_updater
+from factories import make_policy, make_qwen2, make_updater
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -130,12 +130,12 @@ def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path):
     checkpointer, _ = saved()
     checkpointer.write(0).commit()
     other = make_updater(tmp_path)
-    other.policy.model = make_qwen2(num_hidden_layers=1)
-    from offline_grpo.model.policy import Policy
     from offline_grpo.train.optimizer import AdamW
 
-    other.policy = Policy(other.policy.model, NoTokenizer(), "padded")
-    other.optimizer = AdamW(lr=1e-3, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8).create(other.policy.masters.parameters.values())
+    other.policy = make_policy(make_qwen2(num_hidden_layers=1), NoTokenizer())
+    other.optimizer = AdamW(lr=1e-3, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8).create(
+        other.policy.make_masters().parameters.values()
+    )
     with pytest.raises(CheckpointError, match="does not fit"):
         checkpointer_of(other, tmp_path).restore(tmp_path / "checkpoints" / "iter_000")
 

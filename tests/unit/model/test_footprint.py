@@ -6,9 +6,11 @@ from factories import make_rollout
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, Qwen2Config
 
-from offline_grpo.model.footprint import LiveBytes, Microbatch, build_on_meta, measure, weights_bytes
-from offline_grpo.model.forward import hidden_states
-from offline_grpo.model.logprobs import head_stats
+from offline_grpo.model.footprint import Microbatch, build_on_meta, measure, weights_bytes
+from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.layouts.varlen import Varlen
+from offline_grpo.model.live_bytes import LiveBytes
+from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.settings import LoraConfig, ModelConfig
 from offline_grpo.train.batch import build_batch
 
@@ -38,9 +40,9 @@ LORA = LoraConfig(r=4, alpha=8.0, dropout=0.0, target_modules=["all-linear"], la
 def footprint(
     config=QWEN2, *, precision="bf16", lora=None, attention="eager", layers=None, checkpointing=False, microbatch=MICROBATCH, **settings
 ):
-    model_config = ModelConfig("none", None, "auto", attention, "auto", None, lora)
+    model_config = ModelConfig("none", None, "auto", attention, "auto", None, None, lora)
     model = build_on_meta(config, model_config, precision=precision, train_layer_indices=layers, gradient_checkpointing=checkpointing)
-    return measure(model, microbatch, **{"packing": "padded", "separate_masters": False, "entropy_requires_grad": False, **settings})
+    return measure(model, microbatch, **{"layout": Padded(), "head": TiledHead(tile_width=None), "separate_masters": False, **settings})
 
 
 def about(num_bytes):
@@ -84,9 +86,9 @@ def peak_on_cpu(model, batch, num_passes):
     at = batch.completion_mask.nonzero().squeeze(-1)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for _ in range(num_passes):
-            hidden = hidden_states(model.get_decoder(), batch, "padded")
+            hidden = Padded().hidden_states(model.get_decoder(), batch)
             head = model.get_output_embeddings()
-            logprobs, _ = head_stats(
+            logprobs, _ = TiledHead(tile_width=None)(
                 hidden[at - 1], head.weight, head.bias, batch.token_ids[at], batch.temperature[at], entropy_requires_grad=False
             )
             del hidden
@@ -115,6 +117,28 @@ def test_the_peak_is_that_of_the_same_work_on_the_cpu(config, num_passes, checkp
     assert found.gradients_bytes + found.activations_bytes == pytest.approx(measured, rel=0.05)
 
 
+class Heavy:
+    """A loss head that says how much scratch memory it needs, and cannot run on the meta device."""
+
+    def __init__(self, scratch_bytes):
+        self.bytes = scratch_bytes
+        self.asked = []
+
+    def __call__(self, *_, **__):
+        raise NotImplementedError
+
+    def scratch_bytes(self, **sizes):
+        self.asked.append(sizes)
+        return self.bytes
+
+
+def test_a_loss_head_counts_by_its_formula_and_is_not_run():
+    light, heavy = Heavy(0), Heavy(2**30)
+    assert footprint(head=heavy).activations_bytes == pytest.approx(footprint(head=light).activations_bytes + 2**30, rel=1e-3)
+    sizes = {"num_tokens": ROWS * (TOKENS - PROMPT), "hidden_size": HIDDEN, "vocab_size": VOCAB}
+    assert heavy.asked == [sizes | {"dtype": torch.bfloat16, "device": torch.device("cuda")}]
+
+
 def build_real(config, checkpointing):
     from transformers import AutoModelForCausalLM
 
@@ -126,7 +150,7 @@ def build_real(config, checkpointing):
 
 def test_activations_grow_with_the_tokens_and_shrink_with_checkpointing():
     def activations(rows, **settings):
-        return footprint(microbatch=Microbatch(rows, 128, 100, True), packing="varlen", attention="sdpa", **settings).activations_bytes
+        return footprint(microbatch=Microbatch(rows, 128, 100, True), layout=Varlen(), attention="sdpa", **settings).activations_bytes
 
     assert activations(64) == pytest.approx(2 * activations(32), rel=0.1)
     assert activations(64, checkpointing=True) < 0.6 * activations(64)

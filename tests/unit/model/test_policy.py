@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from factories import make_llama, make_qwen2
+from factories import make_llama, make_policy, make_qwen2, make_scoring
 from peft import LoraConfig, get_peft_model
+from torch.overrides import TorchFunctionMode
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.policy import Scorer
+from offline_grpo.model.load import check_logits
 
 
 def oracle(model, batch):
@@ -31,7 +32,7 @@ def oracle(model, batch):
 def test_scores_equal_one_sequence_at_a_time(make, order, token_batch):
     model = make()
     batch = token_batch.select(order)
-    stats = Scorer(model, "padded").score(batch)
+    stats = make_scoring(model)(batch)
     logprobs, entropy = oracle(model, batch)
     assert torch.allclose(stats.logprobs, logprobs, atol=2e-5)
     assert torch.allclose(stats.entropy, entropy, atol=2e-5)
@@ -40,7 +41,7 @@ def test_scores_equal_one_sequence_at_a_time(make, order, token_batch):
 
 def test_gradient_equals_autograd_through_full_logits(token_batch):
     ours, theirs = make_qwen2(), make_qwen2()
-    Scorer(ours, "padded").score(token_batch).logprobs.sum().backward()
+    make_scoring(ours)(token_batch).logprobs.sum().backward()
     oracle(theirs, token_batch)[0].sum().backward()
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(a.grad, b.grad, atol=1e-4, rtol=1e-3), name
@@ -48,24 +49,23 @@ def test_gradient_equals_autograd_through_full_logits(token_batch):
 
 def test_temperature_of_the_sampler_is_part_of_the_score(token_batch):
     model = make_qwen2()
-    hot = Scorer(model, "padded").score(token_batch)
+    hot = make_scoring(model)(token_batch)
     cold_batch = replace(token_batch, temperature=torch.ones_like(token_batch.temperature))
-    assert not torch.allclose(hot.logprobs, Scorer(model, "padded").score(cold_batch).logprobs, atol=1e-2)
+    assert not torch.allclose(hot.logprobs, make_scoring(model)(cold_batch).logprobs, atol=1e-2)
 
 
 def test_reference_under_the_adapters_is_the_base_model(token_batch):
-    base = Scorer(make_qwen2(), "padded").logprobs(token_batch)
+    base = make_scoring(make_qwen2()).logprobs(token_batch)
     adapted = get_peft_model(make_qwen2(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
-    policy = Scorer(adapted, "padded")
-    assert not torch.allclose(policy.logprobs(token_batch), base, atol=1e-2)
-    assert torch.equal(Scorer(adapted, "padded", without_adapter=True).logprobs(token_batch), base)
+    assert not torch.allclose(make_scoring(adapted).logprobs(token_batch), base, atol=1e-2)
+    assert torch.equal(make_scoring(adapted, without_adapter=True).logprobs(token_batch), base)
 
 
 def test_dropout_is_off_without_gradient_and_the_mode_comes_back(token_batch):
     model = get_peft_model(make_qwen2(), LoraConfig(r=4, lora_dropout=0.5, target_modules="all-linear", init_lora_weights=False))
     model.train()
-    policy = Scorer(model, "padded")
-    assert torch.equal(policy.logprobs(token_batch), policy.logprobs(token_batch))
+    scoring = make_scoring(model)
+    assert torch.equal(scoring.logprobs(token_batch), scoring.logprobs(token_batch))
     assert model.training
 
 
@@ -77,5 +77,37 @@ def test_models_that_bend_their_logits_are_refused():
     model = Gemma2ForCausalLM(config)
     torch.nn.init.normal_(model.lm_head.weight, std=3.0)
     with pytest.raises(ConfigError, match="soft-capping"):
-        Scorer(model, "padded").check_head()
-    Scorer(make_llama(), "padded").check_head()
+        check_logits(model)
+    check_logits(make_llama())
+
+
+def test_scoring_uses_decoder_and_head_inside_its_forward_alone(token_batch):
+    """What shards the parameters of a module gathers them before its forward and gives them back after it."""
+    scoring = make_scoring(make_llama())
+    inside = []
+    scoring.register_forward_pre_hook(lambda *_: inside.append(True))
+    scoring.register_forward_hook(lambda *_: inside.clear())
+    uses = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func in (torch.nn.functional.embedding, torch.nn.functional.linear, torch.Tensor.__getitem__):
+                uses.extend(bool(inside) for arg in args if isinstance(arg, torch.nn.Parameter))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        scoring(token_batch, entropy_requires_grad=True)
+        scoring.logprobs(token_batch)
+    assert len(uses) > 2
+    assert all(uses)
+
+
+def test_masters_are_made_once_and_not_before_they_are_asked_for():
+    policy = make_policy(make_qwen2())
+    with pytest.raises(RuntimeError, match=r"call policy.make_masters\(\)"):
+        _ = policy.masters
+    assert policy.make_masters() is policy.masters
+    with pytest.raises(AssertionError):
+        policy.make_masters()
+    with pytest.raises(AssertionError):
+        policy.become_shared(before_publish=lambda: None)

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from factories import make_llama, make_qwen2, make_rollout
+from factories import make_llama, make_qwen2, make_rollout, make_scoring
 
-from offline_grpo.model.forward import choose_packing
-from offline_grpo.model.policy import Scorer
-from offline_grpo.model.prefix_tree import prefix_trees
+from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.layouts.tree import Tree, prefix_trees
 from offline_grpo.train.batch import build_batch, with_advantages
 
 
@@ -51,9 +50,9 @@ def test_scores_and_gradients_equal_rows_of_whole_sequences(make):
     batch = batch_of(*pairs)
     assert prefix_trees(batch) is not None
     results = []
-    for packing in ("tree", "padded"):
+    for layout in (Tree(), Padded()):
         model = make()
-        stats = Scorer(model, packing).score(batch, entropy_requires_grad=True)
+        stats = make_scoring(model, layout)(batch, entropy_requires_grad=True)
         (stats.logprobs * torch.arange(len(batch.token_ids))).sum().backward()
         results.append((stats, {name: p.grad for name, p in model.named_parameters()}))
     (tree, tree_gradients), (rows, row_gradients) = results
@@ -66,18 +65,14 @@ def test_scores_and_gradients_equal_rows_of_whole_sequences(make):
 def test_masked_completions_do_not_disturb_the_others():
     batch = batch_of(*GROUP, *GROUP)
     masked = replace(batch, completion_mask=batch.completion_mask & (batch.sequence_ids > 1))
-    scores = [Scorer(make_qwen2(), packing).logprobs(masked) for packing in ("tree", "padded")]
+    scores = [make_scoring(make_qwen2(), layout).logprobs(masked) for layout in (Tree(), Padded())]
     assert torch.allclose(*scores, atol=2e-5)
 
 
 def test_a_window_that_sequences_outgrow_is_left_to_the_model():
     model = make_qwen2(use_sliding_window=True, sliding_window=3, max_window_layers=0)
     batch = batch_of(*GROUP)
-    assert torch.equal(Scorer(model, "tree").logprobs(batch), Scorer(model, "padded").logprobs(batch))
-
-
-def test_trees_are_the_cpus_choice():
-    assert choose_packing("auto", torch.device("cpu"), torch.float32) == "tree"
+    assert torch.equal(make_scoring(model, Tree()).logprobs(batch), make_scoring(model, Padded()).logprobs(batch))
 
 
 def eager(model):

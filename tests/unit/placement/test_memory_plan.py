@@ -9,19 +9,9 @@ from transformers import Qwen2Config
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.footprint import Microbatch
-from offline_grpo.placement.memory_plan import (
-    GIB,
-    DevicePlan,
-    MemoryPlan,
-    Part,
-    check,
-    describe,
-    largest_microbatch,
-    needs_reference_copy,
-    optimizer_state_bytes,
-    predict,
-)
+from offline_grpo.placement.memory_plan import GIB, DevicePlan, Part, check, describe, largest_microbatch, predict
 from offline_grpo.run.config import typed
+from offline_grpo.run.gpu_memory import memory_request, needs_reference_copy
 from offline_grpo.run.preflight import make_plan
 from offline_grpo.train.optimizer import Adafactor, AdamW, AdamW8bit
 
@@ -45,11 +35,15 @@ def plan_of(*overrides):
     return make_plan(typed(compose_config(*overrides)))
 
 
-def predicted(*overrides, trainers=(0,), server_gpus=(0,), total=GIB * 16, num_gpus=2):
+def request_of(*overrides, longest_prompt=56, trainers=(0,), server_gpus=(0,), total=GIB * 16, num_gpus=2):
     plan = plan_of(*overrides)
     reference = MODEL if needs_reference_copy(plan) else None
-    total_bytes = [total] * num_gpus
-    return predict(plan, MODEL, reference, longest_prompt=56, trainers=trainers, server_gpus=server_gpus, total_bytes=total_bytes)
+    gpus = {"trainers": trainers, "server_gpus": server_gpus, "total_bytes": [total] * num_gpus}
+    return memory_request(plan, MODEL, reference, longest_prompt=longest_prompt, **gpus)
+
+
+def predicted(*overrides, **settings):
+    return predict(request_of(*overrides, **settings))
 
 
 def parts(device):
@@ -61,7 +55,7 @@ def about(num_bytes):
 
 
 def test_a_trainer_beside_its_server_has_every_part():
-    (device,) = predicted(*SERVED, "weight_sync=reload", "train.kl_coef=0.1", "engine.args.gpu_memory_utilization=0.25").devices
+    (device,) = predicted(*SERVED, "weight_sync=reload", "train.kl_coef=0.1", "engine.args.gpu_memory_utilization=0.25")
     found = parts(device)
     assert found.pop("activations") > 0
     assert found == {
@@ -79,23 +73,23 @@ def test_a_trainer_beside_its_server_has_every_part():
 
 
 def test_shared_weights_are_the_servers():
-    (device,) = predicted(*SERVED, "weight_sync=shared_vllm").devices
+    (device,) = predicted(*SERVED, "weight_sync=shared_vllm")
     assert "policy weights" not in parts(device)
     assert parts(device)["fp32 masters"] == about(4 * NUM_WEIGHTS)
-    (in_fp32,) = predicted(*SERVED, "weight_sync=shared_vllm", "train.precision=fp32").devices
+    (in_fp32,) = predicted(*SERVED, "weight_sync=shared_vllm", "train.precision=fp32")
     assert parts(in_fp32)["fp32 masters"] == about(4 * NUM_WEIGHTS)
     assert parts(in_fp32)["server: weights"] == about(4 * NUM_WEIGHTS)
 
 
 def test_only_the_first_process_shares_the_servers_weights():
-    first, second = predicted(*SERVED, "weight_sync=shared_vllm", trainers=[0, 1]).devices
+    first, second = predicted(*SERVED, "weight_sync=shared_vllm", trainers=[0, 1])
     assert "policy weights" not in parts(first)
     assert parts(second)["policy weights"] == about(2 * NUM_WEIGHTS)
     assert not second.server
 
 
 def test_a_server_on_its_own_gpu_leaves_the_trainers_alone():
-    first, second = predicted(*SERVED, "weight_sync=nccl", server_gpus=[1]).devices
+    first, second = predicted(*SERVED, "weight_sync=nccl", server_gpus=[1])
     assert (first.gpu, second.gpu) == (0, 1)
     assert not first.server
     assert not second.trainer
@@ -103,19 +97,19 @@ def test_a_server_on_its_own_gpu_leaves_the_trainers_alone():
 
 
 def test_a_server_over_two_gpus_halves_its_weights():
-    split = predicted(*SERVED, "weight_sync=reload", "+engine.args.tensor_parallel_size=2", trainers=[0], server_gpus=[0, 1]).devices
+    split = predicted(*SERVED, "weight_sync=reload", "+engine.args.tensor_parallel_size=2", trainers=[0], server_gpus=[0, 1])
     assert [parts(device)["server: weights"] for device in split] == [about(NUM_WEIGHTS)] * 2
 
 
 def test_sglangs_share_has_another_name():
-    (device,) = predicted(*SERVED[1:], "generation=sglang_server", "weight_sync=restart", "engine.args.mem_fraction_static=0.5").devices
+    (device,) = predicted(*SERVED[1:], "generation=sglang_server", "weight_sync=restart", "engine.args.mem_fraction_static=0.5")
     assert parts(device)["server: KV cache and the rest"] == about(8 * GIB - 2 * NUM_WEIGHTS)
     assert device.server[1].setting == "engine.args.mem_fraction_static=0.5"
 
 
 def test_a_server_that_was_found_and_sampling_in_process_take_no_share():
-    (found,) = predicted(*SERVED, "generation.base_url=http://127.0.0.1:1", "weight_sync=reload").devices
-    (in_process,) = predicted("train.precision=bf16").devices
+    (found,) = predicted(*SERVED, "generation.base_url=http://127.0.0.1:1", "weight_sync=reload")
+    (in_process,) = predicted("train.precision=bf16")
     assert not found.server
     assert not in_process.server
 
@@ -135,8 +129,8 @@ def test_a_reference_is_a_copy_unless_adapters_can_be_switched_off(overrides, ex
 
 def test_two_processes_need_room_for_the_sum_of_their_gradients():
     settings = ("train.precision=bf16", "train.kl_coef=0", CHECKPOINTING, "data.problems_per_iteration=2")
-    (alone,) = predicted(*settings).devices
-    first, second = predicted(*settings, trainers=[0, 1]).devices
+    (alone,) = predicted(*settings)
+    first, second = predicted(*settings, trainers=[0, 1])
     assert parts(first) == parts(second)
     assert parts(alone)["activations"] < parts(first)["activations"]
     assert parts(first)["activations"] == about(2 * 4 * NUM_WEIGHTS)
@@ -145,7 +139,7 @@ def test_two_processes_need_room_for_the_sum_of_their_gradients():
 def test_the_kv_cache_of_sampling_in_process_counts_where_it_is_more_than_training():
     (device,) = predicted(
         "train.precision=bf16", "generation.batch_size=2048", "generation.max_new_tokens=2048", "train.batch_size=1", CHECKPOINTING
-    ).devices
+    )
     kv_cache = 2 * 2048 * (56 + 2048) * 256 * 2 * (4 + 1)  # keys and values, rows, tokens, width, bytes, layers and a copy of one
     logits = 4 * 4 * 2048 * 20480
     expected = kv_cache + logits - parts(device)["gradients"] - parts(device)["activations"]
@@ -169,8 +163,8 @@ def test_the_kv_cache_of_sampling_in_process_counts_where_it_is_more_than_traini
 )
 def test_the_largest_microbatch(overrides, num_processes, expected):
     data = ["data.problems_per_iteration=8", "data.rollouts_per_problem=4"]
-    plan = plan_of("model=qwen2_5_0_5b", "generation.max_new_tokens=500", "eval.max_new_tokens=500", *data, *overrides)
-    assert largest_microbatch(plan, 600, num_processes=num_processes) == expected
+    settings = ["model=qwen2_5_0_5b", "generation.max_new_tokens=500", "eval.max_new_tokens=500", *data, *overrides]
+    assert largest_microbatch(request_of(*settings, longest_prompt=100, trainers=range(num_processes))) == expected
 
 
 SHAPES = [(300, 70), (5, 40), (7, 3, 11), (1000,), (4096,)]
@@ -196,7 +190,7 @@ def test_optimizer_state_is_what_the_real_one_holds(factory):
         parameter.grad = torch.randn_like(parameter)
     optimizer = factory.create(parameters)
     optimizer.step()
-    assert optimizer_state_bytes(factory, SHAPES) == pytest.approx(held_bytes(optimizer), abs=512 * len(SHAPES))
+    assert factory.state_bytes(SHAPES) == pytest.approx(held_bytes(optimizer), abs=512 * len(SHAPES))
 
 
 def test_eight_bit_state_is_what_bitsandbytes_makes():
@@ -208,14 +202,14 @@ def test_eight_bit_state_is_what_bitsandbytes_makes():
         optimizer.init_state(optimizer.param_groups[0], parameter, 0, index)
     factory = object.__new__(AdamW8bit)  # its constructor needs nothing but a working bitsandbytes
     tables = 2 * 256 * 4  # of code values: one pair for all parameters
-    ours = optimizer_state_bytes(factory, SHAPES)
+    ours = factory.state_bytes(SHAPES)
     unique = {t.data_ptr(): t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)}
     real = sum(-(-tensor.nbytes // 512) * 512 for tensor in unique.values())
     assert ours == real - tables
 
 
 def test_lora_pays_for_its_adapters_alone():
-    (device,) = predicted(*SERVED, "weight_sync=lora_hotswap", "model/lora=default", "model.lora.r=8").devices
+    (device,) = predicted(*SERVED, "weight_sync=lora_hotswap", "model/lora=default", "model.lora.r=8")
     adapters = 4 * 8 * (4 * (256 + 256) + 3 * (256 + 1280))
     found = parts(device)
     assert "fp32 masters" not in found
@@ -229,7 +223,7 @@ def made_up(*, total_gib, trainer_gib=(), server_gib=()):
     names = ("weights", "KV cache", "context")
     setting = "engine.args.gpu_memory_utilization=0.6"
     server = tuple(Part(name, int(gib * GIB), setting, "lower it") for name, gib in zip(names, server_gib, strict=bool(server_gib)))
-    return MemoryPlan((DevicePlan(0, int(total_gib * GIB), trainer, server),))
+    return [DevicePlan(0, int(total_gib * GIB), trainer, server)]
 
 
 def test_what_fits_passes_up_to_the_last_byte():
@@ -274,7 +268,7 @@ def test_a_run_that_is_too_large_is_refused_by_its_own_settings():
         ConfigError, match=r"^train.batch_size=256: GPU 0 has 1.0 GiB .*lower it, .* or set train.gradient_checkpointing=true"
     ):
         check(too_small)
-    check(replace(too_small, devices=tuple(replace(device, total_bytes=64 * GIB) for device in too_small.devices)))
+    check([replace(device, total_bytes=64 * GIB) for device in too_small])
 
 
 def test_the_table_has_a_line_for_every_part():

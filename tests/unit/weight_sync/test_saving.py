@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 from engines import full_weights
-from factories import make_qwen2
+from factories import make_policy, make_qwen2
 from peft import LoraConfig, get_peft_model
 from peft.utils import save_and_load
 
 from offline_grpo.errors import EngineError
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
-from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.saving import save_weights
 from offline_grpo.weight_sync.snapshot import Snapshot
 
@@ -25,7 +24,7 @@ def test_adapters_are_saved_without_asking_the_hub(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(save_and_load, "check_file_exists_on_hf_hub", ask)
     model: Any = make_qwen2()
     model.name_or_path = "some/model"
-    policy = Policy(get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"])), build_char_tokenizer(64), "padded")
+    policy = make_policy(get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"])), build_char_tokenizer(64))
     policy.model.peft_config["default"].base_model_name_or_path = "some/model"
     num_bytes = save_weights(Snapshot(policy, full_weights, None), tmp_path / "adapter", with_tokenizer=False)
     assert {path.name for path in (tmp_path / "adapter").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
@@ -34,7 +33,7 @@ def test_adapters_are_saved_without_asking_the_hub(tmp_path: Path, monkeypatch: 
 
 
 def test_weights_replace_what_was_there(tmp_path: Path) -> None:
-    policy = Policy(make_qwen2(), build_char_tokenizer(64), "padded")
+    policy = make_policy(make_qwen2(), build_char_tokenizer(64))
     (tmp_path / "push").mkdir()
     (tmp_path / "push" / "old").touch()
     save_weights(Snapshot(policy, full_weights, None), tmp_path / "push", with_tokenizer=True)
@@ -43,7 +42,7 @@ def test_weights_replace_what_was_there(tmp_path: Path) -> None:
 
 
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Policy(make_qwen2(), build_char_tokenizer(64), "padded")
+    policy = make_policy(make_qwen2(), build_char_tokenizer(64))
 
     def save(folder: str, **_: Any) -> None:
         Path(folder).mkdir()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engines import deploy, full_weights
-from factories import Foreign, make_qwen2, strategy
+from factories import Foreign, make_policy, make_qwen2, strategy
 from peft import LoraConfig, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
 
@@ -40,12 +40,12 @@ LORA = ["lora_hotswap", "lora_restart"]
 def policy() -> Policy:
     model = make_qwen2(vocab_size=100)
     model.config._name_or_path = model.name_or_path = "base/model"
-    return Policy(model, build_char_tokenizer(64), "padded")
+    return make_policy(model, build_char_tokenizer(64))
 
 
 def with_adapters(rank: int) -> Policy:
     model: Any = make_qwen2(vocab_size=100)
-    return Policy(get_peft_model(model, LoraConfig(r=rank, target_modules=["q_proj"])), build_char_tokenizer(64), "padded")
+    return make_policy(get_peft_model(model, LoraConfig(r=rank, target_modules=["q_proj"])), build_char_tokenizer(64))
 
 
 @pytest.fixture
@@ -345,12 +345,12 @@ def test_shared_weights_are_fenced_before_the_server_goes_on(
     sync = strategy("shared_vllm")
     engine = sync._engine = ServerEngine(client)
     sync._addresses = {name: p.data_ptr() for name, p in policy.causal_lm.named_parameters()}
-    policy.home = torch.device("cuda", 1)
+    policy.compute_device = torch.device("cuda", 1)
     fenced: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fenced.append((device, [r.path for r in web.requests])))
     with sync.staged(Snapshot(policy, full_weights, engine), 3) as staged:
         sync.apply(engine, staged)
-    assert fenced == [(policy.home, ["/pause"])]
+    assert fenced == [(policy.compute_device, ["/pause"])]
     assert [request.path for request in web.requests] == ["/pause", "/reset_prefix_cache", "/collective_rpc", "/resume"]
 
 
@@ -398,6 +398,7 @@ def test_adapters_get_new_names_and_old_ones_go(client: VllmClient, web: Scripte
     deployment = deploy(strategy("lora_hotswap"), client)
     policy = with_adapters(8)
     deployment.connect(policy)
+    policy.make_masters()
     names: list[str] = []
     for version in range(4):
         deployment.push(policy, version=version)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import deploy
-from factories import make_qwen2, strategy
+from factories import make_policy, make_qwen2, strategy
 from fake_sglang import FakeSglang
 from scripted_server import ScriptedServer
 from transformers import AutoModelForCausalLM
@@ -69,12 +69,12 @@ def policy(tmp_path: Path) -> Policy:
     model.save_pretrained(tmp_path / "start")
     tokenizer.save_pretrained(tmp_path / "start")
     model.config._name_or_path = model.name_or_path = str(tmp_path / "start")
-    return Policy(model, tokenizer, "padded")
+    return make_policy(model, tokenizer)
 
 
 def train(policy: Policy) -> None:
     with torch.no_grad():
-        for parameter in policy.masters.parameters.values():
+        for parameter in policy.make_masters().parameters.values():
             parameter.mul_(0.5)
     policy.masters.publish()
 

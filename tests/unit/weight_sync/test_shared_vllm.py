@@ -36,7 +36,7 @@ def test_training_survives_a_recovery_that_is_interrupted(tmp_path: Path, monkey
         snapshot = Snapshot(policy, full_weights, engine)
         sync.attach(engine, snapshot)
         with torch.no_grad():
-            for master in policy.masters.parameters.values():
+            for master in policy.make_masters().parameters.values():
                 master.add_(1.0)
         policy.masters.publish()
         old = {name: p.data_ptr() for name, p in policy.causal_lm.named_parameters()}

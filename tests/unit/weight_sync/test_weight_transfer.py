@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engines import full_weights
-from factories import make_qwen2, strategy
+from factories import make_policy, make_qwen2, strategy
 from scripted_server import Reply, ScriptedServer
 
 from offline_grpo.engine.engine import ServerEngine
@@ -83,7 +83,7 @@ def deliver(sync: WeightTransfer, policy: Policy, *engines: ServerEngine) -> Sta
 
 
 def test_a_delivery_pauses_around_all_of_it(tmp_path: Path) -> None:
-    policy = Policy(make_qwen2(vocab_size=20_000), None, "padded")  # type: ignore[arg-type]
+    policy = make_policy(make_qwen2(vocab_size=20_000))
     with ScriptedServer(lambda _: Reply({"results": [None]})) as web:
         moved = deliver(make(), policy, engine_at(web.base_url, tmp_path))
         requests = web.requests
@@ -108,7 +108,7 @@ def test_a_delivery_that_fails_leaves_the_server_paused(tmp_path: Path) -> None:
     with ScriptedServer(script) as web:
         engine = engine_at(web.base_url, tmp_path)
         with pytest.raises(EngineError, match="/update_weights: status 500: no memory"):
-            deliver(make(), Policy(make_qwen2(), None, "padded"), engine)  # type: ignore[arg-type]
+            deliver(make(), make_policy(make_qwen2()), engine)
         assert web.requests[-1].path == "/update_weights"
         assert engine.control.is_paused
 
@@ -134,11 +134,11 @@ def test_a_server_that_refuses_nccl_is_heard_at_once(monkeypatch: pytest.MonkeyP
     with ScriptedServer(script) as web:
         engine = engine_at(web.base_url, tmp_path)
         with pytest.raises(EngineError, match="/init_weight_transfer_engine: status 500: no --weight-transfer-config"):
-            strategy("nccl").attach(engine, Snapshot(Policy(make_qwen2(), None, "padded"), full_weights, engine))  # type: ignore[arg-type]
+            strategy("nccl").attach(engine, Snapshot(make_policy(make_qwen2()), full_weights, engine))
 
 
 def test_all_servers_get_what_was_listed_once(tmp_path: Path) -> None:
-    policy = Policy(make_qwen2(), None, "padded")  # type: ignore[arg-type]
+    policy = make_policy(make_qwen2())
     with ScriptedServer(lambda _: Reply({"results": [None]})) as web, ScriptedServer(lambda _: Reply({"results": [None]})) as other:
         deliver(make(), policy, engine_at(web.base_url, tmp_path), engine_at(other.base_url, tmp_path))
         first, second = ([(request.path, request.body) for request in one.requests] for one in (web, other))

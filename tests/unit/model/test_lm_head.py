@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offline_grpo.model.logprobs import head_stats
+from offline_grpo.model.live_bytes import LiveBytes
+from offline_grpo.model.lm_head import TiledHead
 
 NUM_TOKENS, HIDDEN, VOCAB = 13, 8, 50
 
@@ -43,12 +44,12 @@ def gradients(outputs: tuple[Tensor, Tensor], leaves: list[Tensor]) -> tuple[Ten
     return torch.autograd.grad(total, leaves, retain_graph=True)
 
 
-@pytest.mark.parametrize("chunk_vocab", [None, 1, 7, VOCAB])
-def test_values_and_gradients_are_those_of_materialised_logits(chunk_vocab: int | None) -> None:
+@pytest.mark.parametrize("tile_width", [None, 1, 7, VOCAB])
+def test_values_and_gradients_are_those_of_materialised_logits(tile_width: int | None) -> None:
     inputs = make_inputs()
     leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
     expected = materialised(**inputs)
-    actual = head_stats(**inputs, entropy_requires_grad=True, chunk_vocab=chunk_vocab)
+    actual = TiledHead(tile_width=tile_width)(**inputs, entropy_requires_grad=True)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(gradients(actual, leaves), gradients(expected, leaves), rtol=1e-10, atol=1e-12)
 
@@ -57,7 +58,7 @@ def test_two_tokens_by_hand() -> None:
     # Logits 0 and ln 3 at temperature 1: p = 1/4, 3/4. At temperature 0.5 the gap doubles: p = 1/10, 9/10.
     hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [1.0986122886681098]])
     temperature, targets = torch.tensor([1.0, 0.5]), torch.tensor([0, 1])
-    logprobs, entropy = head_stats(hidden, weight, None, targets, temperature, entropy_requires_grad=False)
+    logprobs, entropy = TiledHead(tile_width=None)(hidden, weight, None, targets, temperature, entropy_requires_grad=False)
     torch.testing.assert_close(logprobs, torch.tensor([-1.3862944, -0.1053605]))
     torch.testing.assert_close(entropy, torch.tensor([0.5623351, 0.3250830]))
 
@@ -67,7 +68,7 @@ def test_gradcheck() -> None:
     targets, temperature = inputs["targets"], inputs["temperature"]
 
     def head(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        return head_stats(hidden, weight, bias, targets, temperature, entropy_requires_grad=True, chunk_vocab=16)
+        return TiledHead(tile_width=16)(hidden, weight, bias, targets, temperature, entropy_requires_grad=True)
 
     assert torch.autograd.gradcheck(head, (inputs["hidden"], inputs["weight"], inputs["bias"]))
 
@@ -76,14 +77,14 @@ def test_gradcheck() -> None:
 def test_gradient_of_one_output_alone(used: int) -> None:
     inputs = make_inputs()
     leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
-    actual = torch.autograd.grad(head_stats(**inputs, entropy_requires_grad=True, chunk_vocab=7)[used].sum(), leaves)
+    actual = torch.autograd.grad(TiledHead(tile_width=7)(**inputs, entropy_requires_grad=True)[used].sum(), leaves)
     torch.testing.assert_close(actual, torch.autograd.grad(materialised(**inputs)[used].sum(), leaves), rtol=1e-10, atol=1e-12)
 
 
 def test_entropy_as_metric_has_no_gradient_and_leaves_that_of_the_logprobs_alone() -> None:
     inputs = make_inputs()
     leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
-    logprobs, entropy = head_stats(**inputs, entropy_requires_grad=False)
+    logprobs, entropy = TiledHead(tile_width=None)(**inputs, entropy_requires_grad=False)
     expected_logprobs, expected_entropy = materialised(**inputs)
     assert not entropy.requires_grad
     torch.testing.assert_close(entropy, expected_entropy.detach())
@@ -94,7 +95,7 @@ def test_entropy_as_metric_costs_nothing_in_backward() -> None:
     inputs = make_inputs(torch.float32)
     num_operations = []
     for entropy_requires_grad in (False, True):
-        logprobs, entropy = head_stats(**inputs, entropy_requires_grad=entropy_requires_grad, chunk_vocab=VOCAB // 10)
+        logprobs, entropy = TiledHead(tile_width=VOCAB // 10)(**inputs, entropy_requires_grad=entropy_requires_grad)
         total = logprobs.sum() + entropy.sum()
         with Watch() as watch:
             total.backward()
@@ -108,17 +109,17 @@ def test_only_what_is_trained_gets_a_gradient(trained: str) -> None:
     expected = gradients(materialised(**inputs), [inputs[trained]])
     for name in {"hidden", "weight", "bias"} - {trained}:
         inputs[name].requires_grad_(False)
-    outputs = head_stats(**inputs, entropy_requires_grad=True)
+    outputs = TiledHead(tile_width=None)(**inputs, entropy_requires_grad=True)
     torch.testing.assert_close(gradients(outputs, [inputs[trained]]), expected)
 
 
 def test_a_frozen_weight_costs_no_weight_gradient() -> None:
     inputs = make_inputs(torch.float32) | {"bias": None}
     with Watch() as trained:
-        head_stats(**inputs, entropy_requires_grad=False, chunk_vocab=10)[0].sum().backward()
+        TiledHead(tile_width=10)(**inputs, entropy_requires_grad=False)[0].sum().backward()
     inputs["weight"].requires_grad_(False)
     with Watch() as frozen:
-        head_stats(**inputs, entropy_requires_grad=False, chunk_vocab=10)[0].sum().backward()
+        TiledHead(tile_width=10)(**inputs, entropy_requires_grad=False)[0].sum().backward()
     assert trained.num_elements == VOCAB * HIDDEN
     assert frozen.num_elements == 2 * NUM_TOKENS * 10
 
@@ -127,7 +128,7 @@ def test_a_tied_weight_gets_both_gradients() -> None:
     embedding = torch.randn(VOCAB, HIDDEN, dtype=torch.float64, requires_grad=True)
     token_ids, targets, temperature = torch.arange(5), torch.arange(5) + 1, torch.ones(5)
     arguments = (embedding[token_ids], embedding, None, targets, temperature)
-    actual = gradients(head_stats(*arguments, entropy_requires_grad=True), [embedding])
+    actual = gradients(TiledHead(tile_width=None)(*arguments, entropy_requires_grad=True), [embedding])
     torch.testing.assert_close(actual, gradients(materialised(*arguments), [embedding]))
 
 
@@ -136,9 +137,9 @@ def test_float32_is_right_to_rounding_whatever_the_chunk() -> None:
     leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
     expected = materialised(**inputs)
     expected_gradients = gradients(expected, leaves)
-    whole = head_stats(**inputs, entropy_requires_grad=True, chunk_vocab=VOCAB)
-    for chunk_vocab in (3, 16, 49):
-        tiled = head_stats(**inputs, entropy_requires_grad=True, chunk_vocab=chunk_vocab)
+    whole = TiledHead(tile_width=VOCAB)(**inputs, entropy_requires_grad=True)
+    for tile_width in (3, 16, 49):
+        tiled = TiledHead(tile_width=tile_width)(**inputs, entropy_requires_grad=True)
         assert tiled[0].dtype == tiled[1].dtype == torch.float32
         torch.testing.assert_close(tiled, whole, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(tiled, expected, rtol=2e-6, atol=2e-6, check_dtype=False)
@@ -152,7 +153,7 @@ def test_logits_of_ten_thousand(temperature: float) -> None:
     logits[1] -= 20_000.0
     hidden, weight = torch.eye(4, requires_grad=True), logits.T.contiguous().requires_grad_()
     arguments = (hidden, weight, None, torch.tensor([0, 3, 2, 5]), torch.full((4,), temperature))
-    actual, expected = head_stats(*arguments, entropy_requires_grad=True, chunk_vocab=4), materialised(*arguments)
+    actual, expected = TiledHead(tile_width=4)(*arguments, entropy_requires_grad=True), materialised(*arguments)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, check_dtype=False)
     torch.testing.assert_close(gradients(actual, [weight]), gradients(expected, [weight]), rtol=1e-5, atol=1e-6)
 
@@ -160,8 +161,8 @@ def test_logits_of_ten_thousand(temperature: float) -> None:
 def test_a_certain_token_has_entropy_zero_and_finite_gradients() -> None:
     hidden = torch.eye(2, requires_grad=True)
     weight = torch.tensor([[1e4, 0.0], [0.0, 1e4], [-1e4, -1e4]], requires_grad=True)
-    logprobs, entropy = head_stats(
-        hidden, weight, None, torch.tensor([0, 2]), torch.full((2,), 0.1), entropy_requires_grad=True, chunk_vocab=2
+    logprobs, entropy = TiledHead(tile_width=2)(
+        hidden, weight, None, torch.tensor([0, 2]), torch.full((2,), 0.1), entropy_requires_grad=True
     )
     torch.testing.assert_close(logprobs, torch.tensor([0.0, -2e5]))
     torch.testing.assert_close(entropy, torch.zeros(2))
@@ -171,7 +172,7 @@ def test_a_certain_token_has_entropy_zero_and_finite_gradients() -> None:
 def test_bfloat16_inputs_cost_only_the_rounding_of_their_gradients() -> None:
     inputs = make_inputs(torch.bfloat16)
     leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
-    actual, expected = head_stats(**inputs, entropy_requires_grad=True, chunk_vocab=16), materialised(**inputs)
+    actual, expected = TiledHead(tile_width=16)(**inputs, entropy_requires_grad=True), materialised(**inputs)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, check_dtype=False)
     assert [gradient.dtype for gradient in gradients(actual, leaves)] == [torch.bfloat16] * 3
     torch.testing.assert_close(gradients(actual, leaves), gradients(expected, leaves), rtol=2**-7, atol=1e-5)
@@ -179,7 +180,7 @@ def test_bfloat16_inputs_cost_only_the_rounding_of_their_gradients() -> None:
 
 def test_no_tokens() -> None:
     inputs = make_inputs(torch.float32, num_tokens=0)
-    outputs = head_stats(**inputs, entropy_requires_grad=True)
+    outputs = TiledHead(tile_width=None)(**inputs, entropy_requires_grad=True)
     assert [tuple(output.shape) for output in outputs] == [(0,), (0,)]
     gradient_hidden, gradient_weight, gradient_bias = gradients(outputs, [inputs["hidden"], inputs["weight"], inputs["bias"]])
     assert gradient_hidden.shape == (0, HIDDEN)
@@ -193,7 +194,7 @@ def test_inputs_are_not_mutated_and_equal_calls_give_equal_bits() -> None:
     before = {name: tensor.clone() for name, tensor in inputs.items()}
     results = []
     for _ in range(2):
-        outputs = head_stats(**inputs, entropy_requires_grad=True, chunk_vocab=7)
+        outputs = TiledHead(tile_width=7)(**inputs, entropy_requires_grad=True)
         results.append((*outputs, *gradients(outputs, leaves)))
     assert all(torch.equal(inputs[name], tensor) for name, tensor in before.items())
     assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
@@ -201,14 +202,14 @@ def test_inputs_are_not_mutated_and_equal_calls_give_equal_bits() -> None:
 
 def test_a_second_backward_through_one_forward_gives_the_same_gradients() -> None:
     inputs = make_inputs(torch.float32)
-    outputs = head_stats(**inputs, entropy_requires_grad=True)
+    outputs = TiledHead(tile_width=None)(**inputs, entropy_requires_grad=True)
     first, second = (gradients(outputs, [inputs["weight"]])[0] for _ in range(2))
     assert torch.equal(first, second)
 
 
 def test_without_grad_mode_nothing_is_kept_for_backward() -> None:
     with torch.no_grad():
-        logprobs, entropy = head_stats(**make_inputs(), entropy_requires_grad=True)
+        logprobs, entropy = TiledHead(tile_width=None)(**make_inputs(), entropy_requires_grad=True)
     assert logprobs.grad_fn is None
     assert entropy.grad_fn is None
 
@@ -229,22 +230,78 @@ class Watch(TorchDispatchMode):
 
 
 def test_no_tensor_is_larger_than_two_tiles_or_an_input() -> None:
-    num_tokens, vocab, hidden_size, chunk_vocab = 64, 1000, 8, 128
+    num_tokens, vocab, hidden_size, tile_width = 64, 1000, 8, 128
     hidden = torch.randn(num_tokens, hidden_size, requires_grad=True)
     weight = torch.randn(vocab, hidden_size, requires_grad=True)
     targets, temperature = torch.arange(num_tokens), torch.ones(num_tokens)
     with Watch() as largest:
-        outputs = head_stats(hidden, weight, None, targets, temperature, entropy_requires_grad=True, chunk_vocab=chunk_vocab)
+        outputs = TiledHead(tile_width=tile_width)(hidden, weight, None, targets, temperature, entropy_requires_grad=True)
         (outputs[0].sum() + outputs[1].sum()).backward()
-    assert largest.num_elements == 2 * num_tokens * chunk_vocab
+    assert largest.num_elements == 2 * num_tokens * tile_width
 
 
 def test_the_automatic_chunk_bounds_memory_for_many_tokens() -> None:
     num_tokens, vocab = 4096, 8192
     hidden, weight = torch.randn(num_tokens, 2), torch.randn(vocab, 2)
     with Watch() as largest, torch.no_grad():
-        head_stats(hidden, weight, None, torch.zeros(num_tokens, dtype=torch.long), torch.ones(num_tokens), entropy_requires_grad=False)
+        TiledHead(tile_width=None)(
+            hidden, weight, None, torch.zeros(num_tokens, dtype=torch.long), torch.ones(num_tokens), entropy_requires_grad=False
+        )
     assert largest.num_elements * 4 <= 2 * 8 * 2**20
+
+
+SIZES = [
+    (2048, 48, 3000, None),  # two tiles on a CPU
+    (8192, 32, 700, None),  # the narrowest tiles
+    (300, 400, 500, 100),
+    (64, 400, 1000, None),
+    (500, 16, 3000, 30),  # a hundred tiles: merging them takes more than the tiles
+]
+
+
+def held_bytes(head: TiledHead, hidden: Tensor, weight: Tensor, targets: Tensor) -> int:
+    """The most that forward and backward hold at once beyond arguments, results and gradients."""
+    with LiveBytes() as live:
+        live.add([hidden, weight, targets, temperature := torch.ones(len(targets), device=hidden.device)])
+        arguments = live.now
+        logprobs, entropy = head(hidden, weight, None, targets, temperature, entropy_requires_grad=True)
+        forward = live.peak - live.now
+        (logprobs.sum() + entropy.sum()).backward()
+        del logprobs, entropy
+        gradients = live.now - arguments
+    return max(forward, live.peak - arguments - gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "hidden_size", "vocab", "tile_width"), SIZES)
+def test_scratch_bytes_are_those_that_forward_and_backward_hold(
+    num_tokens: int, hidden_size: int, vocab: int, tile_width: int | None, dtype: torch.dtype
+) -> None:
+    head = TiledHead(tile_width=tile_width)
+    hidden, weight = (torch.randn(n, hidden_size, dtype=dtype, requires_grad=True) for n in (num_tokens, vocab))
+    measured = held_bytes(head, hidden, weight, torch.randint(vocab, (num_tokens,)))
+    sizes = {"num_tokens": num_tokens, "hidden_size": hidden_size, "vocab_size": vocab}
+    assert head.scratch_bytes(**sizes, dtype=dtype, device=torch.device("cpu")) == pytest.approx(measured, rel=0.04)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "hidden_size", "vocab"), [(14336, 896, 151936), (2048, 2048, 32000)])
+def test_scratch_bytes_are_those_that_a_gpu_allocates(num_tokens: int, hidden_size: int, vocab: int, dtype: torch.dtype) -> None:
+    head, device = TiledHead(tile_width=None), torch.device("cuda")
+    hidden, weight = (torch.randn(n, hidden_size, dtype=dtype, device=device, requires_grad=True) for n in (num_tokens, vocab))
+    targets, temperature = torch.randint(vocab, (num_tokens,), device=device), torch.ones(num_tokens, device=device)
+    (hidden[:64].detach() @ weight[:64].detach().T).sum()  # cuBLAS takes its workspace
+    before = torch.cuda.memory_allocated()
+    for _ in range(2):
+        hidden.grad = weight.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        logprobs, entropy = head(hidden, weight, None, targets, temperature, entropy_requires_grad=True)
+        (logprobs.sum() + entropy.sum()).backward()
+        del logprobs, entropy
+    measured = torch.cuda.max_memory_allocated() - before - hidden.nbytes - weight.nbytes
+    sizes = {"num_tokens": num_tokens, "hidden_size": hidden_size, "vocab_size": vocab}
+    assert head.scratch_bytes(**sizes, dtype=dtype, device=device) == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.gpu
@@ -255,7 +312,7 @@ def test_on_a_gpu_without_waiting_for_it() -> None:
     expected = materialised(**inputs)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        actual = head_stats(**inputs, entropy_requires_grad=True, chunk_vocab=16)
+        actual = TiledHead(tile_width=16)(**inputs, entropy_requires_grad=True)
         (actual[0].sum() + actual[1].sum()).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

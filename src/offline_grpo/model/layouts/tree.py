@@ -1,7 +1,7 @@
-"""Sequences that begin alike, laid out so that what they share is computed once.
+"""The tree layout: prefixes that sequences share are computed once.
 
 The completions of a prompt repeat the prompt, and short completions repeat each other. Here all sequences of a prompt share one row,
-which holds the tree of their prefixes; a token attends to its ancestors in the tree, which are just the tokens before it in its sequence.
+which holds the tree of their prefixes. A token attends to its ancestors in the tree, which are the tokens before it in its sequence.
 
     2+3=5   2+3=6   2+3=56      one row:     2 + 3 = 5 6 6          the second 6 is the child of 5
                                 position:    0 1 2 3 4 4 5
@@ -11,15 +11,53 @@ The layout pays where prompts are long and completions short. Its attention mask
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.types import TokenBatch
 
 MAX_ROW_TOKENS = 512
 MAX_SHARE_OF_PADDED = 0.5
+
+
+class Tree:
+    """One row per prompt. Batches that share little, and models whose attention takes no mask, get the padded layout."""
+
+    pads = True
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Accept every device and format."""
+
+    def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
+        """See `interfaces.Layout`."""
+        trees = prefix_trees(batch) if _takes_masks(decoder, batch) else None
+        if trees is None:
+            return Padded().hidden_states(decoder, batch)
+        mask = trees.attention_mask(next(decoder.parameters()).dtype)  # [R, 1, L, L]
+        hidden = decoder(
+            input_ids=trees.token_ids, position_ids=trees.position_ids, attention_mask=mask, use_cache=False
+        ).last_hidden_state  # [R, L, H]
+        return hidden[trees.rows, trees.columns]  # [T, H]
+
+    def attention(self, decoder: nn.Module) -> AbstractContextManager[None]:
+        """The model's own."""
+        return Padded().attention(decoder)
+
+    def for_memory_plan(self) -> Padded:
+        """Padded: trees depend on token ids, and need no more memory."""
+        return Padded()
+
+
+def _takes_masks(decoder: nn.Module, batch: TokenBatch) -> bool:
+    """Whether a mask alone decides what each token of the batch attends to."""
+    config: Any = decoder.config
+    window = getattr(config, "sliding_window", None)
+    return config._attn_implementation in ("sdpa", "eager") and (window is None or max(batch.sequence_lengths) <= window)
 
 
 @dataclass

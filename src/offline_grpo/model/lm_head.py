@@ -1,4 +1,4 @@
-"""The loss head: logprob of each target token and entropy of its distribution, from hidden states, without the [N, V] logits.
+"""The tiled loss head: logprob of each target token and entropy of its distribution, from hidden states, without the [N, V] logits.
 
 The vocabulary is walked in tiles of [N, v] logits. Tiles split the vocabulary and not the tokens because the weight gradient is then
 written once, row block by row block; splitting tokens would add into all of [V, H] once per chunk.
@@ -17,43 +17,63 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from offline_grpo.errors import require
+
 CPU_TILE_BYTES = 8 * 2**20  # a tile and its scratch copy stay in the last-level cache
 GPU_TILE_BYTES = 256 * 2**20  # large enough that the matrix products run at full speed
 MIN_TILE_WIDTH = 256
 
 
-def head_stats(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: Tensor,
-    *,
-    entropy_requires_grad: bool,
-    chunk_vocab: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Logprobs of `targets` and entropies of softmax((hidden @ weight.T + bias) / temperature), both [N], in nats.
+@dataclass(frozen=True, kw_only=True)
+class TiledHead:
+    """The head described above, a `LossHead`.
 
     Args:
-        hidden: [N, H], what the LM head reads at the position before each target. Its dtype is that of the matrix products' inputs;
-            logits and softmax are float32 whatever it is, or float64 if it is.
-        weight: [V, H].
-        bias: [V] or None.
-        targets: [N] int64 in [0, V); outside, the logprob is NaN.
-        temperature: [N], positive.
-        entropy_requires_grad: if False the entropy is a metric: it carries no gradient, and backward does nothing for it.
-        chunk_vocab: width v of a tile; None chooses it from the device and N. It changes speed and memory only.
-
-    Returns:
-        logprobs [N] and entropy [N], float32 (float64 for float64 `hidden`), differentiable in `hidden`, `weight` and `bias`.
+        tile_width: how many tokens v of the vocabulary a tile covers; None chooses it from the device and N, so that a tile has 8 MiB on
+            the CPU and 256 MiB on a GPU. It changes speed and memory only.
     """
-    return _HeadStats.apply(hidden, weight, bias, targets, temperature, entropy_requires_grad, chunk_vocab)
+
+    tile_width: int | None
+
+    def __post_init__(self) -> None:
+        require(self.tile_width is None or self.tile_width > 0, "model.head.tile_width", self.tile_width, "must be at least 1, or null")
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor, *, entropy_requires_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs of `targets` and entropies, see `LossHead`. The logprob of a target outside [0, V) is NaN.
+
+        The matrix products read `hidden`'s dtype. Logits and softmax are float32 whatever it is, or float64 if it is.
+        """
+        return _TiledHead.apply(hidden, weight, bias, targets, temperature, entropy_requires_grad, self.tile_width)
+
+    def scratch_bytes(self, *, num_tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> int:
+        """See `LossHead`. The larger of two sums, both over the two tile buffers; vectors [N] are left out.
+
+        forward: ten numbers for each token and tile, where those of the tiles are merged
+        backward: the sum over tiles that becomes the gradient of 16-bit `hidden`, and the 16-bit copy of a tile's gradient
+
+        The CPU multiplies in float32, so it also holds `hidden` and a tile of `weight` in it, and, until the gradient of `hidden` exists,
+        another of them or its gradient.
+        """
+        stats_bytes = torch.promote_types(dtype, torch.float32).itemsize
+        width = _tile_width(self.tile_width, num_tokens, vocab_size, stats_bytes, device)
+        buffers = 2 * num_tokens * width * stats_bytes
+        merged = 10 * -(-vocab_size // width) * num_tokens * stats_bytes
+        if stats_bytes == dtype.itemsize:
+            return buffers + merged
+        grad_hidden = num_tokens * hidden_size * stats_bytes
+        if device.type == "cuda":
+            return buffers + max(merged, grad_hidden + num_tokens * width * dtype.itemsize)
+        widened = max(num_tokens + width, num_tokens // 2 + 2 * width) * hidden_size * stats_bytes
+        return buffers + widened + max(merged, grad_hidden)
 
 
 class _Tile(NamedTuple):
@@ -70,12 +90,12 @@ class _Tile(NamedTuple):
         return index, (local >= 0) & (local < width)
 
 
-def _tiles(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_vocab: int | None) -> Iterator[_Tile]:
+def _tiles(hidden: Tensor, weight: Tensor, bias: Tensor | None, tile_width: int | None) -> Iterator[_Tile]:
     dtype, num_tokens = _stats_dtype(hidden), len(hidden)
-    chunk = min(chunk_vocab or _default_chunk(num_tokens, dtype, hidden.device), len(weight))
-    logits_buffer, scratch_buffer = torch.empty(2, num_tokens * chunk, dtype=dtype, device=hidden.device)
-    for start in range(0, len(weight), chunk):
-        columns = slice(start, min(start + chunk, len(weight)))
+    full_width = _tile_width(tile_width, num_tokens, len(weight), dtype.itemsize, hidden.device)
+    logits_buffer, scratch_buffer = torch.empty(2, num_tokens * full_width, dtype=dtype, device=hidden.device)
+    for start in range(0, len(weight), full_width):
+        columns = slice(start, min(start + full_width, len(weight)))
         width = columns.stop - start
         tile = _Tile(
             columns,
@@ -89,7 +109,7 @@ def _tiles(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_vocab: int
         yield tile
 
 
-class _HeadStats(torch.autograd.Function):
+class _TiledHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -99,13 +119,13 @@ class _HeadStats(torch.autograd.Function):
         targets: Tensor,
         temperature: Tensor,
         entropy_requires_grad: bool,
-        chunk_vocab: int | None,
+        tile_width: int | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = _stats_dtype(hidden)
         bits_per_logit = 1 / (math.log(2) * temperature.to(dtype))  # [N]
         target_logits = torch.full_like(bits_per_logit, torch.nan)  # [N]
         tile_stats: list[tuple[Tensor, Tensor, Tensor]] = []
-        for tile in _tiles(_matmul_input(hidden), weight, bias, chunk_vocab):
+        for tile in _tiles(_matmul_input(hidden), weight, bias, tile_width):
             index, inside = tile.locate(targets)
             target_logits = torch.where(inside, tile.logits[index], target_logits)
             peak = tile.logits.amax(-1)  # [N]
@@ -117,7 +137,7 @@ class _HeadStats(torch.autograd.Function):
         logprobs = (target_logits - peak) / temperature - power_sum.log()
         entropy = power_sum.log() - math.log(2) * bits_sum / power_sum
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, bits_per_logit, peak, power_sum, entropy)
-        ctx.chunk_vocab = chunk_vocab
+        ctx.tile_width = tile_width
         ctx.set_materialize_grads(False)
         if not entropy_requires_grad:
             ctx.mark_non_differentiable(entropy)
@@ -141,7 +161,7 @@ class _HeadStats(torch.autograd.Function):
             offset, slope = offset - entropy_grad * (entropy - power_sum.log()), -math.log(2) * entropy_grad
 
         inputs = _matmul_input(hidden)
-        for tile in _tiles(inputs, weight, bias, ctx.chunk_vocab):
+        for tile in _tiles(inputs, weight, bias, ctx.tile_width):
             bits = tile.logits.sub_(peak[:, None]).mul_(bits_per_logit[:, None])  # [N, v]
             grad_logits = torch.exp2(bits, out=tile.scratch)  # [N, v]
             grad_logits.mul_(offset[:, None] if slope is None else bits.mul_(slope[:, None]).add_(offset[:, None]))
@@ -170,10 +190,13 @@ def _stats_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
-def _default_chunk(num_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
-    budget_bytes = CPU_TILE_BYTES if device.type == "cpu" else GPU_TILE_BYTES
-    width = budget_bytes // (max(num_tokens, 1) * dtype.itemsize)
-    return max(width // MIN_TILE_WIDTH * MIN_TILE_WIDTH, MIN_TILE_WIDTH)
+def _tile_width(width: int | None, num_tokens: int, vocab_size: int, stats_bytes: int, device: torch.device) -> int:
+    """`width`, or what `TiledHead` chooses where it is None; at most the vocabulary."""
+    if width is None:
+        budget_bytes = CPU_TILE_BYTES if device.type == "cpu" else GPU_TILE_BYTES
+        width = budget_bytes // (max(num_tokens, 1) * stats_bytes)
+        width = max(width // MIN_TILE_WIDTH * MIN_TILE_WIDTH, MIN_TILE_WIDTH)
+    return min(width, vocab_size)
 
 
 def _matmul_input(hidden: Tensor) -> Tensor:

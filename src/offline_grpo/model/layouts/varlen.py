@@ -1,0 +1,103 @@
+"""The varlen layout: all sequences end to end in one row, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from offline_grpo.errors import require
+from offline_grpo.types import TokenBatch
+
+VARLEN = "offline_grpo_varlen"
+
+
+def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's variable-length attention runs on `device` in `dtype`."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+class Varlen:
+    """All sequences end to end, each told apart by torch's variable-length attention. Needs CUDA and 16 bit."""
+
+    pads = False
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ConfigError where the kernel does not run."""
+        has = f"{device.type} and {str(dtype).removeprefix('torch.')}"
+        fix = f"needs a CUDA device and train.precision=bf16 or fp16, and this run has {has}; use model.layout=auto"
+        require(has_varlen_kernel(device, dtype), "model.layout", "varlen", fix)
+
+    def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
+        """See `interfaces.Layout`."""
+        lengths = torch.tensor((0, *batch.sequence_lengths), dtype=torch.int32)
+        boundaries = lengths.cumsum(0, dtype=torch.int32).to(batch.token_ids.device, non_blocking=True)  # [S+1]
+        with self.attention(decoder):
+            hidden = decoder(
+                input_ids=batch.token_ids[None],  # [1, T]
+                position_ids=batch.position_ids[None],
+                use_cache=False,
+                cu_seq_lens_q=boundaries,
+                max_length_q=max(batch.sequence_lengths),
+            ).last_hidden_state  # [1, T, H]
+        return hidden[0]
+
+    @contextmanager
+    def attention(self, decoder: nn.Module) -> Iterator[None]:
+        """Variable-length attention inside; afterwards the model's own, which sampling needs."""
+        config: Any = decoder.config
+        before = config._attn_implementation
+        config._attn_implementation = VARLEN
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
+    def for_memory_plan(self) -> Varlen:
+        """Runs on the meta device as it is."""
+        return self
+
+
+def _varlen_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, T, D]
+    key: Tensor,  # [1, kv_heads, T, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """`torch.nn.attention.varlen` behind transformers' attention interface: [1, T, heads, D]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if cu_seq_lens_q is None:
+        raise ValueError("variable-length attention needs cu_seq_lens_q: this model drops the arguments that its decoder is called with")
+    if sliding_window is not None and max_length_q > sliding_window:
+        raise ValueError(f"model.layout=varlen: no sliding-window attention (window {sliding_window}); use model.layout=padded")
+    heads_per_kv = query.shape[1] // key.shape[1]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+    if heads_per_kv > 1:
+        k, v = k.repeat_interleave(heads_per_kv, dim=1), v.repeat_interleave(heads_per_kv, dim=1)
+    out: Any = varlen_attn(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(-1, 0),
+    )
+    return out[None], None
+
+
+AttentionInterface.register(VARLEN, _varlen_attention)
+AttentionMaskInterface.register(VARLEN, lambda *_args, **_kwargs: None)

@@ -1,0 +1,108 @@
+"""Asks the memory plan whether a run fits its GPUs, before weights are loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from transformers import PretrainedConfig
+
+from offline_grpo.model.dtypes import TORCH_NAMES, torch_dtype
+from offline_grpo.model.layouts import choose_layout
+from offline_grpo.model.load import read_model_config
+from offline_grpo.placement.devices import server_gpus, trainer_gpus
+from offline_grpo.placement.memory_plan import MemoryRequest, ServerRequest, check, describe, predict
+from offline_grpo.run.preflight import Plan
+
+log = logging.getLogger(__name__)
+
+SHARE_KEYS = ("gpu_memory_utilization", "mem_fraction_static")  # of vLLM and SGLang
+DEFAULT_SHARE = 0.92  # vLLM's own
+
+
+def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processes: int) -> None:
+    """Where `placement.check_memory` asks for it, refuse a run that the GPUs cannot hold; log the prediction.
+
+    Args:
+        model_id: of the model to train; of it, and of a reference, the configuration alone is read.
+        longest_prompt: in tokens.
+
+    Raises:
+        ConfigError: names key, value and fix.
+    """
+    model = plan.config.model
+    trainers = trainer_gpus(model.device, num_processes)
+    engines = server_gpus(plan.devices(num_processes))
+    if not trainers or not plan.config.placement.check_memory:
+        return
+    devices = predict(
+        memory_request(
+            plan,
+            read_model_config(model_id, "model.train_id"),
+            read_model_config(model.ref_id or model_id, "model.ref_id") if needs_reference_copy(plan) else None,
+            longest_prompt=longest_prompt,
+            trainers=trainers,
+            engine_gpus=engines or (),
+            total_bytes=[torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())],
+        )
+    )
+    for line in describe(devices):
+        log.info(line)
+    check(devices)
+
+
+def needs_reference_copy(plan: Plan) -> bool:
+    """Whether a KL term compares with a model of its own: without LoRA, or with another `model.ref_id` (see `load_reference`)."""
+    model = plan.config.model
+    return plan.loss.kl_coef > 0 and (model.lora is None or model.ref_id not in (None, model.train_id))
+
+
+def memory_request(
+    plan: Plan,
+    model_config: PretrainedConfig,
+    reference_config: PretrainedConfig | None,
+    *,
+    longest_prompt: int,
+    trainers: Sequence[int],
+    engine_gpus: Sequence[int],
+    total_bytes: Sequence[int],
+) -> MemoryRequest:
+    """What the memory plan needs to know of a run (see `MemoryRequest`).
+
+    Args:
+        reference_config: None where `needs_reference_copy` says that there is no copy.
+        engine_gpus: of the server; unused where the run starts none.
+    """
+    config = plan.config
+    return MemoryRequest(
+        model=config.model,
+        train=config.train,
+        model_config=model_config,
+        reference_config=reference_config,
+        layout=choose_layout(plan.layout, torch.device("cuda"), torch_dtype(config.train.precision)),
+        head=plan.head,
+        optimizer=plan.optimizer,
+        shares_weights=plan.weight_sync.requires.shares_weights,
+        num_sequences=config.data.problems_per_iteration * config.data.rollouts_per_problem,
+        longest_prompt=longest_prompt,
+        max_new_tokens=plan.sampling.max_new_tokens,
+        eval_max_new_tokens=plan.eval_sampling.max_new_tokens,
+        sampling_batch_size=0 if plan.engine.needs_server else plan.engine.client_node.get("batch_size", 1),
+        trainers=tuple(trainers),
+        server=_server_request(plan, engine_gpus) if plan.engine.launcher is not None else None,
+        total_bytes=tuple(total_bytes),
+    )
+
+
+def _server_request(plan: Plan, gpus: Sequence[int]) -> ServerRequest:
+    args = plan.server_args
+    share = next((key for key in SHARE_KEYS if key in args), SHARE_KEYS[0])
+    dtype = args.get("dtype")
+    return ServerRequest(
+        gpus=tuple(gpus),
+        dtype=torch_dtype(dtype if dtype in TORCH_NAMES else plan.config.train.precision),  # others, such as auto, are the model's own
+        num_shards=args.get("tensor_parallel_size") or args.get("tp_size") or 1,
+        share_frac=args.get(share) or DEFAULT_SHARE,
+        share_key=f"engine.args.{share}",
+    )
