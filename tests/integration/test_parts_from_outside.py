@@ -1,13 +1,17 @@
-"""A loss head and a layout that live outside the package: one Python file and one YAML file each, found through Hydra's search path."""
+"""Parts that live outside the package: one Python file and one YAML file each, found through Hydra's search path."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from children import SMALL, metrics_of
 from factories import compose_config
+from safetensors.torch import load_file
 
 from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.placement.memory_plan import predict
@@ -73,6 +77,128 @@ FILES = {
     "mine/conf/model/layout/one_by_one.yaml": """
         _target_: mine.one_by_one.OneByOne
         """,
+    "mine/sgd.py": '''
+        """Plain gradient descent."""
+
+        import torch
+
+
+        class SGD:
+            def __init__(self, lr: float) -> None:
+                self.lr = lr
+
+            def create(self, parameters):
+                return torch.optim.SGD(parameters, lr=self.lr)
+
+            def state_bytes(self, shapes):
+                return 0
+
+            def step_scratch_bytes(self, shapes):
+                return 0
+        ''',
+    "mine/conf/train/optimizer/sgd.yaml": """
+        _target_: mine.sgd.SGD
+        lr: ${train.lr}
+        """,
+    "mine/stored.py": '''
+        """The same two conversations in every iteration: no problems, no engine, advantages of their own."""
+
+        from offline_grpo.types import FinishReason, Rollout, RolloutGroup, Score
+
+
+        class Stored:
+            needs_problems = False
+
+            def __init__(self, advantage: float, rank: int) -> None:
+                self.advantage, self.rank, self.calls = advantage, rank, []
+
+            def start(self, iteration, state):
+                self.calls.append(("start", iteration, state))
+
+            def next(self, iteration):
+                self.calls.append(("next", iteration))
+                return [RolloutGroup(None, (self.rollout(1.0), self.rollout(-1.0)), ((self.advantage,) * 7, (-self.advantage,) * 7))]
+
+            def rollout(self, reward):
+                sampled = (False, False, True, True, False, False, True)
+                score = Score(reward, reward > 0, {})
+                return Rollout((5, 6, 7, 8, 9, 10, 11), sampled, (-2.0,) * 7, (0,) * 7, 1.0, FinishReason.STOP, "", score)
+
+            def weights_changed(self, version):
+                self.calls.append(("weights_changed", version))
+
+            def state_dict(self):
+                return {"num_calls": len(self.calls)}
+
+            def close(self):
+                seen.append([*self.calls, ("close",)])
+
+
+        seen = []
+        ''',
+    "mine/conf/rollouts/stored.yaml": """
+        _target_: mine.stored.Stored
+        advantage: 0.5
+        """,
+    "mine/copying.py": '''
+        """An engine in this process with a copy of the weights, and what keeps it current."""
+
+        import copy
+        from contextlib import contextmanager
+        from dataclasses import dataclass
+        from typing import Any
+
+        from offline_grpo.generation.transformers_client import TransformersClient
+        from offline_grpo.weight_sync.requirements import SyncRequirements
+        from offline_grpo.weight_sync.strategy import Staged
+
+
+        class CopyClient(TransformersClient):
+            def __init__(self, model, tokenizer, batch_size: int) -> None:
+                super().__init__(copy.deepcopy(model), tokenizer, batch_size)
+
+
+        @dataclass(frozen=True, kw_only=True)
+        class Copies(Staged):
+            weights: Any
+
+
+        class Copying:
+            name = "copying"
+            requires = SyncRequirements(engines=(), moves="any")
+
+            def __init__(self, interval: int) -> None:
+                self.interval = interval
+
+            def start_model(self, snapshot): ...
+            def recovery_model(self, snapshot): ...
+            def start_args(self, snapshot): ...
+            def attach(self, engine, snapshot): ...
+            def reattach(self, engine, snapshot): ...
+            def detach(self, engine): ...
+            def check_served(self, engine, version): ...
+            def verify(self, engine, snapshot, version): ...
+
+            @contextmanager
+            def staged(self, snapshot, version):
+                weights = {name: tensor.clone() for name, tensor in snapshot.weights()}
+                num_bytes = sum(tensor.nbytes for tensor in weights.values())
+                yield Copies(version=version, num_tensors=len(weights), num_bytes=num_bytes, weights=weights)
+
+            def apply(self, engine, staged):
+                engine.client.model.load_state_dict(staged.weights, strict=False)
+                return 0.0
+        ''',
+    "mine/conf/generation/copying.yaml": """
+        defaults:
+          - transformers
+          - _self_
+        _target_: mine.copying.CopyClient
+        """,
+    "mine/conf/weight_sync/copying.yaml": """
+        _target_: mine.copying.Copying
+        interval: 1
+        """,
 }
 RUN = (*SMALL, "train.iterations=1", "model.device=cpu", "train.kl_coef=0.1", "eval.enabled=false", "checkpoint.enabled=false")
 CHOSEN = ("model/head=dense", "model/layout=one_by_one")
@@ -101,6 +227,79 @@ def test_they_train_as_the_packages_own_do(search_path: str, tmp_path: Path) -> 
         assert actual[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
 
 
+def test_an_optimizer(search_path: str, tmp_path: Path) -> None:
+    """A step of SGD at learning rate 1 is the gradient, whose norm was clipped to 0.01."""
+    run = (
+        *RUN,
+        f"cache_dir={tmp_path}/cache",
+        "checkpoint.enabled=true",
+        "train.lr=1",
+        "train.grad_clip=0.01",
+        "train.updates_per_iteration=1",
+    )
+    app.run(compose_config(search_path, *run, "train/optimizer=sgd"), tmp_path / "run")
+    [model] = tmp_path.glob("cache/tiny-*/model.safetensors")
+    before, after = load_file(model), load_file(tmp_path / "run" / "checkpoints" / "iter_000" / "model.safetensors")
+    assert sum(float((after[name] - before[name]).square().sum()) for name in before) ** 0.5 == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_source_of_rollouts_with_advantages_and_no_problems(search_path: str, tmp_path: Path) -> None:
+    run = (*RUN, f"cache_dir={tmp_path}/cache", "checkpoint.enabled=true", "train.iterations=2", "train.updates_per_iteration=1")
+    app.run(compose_config(search_path, *run, "rollouts=stored"), tmp_path / "run")
+    from mine import stored  # pyright: ignore[reportMissingImports]
+
+    assert stored.seen.pop() == [
+        *(("weights_changed", 0), ("start", 0, None), ("next", 0), ("weights_changed", 1), ("next", 1), ("weights_changed", 2)),
+        ("close",),
+    ]
+    found = metrics_of(tmp_path / "run")["train_iter_001.json"]
+    assert (found["num_completion_tokens"], found["advantage_std"], found["num_updates"]) == (6, 0.5, 1)
+    state = json.loads((tmp_path / "run" / "checkpoints" / "iter_001" / "trainer" / "state.json").read_text())
+    assert state["source"] == {"num_calls": 6}
+    problems = make_plan(typed(compose_config(search_path, "rollouts=stored"))).data.train
+    assert problems is None, "no problems are made for a source that needs none"
+
+
+COPIES = ("generation=copying", "weight_sync=copying", "train.schedule=constant", "train.lr=1e-2")
+
+
+def test_a_client_and_a_strategy(search_path: str, tmp_path: Path) -> None:
+    """A copy that gets the weights after every update samples what the trained module itself would."""
+    run = (*RUN, f"cache_dir={tmp_path}/cache", "train.iterations=3", "train.schedule=constant", "train.lr=1e-2")
+    app.run(compose_config(*run), tmp_path / "one_copy")
+    app.run(compose_config(search_path, *run, *COPIES), tmp_path / "two_copies")
+    expected, actual = metrics_of(tmp_path / "one_copy"), metrics_of(tmp_path / "two_copies")
+    for name, metrics in expected.items():
+        assert {k: v for k, v in actual[name].items() if not k.startswith("sync/")} == {
+            k: v for k, v in metrics.items() if not k.startswith("sync/")
+        }
+    assert actual["train_iter_002.json"]["sync/num_bytes"] > 0
+
+
+@pytest.mark.parametrize("saved", [2, 3])
+def test_a_run_whose_engine_lags_behind_resumes_exactly(search_path: str, tmp_path: Path, saved: int) -> None:
+    """The engine gets weights at every third iteration. Iteration 2 has just pushed; after iteration 3 the engine is one behind, and the
+    resumed run must go on with what it served then, and push when the uninterrupted one does."""
+    lagging = (*RUN, *COPIES, f"cache_dir={tmp_path}/cache", "weight_sync.interval=3", "train.iterations=8", "checkpoint.enabled=true")
+    keep = ("checkpoint.save_interval=1", "checkpoint.keep_last_k=99")
+    whole = tmp_path / "whole"
+    app.run(compose_config(search_path, *lagging, *keep), whole)
+    metrics = metrics_of(whole)
+    versions = [metrics[f"train_iter_{i:03d}.json"]["sync/version"] for i in range(8)]
+    assert versions == [0, 0, 6, 6, 6, 12, 12, 12], "two updates per iteration"
+    served = whole / "checkpoints" / f"iter_{saved:03d}" / "trainer" / "served.safetensors"
+    assert served.exists() is (saved == 3)
+
+    part = tmp_path / "part"
+    shutil.copytree(whole / "checkpoints" / f"iter_{saved:03d}", part / "checkpoints" / f"iter_{saved:03d}")
+    app.run(compose_config(search_path, *lagging, *keep, f"resume={part}"), tmp_path / "fresh")
+    resumed = metrics_of(part)
+    assert set(resumed) == {f"train_iter_{i:03d}.json" for i in range(saved + 1, 8)}
+    assert resumed == {name: metrics[name] for name in resumed}
+    weights = [load_file(run / "checkpoints" / "iter_007" / "model.safetensors") for run in (whole, part)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 def test_the_memory_plan_takes_their_word(search_path: str) -> None:
     from transformers import Qwen2Config
 
@@ -110,7 +309,7 @@ def test_the_memory_plan_takes_their_word(search_path: str) -> None:
 
     def activations(*overrides: str) -> int:
         plan = make_plan(typed(compose_config(search_path, "train.batch_size=32", *overrides)))
-        request = memory_request(plan, config, None, longest_prompt=24, trainers=[0], server_gpus=(), total_bytes=[2**40])
+        request = memory_request(plan, config, None, longest_prompt=24, trainers=[0], engine_gpus=(), total_bytes=[2**40])
         [device] = predict(request)
         return next(part.num_bytes for part in device.parts if part.name == "activations")
 

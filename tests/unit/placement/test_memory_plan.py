@@ -35,10 +35,10 @@ def plan_of(*overrides):
     return make_plan(typed(compose_config(*overrides)))
 
 
-def request_of(*overrides, longest_prompt=56, trainers=(0,), server_gpus=(0,), total=GIB * 16, num_gpus=2):
+def request_of(*overrides, longest_prompt=56, trainers=(0,), engine_gpus=(0,), total=GIB * 16, num_gpus=2):
     plan = plan_of(*overrides)
     reference = MODEL if needs_reference_copy(plan) else None
-    gpus = {"trainers": trainers, "server_gpus": server_gpus, "total_bytes": [total] * num_gpus}
+    gpus = {"trainers": trainers, "engine_gpus": engine_gpus, "total_bytes": [total] * num_gpus}
     return memory_request(plan, MODEL, reference, longest_prompt=longest_prompt, **gpus)
 
 
@@ -89,7 +89,7 @@ def test_only_the_first_process_shares_the_servers_weights():
 
 
 def test_a_server_on_its_own_gpu_leaves_the_trainers_alone():
-    first, second = predicted(*SERVED, "weight_sync=nccl", server_gpus=[1])
+    first, second = predicted(*SERVED, "weight_sync=nccl", engine_gpus=[1])
     assert (first.gpu, second.gpu) == (0, 1)
     assert not first.server
     assert not second.trainer
@@ -97,7 +97,7 @@ def test_a_server_on_its_own_gpu_leaves_the_trainers_alone():
 
 
 def test_a_server_over_two_gpus_halves_its_weights():
-    split = predicted(*SERVED, "weight_sync=reload", "+engine.args.tensor_parallel_size=2", trainers=[0], server_gpus=[0, 1])
+    split = predicted(*SERVED, "weight_sync=reload", "+engine.args.tensor_parallel_size=2", trainers=[0], engine_gpus=[0, 1])
     assert [parts(device)["server: weights"] for device in split] == [about(NUM_WEIGHTS)] * 2
 
 
