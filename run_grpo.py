@@ -15,8 +15,8 @@ config.register()
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> float | None:
-    """One run. Returns the last held-out pass@1, which sweepers maximise."""
-    from offline_grpo.run import app  # torch and transformers: only once the configuration has been composed
+    """Run once. Returns the last held-out pass@1, which sweepers maximise."""
+    from offline_grpo.run import app  # imports torch and transformers, so only after the configuration is composed
 
     return cli.run_job(lambda: app.run(cfg, Path(HydraConfig.get().runtime.output_dir)))
 

@@ -1,4 +1,4 @@
-"""Smoke test: one small iteration of everything, no server, no GPU, no download, under a minute. Prints the metrics that it recorded."""
+"""Smoke test: one small iteration of the whole pipeline in under a minute, without server, GPU or download. Prints the recorded metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONF = Path(__file__).parent / "conf"
 
 
 def main() -> None:
-    """Train for one iteration in a temporary folder, evaluate, and print both records."""
+    """Train for one iteration in a temporary folder, evaluate, and print the metrics of both."""
     from offline_grpo.run import app
 
     register()

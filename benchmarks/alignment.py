@@ -1,8 +1,9 @@
-"""Twenty iterations of the main job under weight_sync=shared_vllm on a GPU: does the server serve what is trained, and does it learn?
+"""Twenty iterations of the default job with weight_sync=shared_vllm on a GPU: does the server serve the trained weights, and does the
+policy learn?
 
     python benchmarks/alignment.py
 
-Runs `run_grpo.py` as anybody would, in bf16 with CUDA graphs on, and reads its metrics.
+Runs `run_grpo.py` like any user, in bf16 with CUDA graphs, and reads its metrics.
 """
 
 from __future__ import annotations

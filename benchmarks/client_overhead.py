@@ -1,16 +1,16 @@
-"""What our client costs: VllmClient against the leanest load generator that still reads the answers, on the same vLLM server.
+"""Overhead of our client: VllmClient against a minimal load generator that still reads the answers, on the same vLLM server.
 
     python benchmarks/client_overhead.py [--base-url http://127.0.0.1:8000]
 
-The server is a real one, on the CPU, with the main job's tiny model; without --base-url the script starts it, and stops it. Both arms send
-the same requests: every prompt with the same seed, exactly `--tokens` tokens per completion, as many requests in flight. Before anything is
-timed, both must return the same tokens, and logprobs to 1e-4.
+The server is a real vLLM server on the CPU with the tiny model of the default job. Without --base-url the script starts and stops it. Both
+arms send the same requests: each prompt with the same seed, exactly `--tokens` tokens per completion, and the same number of requests in
+flight. Before the timing, both must return the same tokens, and logprobs that agree to 1e-4.
 
 Arms:
     client           VllmClient.generate, from token ids to checked Completions
-    load_generator   asyncio sockets, requests encoded before the clock starts, answers parsed as JSON and looked at no more
+    load_generator   asyncio sockets; requests are encoded before the clock starts, answers are only parsed as JSON
 
-The time of a round is almost all the server's. So the processor time that each arm takes in its own process is measured too.
+The server takes almost all of a round's time. So the CPU time that each arm uses in its own process is measured too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CPU_ARGS = {
     "distributed_executor_backend": "uni",
     "kv_cache_memory_bytes": 67108864,
     "gpu_memory_utilization": None,
-    "max_num_batched_tokens": 32768,  # vLLM 0.32 ends on CPUs where it splits the prompt of a request with a seed
+    "max_num_batched_tokens": 32768,  # on CPUs, vLLM 0.32 crashes when it splits the prompt of a request with a seed
     "logprobs_mode": "processed_logprobs",
     "generation_config": "vllm",
     "seed": 0,
@@ -60,14 +60,14 @@ CPU_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 
 
 class EndlessClient(VllmClient):
-    """Completions go on after an end-of-sequence token, so that every round is the same work."""
+    """Ignores the end-of-sequence token, so that every round does the same work."""
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
         return super().body(request, sampling, weights) | {"ignore_eos": True, "stop_token_ids": []}
 
 
 class LoadGenerator:
-    """Sends requests that were encoded beforehand, over a fixed number of connections, in an event loop of its own."""
+    """Sends pre-encoded requests over a fixed number of connections, in its own event loop."""
 
     def __init__(self, url: str, bodies: Sequence[bytes], num_connections: int) -> None:
         address = urlsplit(url)
@@ -84,7 +84,7 @@ class LoadGenerator:
         self._num_connections = num_connections
 
     def run(self) -> list[Any]:
-        """The parsed answers, in the order of the requests. Connects anew: a server closes connections that were idle for five seconds."""
+        """The parsed answers, in request order. Opens new connections, because a server closes those that were idle for five seconds."""
         return asyncio.run_coroutine_threadsafe(self._ask_all(), self._loop).result()
 
     async def _ask_all(self) -> list[Any]:
@@ -106,7 +106,7 @@ class LoadGenerator:
 
 
 class ProcessorTime:
-    """An arm that also notes how many seconds of processor time this process, not the server, spent on each call."""
+    """An arm that also records the CPU seconds of this process, without the server, for each call."""
 
     def __init__(self, arm: Callable[[], object]) -> None:
         self._arm = arm
@@ -122,7 +122,7 @@ class ProcessorTime:
 
 
 def tiny_model() -> Path:
-    """The main job's model, built if it is not in the cache."""
+    """The model of the default job, built if it is not in the cache."""
     register()
     with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
         plain = as_plain(compose("config"))
@@ -131,7 +131,7 @@ def tiny_model() -> Path:
 
 @contextmanager
 def served(base_url: str | None) -> Iterator[Server]:
-    """The server at a URL, or one of our own for as long as it is needed."""
+    """The server at `base_url`, or a server that is started and stopped here."""
     with tempfile.TemporaryDirectory() as scratch:
         launcher = (
             None
@@ -159,7 +159,7 @@ def check_equal(ours: Sequence[Any], answers: Sequence[Any], tokens: int) -> Non
     for group, answer in zip(ours, answers, strict=True):
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         assert [list(completion.token_ids) for completion in group] == [choice["token_ids"] for choice in choices]
-        for completion, choice in zip(group, choices, strict=True):  # what else was in a step moves the last bits
+        for completion, choice in zip(group, choices, strict=True):  # the last bits depend on the rest of the batch
             theirs = choice["logprobs"]["token_logprobs"]
             assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(completion.logprobs, theirs, strict=True))
         assert all(len(completion.token_ids) == tokens for completion in group)
@@ -167,13 +167,13 @@ def check_equal(ours: Sequence[Any], answers: Sequence[Any], tokens: int) -> Non
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base-url", help="of a running vLLM server (started with --logprobs-mode processed_logprobs); default: our own")
+    parser.add_argument("--base-url", help="of a vLLM server started with --logprobs-mode processed_logprobs; default: start one")
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--group-size", type=int, default=8, help="completions of each prompt")
-    parser.add_argument("--tokens", type=int, default=32, help="of each completion")
+    parser.add_argument("--group-size", type=int, default=8, help="completions per prompt")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens per completion")
     parser.add_argument("--batch-size", type=int, default=64, help="requests in flight")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--warmup", type=int, default=2, help="rounds that do not count")
+    parser.add_argument("--warmup", type=int, default=2, help="rounds that are not counted")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""What all benchmarks share: a description of the machine, interleaved timing, and the result file."""
+"""Shared code of the benchmarks: a description of the machine, interleaved timing, and the result file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Target:
-    """What a benchmark claims: the measurement `metric` is at most (`<=`) or at least (`>=`) `bound`."""
+    """A benchmark's claim: the measurement `metric` is at most (`<=`) or at least (`>=`) `bound`."""
 
     metric: str
     relation: str
@@ -38,7 +38,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Timings:
-    """Wall-clock seconds of every round, by arm; round i of all arms ran side by side."""
+    """Wall-clock seconds of every round, by arm. Round i of all arms ran close together in time."""
 
     seconds: dict[str, list[float]]
 
@@ -49,7 +49,7 @@ class Timings:
         return min(self.seconds[arm])
 
     def ratio(self, arm: str, baseline: str) -> float:
-        """Median over the rounds of `arm`'s time divided by `baseline`'s: slow spells of the machine hit both and cancel."""
+        """Median over the rounds of `arm`'s time divided by `baseline`'s. Slow periods of the machine affect both and cancel out."""
         return statistics.median(a / b for a, b in zip(self.seconds[arm], self.seconds[baseline], strict=True))
 
     def summary(self, baseline: str) -> dict[str, dict[str, Any]]:
@@ -68,9 +68,9 @@ class Timings:
 def alternate(
     arms: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 1, settle: Mapping[str, Callable[[], object]] | None = None
 ) -> Timings:
-    """Time every arm once per round, in the order A B C, then C B A, and so on, after `warmup` rounds that do not count.
+    """Time every arm once per round, in the order A B C, then C B A, and so on. The first `warmup` rounds are not counted.
 
-    `settle[arm]` runs right before each timing of that arm, untimed: a server that stood idle while others ran is slower at first.
+    `settle[arm]` runs untimed right before each timing of that arm, because a server that was idle while others ran is slower at first.
     """
     seconds: dict[str, list[float]] = {arm: [] for arm in arms}
     for index in range(-warmup, rounds):
@@ -84,11 +84,11 @@ def alternate(
 
 
 CODE = (":/src", ":/conf", ":/benchmarks/*.py", ":/pyproject.toml", ":/uv.lock")
-"""What results come from, from the repository's root."""
+"""Git pathspecs of the files that determine the results, relative to the repository root."""
 
 
 def describe_machine() -> dict[str, Any]:
-    """Hardware, versions and commit: what a result depends on besides the benchmark's own settings."""
+    """Hardware, versions and commit, which a result depends on in addition to the benchmark's settings."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
@@ -109,11 +109,11 @@ def describe_machine() -> dict[str, Any]:
 def write_result(
     name: str, *, claim: str, targets: list[Target], settings: Mapping[str, Any], measured: Mapping[str, Any], details: Mapping[str, Any]
 ) -> None:
-    """Write results/<name>.json and print how each target fared.
+    """Write results/<name>.json and print whether each target was met.
 
     Args:
-        claim: one sentence that a reader could doubt.
-        measured: the numbers that targets and text refer to, one per name.
+        claim: the claim that the benchmark tests, in one sentence.
+        measured: the numbers that the targets and the documentation refer to, one per name.
         details: everything else worth keeping, such as the rounds.
     """
     verdicts = [asdict(target) | {"measured": measured[target.metric], "met": target.is_met(measured)} for target in targets]
@@ -147,7 +147,7 @@ def _wait_for_device() -> None:
 
 
 def _version_of(*packages: str) -> str | None:
-    """Of the first that is installed."""
+    """The version of the first of these packages that is installed."""
     for package in packages:
         with contextlib.suppress(PackageNotFoundError):
             return version(package)

@@ -1,17 +1,16 @@
-"""Time of the main job's iteration (sample, score, update) against TRL's GRPOTrainer doing the same work.
+"""Time of one iteration (sample, score, update) of the default job against TRL's GRPOTrainer doing the same work.
 
-    python benchmarks/iteration_vs_trl.py [KEY=VALUE ...]        # overrides of the main job's configuration
+    python benchmarks/iteration_vs_trl.py [KEY=VALUE ...]        # overrides of the default configuration
 
-Both arms start from the same tiny model, with the same reference, prompts (compared token by token before anything is timed), rewards,
-group size, loss, optimizer and learning rate, and make one update per iteration from one microbatch. Neither evaluates, saves or prints.
-They alternate in blocks within one process. Every combination of arm and thread count is measured, and the claim compares each arm's
-faster one.
+Both arms start from the same tiny model. They have the same reference, prompts (compared token by token before the timing), rewards, group
+size, loss, optimizer and learning rate, and make one update per iteration from one microbatch. Neither evaluates, saves or prints. They
+alternate in blocks within one process. Each arm is measured with every thread count, and the claim compares the fastest of each.
 
 Arms:
     ours         the training loop of run_grpo.py with its default configuration
-    all_groups   the same with train.drop_zero_signal_groups=false: trains every sequence that it sampled, as TRL does
+    all_groups   the same with train.drop_zero_signal_groups=false: it trains on every sampled sequence, as TRL does
     trl          GRPOTrainer with transformers' generate and gradient checkpointing off (its default is on)
-TRL's other generator without a server, transformers' continuous batching, is tried first; the result says how it went.
+TRL has another generator without a server, transformers' continuous batching. The script tries it first and records the outcome.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Recorder(RunListener):
 
 
 class OurArm:
-    """The main job's loop, advanced a block of iterations at a time."""
+    """The training loop of the default job, run one block of iterations at a time."""
 
     def __init__(self, overrides: Sequence[str], scratch: Path) -> None:
         register()
@@ -87,7 +86,7 @@ class OurArm:
 
 
 def trl_settings(plan: Plan) -> dict[str, Any]:
-    """GRPOConfig's names for the main job's settings."""
+    """The settings of the default job under GRPOConfig's names."""
     data, train, loss, optimizer = plan.config.data, plan.config.train, plan.loss, plan.optimizer
     num_sequences = data.problems_per_iteration * data.rollouts_per_problem
     assert train.batch_size == num_sequences, "one microbatch per update, so that TRL can be given the same"
@@ -130,7 +129,7 @@ def trl_trainer(ours: OurArm, callbacks: list[Any], **settings: Any) -> Any:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One arm of ours against TRL, with one number of threads."""
+    """One of our arms against TRL, with one thread count."""
 
     timings: Timings  # seconds per block
     phases_s: dict[str, dict[str, float]]
@@ -173,7 +172,7 @@ def measure(overrides: Sequence[str], *, blocks: int, block: int) -> Measurement
 
 
 def try_continuous_batching(overrides: Sequence[str]) -> dict[str, Any]:
-    """Seconds per iteration of TRL with transformers' continuous batching, or why it does not run here."""
+    """Seconds per iteration of TRL with transformers' continuous batching, or the error that prevents it."""
     with tempfile.TemporaryDirectory() as scratch:
         ours = OurArm(overrides, Path(scratch))
     interleave = Interleave(lambda: None, updates_per_block=1)
@@ -193,10 +192,10 @@ def measure_threads(num_threads: int, args: argparse.Namespace) -> dict[str, Mea
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", help="of the main job's configuration, KEY=VALUE")
+    parser.add_argument("overrides", nargs="*", help="overrides of the default configuration, KEY=VALUE")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of torch threads to try")
-    parser.add_argument("--blocks", type=int, default=6, help="timed blocks of every arm")
-    parser.add_argument("--block", type=int, default=5, help="iterations of a block")
+    parser.add_argument("--blocks", type=int, default=6, help="timed blocks per arm")
+    parser.add_argument("--block", type=int, default=5, help="iterations per block")
     return parser.parse_args()
 
 
@@ -207,7 +206,7 @@ def main() -> None:
     by_threads = {num_threads: measure_threads(num_threads, args) for num_threads in args.threads}
 
     def fastest_s(arm: str, *, against: str) -> float:
-        """Median seconds of an iteration with the number of threads that suits this arm best."""
+        """Median seconds per iteration with the thread count that is fastest for this arm."""
         return min(measurements[against].timings.median_s(arm) for measurements in by_threads.values()) / args.block
 
     ratios = {arm: fastest_s("ours", against=arm) / fastest_s("trl", against=arm) for arm in ("ours", "all_groups")}

@@ -1,9 +1,10 @@
-"""Find the fastest settings of vLLM's LoRA kernels for few tokens on this GPU, and write them where `lora_hotswap` looks.
+"""Find the fastest settings of vLLM's LoRA kernels for few tokens on this GPU, and write them to the folder that `lora_hotswap` uses.
 
     python benchmarks/lora_kernels.py         # about two minutes; writes src/offline_grpo/engine/inside_vllm/lora_kernels/GPU_*.json
 
-vLLM's own settings are made for many tokens: blocks of 32 and 64 rows, and of 32 ranks, where a single stream has one row and an adapter
-16. A decoding step of a small model then spends a quarter of its time there. The format of the files is vLLM's (VLLM_TUNED_CONFIG_FOLDER).
+vLLM's own settings are tuned for many tokens: blocks of 32 and 64 rows, and of 32 ranks. But a single stream has one row and an adapter
+has rank 16. A decoding step of a small model then spends a quarter of its time in these kernels. The files are in vLLM's format
+(VLLM_TUNED_CONFIG_FOLDER).
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from vllm.lora.ops.triton_ops.utils import get_lora_op_configs
 FOLDER = Path(__file__).parents[1] / "src/offline_grpo/engine/inside_vllm/lora_kernels"
 NUM_LAYERS = 24
 MODULES = {"qkv": (896, [896, 128, 128]), "o": (896, [896]), "gate_up": (896, [4864, 4864]), "down": (4864, [896])}
-"""Input and output sizes of Qwen2.5-0.5B, which the result speaks of."""
+"""Input and output sizes of Qwen2.5-0.5B, for which the result is reported."""
 SIZES = (512, 896, 1536, 2048, 3584, 4864, 8960, 14336)
 RANKS = (16, 64)
 SLICES = (1, 2, 3)
 FEW = (1, 16)
 MANY = (64, 256)
-"""Numbers of tokens: tuned ones, and those that keep vLLM's settings. vLLM takes the nearest."""
+"""Numbers of tokens: FEW are tuned, MANY keep vLLM's settings. vLLM uses the entry with the nearest number."""
 GAIN = 0.98
 Config = dict[str, int | None]
 
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 def tuned_files() -> tuple[dict[str, Any], dict[str, Any]]:
-    """[max_loras + 1][slices][tokens][k][n] -> settings, for both kernels. Layers with more slices than were tried get those of three."""
+    """[max_loras + 1][slices][tokens][k][n] -> settings, for both kernels. Layers with more than three slices use those for three."""
     shrink: dict[str, Any] = {}
     expand: dict[str, Any] = {}
     for slices, size, rank in itertools.product(SLICES, SIZES, RANKS):
@@ -104,7 +105,7 @@ def expand_candidates() -> Iterator[Config]:
 
 
 def fastest(kind: str, candidates: Iterator[Config], measure: Callable[[Config | None], float]) -> Config | None:
-    """The fastest candidate, None where none is faster than vLLM's settings."""
+    """The fastest candidate, or None if none is faster than vLLM's settings."""
     times = [(measure(candidate), candidate) for candidate in candidates]
     best_us, best = min(times, key=lambda pair: pair[0])
     default_us = measure(None)
@@ -113,7 +114,7 @@ def fastest(kind: str, candidates: Iterator[Config], measure: Callable[[Config |
 
 
 def time_us(size: int, outputs: list[int], rank: int, shrink: Config | None, expand: Config | None, only: str = "") -> float:
-    """Microseconds of one adapted layer for one token, in a CUDA graph of 24, each with weights of its own. None: vLLM's settings."""
+    """Microseconds per adapted layer for one token, in a CUDA graph of 24 layers with separate weights. None uses vLLM's settings."""
     lora_shrink_op.get_lora_op_configs = lambda *a, **k: shrink or get_lora_op_configs(*a, **k)
     lora_expand_op.get_lora_op_configs = lambda *a, **k: expand or get_lora_op_configs(*a, **k)
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}

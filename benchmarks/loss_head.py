@@ -1,24 +1,23 @@
-"""Time and memory of the loss head, forward and backward, against materialised logits, TRL's fused head and the bare matrix products.
+"""Time and memory of the loss head (forward and backward) against materialised logits, TRL's fused head and the bare matrix products.
 
     python benchmarks/loss_head.py                      # the claim: CPU, float32, V=32000, H=256, 1536 tokens
     python benchmarks/loss_head.py --device cuda --dtype bfloat16 --vocab 151936 --hidden 4096 --tokens 8192 --name loss_head_h100
 
-Arms, all computing the logprob of a target and the entropy, both with gradient, for trainable weights:
+Arms. All compute the logprob of a target and the entropy, both with gradient, for trainable weights:
     materialised  logits, / temperature, log_softmax, gather; entropy = -(p * log p).sum(); autograd
     head_stats    offline_grpo.model.logprobs.head_stats
     entropy_as_metric  the same, with an entropy that carries no gradient
     trl_fused     trl.kernels.ChunkedLogProbFunction with the tile width that TRL uses
-    three_gemms   logits, hidden gradient and weight gradient with nothing in between: what no method of this kind can beat
+    three_gemms   only the products for logits, hidden gradient and weight gradient: a lower bound for methods of this kind
 
-Before anything is timed, values and gradients of the arms are compared. Times are taken in one process, the arms interleaved; time_ratio is
-the median over rounds of the ratio within a round. Other work on the machine hurts the fused arms most, because their threads meet
-after every tile: where time_ratio and time_ratio_of_minima differ much, the machine was not quiet.
-OMP_NUM_THREADS=1 measures well on a busy machine.
+Before the timing, values and gradients of the arms are compared. The arms are interleaved in one process; time_ratio is the median over
+rounds of the ratio within a round. Other work on the machine slows the fused arms most, because their threads synchronise after every
+tile. If time_ratio and time_ratio_of_minima differ much, the machine was busy. On a busy machine use OMP_NUM_THREADS=1.
 
-Memory is the rise of the peak over what was held before the call, gradients included. On a GPU the allocator reports it. On a CPU every
-arm runs in a process of its own: the kernel's high-water mark of resident memory (VmHWM) is reset after the inputs exist and a tiny call
-has loaded the libraries, and read after one call. That counts what torch's own profiler cannot see, such as the matrix library's packing
-buffers; it needs Linux.
+Memory is the increase of the peak over the memory in use before the call, gradients included. On a GPU the allocator reports it. On a CPU
+every arm runs in its own process: the kernel's high-water mark of resident memory (VmHWM) is reset once the inputs exist and a tiny call
+has loaded the libraries, and it is read after one call. This includes memory that torch's profiler cannot see, such as the packing buffers
+of the matrix library; it needs Linux.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ HEADS = {"materialised": materialised, "head_stats": fused, "entropy_as_metric":
 
 
 def backward(head: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """One forward and backward pass. Returns logprobs [N] and entropy [N]; gradients are in the leaves."""
+    """One forward and backward pass. Returns logprobs [N] and entropy [N]; the gradients are left in the leaf tensors."""
     inputs.hidden.grad = inputs.weight.grad = None
     logprobs, entropy = head(inputs)
     loss = -logprobs.mean() - (ENTROPY_COEF * entropy.mean() if entropy.requires_grad else 0.0)
@@ -113,7 +112,7 @@ def three_gemms(inputs: Inputs) -> Callable[[], None]:
 
 
 def largest_differences(inputs: Inputs) -> dict[str, float]:
-    """Between head_stats and materialised logits; the gradients' relative to the largest gradient."""
+    """Errors of head_stats against materialised logits; those of gradients are relative to the largest gradient."""
     results = {}
     for name in (BASELINE, "head_stats"):
         logprobs, entropy = backward(HEADS[name], inputs)
@@ -126,7 +125,7 @@ def largest_differences(inputs: Inputs) -> dict[str, float]:
 
 
 def measure_peak_bytes(args: argparse.Namespace, name: str) -> int:
-    """Rise of the peak memory during one call, in this process."""
+    """Increase of the peak memory of this process during one call."""
     inputs = Inputs.random(args, args.tokens)
     backward(HEADS[name], Inputs.random(args, 8))
     if args.device == "cuda":
@@ -155,15 +154,15 @@ def _status_bytes(key: str) -> int:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1536, help="N, tokens scored in one call")
+    parser.add_argument("--tokens", type=int, default=1536, help="N, tokens scored per call")
     parser.add_argument("--vocab", type=int, default=32000, help="V, rows of the head")
     parser.add_argument("--hidden", type=int, default=256, help="H, width of the model")
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of hidden states and weights")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="dtype of hidden states and weights")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=11, help="timed calls of every arm")
-    parser.add_argument("--name", default="loss_head", help="of the result file")
-    parser.add_argument("--peak-of", choices=list(HEADS), help="print one arm's peak memory in bytes and do nothing else")
+    parser.add_argument("--rounds", type=int, default=11, help="timed calls per arm")
+    parser.add_argument("--name", default="loss_head", help="name of the result file")
+    parser.add_argument("--peak-of", choices=list(HEADS), help="only print the peak memory of one arm, in bytes")
     return parser.parse_args()
 
 

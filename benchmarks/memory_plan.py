@@ -1,19 +1,19 @@
 """Predicted against measured GPU memory of a training process, part by part.
 
     PYTHONPATH=src python benchmarks/memory_plan.py                  # the claim: one CUDA GPU with 80 GB, Qwen2.5-0.5B with random weights
-    PYTHONPATH=src python benchmarks/memory_plan.py --device cpu     # tiny, measures nothing: shows that the script runs
+    PYTHONPATH=src python benchmarks/memory_plan.py --device cpu     # tiny, measures nothing: only shows that the script runs
 
-Every arm is a configuration of run_grpo.py. Its model is loaded, connected to an optimizer and updated twice by the code that trains, on
-random tokens in sequences as long as they may get, so that the largest microbatch is the one that the prediction is for. Optimizer state
-exists from the end of the first update on, so the second one's peak is the run's. Each arm runs in a process of its own. Measured are
-bytes in tensors (torch.cuda.memory_allocated), above what a first matrix product has left behind:
+Every arm is a configuration of run_grpo.py and runs in its own process. The training code loads the model, connects an optimizer and makes
+two updates on random tokens. All sequences have maximum length, so that the largest microbatch is the predicted one. The optimizer state
+exists from the end of the first update, so the peak of the second update is the peak of the run. The measurements are bytes in tensors
+(torch.cuda.memory_allocated), minus what is allocated after an initial matrix product:
 
-    weights           after loading                           masters           what making them added
-    gradients         at the optimizer's first step           optimizer state   after the first update, masters and weights taken off
-    reference         what loading it added                   activations       peak of the second update, all other parts taken off
+    weights           after loading                           masters           increase from creating them
+    gradients         at the optimizer's first step           optimizer state   after the first update, minus masters and weights
+    reference         increase from loading it                activations       peak of the second update, minus all other parts
 
-The total is that peak. The CUDA context is not in tensors and therefore not part of the comparison; the details tell what it took
-(torch.cuda.mem_get_info, which sees other processes on the GPU too).
+The total is that peak. The CUDA context is not in tensors and therefore not compared. The details report its size
+(torch.cuda.mem_get_info, which includes other processes on the GPU).
 """
 
 from __future__ import annotations
@@ -95,16 +95,14 @@ def plan_of(folder: Path, args: argparse.Namespace, overrides: Sequence[str]) ->
 
 
 def random_batch(args: argparse.Namespace, num_sequences: int, vocab_size: int) -> TokenBatch:
-    """Sequences that are all as long as they may get."""
+    """Random sequences, all of maximum length."""
     torch.manual_seed(0)
     num_tokens = args.completion_tokens
     rows = torch.randint(vocab_size, (num_sequences, args.prompt_tokens + args.completion_tokens)).tolist()
     rollouts = [
         Rollout.of_one_turn(
             row[: args.prompt_tokens],
-            Completion(
-                tuple(row[args.prompt_tokens :]), (-1.0,) * args.completion_tokens, FinishReason.LENGTH, (0,) * args.completion_tokens
-            ),
+            Completion(tuple(row[args.prompt_tokens :]), (-1.0,) * num_tokens, FinishReason.LENGTH, (0,) * num_tokens),
             temperature=1.0,
             text="",
             score=Score(0.0, False, {}),
@@ -116,14 +114,14 @@ def random_batch(args: argparse.Namespace, num_sequences: int, vocab_size: int) 
 
 
 class Gauge:
-    """Bytes in CUDA tensors since it was made; always 0 without CUDA."""
+    """Bytes allocated in CUDA tensors since the gauge was created; always 0 without CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._start = 0
         if device.type == "cuda":
             x = torch.ones(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-            (x @ x).sum().backward()  # both the forward's and the backward's cuBLAS workspaces
+            (x @ x).sum().backward()  # allocates the cuBLAS workspaces of forward and backward
             del x
         self._start = self.now()
 
@@ -139,7 +137,7 @@ class Gauge:
 
 
 def measure(plan: Plan, args: argparse.Namespace, folder: Path, vocab_size: int) -> dict[str, int]:
-    """Bytes of every part, and of the peak."""
+    """Measured bytes of every part and of the peak."""
     device = torch.device(args.device)
     gauge = Gauge(device)
     train = plan.config.train
@@ -173,7 +171,7 @@ def measure(plan: Plan, args: argparse.Namespace, folder: Path, vocab_size: int)
 
 
 def predict_parts(plan: Plan, args: argparse.Namespace, config: Qwen2Config) -> dict[str, int]:
-    """The same parts from the planner, the CUDA context left out."""
+    """The planner's prediction for the same parts, without the CUDA context."""
     memory = predict(
         plan,
         config,
@@ -207,7 +205,7 @@ def run_arm(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_arm_in_child(arm: str) -> dict[str, Any]:
-    """An arm alone on the GPU. Returns what it printed last, or its error."""
+    """Run one arm in its own process, alone on the GPU. Returns its last output, or its error."""
     command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -224,18 +222,18 @@ def relative_error(arm: Mapping[str, Any], part: str) -> float:
 
 
 def is_large(arm: Mapping[str, Any], part: str) -> bool:
-    """Whether a part is measured to be at least a fiftieth of the total: errors of smaller ones do not matter."""
+    """Whether a part's measured size is at least a fiftieth of the total; errors in smaller parts do not matter."""
     return arm["measured_bytes"][part] * 50 >= arm["measured_bytes"]["total"]
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--prompt-tokens", type=int, default=None, help="of each sequence")
-    parser.add_argument("--completion-tokens", type=int, default=None, help="of each sequence")
+    parser.add_argument("--prompt-tokens", type=int, default=None, help="prompt tokens per sequence")
+    parser.add_argument("--completion-tokens", type=int, default=None, help="completion tokens per sequence")
     parser.add_argument("--tokens-per-microbatch", type=int, default=None)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--arm", choices=list(ARMS), help="run one in this process and print its numbers as JSON")
+    parser.add_argument("--arm", choices=list(ARMS), help="run one arm in this process and print its numbers as JSON")
     args = parser.parse_args()
     defaults = (16, 48, 512) if args.device == "cpu" else (128, 896, 16384)
     for name, value in zip(("prompt_tokens", "completion_tokens", "tokens_per_microbatch"), defaults, strict=True):

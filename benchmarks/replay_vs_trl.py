@@ -1,21 +1,20 @@
-"""Training throughput on stored rollouts of skewed lengths: our updater against TRL's GRPOTrainer, on a CPU.
+"""Training throughput on stored rollouts with a skewed length distribution: our updater against TRL's GRPOTrainer, on a CPU.
 
     python benchmarks/replay_vs_trl.py
 
-A random Qwen2 (H=256, 4 layers, V=32000, tied; 11 million weights in float32) makes one update per batch of 32 stored completions of
-geometric length. The loss is dapo without KL, the optimizer AdamW, neither arm recomputes activations. TRL gets the rollouts from a
-`rollout_func`; what it does to them (padding to the longest completion, scoring, loss, step) is its own. An update's time runs from
-the stored token ids to the changed weights in both arms.
+A Qwen2 with random weights (H=256, 4 layers, V=32000, tied embeddings; 11 million parameters in float32) makes one update per batch of 32
+stored completions, whose lengths are geometrically distributed. The loss is dapo without KL and the optimizer is AdamW. Neither arm
+recomputes activations. TRL gets the rollouts from a `rollout_func` and does the rest itself (padding to the longest completion, scoring,
+loss, step). In both arms, the time of an update runs from the stored token ids to the changed weights.
 
-Importance correction: TRL corrects for the sampler's probabilities only where vLLM samples, so with a `rollout_func` it trains on
-ratio 1 and ignores the stored logprobs; our arm has importance_correction=none. Both then make one update per batch with the policy's own
+Importance correction: TRL corrects for the sampler's probabilities only if vLLM samples. With a `rollout_func` it trains on ratio 1 and
+ignores the stored logprobs, so our arm uses importance_correction=none. Both then make one update per batch with the policy's own
 logprobs as the old ones.
 
-Before anything is timed, both arms make one update from the same weights on the same batch: loss, gradient norm and the whole gradient
-must agree to 1e-5. TRL's and our microbatch sizes are each the fastest of several that were tried.
+Before the timing, both arms make one update from the same weights on the same batch: loss, gradient norm and the whole gradient must agree
+to 1e-5. Both TRL and our arm use the fastest microbatch size of several that were tried.
 
-Memory is the largest rise of the process's resident memory during one timed update, over what it held before (Linux), with the chosen
-microbatch sizes.
+Memory is the largest increase of the process's resident memory during one timed update (Linux), with the chosen microbatch sizes.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def make_model() -> Qwen2ForCausalLM:
 
 
 def stored_rollouts(num_batches: int) -> list[list[RolloutGroup]]:
-    """Per batch, 4 groups of 8 completions whose lengths are geometric with mean 100, cut at 1024; prompts of 56 to 72 tokens."""
+    """Per batch, 4 groups of 8 completions with geometric lengths of mean 100, truncated at 1024; prompts have 56 to 72 tokens."""
     rng = random.Random(0)
 
     def tokens(length: int) -> tuple[int, ...]:
@@ -151,7 +150,7 @@ class OurArm:
         self._next = 0
 
     def update(self) -> dict[str, float]:
-        """One update on the next stored batch."""
+        """Make one update on the next stored batch."""
         batch, _ = prepare_batch(self._batches[self._next % len(self._batches)], self.updater, self._config)
         assert batch is not None
         self._next += 1
@@ -198,7 +197,7 @@ def trl_arm(batches: Sequence[list[RolloutGroup]], callbacks: list[Any], *, batc
 
 
 def check_equal(batches: Sequence[list[RolloutGroup]], *, batch_size: int, tokens_per_microbatch: int) -> dict[str, float]:
-    """Relative differences of loss, gradient norm and gradient between one update of both arms; raises if one is above the gate."""
+    """Relative differences in loss, gradient norm and gradient between one update of both arms; raises if one exceeds GATE."""
     ours = OurArm(batches, tokens_per_microbatch=tokens_per_microbatch)
     trainer = trl_arm(batches, [], batch_size=batch_size, num_updates=1)
     trainer.create_optimizer()
@@ -223,7 +222,7 @@ def flat_gradient(model: torch.nn.Module) -> Tensor:
 
 
 def seconds_by_microbatch(batches: Sequence[list[RolloutGroup]], args: argparse.Namespace) -> dict[str, dict[int, float]]:
-    """The second update on the same batch with every candidate: sequences per backward pass of TRL, tokens of ours."""
+    """Time the second update on the same batch with every candidate: sequences per backward pass for TRL, tokens for our arm."""
 
     def time_trl(batch_size: int) -> float:
         trainer = trl_arm(batches[:1], [], batch_size=batch_size, num_updates=2)
@@ -244,10 +243,10 @@ def seconds_by_microbatch(batches: Sequence[list[RolloutGroup]], args: argparse.
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
-    parser.add_argument("--trl-batch-sizes", type=int, nargs="+", default=[4, 8, 32], help="candidates, sequences per backward pass")
-    parser.add_argument("--tokens-per-microbatch", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="candidates of ours")
+    parser.add_argument("--trl-batch-sizes", type=int, nargs="+", default=[4, 8, 32], help="candidates: sequences per backward pass")
+    parser.add_argument("--tokens-per-microbatch", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="candidates for our arm")
     parser.add_argument("--batches", type=int, default=4, help="different batches of 32 rollouts")
-    parser.add_argument("--blocks", type=int, default=4, help="timed updates of each arm")
+    parser.add_argument("--blocks", type=int, default=4, help="timed updates per arm")
     return parser.parse_args()
 
 

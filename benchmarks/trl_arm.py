@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer as the other arm of a benchmark: its settings, and a clock that lets our arm run between its updates."""
+"""TRL's GRPOTrainer as the other arm of a benchmark: its settings, and a timer that runs our arm between TRL's updates."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ WARMUP_BLOCKS = 2
 
 
 class PeakMemory:
-    """The rise of this process's resident memory over what it held at `start`, in bytes (Linux). Each `stop` adds one to `rises_bytes`.
+    """Peak increase of this process's resident memory since `start`, in bytes (Linux). Each `stop` appends a value to `rises_bytes`.
 
-    The kernel's high-water mark is reset at every start, and freed memory that the C library keeps is given back first.
+    Each start first returns freed memory that the C library holds to the system, and resets the kernel's high-water mark.
     """
 
     def __init__(self) -> None:
@@ -49,11 +49,11 @@ def _status_bytes(key: str) -> int:
 class Interleave(TrainerCallback):
     """Times TRL's training in blocks of updates, inside `trainer.train()`, and runs our arm between them: TRL ours ours TRL TRL ours ...
 
-    TRL's time runs from the end of one update to the end of the next, so it holds all that its loop does.
+    TRL's time runs from the end of one update to the end of the next, so it includes all work of its loop.
 
     Args:
-        ours: one block of our arm.
-        updates_per_block: of TRL.
+        ours: runs one block of our arm.
+        updates_per_block: number of TRL updates per block.
     """
 
     def __init__(self, ours: Callable[[], object], *, updates_per_block: int) -> None:
@@ -87,16 +87,16 @@ class Interleave(TrainerCallback):
 
     @property
     def timings(self) -> Timings:
-        """Every block after the warm-up; block i of both arms ran side by side."""
+        """The times of all blocks after the warm-up; block i of both arms ran close together in time."""
         return Timings({arm: seconds[WARMUP_BLOCKS:] for arm, seconds in self._seconds.items()})
 
     def peak_extra_bytes(self, arm: str) -> int:
-        """The largest rise of resident memory during one block after the warm-up."""
+        """The largest increase of resident memory during one block after the warm-up."""
         return max(self._memory[arm].rises_bytes[WARMUP_BLOCKS:])
 
 
 class MethodTimes:
-    """Wall-clock seconds of each call of some of an object's methods, which may call each other."""
+    """Wall-clock seconds of each call to the given methods of an object. The methods may call each other."""
 
     def __init__(self, target: Any, names: Sequence[str]) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
@@ -124,11 +124,11 @@ def make_trainer(
     rollout_func: Callable[..., Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """A GRPOTrainer on the CPU in float32 that does nothing but train: no evaluation, no checkpoint, no output; metrics stay in memory.
+    """A GRPOTrainer on the CPU in float32 that only trains: no evaluation, no checkpoints, no output; metrics stay in memory.
 
     Args:
-        rows: of the dataset, visited in this order, each with a "prompt".
-        settings: of GRPOConfig, over those chosen here.
+        rows: rows of the dataset, visited in this order, each with a "prompt".
+        settings: GRPOConfig settings that override those chosen here.
     """
     _silence()
     from datasets import Dataset

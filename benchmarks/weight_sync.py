@@ -1,12 +1,13 @@
-"""Seconds per push, tokens per second and GPU memory of each weight-sync strategy, on a model of random weights. Needs a GPU and vLLM.
+"""Seconds per push, tokens per second and GPU memory of each weight-sync strategy, on a model with random weights. Needs a GPU and vLLM.
 
-    python benchmarks/weight_sync.py shared_vllm lora_hotswap --with-stock       # servers side by side, measured alternately
+    python benchmarks/weight_sync.py shared_vllm lora_hotswap --with-stock       # servers run side by side and are measured in alternation
     python benchmarks/weight_sync.py reload
     python benchmarks/weight_sync.py --table                                    # all results of this file as one Markdown table
 
-A push is timed from the first write (or the first byte saved) until the server has the weights and goes on; the proof afterwards is timed
-apart. `--with-stock` adds two vLLM servers without anything of ours, started from the same files before and after the others: the measure
-of tokens per second, and of how much two servers of one kind differ in one run ("stock_again_vs_stock").
+The time of a push runs from the first write (or the first saved byte) until the server has the weights and continues; the verification
+afterwards is timed separately. `--with-stock` adds two unmodified vLLM servers, one started before the others and one after them, from the
+same files. They are the baseline for tokens per second, and show how much two identical servers differ in one run
+("stock_again_vs_stock").
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ STOCK_TARGETS = {
 
 
 class StockEngine(VllmEngine):
-    """vLLM as anybody starts it: no worker extension."""
+    """Unmodified vLLM, without the worker extension."""
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
         words = super().command(model, port, args)
@@ -71,7 +72,7 @@ class StockEngine(VllmEngine):
 
 @dataclass
 class Arm:
-    """A strategy, connected, with what was seen on the way."""
+    """A connected strategy, with the measurements taken while connecting."""
 
     name: str
     deployment: Deployment
@@ -98,7 +99,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, model: Path, folder: Path, servers: list[Server]) -> None:
-    """Connect all arms, time their pushes, then the tokens of all alternately, and write the results."""
+    """Connect all arms, time their pushes, then time the sampling of all arms in alternation, and write the results."""
     stocks = {}
     if arguments.with_stock:
         stocks["stock"] = start_stock(arguments, model, folder / "stock", servers)
@@ -145,7 +146,7 @@ def connect(name: str, arguments: argparse.Namespace, model: Path, folder: Path,
 
 
 def push(arm: Arm, version: int) -> dict[str, float]:
-    """Change every master a little, publish, push. Returns the seconds of each part."""
+    """Change every master weight a little, publish and push. Returns the seconds of each part."""
     with torch.no_grad():
         for master in arm.policy.masters.parameters.values():
             master.add_(torch.randn_like(master), alpha=1e-3)
@@ -167,7 +168,7 @@ def push(arm: Arm, version: int) -> dict[str, float]:
 
 
 def throughput(arms: Sequence[Arm], stocks: Mapping[str, VllmClient], arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Seconds of the same load for every arm, and for stock, in alternation: "single_stream" and "concurrent"."""
+    """Time the same loads, "single_stream" and "concurrent", on every arm and on stock vLLM, in alternation."""
     clients = {arm.name: (arm.client, arm.client.weights.name) for arm in arms}
     for arm in arms:
         if arm.name.startswith("lora"):

@@ -6,12 +6,19 @@ import importlib
 import json
 import multiprocessing
 import os
+import runpy
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
+import time
 import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from factories import compose_config
 
@@ -48,16 +55,44 @@ class Kill:
     number: int = signal.SIGKILL
 
 
-def run_in_child(output_dir: Path, *overrides: str, kill: Kill | None = None, timeout_s: float = 120, fresh: bool = False) -> int:
-    """`app.run` with these overrides in a process of its own; what it printed goes to `output_dir`.txt. Returns its exit code.
+class Mishaps:
+    """A logger to which things happen when a phase begins: each of `planned`, once. It writes nothing."""
+
+    planned: ClassVar[dict[tuple[str, int], Callable[[], Any]]] = {}
+    override = "+logger.mishaps._target_=children.Mishaps"
+
+    def start(self, config: Mapping[str, Any], num_iterations: int) -> None: ...
+
+    def log(self, name: str, metrics: Mapping[str, float], *, iteration: int) -> None: ...
+
+    def close(self) -> None: ...
+
+    def phase(self, name: str, iteration: int) -> None:
+        self.planned.pop((name, iteration), lambda: None)()
+
+
+def start_in_child(
+    output_dir: Path,
+    *overrides: str,
+    kill: Kill | None = None,
+    mishaps: Mapping[tuple[str, int], Callable[[], Any]] | None = None,
+    fresh: bool = False,
+) -> BaseProcess:
+    """`app.run` with these overrides in a process of its own; what it printed goes to `output_dir`.txt.
 
     Args:
+        mishaps: what happens in that process at the beginning of a phase of an iteration, such as `("sync", 3)`.
         fresh: start the process anew and not from the server, whose imports make CUDA unusable in a fork.
     """
-    process = (multiprocessing.get_context("spawn") if fresh else CONTEXT).Process(
-        target=_child, args=(str(output_dir), list(overrides), kill)
-    )
+    context = multiprocessing.get_context("spawn") if fresh else CONTEXT
+    process = context.Process(target=_child, args=(str(output_dir), list(overrides), kill, dict(mishaps or {})))
     process.start()
+    return process
+
+
+def run_in_child(output_dir: Path, *overrides: str, kill: Kill | None = None, timeout_s: float = 120, fresh: bool = False) -> int:
+    """See `start_in_child`. Waits for the end and returns the exit code."""
+    process = start_in_child(output_dir, *overrides, kill=kill, fresh=fresh)
     process.join(timeout_s)
     if process.is_alive():
         process.kill()
@@ -67,19 +102,81 @@ def run_in_child(output_dir: Path, *overrides: str, kill: Kill | None = None, ti
     return process.exitcode
 
 
+def run_in_children(count: int, output_dir: Path, *overrides: str) -> list[int]:
+    """`app.run` in several processes of one group, as `accelerate launch` starts them. Returns their exit codes."""
+    return in_group(count, _child, str(output_dir), list(overrides), None, {})
+
+
+def in_one(target: Callable[..., None], *args: Any) -> int:
+    """Call `target(*args)` in a process of its own. Returns its exit code."""
+    return _exit_codes([CONTEXT.Process(target=target, args=args)])[0]
+
+
+def in_group(count: int, target: Callable[..., None], *args: Any) -> list[int]:
+    """Call `target(*args)` in `count` processes, with the environment by which `torch.distributed` finds the others."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return _exit_codes([CONTEXT.Process(target=_as_rank, args=(rank, count, port, target, args)) for rank in range(count)])
+
+
+def _exit_codes(processes: list[Any], timeout_s: float = 300) -> list[int]:
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert None not in codes, f"still running after {timeout_s} s: {codes}"
+    return codes
+
+
+def _as_rank(rank: int, count: int, port: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
+    target(*args)
+
+
+def run_command(folder: Path, script: Path, *words: str, count: int = 1) -> subprocess.CompletedProcess[str]:
+    """`python SCRIPT WORDS` from `folder`, in processes forked from the server: they have torch already, and are the command otherwise."""
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as outputs:
+        arguments = (str(folder), str(script), list(words), outputs)
+        codes = in_group(count, _command, *arguments) if count > 1 else [in_one(_command, *arguments)]
+        out, err = (Path(outputs, name).read_text() for name in ("out", "err"))
+    return subprocess.CompletedProcess([str(script), *words], max(codes), out, err)
+
+
+def _command(folder: str, script: str, words: list[str], outputs: str) -> None:
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{outputs}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
+    os.chdir(folder)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    sys.argv = [script, *words]
+    runpy.run_path(script, run_name="__main__")
+
+
 def printed(output_dir: Path) -> str:
     """What the child for this folder printed, the newest last."""
     return Path(f"{output_dir}.txt").read_text()
 
 
-def _child(output_dir: str, overrides: list[str], kill: Kill | None) -> None:
+def _child(output_dir: str, overrides: list[str], kill: Kill | None, mishaps: dict[tuple[str, int], Callable[[], Any]]) -> None:
     from offline_grpo.run import app, cli
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, whoever started the tests
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     Path(output_dir).parent.mkdir(parents=True, exist_ok=True)
     with open(f"{output_dir}.txt", "a", buffering=1) as output:
         sys.stdout = sys.stderr = output
         if kill is not None:
             _arm(kill)
+        if mishaps:
+            Mishaps.planned.update(mishaps)
+            overrides.append(Mishaps.override)
         try:
             app.run(compose_config(*overrides), Path(output_dir))
         except cli.EXPECTED as error:

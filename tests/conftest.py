@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from typing import Any
+
 import pytest
 import torch
 from factories import VOCAB, make_completion, make_qwen2, make_rollout
@@ -10,11 +14,37 @@ from transformers import PreTrainedModel
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.types import TokenBatch
 
+ONE_SERVER = "tests/contract/"
+"""Tests that share a server, and so a process."""
+LONGEST_FIRST = (ONE_SERVER, "tests/integration/test_server_deaths.py", "tests/integration/", "tests/conf/", "")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """With xdist, files are handed out in their order; by number of tests, the long ones of few tests would come last."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+    # Without compiled files every process that a test starts would compile torch or vLLM again, which takes longer than the test.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Folders in the order of `LONGEST_FIRST`, so that no worker is left with a long one at the end."""
+    items.sort(key=lambda item: next(i for i, start in enumerate(LONGEST_FIRST) if item.nodeid.startswith(start)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, with all files of `ONE_SERVER` as one."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadFileOrServer(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return ONE_SERVER if nodeid.startswith(ONE_SERVER) else super()._split_scope(nodeid)
+
+    return LoadFileOrServer(config, log)
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from factories import compose_config, generate, make_rollout
-from omegaconf import OmegaConf
+from factories import generate, make_rollout
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -26,12 +25,10 @@ from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.rollouts.on_policy import OnPolicy
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Completion, SamplingParams
 from offline_grpo.weight_sync.deployment import Deployment
-from offline_grpo.weight_sync.strategy import WeightSync
+from offline_grpo.weight_sync.reload import Reload
 
 CPU_ARGS: dict[str, Any] = {
     "enforce_eager": True,
@@ -111,12 +108,6 @@ def found(server: Server) -> Server:
 
 def make_client(server: Server) -> VllmClient:
     return VllmClient(server=server, eos_ids=[2], batch_size=16, timeout_s=120, max_retries=2)
-
-
-def strategy(option: str, *overrides: str) -> Any:
-    """A strategy as the application builds it."""
-    node = as_plain(OmegaConf.select(compose_config(f"weight_sync={option}", *overrides), "weight_sync"))
-    return build(node, key="weight_sync", protocol=WeightSync)
 
 
 def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
@@ -209,10 +200,24 @@ def score(
     return list(logprobs.split([len(c.token_ids) for c in completions]))
 
 
-def distance(policy: Policy, completions: Sequence[Completion], *, temperature: float = 1.0) -> float:
-    """Mean |trainer - server| over the tokens of completions of `PROMPTS`, in nats."""
+def distance(
+    policy: Policy, completions: Sequence[Completion], prompts: Sequence[Sequence[int]] = PROMPTS, *, temperature: float = 1.0
+) -> float:
+    """Mean |trainer - server| over the tokens of completions of `prompts`, in nats."""
     theirs = torch.cat([torch.tensor(c.logprobs) for c in completions])
-    return (torch.cat(score(policy, completions, temperature=temperature)) - theirs).abs().mean().item()
+    return (torch.cat(score(policy, completions, prompts, temperature=temperature)) - theirs).abs().mean().item()
+
+
+def serve_again(server: Server, model: Path, where: Where) -> None:
+    """Give a server the weights of a saved model, whatever it serves or waits for."""
+    sync = Reload(interval=1, pause_mode="abort", tolerance_nats=1.0, server_args={}, location="memory")
+    client = make_client(found(server))
+    client.control().resume()  # a test that failed may have left it paused
+    policy = load(model, where)
+    deployment = deploy(sync, client)
+    deployment.connect(policy)
+    deployment.push(policy, version=-1)
+    deployment.close()
 
 
 def processes_naming(text: str) -> list[int]:

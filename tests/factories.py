@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from offline_grpo.generation.sample import complete_in_order
@@ -15,12 +17,24 @@ from offline_grpo.interfaces import RolloutClient
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.run.config import register
+from offline_grpo.run.build import build
+from offline_grpo.run.config import as_plain, register
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.optimizer import AdamW
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
-from offline_grpo.types import Completion, FinishReason, Rollout, SamplingParams, SamplingRequest, Score
+from offline_grpo.types import (
+    Completion,
+    CompletionStream,
+    FinishReason,
+    Rollout,
+    SamplingParams,
+    SamplingRequest,
+    Score,
+    ServedWeights,
+    TokenBatch,
+)
+from offline_grpo.weight_sync.strategy import WeightSync
 
 CONF = Path(__file__).parents[1] / "conf"
 VOCAB = 40
@@ -143,8 +157,63 @@ def make_rollout(
     return Rollout.of_one_turn(prompt, whole, temperature=temperature, text="", score=Score(reward, False, {}))
 
 
+def prompt_of(rollout: Rollout) -> tuple[int, ...]:
+    """The tokens before the first that was sampled."""
+    return rollout.token_ids[: rollout.is_sampled.index(True)]
+
+
+def sampled(rollout: Rollout) -> tuple[int, ...]:
+    """The tokens that were sampled."""
+    return tuple(token for token, is_sampled in zip(rollout.token_ids, rollout.is_sampled, strict=True) if is_sampled)
+
+
 def compose_config(*overrides: str) -> DictConfig:
     """The configuration that `run_grpo.py` composes from these overrides."""
     register()
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         return compose("config", overrides=list(overrides))
+
+
+def strategy(option: str, *overrides: str) -> Any:
+    """A weight-sync strategy as the application builds it."""
+    node = as_plain(OmegaConf.select(compose_config(f"weight_sync={option}", *overrides), "weight_sync"))
+    return build(node, key="weight_sync", protocol=WeightSync)
+
+
+class Foreign:
+    """A rollout client with weights of its own."""
+
+    engine_name = None
+    weights = ServedWeights()
+
+    def generate(self, *_: Any, **__: Any) -> CompletionStream:
+        yield from ()
+
+    def close(self) -> None: ...
+
+
+def make_batch(lengths: Sequence[int], completion_mask: Tensor, advantages: Tensor, old_logprobs: Tensor, **fields: Any) -> TokenBatch:
+    """A flat batch of sequences of these lengths.
+
+    Args:
+        completion_mask, old_logprobs: [T].
+        advantages: [S], those of the sequences.
+        fields: others of `TokenBatch`; token ids are 0, temperatures 1, and the sampler's logprobs the old ones unless they are given.
+    """
+    repeats = torch.tensor(lengths)
+    sequence_ids = torch.repeat_interleave(torch.arange(len(lengths)), repeats)
+    return TokenBatch(
+        **{
+            "token_ids": torch.zeros(len(sequence_ids), dtype=torch.long),
+            "position_ids": torch.cat([torch.arange(length) for length in lengths]),
+            "sequence_ids": sequence_ids,
+            "completion_mask": completion_mask,
+            "advantages": advantages[sequence_ids] * completion_mask,
+            "rollout_logprobs": old_logprobs,
+            "old_logprobs": old_logprobs,
+            "ref_logprobs": None,
+            "temperature": torch.ones(len(sequence_ids)),
+            "sequence_lengths": tuple(lengths),
+            **fields,
+        }
+    )

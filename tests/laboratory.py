@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from children import SMALL, metrics_of
-from factories import compose_config
+from factories import compose_config, sampled
 from safetensors.torch import load_file
 from torch import nn
 
@@ -37,7 +37,7 @@ class Trace:
     model_dir: Path = Path()
     iterations: list[int] = field(default_factory=list)  # in which rollouts were sampled
     groups: list[list[Any]] = field(default_factory=list)  # of each of those, RolloutGroups
-    evaluations: list[list[tuple[int, ...]]] = field(default_factory=list)  # of each evaluation, every prompt and completion
+    evaluations: list[list[tuple[int, ...]]] = field(default_factory=list)  # of each evaluation, every completion
     calls: Counter[str] = field(default_factory=Counter)
     num_threads: int = 0
     dtype: str = ""
@@ -101,7 +101,7 @@ def watch(patch: pytest.MonkeyPatch, trace: Trace) -> None:
         trace.groups.append(groups)
 
     def note_answers(groups: Any, _evaluator: Any, _client: Any) -> None:
-        trace.evaluations.append([rollout.token_ids for group in groups for rollout in group.rollouts])
+        trace.evaluations.append([sampled(rollout) for group in groups for rollout in group.rollouts])
 
     after(assemble, "load_policy", note_policy)
     after(OnPolicy, "next", note_groups)

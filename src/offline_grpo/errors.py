@@ -6,23 +6,23 @@ import signal
 
 
 class GrpoError(Exception):
-    """A failure with a message written for the person who started the run. `exit_code` is what the process returns."""
+    """A failure with a message for the user. `exit_code` is the exit code of the process."""
 
     exit_code = 1
 
 
 class ConfigError(GrpoError):
-    """Something in the configuration or input is wrong; found before a model is loaded. Names key, value and fix."""
+    """The configuration or the input is invalid. Raised before a model is loaded; the message names key, value and fix."""
 
     exit_code = 2
 
 
 class EngineError(GrpoError):
-    """The sampling engine failed or returned something other than what was asked for."""
+    """The sampling engine failed, or its answer does not match the request."""
 
 
 class EngineDied(EngineError):
-    """The server has ended, or was started anew without our weights. `WeightSync.recover` serves them again."""
+    """The server exited, or was restarted without our weights. `WeightSync.recover` restarts it or sends the weights again."""
 
 
 class CheckpointError(GrpoError):
@@ -34,7 +34,7 @@ class NonFiniteError(GrpoError):
 
 
 class StopRequested(Exception):
-    """A signal asked the run to stop. `exit_code` follows the shell's convention, 128 + the signal's number."""
+    """A signal asked the run to stop. `exit_code` is 128 + the signal's number, as in a shell."""
 
     def __init__(self, signal_number: int) -> None:
         self.signal_name = signal.Signals(signal_number).name
@@ -43,11 +43,11 @@ class StopRequested(Exception):
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of somebody else's error, for a message of ours."""
+    """The first line of another library's error, for use in our own message."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def require(condition: bool, key: str, value: object, fix: str) -> None:
-    """Raise ConfigError naming key, value and fix unless `condition` holds."""
+    """Raise a ConfigError that names key, value and fix, unless `condition` is true."""
     if not condition:
         raise ConfigError(f"{key}={value}: {fix}")

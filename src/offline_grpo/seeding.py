@@ -1,4 +1,4 @@
-"""Seeds that depend only on what they are for, so that results do not change with batching, process count or resuming."""
+"""Seeds that depend only on their purpose, so that results do not change with batching, process count or resuming."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 
 def derive_seed(*parts: object) -> int:
-    """A seed in [0, 2**63) from the identity of what is drawn: the first 8 bytes, big-endian, of sha256("part:part:...").
+    """A seed in [0, 2**63) from the parts that identify a sample: the first 8 bytes, big-endian, of sha256("part:part:...").
 
     Example: `derive_seed(seed_base, cycle, problem_id, replicate)` seeds one evaluation completion.
     """

@@ -1,7 +1,7 @@
-"""The plain settings of a run: one frozen dataclass per group of `conf/`, which names and types the values and refuses impossible ones.
+"""The plain settings of a run: one frozen dataclass per group of `conf/`. It names and types the values and rejects invalid ones.
 
-YAML supplies every value. Groups with behaviour (`task`, `generation`, `train.loss`, ...) are `Any` here: `run/build.py` checks those
-against the signature of the component that `_target_` names. This module imports neither torch nor Hydra.
+Every value comes from YAML. Groups that configure a component (`task`, `generation`, `train.loss`, ...) are `Any` here: `run/build.py`
+checks them against the signature of the class that `_target_` names. This module imports neither torch nor Hydra.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class TrainConfig:
             (self.updates_per_iteration is None) != (self.grad_accum_steps is None),
             "train.grad_accum_steps",
             self.grad_accum_steps,
-            f"set exactly one of train.grad_accum_steps and train.updates_per_iteration (={self.updates_per_iteration}): either says "
-            "how many sequences make one update; null switches one off",
+            f"set exactly one of train.grad_accum_steps and train.updates_per_iteration (={self.updates_per_iteration}): each sets "
+            "the number of sequences per update; null switches one off",
         )
         require(
             self.grad_accum_steps is None or self.batch_size is not None,

@@ -34,6 +34,10 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+SCALE_REWARDS = ("group", "batch", "none")
+"""What centred rewards can be divided by, see `train/advantage.py`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A question with a verifiable answer. `problem_id` is unique within the task and stable between runs."""

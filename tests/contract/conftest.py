@@ -7,13 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import CPU, GPU, LORA_ARGS, SERVER_PYTHON, Where, deploy, found, load, make_client, make_server, running, save_model, strategy
+from engines import (
+    CPU,
+    GPU,
+    LORA_ARGS,
+    SERVER_PYTHON,
+    Where,
+    deploy,
+    found,
+    load,
+    make_client,
+    make_server,
+    running,
+    save_model,
+    serve_again,
+)
+from factories import strategy
 
 from offline_grpo.engine.server import Server
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.deployment import Deployment
-from offline_grpo.weight_sync.reload import Reload
 
 Connected = tuple[Deployment, Policy, VllmClient]
 
@@ -74,10 +88,10 @@ def connect(where: Where, model_folder: Path, request: pytest.FixtureRequest) ->
         is_lora = option.startswith("lora")
         server = found(request.getfixturevalue("lora_server" if is_lora else "full_server"))
         if not is_lora or one_serves_all(where):
-            reset(server, model_folder, where)
+            serve_again(server, model_folder, where)
         sync = strategy(option, f"weight_sync.tolerance_nats={where.tolerance_nats}", *overrides)
         for other in others:
-            reset(found(other), model_folder, where)
+            serve_again(found(other), model_folder, where)
         policy = load(model_folder, where, shared=sync.requires.shares_weights, lora=is_lora, rank=rank)
         client = make_client(server)
         deployment = deploy(sync, client, *(make_client(found(other)) for other in others))
@@ -88,17 +102,6 @@ def connect(where: Where, model_folder: Path, request: pytest.FixtureRequest) ->
     yield connect
     for deployment in opened:
         deployment.close()
-
-
-def reset(server: Server, model_folder: Path, where: Where) -> None:
-    """Serve the saved model again."""
-    sync = Reload(interval=1, pause_mode="abort", tolerance_nats=1.0, server_args={}, location="memory")
-    client = make_client(server)
-    client.control().resume()  # a test that failed may have left it paused
-    deployment = deploy(sync, client)
-    deployment.connect(load(model_folder, where))
-    deployment.push(load(model_folder, where), version=-1)
-    deployment.close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engines import Where, deploy, found
-from factories import CONF, compose_config, generate, make_qwen2
+from factories import CONF, Foreign, compose_config, generate, make_batch, make_qwen2
 from fake_sglang import FakeSglang
 from omegaconf import OmegaConf
 from scripted_server import ScriptedServer
@@ -145,19 +145,15 @@ def random_batch() -> tuple[TokenStats, TokenBatch, BatchTotals]:
     def logprobs() -> Tensor:
         return -torch.rand(60, generator=draw, dtype=torch.float64) * mask
 
-    positions, sequence_ids = torch.arange(60) % 10, torch.arange(60) // 10
-    mask = positions > 1 + sequence_ids
-    batch = TokenBatch(
+    mask = torch.arange(60) % 10 > 1 + torch.arange(60) // 10
+    batch = make_batch(
+        (10,) * 6,
+        mask,
+        torch.randn(6, generator=draw, dtype=torch.float64),
+        logprobs(),
         token_ids=torch.randint(0, 9, (60,), generator=draw),
-        position_ids=positions,
-        sequence_ids=sequence_ids,
-        completion_mask=mask,
-        advantages=torch.randn(6, generator=draw, dtype=torch.float64)[sequence_ids] * mask,
         rollout_logprobs=logprobs(),
-        old_logprobs=logprobs(),
         ref_logprobs=logprobs(),
-        temperature=torch.ones(60),
-        sequence_lengths=(10,) * 6,
     )
     stats = TokenStats(logprobs().requires_grad_(), (torch.rand(60, generator=draw, dtype=torch.float64) * mask).requires_grad_())
     return stats, batch, BatchTotals(int(mask.sum()), 6, 16)
@@ -346,19 +342,6 @@ def policy(model: PreTrainedModel) -> Policy:
 def client_in_this_process(policy: Policy) -> RolloutClient:
     """Samples from the policy's own module."""
     return make("generation", "transformers", leave_out=CLIENT_ONLY, model=policy.model, tokenizer=policy.tokenizer)
-
-
-class Foreign:
-    """A client with weights of its own."""
-
-    engine_name = None
-    weights = ServedWeights()
-
-    def close(self) -> None:
-        pass
-
-    def generate(self, *_: Any, **__: Any) -> list[Any]:
-        return []
 
 
 @pytest.mark.parametrize("option", options("weight_sync"))

@@ -8,18 +8,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from children import SMALL, Kill, metrics_of, printed, run_in_child
 from engines import GPU, kill_engines, load, make_client, make_server, processes_naming, running, save_model
-from factories import compose_config
+from factories import compose_config, sampled
 from safetensors.torch import load_file
 
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run import app
+from offline_grpo.run.assemble import make_evaluation, make_source, make_updater
 from offline_grpo.run.config import typed
 from offline_grpo.run.preflight import Plan, make_plan
 from offline_grpo.run.run_dir import RunDir
@@ -62,28 +64,28 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 @pytest.fixture(scope="module")
 def groups(bench: Bench) -> list[RolloutGroup]:
-    return app._source(bench.plan, bench.policy, bench.client, bench.ranks).next(0)
+    return make_source(bench.plan, bench.policy, bench.client, bench.ranks).next(0)
 
 
 def test_rollouts(bench: Bench, groups: list[RolloutGroup]) -> None:
     assert [len(group.rollouts) for group in groups] == [8] * 8
     for rollout in (rollout for group in groups for rollout in group.rollouts):
-        assert 1 <= len(rollout.completion.token_ids) == len(rollout.completion.logprobs) <= 8
-        assert rollout.text == bench.policy.decode(rollout.completion.token_ids)
-    assert len({rollout.completion.token_ids for rollout in groups[0].rollouts}) > 1
+        assert 1 <= rollout.num_sampled <= 8
+        assert rollout.text == bench.policy.decode(sampled(rollout))
+    assert len({sampled(rollout) for rollout in groups[0].rollouts}) > 1
 
 
 def judged(group: RolloutGroup) -> RolloutGroup:
     """The group with rewards that a random model earns too: its share of even tokens."""
-    shares = [sum(t % 2 == 0 for t in r.completion.token_ids) / len(r.completion.token_ids) for r in group.rollouts]
+    shares = [sum(t % 2 == 0 for t in sampled(r)) / r.num_sampled for r in group.rollouts]
     scored = [replace(r, score=Score(share, share > 0.5, {})) for r, share in zip(group.rollouts, shares, strict=True)]
     return replace(group, rollouts=tuple(scored))
 
 
 def test_a_training_epoch(bench: Bench, groups: list[RolloutGroup]) -> None:
     before = {name: p.detach().clone() for name, p in bench.policy.model.named_parameters()}
-    updater = app._updater(bench.plan, bench.policy, str(bench.folder / "model"), RunDir(bench.folder), bench.ranks)
-    batch, _ = prepare_batch([judged(group) for group in groups], updater, bench.plan.config.train, temperature=1.0)
+    updater = make_updater(bench.plan, bench.policy, str(bench.folder / "model"), RunDir(bench.folder), bench.ranks)
+    batch, _ = prepare_batch([judged(group) for group in groups], updater, bench.plan.config.train)
     assert batch is not None
     metrics = updater.run(batch, iteration=0)
     assert metrics["num_updates"] == 1
@@ -93,7 +95,8 @@ def test_a_training_epoch(bench: Bench, groups: list[RolloutGroup]) -> None:
 
 
 def test_evaluator(bench: Bench) -> None:
-    metrics = app._evaluator(bench.plan, bench.policy, bench.ranks).evaluate(bench.client, cycle=0)
+    evaluator = make_evaluation(bench.plan, bench.policy, SimpleNamespace(client=bench.client), bench.ranks).evaluator  # type: ignore[arg-type]
+    metrics = evaluator.metrics(evaluator.sample(bench.client, cycle=0), cycle=0)
     assert 0 <= metrics["pass@1"] <= metrics["pass@4"] <= 1
     assert metrics["completion_tokens_mean"] > 0
 

@@ -1,4 +1,4 @@
-"""The commands as people type them, in processes of their own, and the main variants of a run."""
+"""The commands as people type them, and the main variants of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from children import SMALL, metrics_of, printed, run_in_child, weights_of
+from children import SMALL, metrics_of, printed, run_command, run_in_child, weights_of
 from factories import compose_config
 from omegaconf import OmegaConf
 from peft import PeftModel
@@ -23,16 +23,20 @@ from transformers import AutoModelForCausalLM
 from offline_grpo.checkpoint.files import list_checkpoints
 from offline_grpo.errors import GrpoError
 from offline_grpo.report.hydra_callback import SweepSummary
-from offline_grpo.run import app, cli
+from offline_grpo.run import app, assemble, cli
 from offline_grpo.run.config import typed
 
 ROOT = Path(__file__).parents[2]
 ONE_ITERATION = (*SMALL, "train.iterations=1", "eval.eval_first=false", "model.device=cpu")
 
 
-def command(folder: Path, script: str, *words: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """`python SCRIPT WORDS` from an empty folder, as someone with the default environment runs it."""
-    folder.mkdir(exist_ok=True)
+def command(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """`python SCRIPT WORDS` from an empty folder."""
+    return run_command(folder, ROOT / script, *words)
+
+
+def fresh_command(folder: Path, script: str, *words: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """The same in a new interpreter."""
     arguments = [sys.executable, *python, str(ROOT / script), *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -56,7 +60,7 @@ def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 def test_a_group_set_to_null_is_one_line(tmp_path: Path) -> None:
     done = command(tmp_path, "run_grpo.py", "engine=null", "train.lr=1e-3")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: engine=null: a group needs one of its options; leave the override out for the default\n"
+    assert done.stderr == "error: engine=null: a group needs one of its options; remove the override to use the default\n"
 
 
 def test_a_server_that_is_not_installed_is_refused_before_a_model_is_built(tmp_path: Path) -> None:
@@ -68,7 +72,7 @@ def test_a_server_that_is_not_installed_is_refused_before_a_model_is_built(tmp_p
 
 
 def test_an_unknown_key_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
-    done = command(tmp_path, "run_grpo.py", "train.learning_rate=1", python=("-X", "importtime"))
+    done = fresh_command(tmp_path, "run_grpo.py", "train.learning_rate=1", python=("-X", "importtime"))
     assert done.returncode == 2
     imports, lines = [], []
     for line in done.stderr.splitlines():
@@ -120,7 +124,7 @@ def test_a_sweep_without_runs_has_no_table(tmp_path: Path, capsys: pytest.Captur
 
 def test_the_smoke_test_prints_both_records(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = command(tmp_path, "smoke_test.py")
+    done = fresh_command(tmp_path, "smoke_test.py")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60  # seconds on one core, whatever else it is busy with
@@ -185,7 +189,7 @@ def policies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(load(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr(app, "load_policy", load_policy)
+    monkeypatch.setattr(assemble, "load_policy", load_policy)
     return found
 
 
@@ -268,7 +272,7 @@ def test_without_kl_no_reference_is_loaded(tmp_path: Path, cache: str, monkeypat
         loaded.append("reference")
         return load(*args, **kwargs)
 
-    monkeypatch.setattr(app, "load_reference", load_reference)
+    monkeypatch.setattr(assemble, "load_reference", load_reference)
     app.run(compose_config(cache, *ONE_ITERATION, "train.kl_coef=0"), tmp_path / "without")
     assert loaded == []
     assert metrics_of(tmp_path / "without")["train_iter_000.json"]["grad_norm"] > 0

@@ -8,13 +8,13 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from factories import compose_config
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.run import app
 from offline_grpo.run.config import typed
 from offline_grpo.run.preflight import make_plan
 
@@ -42,13 +42,11 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def run(folder: Path, command: str, extra: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """The guide's command, from the folder that it describes."""
+def words_of(command: str) -> list[str]:
+    """What the guide's command gives to the script."""
     words = shlex.split(command)
     assert words[:3] == ["uv", "run", "run_grpo.py"]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    arguments = [sys.executable, str(ROOT / "run_grpo.py"), *words[3:], *extra]
-    return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return words[3:]
 
 
 def metric_names(path: Path) -> set[str]:
@@ -73,10 +71,22 @@ def test_the_guide_has_a_loss_a_task_and_two_commands(folder):
     assert len(COMMANDS) == 2
 
 
-def test_the_guides_run_trains_and_records_what_the_glossary_explains(folder):
-    result = run(folder, COMMANDS[0], [*SMALL, f"hydra.run.dir={folder}/run"])
-
+def test_the_guides_command_finds_its_files(folder):
+    """From the folder that it describes."""
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, str(ROOT / "run_grpo.py"), *words_of(COMMANDS[0]), "--cfg", "job"]
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
+    for line in ("_target_: mine.reverse.Reverse", "_target_: mine.reinforce.Reinforce", "positive_weight: 2.0"):
+        assert line in result.stdout
+
+
+def test_the_guides_run_trains_and_records_what_the_glossary_explains(folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    overrides = [word for word in words_of(COMMANDS[0]) if "=" in word]
+    search = f"hydra.searchpath=[file://{folder}/mine/conf]"
+    app.run(compose_config(search, f"cache_dir={folder}/cache", *overrides, *SMALL), folder / "run")
+
     record = json.loads((folder / "run" / "metrics" / "train_iter_000.json").read_text())
     assert {"reward/correct", "reward/digits"} < record.keys()
     assert record["num_updates"] == 2
@@ -86,7 +96,7 @@ def test_the_guides_run_trains_and_records_what_the_glossary_explains(folder):
 
 def test_a_wrong_value_is_refused_as_the_guide_says(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
-    overrides = [word for word in shlex.split(COMMANDS[1]) if "=" in word]
+    overrides = [word for word in words_of(COMMANDS[1]) if "=" in word]
 
     with pytest.raises(ConfigError) as error:
         make_plan(typed(compose_config(f"hydra.searchpath=[file://{folder}/mine/conf]", *overrides)))

@@ -22,7 +22,7 @@ import pytest
 import rich.console
 import torch
 import wandb
-from factories import CONF, compose_config
+from factories import CONF, compose_config, make_batch, prompt_of, sampled
 from laboratory import Laboratory, Trace
 from omegaconf import OmegaConf
 from serving_effects import Asked, ask, assembled, engine_effect, make_policy, sync_effect
@@ -38,7 +38,7 @@ from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.preflight import make_plan
 from offline_grpo.train.advantage import group_advantages
-from offline_grpo.types import BatchTotals, Split, TokenBatch, TokenStats
+from offline_grpo.types import BatchTotals, Split, TokenStats
 
 LAST = "train_iter_001.json"
 
@@ -77,11 +77,11 @@ def moved(run: Trace) -> set[str]:
 
 def samples(run: Trace) -> Any:
     """The completions of the first iteration, and their prompts."""
-    return [(r.prompt_ids, r.completion.token_ids) for group in run.groups[0] for r in group.rollouts]
+    return [(prompt_of(r), sampled(r)) for group in run.groups[0] for r in group.rollouts]
 
 
 def prompts(run: Trace) -> Any:
-    return [[group.rollouts[0].prompt_ids for group in groups] for groups in run.groups]
+    return [[prompt_of(group.rollouts[0]) for group in groups] for groups in run.groups]
 
 
 def answers(run: Trace) -> Any:
@@ -155,6 +155,10 @@ RUNS: dict[str, Acts] = {
     "data.train_seed_start": Acts("data.train_seed_start=1", lambda run: prompts(run)[0][0], base="data.shuffle=false"),
     "data.num_train_seeds": Acts("data.num_train_seeds=4", lambda run: len({str(p) for group in prompts(run) for p in group}), to=4),
     "data.shuffle": Acts("data.shuffle=false", prompts),
+    "rollouts.problems_per_iteration": Acts("rollouts.problems_per_iteration=6", lambda run: len(run.groups[0]), to=6),
+    "rollouts.group_size": Acts("rollouts.group_size=3", lambda run: len(run.groups[0][0].rollouts), to=3),
+    "rollouts.shuffle": Acts("rollouts.shuffle=false", prompts),
+    "rollouts.seed": Acts("rollouts.seed=1", samples),
     "generation.batch_size": Acts("generation.batch_size=3", calls("decode"), keeps=samples),
     "generation.max_new_tokens": Acts("generation.max_new_tokens=1", lambda run: max(len(ids) for _, ids in samples(run)), to=1),
     "generation.temperature": Acts("generation.temperature=0.3", samples, keeps=prompts),
@@ -239,19 +243,7 @@ def make_loss_effect() -> Callable[[Any], Any]:
     draw = torch.Generator().manual_seed(0)
     mask = torch.rand(120, generator=draw) > 0.2
     old, rollout, ref, now = (-torch.rand(120, generator=draw) * mask for _ in range(4))
-    sequence_ids = torch.arange(120) // 10
-    batch = TokenBatch(
-        token_ids=torch.zeros(120, dtype=torch.long),
-        position_ids=torch.arange(120) % 10,
-        sequence_ids=sequence_ids,
-        completion_mask=mask,
-        advantages=torch.randn(12, generator=draw)[sequence_ids] * mask,
-        rollout_logprobs=rollout,
-        old_logprobs=old,
-        ref_logprobs=ref,
-        temperature=torch.ones(120),
-        sequence_lengths=(10,) * 12,
-    )
+    batch = make_batch((10,) * 12, mask, torch.randn(12, generator=draw), old, rollout_logprobs=rollout, ref_logprobs=ref)
 
     def effect(loss: Any) -> Any:
         stats = TokenStats(now.clone().requires_grad_(), torch.ones(120, requires_grad=True))

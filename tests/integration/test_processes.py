@@ -1,56 +1,31 @@
-"""Two processes on the CPU, started as the README says, against one."""
+"""Two processes on the CPU against one, and the commands that start them."""
+
+from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from children import SMALL, metrics_of, printed, run_in_child, weights_of
+from children import SMALL, in_group, metrics_of, printed, run_command, run_in_child, run_in_children, weights_of
+from one_fails import one_fails
 
 ROOT = Path(__file__).parents[2]
 
 
-ONE_FAILS = """
-import sys
-
-from offline_grpo.errors import EngineDied, EngineError
-from offline_grpo.placement.ranks import Ranks
-
-ranks = Ranks(use_cpu=True)
-
-def work(*errors):
-    if errors[ranks.rank] is not None:
-        raise errors[ranks.rank]
-    return [ranks.rank * 10, ranks.rank * 10 + 1]
-
-heard = [ranks.gather_results(lambda: work(None, None)), ranks.gather_interleaved(lambda: work(None, None))]
-for errors in ((None, EngineError("late")), (EngineError("early"), EngineDied("gone")), (EngineError("first"), EngineError("second"))):
-    try:
-        heard.append(ranks.gather_results(lambda: work(*errors)))
-    except EngineError as error:
-        heard.append(repr(error))
-open(f"{sys.argv[1]}/{ranks.rank}", "w").write(repr(heard))
-"""
-
-
-def test_an_error_of_one_process_is_raised_on_all(tmp_path):
+def test_an_error_of_one_process_is_raised_on_all(tmp_path: Path) -> None:
     """Nobody waits for the others' results; a death, which can be recovered from, comes first."""
-    (tmp_path / "one_fails.py").write_text(ONE_FAILS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*launch, str(tmp_path / "one_fails.py"), str(tmp_path)], check=True, timeout=120)
+    assert in_group(2, one_fails, str(tmp_path)) == [0, 0]
     expected = [[0, 1, 10, 11], [0, 10, 1, 11], "EngineError('late')", "EngineDied('gone')", "EngineError('first')"]
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [repr(expected)] * 2
 
 
-def test_two_processes_follow_the_trajectory_of_one(tmp_path):
+def test_two_processes_follow_the_trajectory_of_one(tmp_path: Path) -> None:
     overrides = [*SMALL, f"cache_dir={tmp_path}/cache", "data.problems_per_iteration=5", "train.updates_per_iteration=3", "train.epochs=2"]
     alone, together = tmp_path / "alone", tmp_path / "together"
     assert run_in_child(alone, *overrides) == 0, printed(alone)
-    accelerate = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", "2"]
-    command = [*accelerate, str(ROOT / "run_grpo.py"), *overrides, f"hydra.run.dir={together}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("run folder:") == 1
+    assert run_in_children(2, together, *overrides) == [0, 0], printed(together)
+    assert printed(together).count("run folder:") == 1
     expected, found = metrics_of(alone), metrics_of(together)
     assert found.keys() == expected.keys()
     for name in expected:
@@ -58,4 +33,22 @@ def test_two_processes_follow_the_trajectory_of_one(tmp_path):
     assert expected["train_iter_003.json"]["grad_norm"] > 0
     assert weights_of(together).keys() == weights_of(alone).keys()
     written = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}
-    assert written == {"cache", "alone", "alone.txt", "together"}  # the second process wrote nothing
+    assert written == {"cache", "alone", "alone.txt", "together", "together.txt"}
+
+
+def test_the_readmes_command_starts_two_processes(tmp_path: Path) -> None:
+    """Through accelerate and torchrun."""
+    accelerate = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", "2"]
+    command = [*accelerate, str(ROOT / "run_grpo.py"), "train.lr=1e-5", "--cfg", "job"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n  lr: 1.0e-05\n") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_first_of_two_refused_processes_says_why(tmp_path: Path) -> None:
+    done = run_command(tmp_path, ROOT / "run_grpo.py", "train.learning_rate=1", count=2)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: train.learning_rate: no such key; ")
+    assert list(tmp_path.iterdir()) == []

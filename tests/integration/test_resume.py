@@ -25,10 +25,15 @@ KILLS = {
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    root = tmp_path_factory.mktemp("uninterrupted")
-    run_dir = root / "outputs" / "2026-01-01" / "00-00-00-000000"
-    assert run_in_child(run_dir, f"cache_dir={root}/cache", *SMALL) == 0, printed(run_dir)
+def cache(tmp_path_factory):
+    """An override: where the runs of this file find the tiny model, once the first of them has built it."""
+    return f"cache_dir={tmp_path_factory.mktemp('cache')}"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(cache, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("uninterrupted") / "outputs" / "2026-01-01" / "00-00-00-000000"
+    assert run_in_child(run_dir, cache, *SMALL) == 0, printed(run_dir)
     return run_dir
 
 
@@ -51,20 +56,22 @@ def test_a_run_leaves_its_record(uninterrupted):
     assert first["loss_total"] == pytest.approx(first["loss_pg"] + first["loss_kl"] + first["loss_entropy"], abs=1e-7)
 
 
-def test_same_seed_same_metrics_and_another_seed_others(uninterrupted, tmp_path):
+def test_same_seed_same_metrics_and_another_seed_others(uninterrupted, cache, tmp_path):
+    """The model included, which is built again."""
     again, other = tmp_path / "again", tmp_path / "other"
     assert run_in_child(again, f"cache_dir={tmp_path}/cache", *SMALL) == 0, printed(again)
-    assert run_in_child(other, f"cache_dir={tmp_path}/cache", "seed=1", *SMALL) == 0, printed(other)
+    assert run_in_child(other, cache, "seed=1", *SMALL) == 0, printed(other)
     assert_same_files(again, uninterrupted)
     assert metrics_of(other)["train_iter_000.json"] != metrics_of(uninterrupted)["train_iter_000.json"]
 
 
 @pytest.mark.parametrize("phase", KILLS)
-def test_killed_and_resumed_ends_with_the_same_files(phase, uninterrupted, tmp_path):
+def test_killed_and_resumed_ends_with_the_same_files(phase, uninterrupted, cache, tmp_path):
+    cache = f"cache_dir={tmp_path}/cache" if phase == "building the model" else cache
     day = tmp_path / "outputs" / "2026-01-01"
     killed, fresh = day / "00-00-00-000000", day / "00-01-00-000000"
-    assert run_in_child(killed, f"cache_dir={tmp_path}/cache", *SMALL, kill=KILLS[phase]) == -signal.SIGKILL, printed(killed)
-    assert run_in_child(fresh, f"cache_dir={tmp_path}/cache", "resume=auto", *SMALL) == 0, printed(fresh)
+    assert run_in_child(killed, cache, *SMALL, kill=KILLS[phase]) == -signal.SIGKILL, printed(killed)
+    assert run_in_child(fresh, cache, "resume=auto", *SMALL) == 0, printed(fresh)
     had_checkpoint = not fresh.exists()
     assert_same_files(killed if had_checkpoint else fresh, uninterrupted)
     assert not list(tmp_path.rglob(".writing*")) or not had_checkpoint
@@ -72,23 +79,23 @@ def test_killed_and_resumed_ends_with_the_same_files(phase, uninterrupted, tmp_p
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("where", ["offline_grpo.rollouts.on_policy:OnPolicy._group", "offline_grpo.train.update:Updater._update"])
-def test_a_signal_saves_and_says_how_to_go_on(number, code, where, uninterrupted, tmp_path):
+def test_a_signal_saves_and_says_how_to_go_on(number, code, where, uninterrupted, cache, tmp_path):
     stopped, fresh = tmp_path / "stopped", tmp_path / "fresh"
     # In the last iteration's sampling, or in the updates before it: either way the third iteration is the last one to count, and it
     # would not have been saved by itself.
     count = {"_group": 14, "_update": 5}[where.rpartition(".")[2]]
     kill = Kill(where, count, number=number)
-    assert run_in_child(stopped, f"cache_dir={tmp_path}/cache", *SMALL, kill=kill) == code, printed(stopped)
+    assert run_in_child(stopped, cache, *SMALL, kill=kill) == code, printed(stopped)
     assert f"stopped by {signal.Signals(number).name}; go on with resume={stopped}" in printed(stopped)
-    assert run_in_child(fresh, f"cache_dir={tmp_path}/cache", f"resume={stopped}", *SMALL) == 0, printed(fresh)
+    assert run_in_child(fresh, cache, f"resume={stopped}", *SMALL) == 0, printed(fresh)
     assert not fresh.exists()
     assert metrics_of(stopped)["train_iter_002.json"] == metrics_of(uninterrupted)["train_iter_002.json"]
     assert metrics_of(stopped)["train_iter_003.json"] == metrics_of(uninterrupted)["train_iter_003.json"]
 
 
-def test_a_finished_run_resumed_by_path_can_be_made_longer(tmp_path):
+def test_a_finished_run_resumed_by_path_can_be_made_longer(cache, tmp_path):
     # A schedule that falls to the end would make the longer run another run from its first update on.
-    overrides = [f"cache_dir={tmp_path}/cache", *SMALL, "train.schedule=constant"]
+    overrides = [cache, *SMALL, "train.schedule=constant"]
     whole, run_dir, fresh = tmp_path / "whole", tmp_path / "run", tmp_path / "fresh"
     assert run_in_child(whole, *overrides) == 0, printed(whole)
     assert run_in_child(run_dir, *overrides, "train.iterations=2") == 0, printed(run_dir)

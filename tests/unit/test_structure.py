@@ -1,6 +1,7 @@
 """The rules of docs/architecture.md that a program can check: who imports whom, and how long things get."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "offline_grpo"
 FILES = sorted(SOURCE.rglob("*.py"))
-CONCRETE = ("task", "generation", "rollouts", "weight_sync", "eval", "logger", "report", "run", "checkpoint")
+ROOT_MODULES = {"types", "interfaces", "errors", "settings", "seeding"}
 KNOWS_HYDRA = ("run/", "report/hydra_callback.py")
 
 
@@ -40,15 +41,27 @@ def test_types_and_interfaces_stand_on_nothing():
     assert {name.split(".")[0] for name in ours(SOURCE / "interfaces.py")} == {"types"}
 
 
-@pytest.mark.parametrize("path", sorted((SOURCE / "train").glob("*.py")), ids=relative)
-def test_training_knows_no_concrete_component(path):
-    assert {name for name in ours(path) if name.split(".")[0] in CONCRETE} == set()
+def test_nothing_but_words_that_every_room_uses_stands_at_the_root():
+    assert {path.stem for path in SOURCE.glob("*.py")} - {"__init__"} == ROOT_MODULES
 
 
-def test_only_app_knows_all_parts():
-    for path in FILES:
-        if relative(path) != "run/app.py":
-            assert "run.app" not in ours(path), relative(path)
+def table():
+    """Room -> the rooms that it may import, as CONTRIBUTING.md says."""
+    rows = re.findall(r"^\| `(\w+)/` \| (.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    return {room: set(re.findall(r"`(\w+)/`", allowed)) for room, allowed in rows}
+
+
+def test_every_room_is_in_the_table_of_imports():
+    rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert table().keys() == rooms - {"run"}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent != SOURCE], ids=relative)
+def test_rooms_import_what_the_table_allows(path):
+    room = path.relative_to(SOURCE).parts[0]
+    found = {name.split(".")[0] for name in ours(path)} - ROOT_MODULES - {room}
+    if room != "run":
+        assert found <= table()[room], f"{relative(path)} imports {found - table()[room]}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)

@@ -1,11 +1,11 @@
-"""Checkpoints: `checkpoints/iter_NNN/` is a plain Hugging Face folder (or a peft adapter) with the trainer's state beside it.
+"""Checkpoints: `checkpoints/iter_NNN/` is a standard Hugging Face folder (or a peft adapter) plus the trainer state.
 
-    iter_004/  config.json  model.safetensors  tokenizer.json ...      what from_pretrained and vLLM load
+    iter_004/  config.json  model.safetensors  tokenizer.json ...      loadable by from_pretrained and vLLM
                trainer/state.json                                       iteration, counters, schedule, source, the configuration
-               trainer/optimizer.pt  trainer/masters.safetensors        optimizer and scaler; fp32 masters where the model is 16 bit
-               trainer/served.safetensors                               what the engine serves, where that is older than the model
+               trainer/optimizer.pt  trainer/masters.safetensors        optimizer and scaler; fp32 master weights of a 16-bit model
+               trainer/served.safetensors                               weights that the engine serves, if older than the model
 
-A checkpoint is written under a hidden name and renamed when it is complete and on disk, so a folder called iter_NNN is always whole.
+A checkpoint is written under a hidden name and renamed once it is complete and on disk, so a folder named iter_NNN is always complete.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from offline_grpo.train.update import Updater
 
 @dataclass(frozen=True)
 class PendingCheckpoint:
-    """A checkpoint that is complete under its hidden name; `commit` gives it its own. On all processes but the first it does nothing."""
+    """A complete checkpoint under its hidden name; `commit` renames it. Only rank 0 does the work."""
 
     hidden: Path
     final: Path
@@ -42,7 +42,7 @@ class PendingCheckpoint:
     is_main: bool
 
     def commit(self) -> None:
-        """Rename into place, then remove checkpoints beyond the newest `keep_last_k`."""
+        """Rename the checkpoint, then delete all but the newest `keep_last_k`."""
         if not self.is_main:
             return
         if self.final.exists():
@@ -55,7 +55,7 @@ class PendingCheckpoint:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint says besides what it restores: its iteration, and the state of the rollout source."""
+    """Values from a checkpoint that `restore` does not load itself: the iteration, and the state of the rollout source."""
 
     iteration: int
     source: Mapping[str, Any]
@@ -63,10 +63,10 @@ class Restored:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointer:
-    """Writes a run's checkpoints into `folder`, and reads them back into updater, masters and schedule.
+    """Writes a run's checkpoints into `folder`, and restores updater, master weights and schedule from them.
 
     Args:
-        config: the resolved configuration, kept in each checkpoint.
+        config: the resolved configuration, saved in each checkpoint.
     """
 
     folder: Path
@@ -79,10 +79,10 @@ class Checkpointer:
     keep_last_k: int
 
     def write(self, iteration: int) -> PendingCheckpoint:
-        """Save the state after `iteration`, everything but the final rename. Called on every process; the first one writes.
+        """Save the state after `iteration`, without the final rename. Called on every process; rank 0 writes.
 
         Raises:
-            CheckpointError: the folder cannot be written (full disk, permissions), on every process. Earlier checkpoints are untouched.
+            CheckpointError: on every process, if the folder cannot be written (full disk, permissions). Earlier checkpoints stay intact.
         """
         hidden = self.folder / f".writing_iter_{iteration:03d}"
         self.ranks.on_main(lambda: self._write(hidden, iteration))
@@ -98,10 +98,10 @@ class Checkpointer:
         except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk as their own errors
             shutil.rmtree(hidden, ignore_errors=True)
             last = latest_checkpoint(self.folder)
-            remains = f"the last checkpoint is whole: {last}" if last else "there is no earlier checkpoint"
+            remains = f"the last checkpoint is intact: {last}" if last else "there is no earlier checkpoint"
             raise CheckpointError(
                 f"checkpoint of iteration {iteration} could not be written to {self.folder}: {reason_of(error)}; {remains}. "
-                "Free some space or fix the folder's permissions, then go on with resume=auto"
+                "Free some space or fix the folder's permissions, then continue with resume=auto"
             ) from error
 
     def _write_into(self, folder: Path, iteration: int) -> None:
@@ -125,10 +125,10 @@ class Checkpointer:
         (trainer / "state.json").write_text(json.dumps(record, indent=1, sort_keys=True))
 
     def restore(self, checkpoint: Path) -> Restored:
-        """Load optimizer, masters, counters and the schedule (the model itself was loaded from the same folder).
+        """Load optimizer, master weights, counters and the schedule (the model itself was loaded from the same folder).
 
         Raises:
-            CheckpointError: the folder is no checkpoint of this pipeline, or damaged.
+            CheckpointError: the folder is not a checkpoint of this pipeline, or it is damaged.
         """
         record = read_state(checkpoint)
         trainer = checkpoint / "trainer"

@@ -1,4 +1,4 @@
-"""Which checkpoints a run folder has, and what their records say. Reads names and JSON alone, no weights."""
+"""Finds the checkpoints of a run folder and reads their `state.json`. Loads no weights."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from offline_grpo.errors import CheckpointError
 
 FORMAT = 2
-"""Of `trainer/state.json`; raised when an older version's checkpoints can no longer be read."""
+"""Format version of `trainer/state.json`; increased when checkpoints of an older version can no longer be read."""
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """`trainer/state.json` of a checkpoint.
 
     Raises:
-        CheckpointError: not there, or not ours.
+        CheckpointError: the file is missing, or not from this pipeline.
     """
     path = checkpoint / "trainer" / "state.json"
     try:
         record = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"resume={checkpoint}: no readable trainer/state.json, so this is no checkpoint to go on from") from error
+        raise CheckpointError(f"resume={checkpoint}: no readable trainer/state.json, so this is not a checkpoint to resume from") from error
     if record.get("format") != FORMAT:
         raise CheckpointError(f"resume={checkpoint}: written in format {record.get('format')}, this version reads format {FORMAT}")
     return record

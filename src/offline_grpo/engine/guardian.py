@@ -93,8 +93,7 @@ def _terminate(server: subprocess.Popen[bytes]) -> None:
     while (left := _children()) and time.monotonic() < deadline + KILL_AFTER_S:
         is_late = time.monotonic() > started + TRACKERS_TAKE_S
         _signal([pid for pid in left if is_late or not _is_tracker(pid)], signal.SIGKILL)
-        server.poll()
-        _reap()
+        _reap(server)
         time.sleep(0.05)
     server.wait()
 
@@ -107,10 +106,14 @@ def _is_tracker(pid: int) -> bool:
         return False
 
 
-def _reap() -> None:
+def _reap(server: subprocess.Popen[bytes]) -> None:
+    """Collect every child that has ended. Only `server` itself may collect the server: it takes a missing exit status for success."""
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid == server.pid:
+                server.poll()
+            else:
+                os.waitpid(ended.si_pid, 0)
 
 
 def _signal(pids: Iterable[int], number: int) -> None:

@@ -1,4 +1,4 @@
-"""Progress for the person at the terminal: a live panel there, one line per record in a log file."""
+"""Progress display: a live panel on a terminal, one line per record otherwise."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ TRAIN_FIELDS = (
     ("tokens/s", "perf/tokens_per_s", "{:,.0f}"),
 )
 FINAL_PHASES = ("done", "stopped")
-ITERATIONS_IN_ESTIMATE = 10  # of the time left
+ITERATIONS_IN_ESTIMATE = 10  # the remaining time is estimated from the last 10 iterations
 
 
 @dataclass
 class ConsoleLogger(RunListener):
-    """Shows iteration, metrics, last evaluation, phase and time left: live on a terminal, else a line per record.
+    """Shows iteration, metrics, last evaluation, phase and remaining time: live on a terminal, otherwise one line per record.
 
     Args:
-        refresh_per_s: how often the live display is drawn, Hz.
+        refresh_per_s: refresh rate of the live display, in Hz.
     """
 
     refresh_per_s: float
@@ -66,7 +66,7 @@ class ConsoleLogger(RunListener):
             self._live.start()
 
     def phase(self, name: str, iteration: int) -> None:
-        """Show what the run is doing now ("generate", "train", ...). Only the live display has a place for it."""
+        """Show the current phase ("generate", "train", ...), on the live display only."""
         self._phase = name
         self._num_done = max(iteration, 0)
 
@@ -85,14 +85,14 @@ class ConsoleLogger(RunListener):
             self.console.print(f"{at} | {name} | {line}{left}", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Draw the last state and give the terminal back, cursor visible. Safe to call twice."""
+        """Draw the last state and restore the terminal and its cursor. Safe to call twice."""
         live, self._live = self._live, None
         if live is not None:
             self._phase = FINAL_PHASES[0] if self._num_done >= self._num_iterations else FINAL_PHASES[1]
             live.stop()
 
     def _mark_time(self, name: str, iteration: int) -> None:
-        """Note how long an iteration took, its evaluation included; only the evaluation before training is outside all of them."""
+        """Record the duration of an iteration, including its evaluation; the evaluation before training belongs to no iteration."""
         now_s = time.monotonic()
         if name == "train":
             self._iteration_s.append(now_s - self._last_mark_s)
@@ -126,7 +126,7 @@ class ConsoleLogger(RunListener):
 
 
 def train_cells(metrics: Metrics) -> list[tuple[str, str]]:
-    """(label, formatted value) of the fields that are there: no KL without a reference, for example."""
+    """(label, formatted value) of the fields that are present; for example, there is no KL without a reference."""
     return [(label, form.format(metrics[key])) for label, key, form in TRAIN_FIELDS if key in metrics]
 
 
@@ -142,7 +142,7 @@ def eval_line(metrics: Metrics) -> str:
 
 
 def metric_row(cells: list[tuple[str, str]]) -> Table:
-    """Labels over values, in columns that keep their place from iteration to iteration."""
+    """Labels above values, in columns of constant position."""
     grid = Table.grid(padding=(0, 3))
     for _ in cells:
         grid.add_column(justify="right", min_width=8)

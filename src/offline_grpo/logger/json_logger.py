@@ -1,4 +1,4 @@
-"""The record of a run: one JSON file per phase and iteration. Plots, summaries and sweep tables are made from these files alone."""
+"""Metrics as JSON: one file per phase and iteration. Plots, summaries and sweep tables are made only from these files."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from offline_grpo.types import Metrics
 class JsonLogger(RunListener):
     """Writes `metrics/train_iter_000.json`, `metrics/eval_iter_000.json`, ... and `metrics/eval_init.json` under `output_dir`.
 
-    A file is complete or absent: it is written beside its place and renamed. Keys are sorted, so equal metrics are equal bytes.
+    A file is complete or absent: it is written under a temporary name and renamed. Keys are sorted, so equal metrics give equal bytes.
     """
 
     output_dir: Path
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
-        self.metrics_dir.mkdir(parents=True, exist_ok=True)  # a resumed run goes on in the same folder
+        self.metrics_dir.mkdir(parents=True, exist_ok=True)  # a resumed run continues in the same folder
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
         """Write one file.
 
         Raises:
-            GrpoError: a value is NaN or infinite: JSON has no such number, and whoever reads the record could not use it.
+            GrpoError: a value is NaN or infinite: JSON cannot represent it, and no reader could use it.
         """
         suffix = "init" if iteration == -1 else f"iter_{iteration:03d}"
         for key, value in metrics.items():

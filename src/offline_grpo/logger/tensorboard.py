@@ -15,10 +15,10 @@ from offline_grpo.types import Metrics
 
 @dataclass
 class TensorBoardLogger(RunListener):
-    """Writes event files to `tensorboard/` under `output_dir`; `train/...` and `eval/...` against completed iterations.
+    """Writes event files to `tensorboard/` under `output_dir`; the x axis of `train/...` and `eval/...` is completed iterations.
 
     Args:
-        flush_s: how long a number may wait in memory before it is written, seconds.
+        flush_s: longest time that values are buffered in memory before they are written, in seconds.
     """
 
     output_dir: Path
@@ -26,7 +26,7 @@ class TensorBoardLogger(RunListener):
     _writer: Any = field(default=None, init=False, repr=False)
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter  # takes seconds to import, and most runs do without
+        from torch.utils.tensorboard.writer import SummaryWriter  # slow to import (seconds), and most runs do not need it
 
         self._writer = SummaryWriter(str(self.output_dir / "tensorboard"), flush_secs=self.flush_s)
         self._writer.add_text("config", f"```json\n{json.dumps(config, indent=2, default=str)}\n```")

@@ -1,4 +1,4 @@
-"""Metrics in Weights & Biases; by default written to disk only, for `wandb sync` later."""
+"""Metrics in Weights & Biases; by default only written to disk, for a later `wandb sync`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ STEP_METRIC = "iteration"
 
 @dataclass
 class WandbLogger(RunListener):
-    """Logs `train/...` and `eval/...` against the number of completed iterations. A resumed run continues the same wandb run.
+    """Logs `train/...` and `eval/...`; the x axis is completed iterations. A resumed run continues the same wandb run.
 
     Raises:
-        ConfigError: no project, or an unknown mode.
+        ConfigError: the project is missing, or the mode is unknown.
     """
 
     output_dir: Path
@@ -38,10 +38,10 @@ class WandbLogger(RunListener):
         if self.mode not in MODES:
             raise ConfigError(f"logger.wandb.mode={self.mode}: must be one of {', '.join(MODES)}")
         if not self.project:
-            raise ConfigError(f"logger.wandb.project={self.project}: name the project that the run belongs to, for example offline-grpo")
+            raise ConfigError(f"logger.wandb.project={self.project}: set the project of the run, for example offline-grpo")
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
-        import wandb  # takes a second to import, and most runs do without
+        import wandb  # slow to import (a second), and most runs do not need it
 
         self._run = wandb.init(
             dir=self.output_dir,
@@ -53,9 +53,9 @@ class WandbLogger(RunListener):
             tags=self.tags,
             config=dict(config),
             id=self._stable_run_id(),
-            resume="allow" if self.mode == "online" else None,  # offline, the common id joins the parts when they are synced
+            resume="allow" if self.mode == "online" else None,  # offline, the shared id joins the parts when they are synced
         )
-        # wandb's own step only counts up; a resumed run logs some iterations again.
+        # wandb's own step can only increase, but a resumed run logs some iterations again.
         self._run.define_metric(STEP_METRIC, hidden=True)
         for name in ("train", "eval"):
             self._run.define_metric(f"{name}/*", step_metric=STEP_METRIC)

@@ -1,10 +1,10 @@
-"""What all policy-gradient losses share: their settings, the order in which the terms are put together, and the metrics.
+"""The common part of all policy-gradient losses: settings, combination of the terms, and metrics.
 
     loss = pg + kl_coef * kl - entropy_coef * entropy
     pg   = sum_t weight[t] * importance[t] * surrogate[t]      kl = sum_t weight[t] * (ratio[t] *) kl_estimate[t]
 
-A loss of its own supplies `surrogate` and `weights` (its aggregation), and `ratio` if that is not per token. The order, and which term
-is weighted by what, follow TRL 1.16 `GRPOTrainer._compute_loss`, whose values and gradients the equivalence tests compare with.
+Each loss implements `surrogate` and `weights` (its aggregation), and overrides `ratio` if the ratio is not per token. The terms and their
+weights follow TRL 1.16 `GRPOTrainer._compute_loss`; the equivalence tests compare values and gradients with it.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from torch import Tensor
 from offline_grpo.errors import ConfigError
 from offline_grpo.loss import terms
 from offline_grpo.loss.terms import Surrogate
-from offline_grpo.train.advantage import SCALE_REWARDS
-from offline_grpo.types import BatchTotals, LossOutput, TokenBatch, TokenStats
+from offline_grpo.types import SCALE_REWARDS, BatchTotals, LossOutput, TokenBatch, TokenStats
 
 KL_PLACEMENTS = ("loss", "reward")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientLoss(ABC):
-    """A policy-gradient loss over flat tokens; called on a microbatch it returns that microbatch's share (see `LossOutput`).
+    """A policy-gradient loss over flat tokens. Called on a microbatch, it returns that microbatch's share (see `LossOutput`).
 
     Args:
         clip_low, clip_high: the ratio policy / old policy is clipped to [1 - clip_low, 1 + clip_high].
-        kl_coef: weight of the KL penalty against the reference.
+        kl_coef: weight of the KL penalty to the reference.
         kl_estimator: "k1" | "k2" | "k3", see `terms.kl_estimate`.
-        kl_placement: "loss" adds the penalty here, "reward" leaves it to the trainer to subtract from the rewards.
+        kl_placement: "loss" adds the penalty to the loss; with "reward" the trainer subtracts it from the rewards.
         kl_importance_weight: multiply the KL estimate by the ratio, gradient included; without it the gradient of k3 is not that of
-            the KL (DeepSeek-V3.2, arXiv 2512.02556). Acts in placement "loss".
-        entropy_coef: weight of the entropy bonus, a mean over all completion tokens whatever the aggregation of the loss.
-        importance_correction: how the surrogate, and only it, is corrected for the engine's probabilities, see `terms.importance_weights`.
-        importance_cap, importance_floor: the bounds of that correction's ratio.
-        scale_rewards: what the trainer divides the advantages by, see `advantage.group_advantages`.
+            the KL (DeepSeek-V3.2, arXiv 2512.02556). Applies to kl_placement "loss".
+        entropy_coef: weight of the entropy bonus, which is a mean over all completion tokens for every aggregation of the loss.
+        importance_correction: how to correct the surrogate (and nothing else) for the engine's probabilities, see
+            `terms.importance_weights`.
+        importance_cap, importance_floor: bounds of the ratio in that correction.
+        scale_rewards: divisor of the advantages, applied by the trainer, see `advantage.group_advantages`.
 
     Raises:
-        ConfigError: a value is outside its range or choice.
+        ConfigError: a value is out of range, or not one of the choices.
     """
 
     clip_low: float
@@ -61,7 +61,7 @@ class PolicyGradientLoss(ABC):
         self._require("clip_low", 0 <= self.clip_low <= 1, "a number in [0, 1]")
         for key in ("clip_high", "kl_coef", "entropy_coef"):
             self._require(key, getattr(self, key) >= 0, "a number >= 0")
-        self._require("importance_cap", self.importance_cap >= 1, "a number >= 1, the ratio where engine and trainer agree")
+        self._require("importance_cap", self.importance_cap >= 1, "a number >= 1, which is the ratio when engine and trainer agree")
         self._require("importance_floor", 0 <= self.importance_floor <= 1, "a number in [0, 1]")
         self._require_choice("kl_estimator", terms.KL_ESTIMATORS)
         self._require_choice("kl_placement", KL_PLACEMENTS)
@@ -70,11 +70,11 @@ class PolicyGradientLoss(ABC):
 
     @property
     def kl_in_reward(self) -> bool:
-        """True if the trainer subtracts the KL penalty from the rewards; the loss has no KL term then."""
+        """True if the trainer subtracts the KL penalty from the rewards; the loss then has no KL term."""
         return self.kl_placement == "reward"
 
     def reward_penalties(self, batch: TokenBatch) -> Tensor:
-        """`kl_coef` times the sum of each sequence's KL estimates, [S]: what placement "reward" subtracts from the rewards."""
+        """`kl_coef` times the sum of each sequence's KL estimates, [S]; kl_placement "reward" subtracts this from the rewards."""
         if batch.ref_logprobs is None:
             raise ValueError("kl_placement is reward but the batch has no ref_logprobs")
         estimates = terms.kl_estimate(batch.old_logprobs, batch.ref_logprobs, self.kl_estimator) * batch.completion_mask  # [T]
@@ -89,14 +89,14 @@ class PolicyGradientLoss(ABC):
         """The weight of each token [T] in the loss, 0 outside the completion `mask` (0.0 / 1.0, [T]); no gradient."""
 
     def ratio(self, log_ratio: Tensor, mask: Tensor, batch: TokenBatch) -> Tensor:
-        """Policy / old policy [T] from the tokens' log-ratios [T], which are 0 outside the completion `mask` [T]."""
+        """The ratio policy / old policy [T], from per-token log-ratios [T] that are 0 outside the completion `mask` [T]."""
         return log_ratio.exp()
 
     def __call__(self, policy: TokenStats, batch: TokenBatch, totals: BatchTotals) -> LossOutput:
-        """This microbatch's share of the loss and metrics of the optimizer batch that `totals` describes. Mutates nothing.
+        """This microbatch's share of the loss and metrics of the optimizer batch that `totals` describes. Does not modify its arguments.
 
         Raises:
-            ValueError: the loss has a KL term but the batch no `ref_logprobs`.
+            ValueError: the loss has a KL term but the batch has no `ref_logprobs`.
         """
         mask = batch.completion_mask.to(policy.logprobs.dtype)  # [T]
         weights = self.weights(mask, batch, totals)  # [T]
@@ -148,7 +148,7 @@ class ClippedLoss(PolicyGradientLoss, ABC):
     """A loss with PPO's clipped surrogate; subclasses choose the aggregation.
 
     Args:
-        dual_clip: bound on the ratio where the advantage is negative, above 1 + clip_high; None for no bound (see `terms`).
+        dual_clip: upper bound, above 1 + clip_high, on the ratio of tokens with negative advantage; None for no bound (see `terms`).
     """
 
     dual_clip: float | None
@@ -178,5 +178,5 @@ def _detached(scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _token_means(per_token: Mapping[str, Tensor], token_mean: Tensor) -> dict[str, Tensor]:
-    """This microbatch's shares of the means of [T] values over the completion tokens of the optimizer batch."""
+    """This microbatch's share of each metric's mean over the completion tokens of the optimizer batch; values are [T]."""
     return {name: (token_mean * values.detach()).sum() for name, values in per_token.items()}

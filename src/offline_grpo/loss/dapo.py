@@ -1,10 +1,10 @@
-"""DAPO: every completion token of the batch weighs the same, and the clip range may be wider upwards (arXiv 2503.14476).
+"""DAPO: every completion token of the batch has the same weight, and the upper clip bound may be wider (arXiv 2503.14476).
 
     loss = sum_t -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) / number of completion tokens
 
-Departures from the paper: a KL term is available (the paper has none: `train.kl_coef=0`); dynamic sampling and overlong reward shaping
-concern the rollouts, not the loss; the paper's mean runs over the tokens of one prompt's group, and then over prompts, this one over the
-tokens of the optimizer batch, as in TRL and verl.
+Departures from the paper: A KL term is available (the paper has none: `train.kl_coef=0`). Dynamic sampling and overlong reward shaping
+concern the rollouts, not the loss. The paper averages over the tokens of one prompt's group and then over prompts; this loss averages
+over the tokens of the optimizer batch, as TRL and verl do.
 """
 
 from __future__ import annotations

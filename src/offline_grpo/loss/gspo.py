@@ -1,4 +1,4 @@
-"""GSPO: the ratio, and so the clip, belongs to the whole completion (arXiv 2507.18071).
+"""GSPO: ratio and clipping apply to the whole completion (arXiv 2507.18071).
 
     s_i  = exp(mean_t log r_it)
     loss = mean_i -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
@@ -6,7 +6,7 @@
 The gradient flows through the mean. Ratios of whole completions stay close to 1, so the clip range is about a thousand times narrower
 than GRPO's.
 
-Departures from the paper: a KL term is available (the paper drops it: `train.kl_coef=0`); its `kl_importance_weight` is the
+Departures from the paper: a KL term is available (the paper drops it: `train.kl_coef=0`); `kl_importance_weight` multiplies it by the
 sequence's ratio, as in TRL.
 """
 

@@ -1,10 +1,10 @@
-"""The pieces that losses are made of: ratios, clips, KL estimates, aggregation. All [T] tensors run over a flat `TokenBatch`.
+"""Building blocks of the losses: ratios, clips, KL estimates, aggregation. All [T] tensors are over the tokens of a flat `TokenBatch`.
 
-An aggregation is one constant weight per token, so that a loss is `sum_t weight[t] * value[t]` and the terms of a loss that share an
-aggregation share the weights. Tokens outside the completion mask weigh 0, whatever value stands there.
+An aggregation is one constant weight per token: a loss is `sum_t weight[t] * value[t]`, and terms with the same aggregation share the
+weights. Tokens outside the completion mask have weight 0, so their values do not matter.
 
-Nothing is clamped for overflow: a log-ratio beyond +-80 nats means wrong data (another tokenizer, another model), and a non-finite loss
-that the trainer rejects is better than a finite one that hides it.
+Nothing is clamped against overflow. A log-ratio beyond +-80 nats means wrong data (another tokenizer, another model). A non-finite loss,
+which the trainer rejects, is better than a finite one that hides the error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IMPORTANCE_CORRECTIONS = ("none", "token_truncate", "sequence_truncate", "token_
 
 
 class Surrogate(NamedTuple):
-    """What a token contributes to the policy-gradient loss, and whether the clip took its ratio's gradient away."""
+    """Each token's policy-gradient loss, and whether the clip removed the gradient of its ratio."""
 
     loss: Tensor  # [T], with gradient
     is_clipped_low: Tensor  # [T] bool: the ratio fell below the lower bound
@@ -39,7 +39,7 @@ def token_mean_weights(mask: Tensor, totals: BatchTotals) -> Tensor:
 
 
 def sequence_mean_weights(mask: Tensor, batch: TokenBatch, totals: BatchTotals) -> Tensor:
-    """Weights [T] of the mean over sequences of each sequence's token mean; a fully masked sequence adds 0 but is counted."""
+    """Weights [T] of the mean over sequences of each sequence's token mean; a fully masked sequence adds 0 but counts in the mean."""
     num_tokens = segment_sum(mask, batch).clamp(min=1.0)  # [S]
     return mask / num_tokens.index_select(0, batch.sequence_ids) / totals.num_sequences
 
@@ -47,11 +47,12 @@ def sequence_mean_weights(mask: Tensor, batch: TokenBatch, totals: BatchTotals) 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None) -> Surrogate:
     """PPO's pessimistic surrogate `-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)` (arXiv 1707.06347), [T].
 
-    The gradient is 0 only where the policy has already moved past a bound in the direction that the advantage asks for:
+    The gradient is 0 only where the policy has already moved past a bound in the direction that the advantage favours:
         A > 0: ratio above 1 + clip_high          A < 0: ratio below 1 - clip_low
 
-    `dual_clip` bounds the ratio of the unclipped arm, as TRL's `delta` does, and so acts where A < 0 and the ratio is large: there the
-    plain loss grows without limit. With the bound above 1 + clip_high this is verl's dual clip with `clip_ratio_c` (arXiv 1912.09729).
+    `dual_clip` bounds the ratio in the unclipped term, like TRL's `delta`. It takes effect where A < 0 and the ratio is large, because
+    there the plain loss grows without limit. With a bound above 1 + clip_high this equals verl's dual clip with `clip_ratio_c`
+    (arXiv 1912.09729).
     """
     unclipped = ratio if dual_clip is None else ratio.clamp(max=dual_clip)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -66,7 +67,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     """Per-token estimate [T] in nats of KL(policy || reference), for tokens sampled from the policy (J. Schulman, "Approximating KL").
 
     With d = log ref - log policy: k1 = -d (unbiased, can be negative), k2 = d^2 / 2 (biased, low variance), k3 = exp(d) - 1 - d
-    (unbiased, never negative). As a loss on its own k1 pulls nowhere: its expected gradient is 0 unless weighted by the ratio.
+    (unbiased, never negative). k1 has no effect as a loss term on its own: its expected gradient is 0 unless weighted by the ratio.
     """
     log_ratio = ref_logprobs - logprobs
     if estimator == "k1":
@@ -77,10 +78,10 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def importance_weights(batch: TokenBatch, mask: Tensor, *, correction: str, cap: float, floor: float) -> Tensor:
-    """Weights [T] `old policy / engine` that correct for the engine sampling from slightly different probabilities; no gradient.
+    """Weights [T] `old policy / engine` that correct for the slightly different probabilities of the engine; no gradient.
 
-    "token_*" weighs each token by its own ratio, "sequence_*" all tokens of a sequence by the product of their ratios.
-    "*_truncate" clamps the ratio into [floor, cap] (truncated importance sampling), "*_mask" gives 0 to what lies outside.
+    "token_*" weights each token by its own ratio, "sequence_*" weights all tokens of a sequence by the product of their ratios.
+    "*_truncate" clamps the ratio to [floor, cap] (truncated importance sampling); "*_mask" sets ratios outside to 0.
     """
     log_ratio = ((batch.old_logprobs - batch.rollout_logprobs) * mask).detach()  # [T]
     if correction == "none":
@@ -94,9 +95,9 @@ def importance_weights(batch: TokenBatch, mask: Tensor, *, correction: str, cap:
 
 
 def mismatch(batch: TokenBatch) -> dict[str, Tensor]:
-    """Per-token distances [T] in nats between what engine and trainer say of the same weights: 0, and ratio 1, were both exact.
+    """Trainer/engine logprob mismatch [T] in nats per token; 0 (ratio 1) if both compute identical numbers from the same weights.
 
-    `kl_k1` and `kl_k3` estimate KL(engine || trainer), whose samples the rollouts are.
+    `kl_k1` and `kl_k3` estimate KL(engine || trainer), because the rollouts are samples from the engine.
     """
     log_ratio = (batch.old_logprobs - batch.rollout_logprobs).detach()
     return {

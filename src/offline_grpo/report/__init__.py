@@ -1,1 +1,1 @@
-"""Pictures and tables of finished runs, made from the files in `metrics/` alone."""
+"""Plots and tables of finished runs, made only from the files in `metrics/`."""

@@ -1,4 +1,4 @@
-"""A run's metrics, read back from its folder."""
+"""Reads a run's metrics from its folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PHASES = ("generate", "train", "sync", "eval", "checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric over a run: `values[i]` belongs to the policy after `steps[i]` iterations of training."""
+    """One metric over a run: `values[i]` describes the policy after `steps[i]` training iterations."""
 
     steps: FloatArray  # [R]
     values: FloatArray  # [R]
@@ -34,7 +34,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All metrics of a run; iteration -> metrics, in order. `evals` may begin at -1, the evaluation before training."""
+    """All metrics of a run: iteration -> metrics, in order. `evals` may begin at -1, the evaluation before training."""
 
     run_dir: Path
     train: Mapping[int, Metrics]
@@ -46,19 +46,19 @@ class History:
         return f"{_count(len(self.train), 'training iteration')}, {_count(len(self.evals), 'evaluation')}"
 
     def series(self, name: str, key: str) -> Series:
-        """Metric `key` of phase `name` ("train" or "eval") at the iterations that have it; perhaps none."""
+        """Metric `key` of phase `name` ("train" or "eval") at the iterations that recorded it; may be empty."""
         records = self.evals if name == "eval" else self.train
         points = [(completed_iterations(name, i), metrics[key]) for i, metrics in records.items() if key in metrics]
         table = np.array(points, dtype=np.float64).reshape(-1, 2)  # [R, 2]
         return Series(table[:, 0], table[:, 1])
 
     def eval_ks(self) -> list[int]:
-        """The k of every pass@k that was measured, ascending."""
+        """The values of k for which pass@k was measured, ascending."""
         keys = {key for metrics in self.evals.values() for key in metrics}
         return sorted(int(key[5:]) for key in keys if key.startswith("pass@") and key[5:].isdigit())
 
     def phase_seconds(self) -> tuple[FloatArray, dict[str, FloatArray]]:
-        """Completed iterations [R] and, for each phase that was timed at all, its seconds in each iteration [R]; 0 where it did not run."""
+        """Completed iterations [R], and the seconds per iteration [R] of each phase that ever ran; 0 where it did not run."""
         steps = np.array(list(self.train), dtype=np.float64)
         seconds = {
             phase: np.array([metrics.get(f"time/{phase}_s", 0.0) for metrics in self.train.values()], dtype=np.float64) for phase in PHASES
@@ -67,7 +67,7 @@ class History:
 
 
 def load_history(run_dir: Path) -> History:
-    """Read `run_dir/metrics/*.json`. Missing iterations are gaps; a run without metrics gives an empty history.
+    """Read `run_dir/metrics/*.json`. Missing iterations are skipped; a run without metrics gives an empty history.
 
     Raises:
         GrpoError: a file is not a JSON object.

@@ -1,4 +1,4 @@
-"""Prints the sweep's table when a `--multirun` ends. Apart from `sweep.py`, which needs no Hydra."""
+"""Prints the sweep's table when a `--multirun` ends. In a separate file, because `sweep.py` needs no Hydra."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from offline_grpo.report.sweep import print_sweep
 
 
 class SweepSummary(Callback):
-    """Switched on in `conf/config.yaml`: `hydra.callbacks.sweep_summary._target_: offline_grpo.report.hydra_callback.SweepSummary`."""
+    """Enabled in `conf/config.yaml`: `hydra.callbacks.sweep_summary._target_: offline_grpo.report.hydra_callback.SweepSummary`."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        with suppress(ConfigError):  # no job came as far as a run, and each has said why
+        with suppress(ConfigError):  # no job started a run, and each has reported why
             print_sweep(Path(config.hydra.sweep.dir), Console())

@@ -1,4 +1,4 @@
-"""Draws `report.png`: eight panels that say how a run went."""
+"""Draws `report.png`: eight panels that summarise a run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PHASE_COLORS = {"generate": BLUE, "train": ORANGE, "sync": GREEN, "eval": PURPLE
 PASS_COLORS = (BLUE, ORANGE, GREEN, PURPLE)
 STEP_LABEL = "completed iterations"
 PLACES = {"left": 0.05, "right": 0.974, "bottom": 0.06, "top": 0.86, "wspace": 0.45, "hspace": 0.44}
-"""Of the panels, in shares of the figure, or of a panel for the space between two. Finding them anew for each run takes seconds."""
-LONG_RUN = 80  # points from which on a line is drawn pale under its running mean
+"""Margins as fractions of the figure, and gaps as fractions of a panel. Fixed, because computing the layout for each run takes seconds."""
+LONG_RUN = 80  # with this many points or more, a line is drawn pale under its running mean
 PERCENT = FuncFormatter(lambda share, _: f"{100 * share:.4g} %")
 SHORT_NUMBER = FuncFormatter(lambda value, _: f"{value:.2g}")
 
@@ -32,7 +32,7 @@ def save_report(history: History) -> Path:
 
 
 def draw_report(history: History) -> Figure:
-    """The eight panels as a figure of its own, untouched by pyplot's global state."""
+    """The eight panels as a standalone figure, independent of pyplot's global state."""
     figure = Figure(figsize=(18, 8.8), facecolor="white")  # inches
     FigureCanvasAgg(figure)
     drawers = (_reward, _pass_at_k, _kl, _entropy, _clip, _length, _gradient, _time)
@@ -64,7 +64,7 @@ def _label(axes: Axes, title: str, unit: str) -> None:
 
 
 def _legend(axes: Axes, *twins: Axes) -> None:
-    """One legend for an axes and its twins, in a row between title and picture, where it covers no line."""
+    """One legend for an axes and its twins, in a row between title and plot, where it hides no line."""
     pairs = [pair for each in (axes, *twins) for pair in zip(*each.get_legend_handles_labels(), strict=True)]
     handles, labels = zip(*pairs, strict=True)
     axes.legend(
@@ -85,7 +85,7 @@ def _legend(axes: Axes, *twins: Axes) -> None:
 
 
 def _line(axes: Axes, series: Series, color: str, label: str) -> None:
-    """A line with markers while there are few points; a pale one under its running mean when there are many."""
+    """A line with markers if there are few points; a pale line under its running mean if there are many."""
     if len(series) < LONG_RUN:
         axes.plot(series.steps, series.values, color=color, label=label, linewidth=1.8, marker="o", markersize=3.5)
     else:
@@ -100,12 +100,12 @@ def _band(axes: Axes, steps: FloatArray, low: FloatArray, high: FloatArray, colo
 
 
 def _smooth(values: FloatArray) -> FloatArray:
-    """The values, or their running mean over a fortieth of the run if it is long."""
+    """The values, or for a long run their running mean over a fortieth of the run."""
     return running_mean(values, len(values) // 40) if len(values) >= LONG_RUN else values
 
 
 def running_mean(values: FloatArray, width: int) -> FloatArray:
-    """The mean of the `width` points around each point, of fewer at the ends: [R] -> [R]."""
+    """The mean of the `width` points around each point (fewer at the ends): [R] -> [R]."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
     start = np.maximum(index - width // 2, 0)
@@ -114,13 +114,13 @@ def running_mean(values: FloatArray, width: int) -> FloatArray:
 
 
 def _from_zero(axes: Axes) -> None:
-    """Show the zero that these values are measured from, so that noise does not look like a trend."""
+    """Include zero in the y axis, so that noise does not look like a trend."""
     low, high = axes.get_ylim()
     axes.set_ylim(low if axes.dataLim.ymin < 0 else 0.0, high)
 
 
 def _nothing(axes: Axes) -> None:
-    """Say that a metric was not recorded, rather than show an empty box."""
+    """Write "not recorded" into the panel instead of leaving it empty."""
     axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", color=GREY, fontsize=10)
     axes.set_yticks([])
 

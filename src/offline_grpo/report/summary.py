@@ -1,4 +1,4 @@
-"""The table at the end of a run: what it gained, what it cost, where it lies."""
+"""The table at the end of a run: results, time and output folder."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from offline_grpo.report.history import History, Series
 
 
 def print_summary(history: History, console: Console) -> None:
-    """Print `summary_table`; nothing if the run recorded no metrics."""
+    """Print `summary_table`, unless the run recorded no metrics."""
     if history.train or history.evals:
         console.print(summary_table(history))
 
 
 def summary_table(history: History) -> Table:
-    """Evaluation before, after and at its best; reward first and last; time per phase; the folder."""
+    """Evaluations (before, after, best), reward (first, last), time per phase, and the folder."""
     table = Table(title=history.size, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -34,7 +34,7 @@ def summary_table(history: History) -> Table:
 
 
 def _evaluations(history: History, key: str) -> str:
-    """`before 0.20 [..]   after 0.50 [..]   best 0.52 [..] after iteration 8`; the interval is the 95 % one."""
+    """`before 0.20 [..]   after 0.50 [..]   best 0.52 [..] after iteration 8`, with 95 % intervals."""
     values = history.series("eval", key)
     low, high = history.series("eval", f"{key}_low"), history.series("eval", f"{key}_high")
     best = int(values.values.argmax())
@@ -50,4 +50,4 @@ def _evaluations(history: History, key: str) -> str:
 def _with_interval(values: Series, low: Series, high: Series, index: int) -> str:
     if not len(values) == len(low) == len(high):
         return f"{values.values[index]:.3f}"
-    return f"{values.values[index]:.3f} \\[{low.values[index]:.3f}, {high.values[index]:.3f}]"  # \[ is no markup
+    return f"{values.values[index]:.3f} \\[{low.values[index]:.3f}, {high.values[index]:.3f}]"  # \[ is not parsed as markup

@@ -24,7 +24,7 @@ TEXT_COLUMNS = ("pass@1 [95 %]", "best", "reward", "minutes", "status")  # of su
 
 @dataclass(frozen=True, slots=True)
 class SweepRun:
-    """One run of a sweep: what was set for it and what came of it. A result that was not measured is None."""
+    """One run of a sweep: its overrides and its results. A result that was not measured is None."""
 
     name: str
     overrides: dict[str, str]
@@ -38,12 +38,12 @@ class SweepRun:
 
     @property
     def numbers(self) -> tuple[float | None, ...]:
-        """The cells under NUMBER_COLUMNS."""
+        """The values of NUMBER_COLUMNS."""
         return (self.final_pass_at_1, self.final_low, self.final_high, self.best_pass_at_1, self.reward, self.minutes)
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The cells under TEXT_COLUMNS."""
+        """The values of TEXT_COLUMNS."""
         has_interval = self.final_low is not None and self.final_high is not None
         interval = f" [{self.final_low:.3f}, {self.final_high:.3f}]" if has_interval else ""
         best, reward = _text(self.best_pass_at_1, ".3f"), _text(self.reward, ".3f")
@@ -51,20 +51,20 @@ class SweepRun:
 
 
 def sweep_table(multirun_dir: Path) -> list[SweepRun]:
-    """Read every run under `multirun_dir` (each folder with a `.hydra/overrides.yaml`), best final pass@1 first, unmeasured ones last.
+    """Read all runs under `multirun_dir` (folders with `.hydra/overrides.yaml`): best final pass@1 first, unmeasured ones last.
 
     Raises:
         ConfigError: there is no run.
     """
     run_dirs = sorted(path.parent.parent for path in multirun_dir.rglob(".hydra/overrides.yaml"))
     if not run_dirs:
-        raise ConfigError(f"{multirun_dir}: holds no runs (folders with .hydra/overrides.yaml); give the folder of a --multirun")
+        raise ConfigError(f"{multirun_dir}: contains no runs (folders with .hydra/overrides.yaml); give the folder of a --multirun")
     runs = [_read_run(run_dir, run_dir.relative_to(multirun_dir).as_posix()) for run_dir in run_dirs]
     return sorted(runs, key=lambda run: (run.final_pass_at_1 is None, -(run.final_pass_at_1 or 0.0)))
 
 
 def save_summary(multirun_dir: Path, runs: Sequence[SweepRun]) -> tuple[Path, Path]:
-    """Write `summary.csv`, full numbers for programs, and `summary.md`, for people, into the sweep's folder."""
+    """Write `summary.csv` (full precision, for programs) and `summary.md` (for people) into the sweep's folder."""
     csv_path, markdown_path = multirun_dir / "summary.csv", multirun_dir / "summary.md"
     keys = _overridden_keys(runs)
     with csv_path.open("w", newline="") as file:
@@ -83,7 +83,7 @@ def print_sweep(multirun_dir: Path, console: Console) -> None:
     header, rows = _text_rows(runs)
     table = Table(title=f"{len(runs)} runs, best final pass@1 first", title_justify="left", box=SIMPLE)
     for name in header:
-        is_override = name not in ("run", *TEXT_COLUMNS)  # the only cells of any length
+        is_override = name not in ("run", *TEXT_COLUMNS)  # only these cells can be long
         table.add_column(Text(name), overflow="fold", no_wrap=not is_override, min_width=min(len(name), 10))
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
@@ -97,7 +97,7 @@ def _overridden_keys(runs: Sequence[SweepRun]) -> list[str]:
 
 
 def _text_rows(runs: Sequence[SweepRun]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: the run, a column per override that is not the same for all, the results."""
+    """Header and rows. Columns: the run, each override that differs between runs, the results."""
     keys = [key for key in _overridden_keys(runs) if len(runs) == 1 or len({run.overrides.get(key) for run in runs}) > 1]
     rows = [[run.name, *(run.overrides.get(key, "") for key in keys), *run.texts] for run in runs]
     return ["run", *keys, *TEXT_COLUMNS], rows

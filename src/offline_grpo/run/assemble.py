@@ -13,7 +13,7 @@ import torch
 from offline_grpo.checkpoint.checkpointer import Checkpointer, Restored
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
-from offline_grpo.interfaces import RolloutClient, RolloutSource, RunListener
+from offline_grpo.interfaces import Deployment, RolloutClient, RolloutSource, RunListener
 from offline_grpo.model.load import load_policy, load_reference, load_tokenizer, read_model_config, resolve_device
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.text import encode
@@ -65,7 +65,7 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
         deployment.connect(policy)
     updater = make_updater(plan, policy, model_id, start.run_dir, ranks)
     schedule = PushSchedule(plan.weight_sync.interval)
-    source = _source(plan, policy, training.client, ranks)
+    source = make_source(plan, policy, training.client, ranks)
     stack.callback(source.close)
     checkpointer = Checkpointer(
         folder=start.run_dir.checkpoints,
@@ -85,7 +85,7 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
         updater=updater,
         deployment=training,
         schedule=schedule,
-        evaluation=_evaluation(plan, policy, evaluation, ranks) if config.eval.enabled else None,
+        evaluation=make_evaluation(plan, policy, evaluation, ranks) if config.eval.enabled else None,
         checkpointer=checkpointer if config.checkpoint.enabled else None,
         save_due=lambda i: i == last or _is_multiple(i + 1, config.checkpoint.save_interval),
         listeners=listeners,
@@ -161,7 +161,8 @@ def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ran
     )
 
 
-def _source(plan: Plan, policy: Policy, client: RolloutClient, ranks: Ranks) -> RolloutSource:
+def make_source(plan: Plan, policy: Policy, client: RolloutClient, ranks: Ranks) -> RolloutSource:
+    """The component of the group `rollouts`, connected to the client that it samples from."""
     problems = {"problems": plan.data.train} if plan.data.train is not None else {}
     return build(
         plan.config.rollouts,
@@ -177,7 +178,8 @@ def _source(plan: Plan, policy: Policy, client: RolloutClient, ranks: Ranks) -> 
     )
 
 
-def _evaluation(plan: Plan, policy: Policy, deployment: Any, ranks: Ranks) -> Evaluation:
+def make_evaluation(plan: Plan, policy: Policy, deployment: Deployment, ranks: Ranks) -> Evaluation:
+    """The evaluator of held-out problems, which asks `deployment`, and when it does."""
     settings, last = plan.config.eval, plan.config.train.iterations - 1
     evaluator = PassAtKEvaluator(
         task=plan.data.task,

@@ -1,4 +1,4 @@
-"""Turns a `_target_` node into the component that it names. The constructor's signature is the node's schema."""
+"""Builds the component that a node's `_target_` names. The constructor's signature is the schema of the node."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from hydra.errors import InstantiationException
 
 from offline_grpo.errors import ConfigError
 
-logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it logs, in several lines, the errors that `resolve` reports in one
+logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it logs the errors in several lines; `resolve` reports them in one
 
 
 def build(node: Mapping[str, Any], *, key: str, protocol: type | None = None, **runtime: Any) -> Any:
-    """Construct `node["_target_"]` from the node's values and those of `runtime` that its signature names.
+    """Construct `node["_target_"]` from the node's values, plus those `runtime` objects that its signature names.
 
     Args:
-        node: plain values from YAML, `_target_` among them.
-        key: where the node stands in the configuration, for messages ("train.loss").
-        protocol: the Protocol of interfaces.py that the result must satisfy.
-        runtime: objects that only exist at run time (policy, tokenizer, ...).
+        node: plain values from YAML, including `_target_`.
+        key: path of the node in the configuration ("train.loss"), for error messages.
+        protocol: the Protocol of interfaces.py that the result must implement.
+        runtime: objects that exist only at run time (policy, tokenizer, ...).
 
     Raises:
-        ConfigError: unknown target, unknown or missing setting, wrong type, or a result that is no such component.
+        ConfigError: unknown target, unknown or missing setting, wrong type, or a result that does not implement `protocol`.
     """
     target = resolve(node, key)
     parameters = inspect.signature(target).parameters
@@ -36,12 +36,12 @@ def build(node: Mapping[str, Any], *, key: str, protocol: type | None = None, **
     check_settings(target, settings, key, given_at_runtime=wanted)
     component = target(**settings, **wanted)
     if protocol is not None and not isinstance(component, protocol):
-        raise ConfigError(f"{key}._target_={node['_target_']}: is no {protocol.__name__} (see offline_grpo/interfaces.py)")
+        raise ConfigError(f"{key}._target_={node['_target_']}: does not implement {protocol.__name__} (see offline_grpo/interfaces.py)")
     return component
 
 
 def resolve(node: Mapping[str, Any], key: str) -> Any:
-    """The class or function that a node's `_target_` names."""
+    """Import the class or function that a node's `_target_` names."""
     if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
         raise ConfigError(f"{key}={node}: needs a _target_, the dotted path of the component's class")
     try:
@@ -55,7 +55,7 @@ def resolve(node: Mapping[str, Any], key: str) -> Any:
 
 
 def check_settings(target: Any, settings: Mapping[str, Any], key: str, *, given_at_runtime: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless `settings` fits the signature of `target`: names known, none missing, types right."""
+    """Raise ConfigError if `settings` does not fit the signature of `target`: unknown names, missing names or wrong types."""
     parameters = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [name for name in parameters if name not in given_at_runtime]
@@ -66,7 +66,7 @@ def check_settings(target: Any, settings: Mapping[str, Any], key: str, *, given_
         is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         if parameter.default is parameter.empty and not is_variadic and name not in settings and name not in given_at_runtime:
             raise ConfigError(f"{key}.{name}: {target.__name__} needs it and it is not set")
-    # a dataclass's own hints: those of its __init__ would be looked up where the subclass is defined, and not where a field is
+    # for dataclasses, use the class's hints: those of __init__ are resolved in the subclass's module, not where a field is defined
     hints = get_type_hints(target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target)
     for name, value in settings.items():
         if name in hints and not fits(value, hints[name]):
@@ -76,7 +76,7 @@ def check_settings(target: Any, settings: Mapping[str, Any], key: str, *, given_
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a YAML value may be passed where `hint` is annotated. Annotations other than plain types accept anything."""
+    """Whether a YAML value matches the annotation `hint`. Annotations other than plain types accept any value."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, option) for option in args)
@@ -94,12 +94,12 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """`int | None` rather than `typing.Optional[int]`."""
+    """The annotation as short text: `int | None`, not `typing.Optional[int]`."""
     return hint.__name__ if get_origin(hint) is None and hasattr(hint, "__name__") else str(hint).replace("typing.", "")
 
 
 def sweep_hint(key: str, name: str, value: Any) -> str:
-    """How to spell a sweep, for those who wrote a list where one value belongs."""
+    """A hint on sweep syntax, for users who wrote a list where a single value is expected."""
     if not isinstance(value, list):
         return ""
     return f"; to sweep over it: --multirun {key}.{name}={','.join(str(item) for item in value)}"

@@ -1,4 +1,4 @@
-"""From an exception to one line on stderr and an exit code: 0 done, 1 failed, 2 refused, 128 + N stopped by signal N."""
+"""Turns an exception into one line on stderr and an exit code: 0 done, 1 failed, 2 configuration rejected, 128 + N stopped by signal N."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ from offline_grpo.run.launch import start_missing_processes
 T = TypeVar("T")
 
 EXPECTED = (GrpoError, StopRequested, KeyboardInterrupt, HydraException, OmegaConfBaseException)
-"""What `leave` turns into one line."""
+"""Exceptions that `leave` reports as one line."""
 
 _failed_jobs: list[int] = []
 
 
 def exit_with(main: Callable[[], object]) -> NoReturn:
-    """Run Hydra's `main`, report what people can act on in one line, and leave. Other exceptions keep their traceback.
+    """Run Hydra's `main` and exit. Errors that the user can fix are reported in one line; other exceptions keep their traceback.
 
-    `HYDRA_FULL_ERROR=1` in the environment shows the traceback of everything. Of the processes that `accelerate launch` starts, only
-    the first lets Hydra make a run folder.
+    `HYDRA_FULL_ERROR=1` in the environment shows all tracebacks. If `accelerate launch` starts several processes, Hydra creates a run
+    folder in rank 0 only.
     """
     start_missing_processes()
     if os.environ.get("RANK", "0") != "0":
-        sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns of kernels that nobody asked for
+        place = next((i for i, word in enumerate(sys.argv[1:], 1) if re.match(r"~|\+*[^-=]+=", word)), len(sys.argv))
+        sys.argv[place:place] = ["hydra.run.dir=.", "hydra.output_subdir=null"]  # argparse needs all overrides in one place
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns about kernels that are not used
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         main()
         sys.exit(0)
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra must raise, not print and exit with 1
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise instead of printing and exiting with 1
     try:
         main()
     except EXPECTED as error:
         leave(error)
     except ValueError as error:
-        if not str(error).startswith("Config group override must be"):  # Hydra's words for GROUP=null
+        if not str(error).startswith("Config group override must be"):  # Hydra's message for GROUP=null
             raise
         nulls = ", ".join(word for word in sys.argv[1:] if word.endswith("=null"))
-        leave(ConfigError(f"{nulls}: a group needs one of its options; leave the override out for the default"))
+        leave(ConfigError(f"{nulls}: a group needs one of its options; remove the override to use the default"))
     sys.exit(max(_failed_jobs, default=0))
 
 
 def run_job(job: Callable[[], T]) -> T | None:
-    """Call the function that Hydra runs, and leave at once if it fails. A failed job of a sweep says so and the other jobs run on."""
+    """Call the function that Hydra runs; exit at once if it fails. A failed job of a sweep is reported, and the other jobs still run."""
     try:
         return job()
     except EXPECTED as error:
@@ -69,7 +70,7 @@ def run_job(job: Callable[[], T]) -> T | None:
 def leave(error: BaseException) -> NoReturn:
     """Print an error as one line, and exit with its code."""
     if isinstance(error, StopRequested):
-        sys.exit(error.exit_code)  # the run has said where it stopped
+        sys.exit(error.exit_code)  # the run has already reported where it stopped
     if isinstance(error, KeyboardInterrupt):
         _print("interrupted")
         sys.exit(130)
@@ -85,7 +86,7 @@ def _print(line: str) -> None:
 def explain(error: BaseException) -> str:
     """A Hydra or OmegaConf error as one line that names key, value and fix."""
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: is no override; write KEY=VALUE, GROUP=OPTION or +NEWKEY=VALUE, quoted for the shell"
+        return f"{error.override}: is not an override; write KEY=VALUE, GROUP=OPTION or +NEWKEY=VALUE, quoted for the shell"
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file is not None:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         choices = ", ".join(choice for choice in error.options if not choice.startswith("_"))

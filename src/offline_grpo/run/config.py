@@ -1,6 +1,6 @@
-"""From the YAML that Hydra composes to typed settings: the schema that Hydra checks files and overrides against, made from `settings.py`.
+"""Converts the composed YAML to typed settings. Hydra checks files and overrides against a schema made from `settings.py`.
 
-This module imports no torch, so that `--help` and `--cfg job` answer at once.
+This module does not import torch, so that `--help` and `--cfg job` are fast.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from offline_grpo.settings import RunConfig
 T = TypeVar("T")
 
 TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""What torch, and servers, call the formats of `train.precision`; in YAML: ${torch_dtype:${train.precision}}."""
+"""`train.precision` -> the dtype name that torch and the servers use; in YAML: ${torch_dtype:${train.precision}}."""
 
 
 @cache
 def schema(cls: type) -> type:
-    """A twin of a frozen dataclass that Hydra may merge YAML into: OmegaConf makes nodes of frozen classes read-only."""
+    """A non-frozen copy of a frozen dataclass, so that Hydra can merge YAML into it: OmegaConf makes nodes of frozen classes read-only."""
     members = []
     for member in fields(cls):
         hint = get_type_hints(cls)[member.name]
@@ -45,9 +45,9 @@ def register() -> None:
 
 
 def typed(cfg: DictConfig) -> RunConfig:
-    """The composed configuration as frozen dataclasses, interpolations resolved, checks passed.
+    """The composed configuration as frozen dataclasses, with interpolations resolved and all values checked.
 
-    Accepts a re-read `.hydra/config.yaml` too: the schema is merged in again.
+    Also accepts a configuration read back from `.hydra/config.yaml`: the schema is merged in again.
     """
     node = OmegaConf.merge(OmegaConf.structured(schema(RunConfig)), cfg)
     for key in sorted(OmegaConf.missing_keys(node)):

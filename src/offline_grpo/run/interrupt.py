@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: stop at a point where the weights match a whole number of iterations, save, and say so."""
+"""Handles SIGINT and SIGTERM: the run stops where the weights match a whole number of iterations, saves and reports it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from offline_grpo.errors import StopRequested
 
 
 class StopSignal:
-    """Turns the first SIGINT or SIGTERM into a request to stop; a second one ends the process at once, as it would have without us.
+    """Turns the first SIGINT or SIGTERM into a stop request; a second one ends the process at once, as without this handler.
 
-    Inside `interruptible()` the request interrupts at once: nothing that happens there outlives it. Elsewhere it waits for `check()`.
+    Inside `interruptible()` the request interrupts at once, because the work there can be discarded. Elsewhere it takes effect at the next
+    `check()`.
     """
 
     def __init__(self) -> None:
@@ -25,9 +26,15 @@ class StopSignal:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle the signals inside, give them back afterwards. Does nothing outside the main thread, where Python allows no handlers."""
+        """Handle the signals inside the block and restore the old handlers afterwards.
+
+        Does nothing outside the main thread, because Python allows handlers only there. A signal that this process was told to ignore
+        stays ignored: a shell script that starts a run with `&` does that to SIGINT, because Ctrl-C is meant for the script's foreground.
+        SIGTERM stops such a run.
+        """
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+            handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+            self._previous = {number: signal.signal(number, self._handle) for number in handled}
         try:
             yield
         finally:
@@ -35,7 +42,10 @@ class StopSignal:
 
     @contextmanager
     def interruptible(self, allowed: bool = True) -> Iterator[None]:
-        """Code whose effects are lost without harm, such as sampling. `allowed=False` (several processes) makes it wait for `check`."""
+        """For code whose results can be lost without harm, such as sampling.
+
+        With `allowed=False` (several processes), the request waits for `check`.
+        """
         self._is_interruptible = allowed
         try:
             if allowed:
@@ -49,12 +59,12 @@ class StopSignal:
         return self._received is not None
 
     def check(self) -> None:
-        """Raise StopRequested if a signal came."""
+        """Raise StopRequested if a signal has arrived."""
         if self._received is not None:
             raise StopRequested(self._received)
 
     def raise_now(self) -> NoReturn:
-        """Raise StopRequested because a signal came here or to another process of the run."""
+        """Raise StopRequested because this process, or another one of the run, received a signal."""
         raise StopRequested(self._received if self._received is not None else signal.SIGTERM)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:

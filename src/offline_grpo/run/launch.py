@@ -1,4 +1,4 @@
-"""Several processes on CPUs: what `accelerate launch --num_processes N` asks for and, without a GPU, does not start."""
+"""Starts the CPU processes that `accelerate launch --num_processes N` does not start on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import psutil
 
 
 def start_missing_processes() -> None:
-    """Replace this process by N of torchrun's if `accelerate launch` was told to start N and started this one alone.
+    """Replace this process with N torchrun processes, if `accelerate launch` was asked for N processes and started only this one.
 
-    accelerate 1.15 reads `--num_processes` only where it finds several accelerators or an MPI launcher; elsewhere it runs the script
-    once and says nothing. Does nothing under any other launcher, or where there is a GPU.
+    accelerate 1.15 uses `--num_processes` only if it finds several accelerators or an MPI launcher; otherwise it runs the script once,
+    without a warning. Does nothing under any other launcher, or on a machine with a GPU.
     """
     if "LOCAL_RANK" in os.environ or "RANK" in os.environ:
         return
@@ -21,7 +21,7 @@ def start_missing_processes() -> None:
     num_processes = asked_for(parent.cmdline()) if parent is not None else 1
     if num_processes == 1:
         return
-    import torch  # takes seconds, and most starts get by without it here
+    import torch  # takes seconds, and most starts return before this line
 
     if torch.cuda.is_available():
         return

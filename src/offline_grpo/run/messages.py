@@ -1,4 +1,4 @@
-"""Where the messages of a run go."""
+"""Sets up the log outputs of a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from offline_grpo.placement.ranks import Ranks
 
 @contextmanager
 def log_to(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """The package's messages go to run.log and, as plain lines, to the terminal; those of other processes nowhere."""
+    """Write the package's messages to run.log and, as plain lines, to the terminal. Only rank 0 writes."""
     package = logging.getLogger("offline_grpo")
     package.setLevel(logging.INFO)
     package.propagate = False
-    disable_progress_bar()  # transformers' bars for loading and saving, which would tear the live display
+    disable_progress_bar()  # transformers' bars for loading and saving would disturb the live display
     handlers: list[logging.Handler] = [logging.NullHandler()]
     if ranks.is_main:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The folder of a run, its log file, and finding the run that `resume` means.
+"""The folder of a run, and the search for the run that `resume` refers to.
 
 outputs/DATE/TIME/  .hydra/  run.log  metrics/{train,eval}_iter_NNN.json  checkpoints/iter_NNN/  report.png
 """
@@ -18,14 +18,14 @@ from offline_grpo.checkpoint.files import latest_checkpoint, read_state
 from offline_grpo.errors import CheckpointError, ConfigError
 
 IGNORED_ON_RESUME = ("resume", "logger", "num_threads", "cache_dir")
-"""Top-level keys that may differ between a run and the one that continues it, and still be called the same configuration."""
+"""Top-level keys that may differ between a run and its continuation; they do not count when configurations are compared."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of a run."""
+    """The paths inside a run's folder."""
 
     path: Path
 
@@ -42,10 +42,10 @@ class RunDir:
         return self.path / "report.png"
 
     def create(self) -> None:
-        """Make the folders.
+        """Create the folders.
 
         Raises:
-            ConfigError: the folder cannot be written.
+            ConfigError: the folder is not writable.
         """
         try:
             self.metrics.mkdir(parents=True, exist_ok=True)
@@ -58,23 +58,23 @@ class RunDir:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The run to go on with, and the checkpoint to go on from."""
+    """The run to resume, and the checkpoint to resume from."""
 
     run_dir: RunDir
     checkpoint: Path
 
 
 def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:
-    """The checkpoint that `resume` means, or None to start anew.
+    """The checkpoint that `resume` refers to, or None to start a new run.
 
     Args:
-        resume: None; "auto", the newest run of the same configuration that has a checkpoint, `fresh` itself first; or the path of a
-            run folder or of a checkpoint in one.
-        fresh: the folder that Hydra made for this start.
+        resume: None; the path of a run folder or of a checkpoint in one; or "auto". "auto" takes `fresh` itself if it has a checkpoint,
+            otherwise the newest unfinished run with the same configuration and a checkpoint.
+        fresh: the folder that Hydra created for this start.
         config: the resolved configuration.
 
     Raises:
-        ConfigError: a path that holds no checkpoint.
+        ConfigError: the path contains no checkpoint.
     """
     if resume is None:
         return None
@@ -90,7 +90,7 @@ def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, An
 
 def _newest_alike(fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:
     own = latest_checkpoint(fresh.checkpoints)
-    if own is not None:  # the folder was named by hand, as a job that is queued again does
+    if own is not None:  # the user chose the folder, as in a job that the scheduler requeues
         return ResumePoint(fresh, own)
     for run in _earlier_runs(fresh.path):
         checkpoint = latest_checkpoint(run / "checkpoints")
@@ -99,7 +99,7 @@ def _newest_alike(fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | Non
         try:
             state = read_state(checkpoint)
         except CheckpointError as error:
-            log.warning("%s; passed over", error)
+            log.warning("%s; skipped", error)
             continue
         is_unfinished = state["iteration"] + 1 < config["train"]["iterations"]
         if is_unfinished and not changed_keys(state["config"], config):
@@ -108,7 +108,7 @@ def _newest_alike(fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | Non
 
 
 def _earlier_runs(fresh: Path) -> list[Path]:
-    """The other runs of the same tree, newest first: outputs/DATE/TIME beside DATE/TIME, multirun/DATE/TIME/N beside DATE/TIME/N."""
+    """The other runs under the same root, newest first. Siblings of outputs/DATE/TIME are DATE/TIME, those of a sweep DATE/TIME/N."""
     for depth, ancestor in ((2, fresh.parent), (3, fresh.parent.parent)):
         if re.fullmatch(r"\d{4}-\d{2}-\d{2}", ancestor.name):
             return sorted((path for path in ancestor.parent.glob("/".join("*" * depth)) if path != fresh), reverse=True)
@@ -116,7 +116,7 @@ def _earlier_runs(fresh: Path) -> list[Path]:
 
 
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (saved, now) for every value that differs, keys that do not matter for training aside."""
+    """Dotted key -> (saved, now) for every value that differs, except keys that do not affect training."""
     old, new = _flat(saved), _flat(json.loads(json.dumps(config)))
     keys = [key for key in {**old, **new} if key.split(".")[0] not in IGNORED_ON_RESUME]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
@@ -134,7 +134,7 @@ def _log_changes(saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:
 
 
 def discard_fresh(folder: Path) -> None:
-    """Remove the folder that Hydra made for a start that wrote nothing else into it (a refused configuration, a resumed run)."""
+    """Delete the folder that Hydra created, if nothing else was written to it (a rejected configuration, a resumed run)."""
     if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra", "run.log"}:
         shutil.rmtree(folder)
         for parent in (folder.parent, folder.parent.parent):

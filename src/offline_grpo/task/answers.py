@@ -1,4 +1,4 @@
-"""Finding the answer in a completion, and comparing it with the reference. Nothing here raises or hangs on any text."""
+"""Extracts the answer from a completion and compares it with the reference. No function here raises or hangs, whatever the text."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 MAX_ANSWER_CHARS = 80
 MAX_SYMBOLS = 8
-"""A numeric answer longer than this, or with more signs, brackets and fractions, is wrong: parsing time grows exponentially with them."""
+"""Answers that are longer, or have more signs, brackets and fractions, count as wrong: parsing time grows exponentially with these."""
 
 _NUMBER_TAIL_CHARS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedBlock:
-    """What a completion holds between `<TAG>` and `</TAG>`."""
+    """The text of a completion between `<TAG>` and `</TAG>`."""
 
     content: str
     num_trailing_chars: int  # characters after the closing tag
@@ -25,7 +25,7 @@ class TaggedBlock:
 
 
 def last_tagged(text: str, tag: str) -> TaggedBlock | None:
-    """The last `<tag>...</tag>` of a text, in any letter case, or None. Takes linear time on any text."""
+    """The last `<tag>...</tag>` of a text, ignoring letter case, or None. Runs in linear time."""
     tags = list(re.finditer(rf"<(/?){re.escape(tag)}>", text, re.IGNORECASE | re.ASCII))
     closing = next((match for match in reversed(tags) if match[1]), None)
     if closing is None:
@@ -37,7 +37,7 @@ def last_tagged(text: str, tag: str) -> TaggedBlock | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` of a text, braces balanced; None if there is none or the text ends inside it."""
+    r"""The content of the last `\boxed{...}` of a text, with balanced braces; None if there is no box or the last one is not closed."""
     openings = list(re.finditer(r"\\boxed *\{", text))
     if not openings:
         return None
@@ -51,7 +51,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number of a text, such as `-1,234.5`, or None. Digits that belong to a word (`m2`) are no number."""
+    """The last number of a text, such as `-1,234.5`, or None. Digits inside a word (`m2`) do not count as a number."""
     number = r"(?<![A-Za-z0-9.])-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"
     numbers = re.findall(number, text[-_NUMBER_TAIL_CHARS:])
     return numbers[-1] if numbers else None
@@ -60,9 +60,9 @@ def last_number(text: str) -> str | None:
 def is_same_number(reference: str, answer: str) -> bool:
     r"""True if two numeric answers, plain or LaTeX, are equal in value: `1,234` and `\$1234.00`, `0.5` and `\frac{1}{2}`.
 
-    Currency signs, per cent signs and trailing words are units and ignored. math-verify does the comparison. It would hang on a few
-    characters of text (a tower of powers, a factorial, nested parentheses), and its own timeout works in the main thread only, so it
-    is given nothing but short arithmetic without powers; anything else is unequal.
+    Currency signs, per cent signs and trailing words are treated as units and ignored. math-verify does the comparison. A few characters
+    can make it hang (a tower of powers, a factorial, nested parentheses), and its own timeout works only in the main thread. So it gets
+    only short arithmetic without powers; any other answer counts as unequal.
     """
     import math_verify
 
@@ -72,13 +72,13 @@ def is_same_number(reference: str, answer: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _parse_number(answer: str) -> list[Any]:
-    """SymPy forms of a numeric answer; an empty list where it is none."""
+    """SymPy forms of a numeric answer; an empty list if the answer is not numeric."""
     plain = _without_units(answer) if len(answer) <= MAX_ANSWER_CHARS else ""
     if not _is_short_arithmetic(plain):
         return []
     import math_verify
 
-    # math-verify warns of the missing timeout, which `_is_short_arithmetic` stands in for.
+    # math-verify warns about the missing timeout; `_is_short_arithmetic` makes it unnecessary.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify.parse(rf"\boxed{{{plain}}}", fallback_mode="no_fallback", parsing_timeout=0)
 
@@ -96,7 +96,7 @@ def _without_units(answer: str) -> str:
 
 
 def _is_short_arithmetic(plain: str) -> bool:
-    """True for numbers joined by a few signs, brackets and fractions: no powers, no letters."""
+    """True for numbers combined with a few signs, brackets and fractions: no powers, no letters."""
     symbol = r"[+\-*/=(){}]|\\(?:[dt]?frac|times|cdot|div|approx|left|right)(?![A-Za-z])"
     is_arithmetic = re.fullmatch(rf"(?:[0-9., ]|{symbol})+", plain) is not None
     return is_arithmetic and "**" not in plain.replace(" ", "") and len(re.findall(symbol, plain)) <= MAX_SYMBOLS

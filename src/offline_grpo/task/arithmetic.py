@@ -1,4 +1,4 @@
-"""Additions and subtractions of small operands: a task that needs no download, for the tiny model and for chat models alike."""
+"""Addition and subtraction of small numbers: a task without downloads, for the tiny model and for chat models."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MAX_OPERAND_LIMIT = 999  # every pair is enumerated: 10^6 of them here
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """All `a op b` with 0 <= a, b <= `max_operand`; the answer is an integer, negative where a subtraction makes it so.
+    """All `a op b` with 0 <= a, b <= `max_operand`. Answers are integers; those of subtractions can be negative.
 
-    The split is decided by a hash of the unordered operand pair, so `17+25`, `25+17` and `17-25` are all held out or all trained on.
+    A hash of the unordered operand pair decides the split, so `17+25`, `25+17` and `17-25` are all held out or all trained on.
 
-    Reward: 1 if the last number of the text is the answer, plus `format_weight` if the text is one integer and nothing else.
+    Reward: 1 if the last number of the text is the answer, plus `format_weight` if the text is exactly one integer.
 
     Raises:
-        ConfigError: a value is out of range, or the template does not tell all problems apart.
+        ConfigError: a value is out of range, or the template gives different problems the same prompt.
     """
 
     max_operand: int
@@ -62,7 +62,7 @@ class Arithmetic:
         return self._splits[split]
 
     def score(self, problem: Problem, text: str) -> Score:
-        """Judge the last number of the text, so that a chat model may explain itself first. `42.0` and `1,042` count as integers."""
+        """Score the last number of the text, so that a chat model may explain first. `42.0` and `1,042` count as integers."""
         is_correct = last_integer(text) == problem.answer
         parts = {"correct": float(is_correct), "format": self.format_weight * is_bare_integer(text)}
         return Score(reward=sum(parts.values()), is_correct=is_correct, parts=parts)
@@ -87,7 +87,7 @@ class Arithmetic:
 
 
 def last_integer(text: str) -> str | None:
-    """The last number of the text in the form `str(int)` gives it; None if there is none or it is not whole.
+    """The last number of the text, formatted like `str(int)`; None if there is no number or it is not an integer.
 
     >>> last_integer("17 + 25 is 042.")
     '42'
@@ -100,10 +100,10 @@ def last_integer(text: str) -> str | None:
 
 
 def is_bare_integer(text: str) -> bool:
-    """True for an optional minus and digits, nothing around them but blanks."""
+    """True if the text is an optional minus sign and digits, surrounded by nothing but whitespace."""
     return re.fullmatch(r"\s*-?[0-9]+\s*", text) is not None
 
 
 def hash_frac(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone, the same in every process."""
+    """A number in [0, 1) that depends only on the text; it is the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48

@@ -1,4 +1,4 @@
-"""GSM8K: grade-school word problems with a number as the answer (arXiv:2110.14168), from the Hub or from local files."""
+"""GSM8K: grade-school word problems with numeric answers (arXiv:2110.14168), from the Hub or from local files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SPLIT_SPEC = re.compile(r"(?P<name>\w[\w.-]*)(?:\[(?P<start>-?\d+)?:(?P<stop>-?
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the data set, before it is checked. `where` is its place in words, for error messages."""
+    """One unchecked row of the data set. `where` describes its location for error messages."""
 
     where: str
     value: Any
@@ -34,23 +34,23 @@ class GSM8K:
     The answer is the content of the completion's last `\boxed{}` or, without a box, its last number. `Score.parts`:
 
         correct     1.0 if the answer equals the reference in value
-        format      `format_weight` if there is a box with something in it
+        format      `format_weight` if there is a box and it is not empty
 
-    Rows have the fields `question` and `answer`; the reference is what follows `####` in `answer`. They are read at the first call of
-    `problems`, once, and ids are `gsm8k-train-i` and `gsm8k-eval-i` with i the row's index in its file, from 0.
+    Rows have the fields `question` and `answer`; the reference is the text after `####` in `answer`. The first call of `problems` reads
+    them, once. Ids are `gsm8k-train-i` and `gsm8k-eval-i`, where i is the row's index in its file, from 0.
 
     Args:
-        path: the Hub id of a data set, or a local `.jsonl` or `.parquet` file, or a folder with such files, one or more for each split:
+        path: the Hub id of a data set, a local `.jsonl` or `.parquet` file, or a folder with one or more such files per split:
             `SPLIT.jsonl`, `SPLIT.parquet`, or `SPLIT-*.parquet` as in a copy of a Hub repository.
-        name: the configuration of the data set. In a local folder, the subfolder of this name, if there is one, is read.
+        name: the Hub configuration of the data set. In a local folder, the subfolder of this name is read if it exists.
         train_split: the split to train on, optionally with a slice: `train`, `train[:-500]`. A single file is a split called `train`.
         eval_split: the split to evaluate on: `test`, `train[-500:]`.
         system_prompt: the system message, or None for no system message.
-        prompt_template: the user message, with `{question}` where the question goes.
-        format_weight: the reward of a boxed answer, right or wrong; 0 or more.
+        prompt_template: the user message; `{question}` is replaced by the question.
+        format_weight: the reward for a boxed answer, right or wrong; 0 or more.
 
     Raises:
-        ConfigError: a value is malformed; from `problems`, the data cannot be read or a row is malformed.
+        ConfigError: a value is malformed. `problems` raises it if the data cannot be read or a row is malformed.
     """
 
     path: str
@@ -70,7 +70,7 @@ class GSM8K:
         if self.system_prompt is not None and not self.system_prompt.strip():
             raise ConfigError("task.system_prompt is blank; set it to null to send no system message")
         if "{question}" not in self.prompt_template:
-            raise ConfigError(f"task.prompt_template={self.prompt_template!r} must contain {{question}}, which the question replaces")
+            raise ConfigError(f"task.prompt_template={self.prompt_template!r} must contain {{question}}, which is replaced by the question")
         if not 0 <= self.format_weight < float("inf"):
             raise ConfigError(f"task.format_weight={self.format_weight} must be 0 or more")
 
@@ -79,7 +79,7 @@ class GSM8K:
         return self._splits[split]
 
     def score(self, problem: Problem, text: str) -> Score:
-        """Judge the final number of `text`."""
+        """Score the final number of `text`."""
         boxed = last_boxed(text)
         answer = last_number(text) if boxed is None else boxed
         is_correct = answer is not None and is_same_number(problem.answer, answer)
@@ -107,7 +107,7 @@ class GSM8K:
     def _problem(self, problem_id: str, row: Row) -> Problem:
         question, reference = _checked(row)
         system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
-        # Not str.format: templates and questions may hold other braces.
+        # Not str.format: templates and questions may contain other braces.
         prompt = self.prompt_template.replace("{question}", question)
         return Problem(problem_id, (*system, {"role": "user", "content": prompt}), reference)
 
@@ -117,7 +117,7 @@ def _checked(row: Row) -> tuple[str, str]:
     shown = repr(row.value) if len(repr(row.value)) <= 120 else repr(row.value)[:120] + "..."
     expected = f"; expected {_ROW_FORM}"
     if not isinstance(row.value, dict):
-        raise ConfigError(f"{row.where} is no JSON object: {shown}{expected}")
+        raise ConfigError(f"{row.where} is not a JSON object: {shown}{expected}")
     for name in ("question", "answer"):
         value = row.value.get(name)
         if not isinstance(value, str) or not value.strip():
@@ -129,7 +129,7 @@ def _checked(row: Row) -> tuple[str, str]:
 
 
 def _local_source(path: str) -> Path | None:
-    """The local file or folder that `path` means, or None if it means a data set on the Hub."""
+    """The local file or folder at `path`, or None if `path` is a Hub id."""
     local = Path(path).expanduser()
     if local.exists():
         return local
@@ -139,7 +139,7 @@ def _local_source(path: str) -> Path | None:
 
 
 def _split_files(source: Path, name: str, split_name: str, key: str) -> list[Path]:
-    """The files that hold a split."""
+    """The files of a split."""
     if source.is_file():
         if source.suffix not in _SUFFIXES:
             raise ConfigError(f"task.path={source} must be a .jsonl or .parquet file, or a folder")
@@ -175,7 +175,7 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
                 yield Row(where, json.loads(line.decode("utf-8-sig")))
             except (ValueError, RecursionError) as error:
                 shown = line[:120].decode(errors="replace").strip()
-                raise ConfigError(f"{where} is no valid JSON ({error}): {shown!r}; expected {_ROW_FORM}") from error
+                raise ConfigError(f"{where} is not valid JSON ({error}): {shown!r}; expected {_ROW_FORM}") from error
 
 
 def _parquet_rows(file: Path) -> Iterator[Row]:
@@ -185,7 +185,7 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
     try:
         values = parquet.ParquetFile(file).read().to_pylist()
     except pyarrow.ArrowException as error:
-        raise ConfigError(f"task.path: {file} is no readable parquet file: {error}") from error
+        raise ConfigError(f"task.path: {file} is not a readable parquet file: {error}") from error
     for number, value in enumerate(values, start=1):
         yield Row(f"task.path: {file}, row {number},", value)
 
@@ -197,8 +197,8 @@ def _hub_rows(path: str, name: str, split_name: str, key: str) -> list[Row]:
         data = datasets.load_dataset(path, name, split=split_name)
     except (OSError, ValueError) as error:  # offline and missing data sets are OSErrors; unknown names and splits ValueErrors
         raise ConfigError(
-            f"task.path={path} is no local file or folder, and loading it from the Hugging Face Hub (task.name={name}, "
+            f"task.path={path} is not a local file or folder, and loading it from the Hugging Face Hub (task.name={name}, "
             f"task.{key}={split_name}) failed: {error}. Without a network, set task.path to a local .jsonl or .parquet file, or to a "
-            "folder that holds one for each split"
+            "folder with one such file for each split"
         ) from error
     return [Row(f"task.path={path} ({name}, {split_name}), row {number},", dict(value)) for number, value in enumerate(data, start=1)]

@@ -1,7 +1,7 @@
-"""3-SAT: find an assignment that satisfies every clause. Problems come from a seed, without end and without data files.
+"""3-SAT: find an assignment that satisfies every clause. Problems are generated from seeds, without limit and without data files.
 
-The problem generator, prompt convention and reward table are those of the grail offline trainer, whose training seeds give the same
-formulas here. There, a random assignment solves a quarter to a third of the problems; `SAT.max_solution_frac` takes that away.
+The problem generator, prompt convention and reward table come from the grail offline trainer; its training seeds give the same formulas
+here. In those formulas a random assignment solves a quarter to a third of the problems. `SAT.max_solution_frac` prevents this.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Formula:
 
 @dataclass(frozen=True, slots=True)
 class LazyProblems(Sequence[Problem]):
-    """Problems made on demand: `make(i)` for each i of `indices`. A slice is as lazy as the whole."""
+    """Problems made on demand: `make(i)` for each i of `indices`. Slices are lazy too."""
 
     make: Callable[[int], Problem]
     indices: range
@@ -75,35 +75,35 @@ class LazyProblems(Sequence[Problem]):
 
 @dataclass(frozen=True, kw_only=True)
 class SAT:
-    """Random 3-SAT with a dense reward for format.
+    """Random 3-SAT with a dense format reward.
 
-    Index i of a split is the problem with seed i. The seed's text is `str(i)` in the training split, as in the seed project, and
-    `eval-i` in the evaluation split: no seed serves both, so equal indices are different problems and no prompt is shared.
+    Problem i of a split has seed i. The seed string is `str(i)` in the training split, as in grail, and `eval-i` in the evaluation split.
+    The splits therefore share no seed: equal indices are different problems, and no prompt is in both.
 
     The formula has k variables and m clauses, drawn uniformly from `size_range(d)`, where the difficulty d is `difficulty`
     or, if that is None, 0.3 + (i mod 100) / 250.
 
     A completion answers with k bits, `<SOLUTION>0 1 ...</SOLUTION>`; if there are several such blocks, the last counts. `Score.parts`:
 
-        correctness     1.0 if the bits satisfy the formula, 0 if not, -0.2 if the answer is malformed: no block, anything but k bits
-                        and white space in it, or anything after it
+        correctness     1.0 if the bits satisfy the formula, 0 if they do not, -0.2 if the answer is malformed: there is no block, it
+                        contains anything but k bits and whitespace, or text follows it
         strict_format   0.15 x 0.3 if well formed and the only block
         soft_format     0.10 x 0.2 if there is a block
-        shape           0.15 x 0.3 if the block holds exactly k bits, whatever else it holds
+        shape           0.15 x 0.3 if the block contains exactly k bits, whatever else it contains
         no_trailing     0.10 x max(0, 0.2 - 0.001 x characters after the block); 0 without a block
-        charset         0.05 x 0.1 if the block holds nothing but bits and white space
+        charset         0.05 x 0.1 if the block contains nothing but bits and whitespace
 
     The reward is their sum, from -0.2 (no block) to 1.135.
 
     Args:
-        difficulty: d in [0, 1] for every problem, or None for the seed's own.
+        difficulty: d in [0, 1] for every problem, or None to derive d from the seed.
         max_solution_frac: the largest fraction of all 2^k assignments that may solve a problem, in (0, 1), or None for the formula as
-            drawn. A random guess is right no more often than this. Clauses that would leave no solution are drawn again, and clauses
-            are added until few enough solutions are left, so problems are always solvable, and longer than `size_range` says.
+            drawn. It bounds the success rate of random guessing. Clauses that would leave no solution are redrawn, and clauses are
+            added until few enough solutions remain. So problems are always solvable, but may be longer than `size_range` says.
         system_prompt: the system message, or None for no system message.
 
     Raises:
-        ConfigError: a value is out of range, or no problem of this difficulty can have so few solutions.
+        ConfigError: a value is out of range, or problems of this difficulty cannot have so few solutions.
     """
 
     difficulty: float | None
@@ -126,11 +126,11 @@ class SAT:
             )
 
     def problems(self, split: Split) -> LazyProblems:
-        """The first 10^9 problems of a split, made when they are indexed; ids are `sat-i` and `sat-eval-i`."""
+        """The first 10^9 problems of a split, generated when indexed; ids are `sat-i` and `sat-eval-i`."""
         return LazyProblems(self._train_problem if split is Split.TRAIN else self._eval_problem, range(NUM_PROBLEMS))
 
     def score(self, problem: Problem, text: str) -> Score:
-        """Judge the assignment in `text` by the reward table above."""
+        """Score the assignment in `text` by the reward table above."""
         parts = _reward_parts(Formula.from_dimacs(problem.answer), text)
         return Score(reward=sum(parts.values()), is_correct=parts["correctness"] == 1.0, parts=parts)
 
@@ -148,7 +148,7 @@ class SAT:
 
 
 def size_range(difficulty: float) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(fewest, most) variables and (fewest, most) clauses of a problem; both ends included."""
+    """(min, max) variables and (min, max) clauses of a problem, both inclusive."""
     variables = 4 + int(5.5 * difficulty), 4 + int(11 * difficulty)
     clauses = 5 + int(7.5 * difficulty), 5 + int(15 * difficulty)
     return variables, clauses
@@ -157,7 +157,7 @@ def size_range(difficulty: float) -> tuple[tuple[int, int], tuple[int, int]]:
 def generate_formula(seed: str, difficulty: float, max_solution_frac: float | None) -> Formula:
     """The formula of a seed. The same arguments give the same formula on every machine and Python version.
 
-    With `max_solution_frac`, the formula is satisfiable, and the fraction of assignments that satisfy it is no larger.
+    With `max_solution_frac`, the formula is satisfiable, and at most this fraction of assignments satisfies it.
     """
     rng = random.Random(hashlib.sha256(seed.encode()).digest())
     variables, clauses = size_range(difficulty)
@@ -169,7 +169,7 @@ def generate_formula(seed: str, difficulty: float, max_solution_frac: float | No
 
 
 def prompt_text(formula: Formula) -> str:
-    """The user message: the clauses in words, and how to answer."""
+    """The user message: the clauses as text, and how to answer."""
     clauses = "\n".join(f"({' OR '.join(_literal_text(literal) for literal in clause)})" for clause in formula.clauses)
     return (
         f"SAT Problem\nVariables: x1 to x{formula.num_variables}\nClauses:\n{clauses}\n\n"
@@ -196,9 +196,9 @@ def _draw_sign(rng: random.Random) -> int:
 
 
 def _draw_until_hard(rng: random.Random, num_variables: int, num_clauses: int, max_solution_frac: float) -> tuple[Clause, ...]:
-    """At least `num_clauses` clauses that some, but at most `max_solution_frac`, of the assignments satisfy.
+    """At least `num_clauses` clauses; at least one assignment and at most a fraction `max_solution_frac` of all satisfies them.
 
-    Ends: while two solutions are left, a clause that names a variable they differ in can exclude one and keep the other.
+    The loop terminates: while two solutions remain, a clause with a variable in which they differ can exclude one and keep the other.
     """
     solutions = _all_assignments(num_variables)  # [S, k]
     most_solutions = max_solution_frac * len(solutions)
@@ -217,7 +217,7 @@ def _draw_until_hard(rng: random.Random, num_variables: int, num_clauses: int, m
 
 @lru_cache(maxsize=16)
 def _all_assignments(num_variables: int) -> NDArray[np.bool_]:
-    """[2^k, k] bool: every assignment of k variables; not to be written to, as it is shared."""
+    """[2^k, k] bool: every assignment of k variables. Read-only, because callers share it."""
     codes = np.arange(2**num_variables)
     assignments = (codes[:, None] >> np.arange(num_variables)) & 1 == 1
     assignments.flags.writeable = False

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-SCALE_REWARDS = ("group", "batch", "none")
+from offline_grpo.types import SCALE_REWARDS
 
 CONSTANT_STD = 1e-6
 """A group whose rewards spread less than this holds equal rewards: what is left of `reward - mean` is rounding, not signal."""

@@ -102,7 +102,7 @@ def test_full_disk_leaves_the_last_checkpoint_and_says_so(saved, tmp_path, monke
 
     owners = {"save_pretrained": updater.policy.model, "save": torch, "fsync": module.os}
     monkeypatch.setattr(owners[broken], broken, no_space)
-    expected = r"iteration 1 could not be written.*No space left.*the last checkpoint is whole: .*iter_000.*resume=auto"
+    expected = r"iteration 1 could not be written.*No space left.*the last checkpoint is intact: .*iter_000.*resume=auto"
     with pytest.raises(CheckpointError, match=expected):
         checkpointer.write(1)
     assert {p: p.read_bytes() for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()} == before

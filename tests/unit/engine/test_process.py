@@ -238,6 +238,34 @@ def test_a_server_that_ignores_sigterm_is_killed(start: Starter, tmp_path: Path,
         server.check_alive()
 
 
+SLOW_DEATH = """
+import threading
+poll, kill = subprocess.Popen.poll, os.kill
+
+def slow_poll(self):
+    code = poll(self)
+    time.sleep(0.4)
+    return code
+
+subprocess.Popen.poll = slow_poll
+os.kill = lambda pid, number: threading.Timer(0.1, kill, (pid, number)).start()
+"""
+"""Signals arrive a moment after they are sent: every process dies after the guardian has looked at it and before it acts on that."""
+
+
+def test_the_exit_code_is_the_servers_whenever_it_dies(start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tmp_path / "guardian.py"
+    text = GUARDIAN.read_text().replace("KILL_AFTER_S = 10.0", "KILL_AFTER_S = 0.3")
+    slow.write_text(text.replace('if __name__ == "__main__":', f'{SLOW_DEATH}\nif __name__ == "__main__":'))
+    assert SLOW_DEATH in slow.read_text()
+    monkeypatch.setattr(process_module, "GUARDIAN", slow)
+    server = start(*python("import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(100)"))
+    wait_for(lambda: last_line(server.log_path) == "deaf", "the server")
+    server.stop()
+    with pytest.raises(EngineDied, match="signal 9"):
+        server.check_alive()
+
+
 def test_what_a_server_leaves_behind_when_it_dies_is_ended(start: Starter, tmp_path: Path) -> None:
     folder = folder_with_a_file(tmp_path / "scratch")
     server = start(*python(FAMILY, tmp_path), remove=folder)

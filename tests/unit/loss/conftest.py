@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from factories import make_batch
 from torch import Tensor
 
 from offline_grpo.types import BatchTotals, TokenBatch, TokenStats
@@ -47,17 +48,14 @@ def random_inputs() -> Callable[..., Inputs]:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
         old = -normal(len(mask)).abs() * mask
-        batch = TokenBatch(
+        batch = make_batch(
+            lengths,
+            mask,
+            normal(num_sequences),
+            old,
             token_ids=torch.randint(0, 50, (len(mask),), generator=generator),
-            position_ids=positions,
-            sequence_ids=sequence_ids,
-            completion_mask=mask,
-            advantages=normal(num_sequences)[sequence_ids] * mask,
             rollout_logprobs=(old + 0.4 * normal(len(mask))) * mask,
-            old_logprobs=old,
             ref_logprobs=(old + 0.4 * normal(len(mask))) * mask,
-            temperature=torch.ones(len(mask)),
-            sequence_lengths=tuple(lengths),
         )
         logprobs = (old + 0.4 * normal(len(mask)) * mask).requires_grad_()
         entropy = (normal(len(mask)).abs() * mask).requires_grad_()
@@ -74,19 +72,8 @@ def completions() -> Callable[..., Inputs]:
         lengths = tuple(len(sequence) for sequence in ratios)
         ratio = torch.tensor([r for sequence in ratios for r in sequence], dtype=torch.float64)
         old = -torch.ones_like(ratio)
-        repeats = torch.tensor(lengths)
-        batch = TokenBatch(
-            token_ids=torch.zeros(len(ratio), dtype=torch.long),
-            position_ids=torch.cat([torch.arange(length) for length in lengths]),
-            sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), repeats),
-            completion_mask=torch.ones(len(ratio), dtype=torch.bool),
-            advantages=torch.tensor(advantages, dtype=torch.float64).repeat_interleave(repeats),
-            rollout_logprobs=tensors.get("rollout_logprobs", old),
-            old_logprobs=old,
-            ref_logprobs=tensors.get("ref_logprobs"),
-            temperature=torch.ones(len(ratio)),
-            sequence_lengths=lengths,
-        )
+        everything = torch.ones(len(ratio), dtype=torch.bool)
+        batch = make_batch(lengths, everything, torch.tensor(advantages, dtype=torch.float64), old, **tensors)
         policy = TokenStats((old + ratio.log()).requires_grad_(), torch.zeros_like(ratio))
         return policy, batch, BatchTotals(len(ratio), len(lengths), max_new_tokens=8)
 

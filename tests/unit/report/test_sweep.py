@@ -67,7 +67,7 @@ def test_command_line(multirun_dir: Path, tmp_path: Path, capsys: pytest.Capture
     assert main([str(multirun_dir)]) == 0
     (tmp_path / "empty").mkdir()
     assert main([str(tmp_path / "empty")]) == 2
-    assert "holds no runs" in capsys.readouterr().out
+    assert "contains no runs" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="multirun"):
         sweep_table(tmp_path / "empty")
 

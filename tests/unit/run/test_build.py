@@ -47,5 +47,5 @@ def test_what_does_not_fit_the_signature_is_refused(node, message):
 
 
 def test_a_component_of_another_kind_is_refused():
-    with pytest.raises(ConfigError, match=r"part._target_=.*is no Task"):
+    with pytest.raises(ConfigError, match=r"part._target_=.*does not implement Task"):
         build({**TARGET, "lr": 1.0}, key="part", protocol=Task)

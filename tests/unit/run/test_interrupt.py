@@ -9,6 +9,17 @@ from offline_grpo.errors import StopRequested
 from offline_grpo.run.interrupt import StopSignal
 
 
+@pytest.fixture(autouse=True)
+def dispositions():
+    """Those of a program in a terminal; what starts the tests may ignore SIGINT, as `nohup ... &` does."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def send(number):
     os.kill(os.getpid(), number)
 
@@ -54,3 +65,17 @@ def test_handlers_are_given_back():
     with StopSignal().installed():
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(("ignored", "other"), [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
+def test_an_ignored_signal_stays_ignored(ignored, other):
+    signal.signal(ignored, signal.SIG_IGN)
+    stop = StopSignal()
+    with stop.installed():
+        with stop.interruptible():
+            send(ignored)
+        assert not stop.is_requested
+        send(other)
+        assert stop.is_requested
+        send(ignored)  # would end the process if it had been given a handler or the default
+    assert signal.getsignal(ignored) is signal.SIG_IGN

@@ -84,7 +84,7 @@ def test_bad_input_is_refused_and_leaves_nothing(overrides, output_dir, tmp_path
         ("train/loss=ppo", r"train/loss=ppo: no such option; choose one of cispo, dapo, dr_grpo, grpo, gspo"),
         ("weight_sync=carrier_pigeon", r"weight_sync=carrier_pigeon: no such option; choose one of .*in_process"),
         ("train.iterations=1.5", r"train.iterations: .*'1.5'.*Integer"),
-        ("train.lr:3", r"train.lr:3: is no override; write KEY=VALUE"),
+        ("train.lr:3", r"train.lr:3: is not an override; write KEY=VALUE"),
     ],
 )
 def test_hydra_errors_become_one_line(override, message):

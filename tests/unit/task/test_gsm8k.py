@@ -274,7 +274,7 @@ def test_unreadable_files_are_refused(tmp_path):
     write_jsonl(tmp_path / "all.jsonl", ROWS)
     splits = {"eval_split": "train"}
     for path, values, message in [
-        ("bad.parquet", splits, "no readable parquet"),
+        ("bad.parquet", splits, "not a readable parquet"),
         ("data.csv", splits, "jsonl or .parquet"),
         ("empty.jsonl", splits, "selects none of the 0 rows"),
         ("missing.jsonl", splits, "does not exist"),
@@ -306,7 +306,7 @@ def test_offline_without_a_local_path_is_one_clear_error(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     task = make_gsm8k("nobody/no-such-data-set")  # construction alone reads nothing
-    with pytest.raises(ConfigError, match=r"task.path=nobody/no-such-data-set is no local file or folder.*\.jsonl or \.parquet"):
+    with pytest.raises(ConfigError, match=r"task.path=nobody/no-such-data-set is not a local file or folder.*\.jsonl or \.parquet"):
         task.problems(Split.TRAIN)
 
 

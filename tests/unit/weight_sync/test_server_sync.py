@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import deploy, full_weights, strategy
-from factories import make_qwen2
+from engines import deploy, full_weights
+from factories import Foreign, make_qwen2, strategy
 from peft import LoraConfig, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
 
@@ -238,14 +238,6 @@ def test_closing_before_connecting(client: VllmClient) -> None:
 
 
 # What is refused
-
-
-class Foreign:
-    """A client with weights of its own."""
-
-    engine_name = None
-
-    def close(self) -> None: ...
 
 
 @pytest.mark.parametrize("option", [*FULL, *LORA])

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import deploy, strategy
-from factories import make_qwen2
+from engines import deploy
+from factories import make_qwen2, strategy
 from fake_sglang import FakeSglang
 from scripted_server import ScriptedServer
 from transformers import AutoModelForCausalLM

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import full_weights, strategy
-from factories import make_qwen2
+from engines import full_weights
+from factories import make_qwen2, strategy
 from scripted_server import Reply, ScriptedServer
 
 from offline_grpo.engine.engine import ServerEngine

@@ -1,0 +1,115 @@
+"""Whole runs beside a vLLM server that is killed, and runs that are killed beside one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import psutil
+import pytest
+from children import Kill, metrics_of, printed, run_in_child, start_in_child
+from engines import kill_engine, processes_naming, save_model
+from served_runs import OWN_SERVER, assert_same, at, five, run
+
+ITERATIONS = 3
+"""Those that the victim finishes."""
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A run under `shared_vllm` that stands still in its fourth iteration: its updates are in the server's memory, and the server waits for
+    the push. Twice its engine was killed: before it sampled for the second iteration, and before the push of the third."""
+
+    process: BaseProcess
+    folder: Path
+    model: Path
+    leftovers: frozenset[str]
+    """What others had left in shared memory before."""
+
+    @property
+    def base_url(self) -> str:
+        """Of its third server."""
+        command = (self.folder / "server_2.log").read_text().splitlines()[0]
+        [port] = re.findall(r"--port[ =](\d+)", command)
+        return f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    folder = tmp_path_factory.mktemp("deaths")
+    model, leftovers = save_model(folder / "model"), frozenset(ownerless())
+    mishaps = {
+        ("generate", 1): partial(kill_engine, None),
+        ("sync", 2): partial(kill_engine, None),
+        ("sync", ITERATIONS): partial(signal.raise_signal, signal.SIGSTOP),
+    }
+    process = start_in_child(folder / "run", *five(model), *OWN_SERVER, "weight_sync=shared_vllm", mishaps=mishaps)
+    try:
+        assert process.pid is not None
+        wait_for(lambda: is_stopped(process, folder / "run"), 900, "the run to stand still")
+        yield Victim(process, folder / "run", model, leftovers)
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_server_that_dies_is_started_again(victim: Victim, tmp_path: Path) -> None:
+    """The run goes on to the same result as one that nothing happened to, and counts the deaths."""
+    disturbed = metrics_of(victim.folder)
+    assert disturbed.keys() == {"eval_init.json", *(f"train_iter_{i:03d}.json" for i in range(ITERATIONS))}
+    recoveries = [disturbed[f"train_iter_{i:03d}.json"]["sync/num_recoveries"] for i in range(ITERATIONS)]
+    assert recoveries == [0, 1, 2]
+    assert all(disturbed[f"train_iter_{i:03d}.json"]["alignment/diff_abs_mean"] < 1e-4 for i in range(ITERATIONS))
+    assert (victim.folder / "run.log").read_text().count("Serving the weights again") == 2
+    undisturbed = run(tmp_path / "undisturbed", victim.model, *at(victim.base_url), "weight_sync=reload")
+    assert_same(disturbed, {name: undisturbed[name] for name in disturbed})
+    assert len({undisturbed[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(ITERATIONS)}) > 1
+
+
+def test_a_killed_trainer_leaves_nothing(victim: Victim) -> None:
+    """SIGKILL in the middle of a push: no process and no shared memory outlives it."""
+    servers = processes_naming(str(victim.model))
+    assert servers
+    assert [name for name in os.listdir("/dev/shm") if name.startswith(f"offline-grpo-{victim.process.pid}-")]
+    victim.process.kill()
+    victim.process.join()
+    assert_nothing_left(victim.model, victim.leftovers)
+
+
+@pytest.mark.slow
+def test_a_trainer_killed_while_the_server_loads_leaves_nothing(tmp_path: Path) -> None:
+    """The same where weights travel as files."""
+    model, leftovers = save_model(tmp_path / "model"), frozenset(ownerless())
+    kill = Kill("offline_grpo.weight_sync.reload:shutil.rmtree", count=3)
+    code = run_in_child(tmp_path / "run", *five(model), *OWN_SERVER, "weight_sync=reload", kill=kill)
+    assert code == -signal.SIGKILL, printed(tmp_path / "run")
+    assert_nothing_left(model, leftovers)
+
+
+def is_stopped(process: BaseProcess, folder: Path) -> bool:
+    assert process.is_alive(), printed(folder)
+    return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+
+
+def assert_nothing_left(model: Path, leftovers: frozenset[str]) -> None:
+    wait_for(lambda: set(ownerless()) <= leftovers and not processes_naming(str(model)), 20, "the end of servers and files")
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.2)
+
+
+def ownerless() -> list[str]:
+    """Folders in shared memory whose run has ended: their names carry its pid."""
+    ours = [name for name in os.listdir("/dev/shm") if name.startswith("offline-grpo-")]
+    return [name for name in ours if not psutil.pid_exists(int(name.split("-")[2]))]

@@ -1,0 +1,77 @@
+"""Runs of the whole application beside vLLM servers on the CPU, of the random model that `engines.save_model` makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import SMALL, Mishaps, metrics_of
+from factories import compose_config
+
+from offline_grpo.engine.server import Server
+from offline_grpo.run import app
+from offline_grpo.task.arithmetic import Arithmetic
+from offline_grpo.types import Problem, Score
+
+OWN_SERVER = (
+    "generation=vllm_server",
+    "engine.args.enforce_eager=true",
+    "+engine.args.distributed_executor_backend=uni",
+    "+engine.args.kv_cache_memory_bytes=67108864",
+    "+engine.args.max_num_batched_tokens=32768",
+    "engine.args.gpu_memory_utilization=null",
+    "+engine.env.OMP_NUM_THREADS=1",
+    '+engine.env.VLLM_ENABLE_V1_MULTIPROCESSING="0"',
+)
+"""The run starts its server, as fast as that goes on a CPU."""
+
+
+@dataclass(frozen=True)
+class Variety(Arithmetic):
+    """The problems of arithmetic, with a reward that the answers of a random model differ in: how many characters they use."""
+
+    def score(self, problem: Problem, text: str) -> Score:
+        variety = len(set(text)) / 10
+        return Score(reward=variety, is_correct=variety > 0.6, parts={"variety": variety})
+
+
+def five(model: Path) -> tuple[str, ...]:
+    """Overrides for five iterations with this model."""
+    return (
+        *SMALL,
+        f"model.train_id={model}",
+        "task._target_=served_runs.Variety",
+        "train.iterations=5",
+        "eval.interval=5",
+        "train.lr=1e-3",
+        "checkpoint.enabled=false",
+        "model.device=cpu",
+    )
+
+
+def at(server: Server | str) -> tuple[str, str]:
+    """Overrides for sampling from a server that is there."""
+    return "generation=vllm_server", f"generation.base_url={server if isinstance(server, str) else server.base_url}"
+
+
+def run(
+    folder: Path, model: Path, *overrides: str, mishaps: Mapping[tuple[str, int], Callable[[], Any]] | None = None
+) -> dict[str, dict[str, float]]:
+    """A run in this process; its metrics. `mishaps`: see `start_in_child`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mishaps, "planned", dict(mishaps or {}))
+        app.run(compose_config(*five(model), *overrides, *([Mishaps.override] if mishaps else [])), folder)
+        assert not Mishaps.planned, "planned and did not happen"
+    return metrics_of(folder)
+
+
+def assert_same(left: dict[str, dict[str, float]], right: dict[str, dict[str, float]]) -> None:
+    """Equal up to rounding, apart from what says how the weights travelled."""
+    assert left.keys() == right.keys()
+    for name, found in left.items():
+        for key, value in found.items():
+            if not key.startswith(("sync/", "alignment/", "mismatch/", "logprobs/inference")):
+                assert right[name][key] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, key)
