@@ -31,6 +31,7 @@ from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from offline_grpo.engine.engine import engine_of
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.generation.vllm_client import VllmClient
@@ -40,9 +41,12 @@ from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
+from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, register
-from offline_grpo.types import SamplingParams
+from offline_grpo.train.sharding import Replicas
+from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
+from offline_grpo.weight_sync.deployment import Deployment
 
 CONF = Path(__file__).parents[1] / "conf"
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
@@ -63,8 +67,8 @@ STOCK_TARGETS = {
 class StockEngine(VllmEngine):
     """Unmodified vLLM, without the worker extension."""
 
-    def command(self, model: str, port: int, options: Mapping[str, Any]) -> list[str]:
-        words = super().command(model, port, options)
+    def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
+        words = super().command(model, port, args)
         at = words.index("--worker-extension-cls")
         return words[:at] + words[at + 2 :]
 
@@ -74,7 +78,7 @@ class Arm:
     """A connected strategy, with the measurements taken while connecting."""
 
     name: str
-    sync: Any
+    deployment: Deployment
     policy: Policy
     client: VllmClient
     start_s: float
@@ -129,17 +133,18 @@ def pushes_of(arm: Arm, arguments: argparse.Namespace) -> int:
 def connect(name: str, arguments: argparse.Namespace, model: Path, folder: Path, servers: list[Server]) -> Arm:
     node = as_plain(OmegaConf.select(configuration(f"weight_sync={name}"), "weight_sync"))
     sync = build({**node, "tolerance_nats": arguments.tolerance_nats}, key="weight_sync")
-    server = new_server(arguments, VllmEngine, folder, sync.server_args, sync.variables)
+    server = new_server(arguments, VllmEngine, folder, sync.requires.server_args, sync.requires.env)
     servers.append(server)
     before = allocated_mib()
-    policy = load(model, arguments, shared=sync.shares_weights, lora=name.startswith("lora"))
+    policy = load(model, arguments, shared=sync.requires.shares_weights, lora=name.startswith("lora"))
     client = new_client(arguments, server)
     started = time.perf_counter()
-    sync.connect(policy, client)
+    deployment = Deployment([engine_of(client)], sync, Replicas(Ranks(use_cpu=not torch.cuda.is_available())).full_weights)
+    deployment.connect(policy)
     start_s = time.perf_counter() - started
     policy.make_masters()
-    arm = Arm(name, sync, policy, client, start_s, allocated_mib() - before)
-    sync.push(policy, version=0)
+    arm = Arm(name, deployment, policy, client, start_s, allocated_mib() - before)
+    deployment.push(policy, version=0)
     return arm
 
 
@@ -151,7 +156,7 @@ def push(arm: Arm, version: int) -> dict[str, float]:
     synchronize()
     started = time.perf_counter()
     arm.policy.masters.publish()
-    report = arm.sync.push(arm.policy, version=version)
+    report = arm.deployment.push(arm.policy, version=version)
     whole = time.perf_counter() - started - report.proof_seconds
     print(
         f"{arm.name} version {version}: {whole:.4f} s, paused {report.paused_seconds:.4f} s, proof {report.proof_seconds:.3f} s", flush=True
@@ -167,10 +172,10 @@ def push(arm: Arm, version: int) -> dict[str, float]:
 
 def throughput(arms: Sequence[Arm], stocks: Mapping[str, VllmClient], arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Time the same loads, "single_stream" and "concurrent", on every arm and on stock vLLM, in alternation."""
-    clients = {arm.name: (arm.client, arm.client.model_name) for arm in arms}
+    clients = {arm.name: (arm.client, arm.client.weights.name) for arm in arms}
     for arm in arms:
         if arm.name.startswith("lora"):
-            clients[f"{arm.name} base"] = (arm.client, arm.client.server.model_name)
+            clients[f"{arm.name} base"] = (arm.client, "")
     clients |= {name: (client, "") for name, client in stocks.items()}
     results: dict[str, dict[str, Any]] = {}
     for load_name, num_prompts, num_tokens in (
@@ -191,10 +196,11 @@ def throughput(arms: Sequence[Arm], stocks: Mapping[str, VllmClient], arguments:
 
 
 def ask(client: VllmClient, model_name: str, num_prompts: int, num_tokens: int) -> None:
-    client.model_name = model_name
-    prompts = [[5 + (i * 31 + j * 7) % 90 for j in range(64)] for i in range(num_prompts)]
-    groups = client.generate(prompts, SamplingParams(num_tokens), group_size=1, seeds=range(num_prompts))
-    assert sum(len(c.token_ids) for [c] in groups) > 0.8 * num_prompts * num_tokens
+    client.weights = ServedWeights(0, model_name)
+    prompts = [tuple(5 + (i * 31 + j * 7) % 90 for j in range(64)) for i in range(num_prompts)]
+    requests = [SamplingRequest(prompt, 1, seed) for seed, prompt in enumerate(prompts)]
+    answers = client.generate(requests, SamplingParams(num_tokens))
+    assert sum(len(c.token_ids) for _, [c] in answers) > 0.8 * num_prompts * num_tokens
 
 
 def report(arm: Arm, pushes: list[dict[str, float]], speeds: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:
@@ -219,14 +225,14 @@ def report(arm: Arm, pushes: list[dict[str, float]], speeds: dict[str, dict[str,
 
 
 def new_server(
-    arguments: argparse.Namespace, kind: type[VllmEngine], folder: Path, options: Mapping[str, Any], variables: Mapping[str, str]
+    arguments: argparse.Namespace, kind: type[VllmEngine], folder: Path, args: Mapping[str, Any], env: Mapping[str, str]
 ) -> Server:
     overrides = ["generation=vllm_server", f"engine.args.gpu_memory_utilization={arguments.gpu_memory_utilization}", *arguments.engine]
     node = as_plain(OmegaConf.select(configuration(*overrides), "engine"))
-    args = {**node["args"], "dtype": arguments.dtype}
-    launcher = kind(**{**{key: value for key, value in node.items() if key != "_target_"}, "args": args})
+    own = {**node["args"], "dtype": arguments.dtype}
+    launcher = kind(**{**{key: value for key, value in node.items() if key != "_target_"}, "args": own})
     gpus = [arguments.server_gpu] if torch.cuda.is_available() else None
-    return Server(base_url=None, api_key=None, launcher=launcher, log_dir=folder, gpus=gpus, options=options, variables=variables)
+    return Server(base_url=None, api_key=None, launcher=launcher, log_dir=folder, gpus=gpus, args=args, env=env)
 
 
 def configuration(*overrides: str) -> Any:

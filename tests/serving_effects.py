@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import deploy, full_weights
 from factories import compose_config, generate, make_qwen2, make_scoring
 from inside_vllm import make_worker
 from peft import LoraConfig, get_peft_model
@@ -35,7 +36,8 @@ from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.run import serving
 from offline_grpo.run.config import typed
-from offline_grpo.run.preflight import make_plan
+from offline_grpo.run.preflight import Plan, make_plan
+from offline_grpo.train.push_schedule import PushSchedule
 from offline_grpo.weight_sync import ipc, nccl, proof
 
 PORT = 1111
@@ -112,16 +114,22 @@ def _sample(words: list[str], role: str, folder: Path) -> None:
     plan = make_plan(typed(compose_config(*words)))
     policy = make_policy()
     ranks: Any = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value)
-    sampling = serving.for_training(plan, policy, folder, ranks)
-    settings = plan.sampling
+    deployment, settings = assembled(plan, policy, folder, ranks)[role == "evaluation"], plan.sampling
     if role == "evaluation":
-        sampling, settings = serving.for_evaluation(plan, policy, sampling, folder, ranks), plan.eval_sampling
-        assert not isinstance(sampling.client, TransformersClient)
-    client: Any = sampling.client
+        settings = plan.eval_sampling
+        assert not isinstance(deployment.client, TransformersClient)
+    client: Any = deployment.client
     try:
         generate(client, [[1, number, 9] for number in range(4, 8)], settings, group_size=2, seeds=range(4))
     finally:
         client.close()
+
+
+def assembled(plan: Plan, policy: Policy, folder: Path, ranks: Any) -> tuple[Any, Any]:
+    """The deployments of training and evaluation, as a run puts them together."""
+    places: dict[str, Any] = {"full_weights": full_weights, "run_folder": folder, "ranks": ranks}
+    training = serving.for_training(plan.engine, plan.weight_sync, policy, gpus=None, **places)
+    return training, serving.for_evaluation(plan.eval_engine, plan.config.eval, training, policy, **places)
 
 
 class Answers:
@@ -157,18 +165,22 @@ def _settings(body: Any) -> Any:
 
 
 def sync_effect(sync: Any) -> Any:
-    """What a strategy asks of server and process group, over a connection and three pushes of which none is forced."""
+    """What a strategy asks of server and process group, over a connection and the pushes of three iterations."""
     seen: list[Any] = [flags(sync.server_args)]
     sent: list[Any] = []  # between processes, while requests are under way
     with tempfile.TemporaryDirectory() as folder, _server_of_the_policy(sync, seen, sent, Path(folder)) as (policy, client):
+        deployment, schedule = deploy(sync, client), PushSchedule(sync.interval)
         try:
-            sync.connect(policy, client)
+            deployment.connect(policy)
             policy.make_masters()
             for version in range(1, 4):
-                seen.append(sync.push(policy, version=version, force=False).version)
+                if schedule.is_due(force=False):
+                    deployment.push(policy, version=version)
+                    schedule.pushed(policy, version)
+                seen.append(schedule.version)
         except GrpoError as error:
             seen.append(str(error))
-        sync.close()
+        deployment.close()
         scratch = str(client.scratch_path or "/nowhere")
         text = repr([*seen, *sent]).replace(scratch, "SCRATCH").replace(folder, "LOGS")
     return re.sub(r"policy-\d+-[0-9a-f]{6}-", "policy-", text)
@@ -186,8 +198,8 @@ class OurServer(Server):
     is_managed = True
     seen: list[Any]
 
-    def start(self, model: str, *, options: Mapping[str, Any] | None = None) -> None:
-        self.seen.append(("start", model, dict(options or {})))
+    def start(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
+        self.seen.append(("start", model, dict(args or {})))
 
     def stop(self) -> None: ...
 
@@ -195,7 +207,7 @@ class OurServer(Server):
 @contextmanager
 def _server_of_the_policy(sync: Any, seen: list[Any], sent: list[Any], folder: Path) -> Iterator[tuple[Policy, Client]]:
     """A policy, and a client of a server that has a worker with the same weights in this process."""
-    policy = make_policy(with_adapters=sync.moves == "lora", vocab_size=20_000)  # more than one MiB
+    policy = make_policy(with_adapters=sync.requires.moves == "lora", vocab_size=20_000)  # more than one MiB
     worker = make_worker(copy.deepcopy(policy.causal_lm))
     gpu = {"ipc": "GPU-1", "nccl": "GPU-2"}.get(sync.name)
 

@@ -90,6 +90,8 @@ def connect(where: Where, model_folder: Path, request: pytest.FixtureRequest) ->
         if not is_lora or one_serves_all(where):
             serve_again(server, model_folder, where)
         sync = strategy(option, f"weight_sync.tolerance_nats={where.tolerance_nats}", *overrides)
+        for other in others:
+            serve_again(found(other), model_folder, where)
         policy = load(model_folder, where, shared=sync.requires.shares_weights, lora=is_lora, rank=rank)
         client = make_client(server)
         deployment = deploy(sync, client, *(make_client(found(other)) for other in others))

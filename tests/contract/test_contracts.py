@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Where, found
+from engines import Where, deploy, found
 from factories import CONF, Foreign, compose_config, generate, make_batch, make_policy, make_qwen2
 from fake_sglang import FakeSglang
 from omegaconf import OmegaConf
@@ -39,6 +39,7 @@ from offline_grpo.types import (
     TokenBatch,
     TokenStats,
 )
+from offline_grpo.weight_sync.strategy import WeightSync
 
 
 def options(group: str) -> list[str]:
@@ -346,22 +347,24 @@ def client_in_this_process(policy: Policy) -> RolloutClient:
 @pytest.mark.parametrize("option", options("weight_sync"))
 def test_sync_refuses_a_foreign_client(option: str, policy: Policy) -> None:
     sync = make("weight_sync", option, protocol=WeightSync)
-    with pytest.raises(GrpoError, match=f"weight_sync={option}"):
-        sync.connect(policy, Foreign())
-    with pytest.raises(GrpoError, match=f"weight_sync={option}"):
-        sync.connect(policy, client_in_this_process(make_policy(make_qwen2(vocab_size=100), policy.tokenizer)))
-    sync.close()
+    other = client_in_this_process(make_policy(make_qwen2(vocab_size=100), policy.tokenizer))
+    for client in (Foreign(), other):
+        deployment = deploy(sync, client)
+        with pytest.raises(GrpoError, match=f"weight_sync={option}"):
+            deployment.connect(policy)
+        deployment.close()
 
 
 @pytest.mark.parametrize("option", options("weight_sync"))
 def test_sync_can_be_closed_before_it_is_connected(option: str) -> None:
-    make("weight_sync", option, protocol=WeightSync).close()
+    deploy(make("weight_sync", option, protocol=WeightSync), Foreign()).close()
 
 
 @pytest.mark.parametrize("option", ["in_process"])  # those that need a server: tests/contract/weight_sync
 def test_sync_delivers_weights_and_version(option: str, policy: Policy) -> None:
-    sync, client = make("weight_sync", option, protocol=WeightSync), client_in_this_process(policy)
-    sync.connect(policy, client)
+    client = client_in_this_process(policy)
+    sync = deploy(make("weight_sync", option, protocol=WeightSync), client)
+    sync.connect(policy)
     greedy = SamplingParams(max_new_tokens=1, temperature=0)
     [[before]] = generate(client, PROMPTS[:1], greedy, group_size=1, seeds=[0])
     with torch.no_grad():

@@ -25,7 +25,7 @@ import wandb
 from factories import CONF, compose_config, make_batch, prompt_of, sampled
 from laboratory import Laboratory, Trace
 from omegaconf import OmegaConf
-from serving_effects import Asked, ask, engine_effect, sync_effect
+from serving_effects import Asked, ask, assembled, engine_effect, make_policy, sync_effect
 from torch import nn
 from torch.utils.tensorboard import writer as tensorboard_writer
 from transformers import Qwen2Config
@@ -416,7 +416,7 @@ CLIENT: dict[str, tuple[str, Callable[[Asked], Any], str]] = {
 
 
 def launcher_effect(overrides: str) -> Any:
-    return make_plan(typed(compose_config(*overrides.split()))).launcher
+    return make_plan(typed(compose_config(*overrides.split()))).engine.launcher
 
 
 def placement_effect(overrides: str) -> Any:
@@ -435,11 +435,18 @@ def placement_effect(overrides: str) -> Any:
             error = ""
         except ConfigError as caught:
             error = str(caught)
-        return server_gpus(plan, 1), error
+        return server_gpus(plan.devices(1)), error
 
 
 def evaluation_effect(overrides: str) -> Asked:
     return ask(overrides, role="evaluation")
+
+
+def evaluation_sync_effect(overrides: str) -> Any:
+    """How the evaluations' own server gets the weights."""
+    plan = make_plan(typed(compose_config(*overrides.replace("@here", "http://127.0.0.1:1").split())))
+    ranks = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value)
+    return assembled(plan, make_policy(), Path("/nowhere"), ranks)[1]._strategy
 
 
 OWN_SERVER = "generation=vllm_server weight_sync=reload"
@@ -451,6 +458,10 @@ ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "eval.backend": (evaluation_effect, EVAL_SERVER, "eval.backend=sglang_server"),
     "eval.base_url": (evaluation_effect, EVAL_SERVER, "eval.base_url=@there"),
     "eval.batch_size": (evaluation_effect, EVAL_SERVER, "eval.batch_size=1"),
+    "eval.timeout_s": (evaluation_effect, EVAL_SERVER, "eval.timeout_s=0.03"),
+    "eval.max_retries": (evaluation_effect, EVAL_SERVER, "eval.max_retries=0"),
+    "eval.tolerance_nats": (evaluation_sync_effect, EVAL_SERVER, "eval.tolerance_nats=0.01"),
+    "eval.location": (evaluation_sync_effect, EVAL_SERVER, "eval.location=disk"),
 }
 """Key: what sees it, on top of which overrides, its change."""
 

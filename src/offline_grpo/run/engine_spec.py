@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offline_grpo.engine.server import Launcher
@@ -43,13 +43,22 @@ class EngineSpec:
 
     @property
     def client_class(self) -> Any:
-        """The rollout client's class."""
-        return resolve(self.client_node, self.key)
+        """The rollout client's class. Raises ConfigError if there is none."""
+        target = resolve(self.client_node, self.key)
+        if not hasattr(target, "engine_name"):
+            at = f"{self.key}._target_={self.client_node['_target_']}"
+            raise ConfigError(f"{at}: is no RolloutClient (see offline_grpo/interfaces.py), whose class has an engine_name")
+        return target
 
     @property
     def needs_server(self) -> bool:
         """Whether the client asks a server. In this process it samples otherwise."""
         return self.client_class.engine_name is not None
+
+    def check_client(self) -> None:
+        """Raise ConfigError if the client's settings do not fit its constructor."""
+        settings = {name: value for name, value in self.client_node.items() if name != "_target_"}
+        check_settings(self.client_class, settings, self.key, given_at_runtime=dict.fromkeys(CLIENT_RUNTIME))
 
 
 def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
@@ -62,13 +71,14 @@ def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
         ConfigError: a client whose settings do not fit its constructor, or that has no server to ask.
     """
     client_node = {name: value for name, value in node.items() if name not in ("base_url", "api_key")}
-    base_url, api_key = node.get("base_url"), node.get("api_key")
-    _check_client(client_node, "generation")
-    starts_server = resolve(client_node, "generation").engine_name is not None and base_url is None
-    if starts_server and config.engine is None:
+    spec = EngineSpec(client_node, node.get("base_url"), node.get("api_key"), None, "generation")
+    spec.check_client()
+    if not spec.needs_server or spec.base_url is not None:
+        return spec
+    if config.engine is None:
         raise ConfigError("generation.base_url=None: no server to ask; name a running one, or let the run start one with engine=vllm")
-    launcher = build(config.engine, key="engine") if starts_server else None
-    return EngineSpec(client_node, base_url, api_key if launcher is None else launcher.api_key, launcher, "generation")
+    launcher = build(config.engine, key="engine")
+    return replace(spec, api_key=launcher.api_key, launcher=launcher)
 
 
 def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: str | None) -> EngineSpec | None:
@@ -91,7 +101,7 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
             )
     elif not spec.needs_server:
         raise ConfigError(f"eval.base_url={settings.base_url}: name the kind of server too: eval.backend=vllm_server or sglang_server")
-    _check_client(node, "eval.backend")
+    spec.check_client()
     return spec
 
 
@@ -107,14 +117,3 @@ def _evaluation_node(settings: EvalConfig, training: EngineSpec) -> Mapping[str,
         raise ConfigError(f"eval.backend={backend}: must be null, one of {names}, or a client of your own with a _target_")
     target, names = EVAL_BACKENDS[backend]
     return {"_target_": target, **{name: getattr(settings, name) for name in names}}
-
-
-def _check_client(node: Mapping[str, Any], key: str) -> None:
-    """Check a client's settings against its constructor."""
-    target = resolve(node, key)
-    if not hasattr(target, "engine_name"):
-        raise ConfigError(
-            f"{key}._target_={node['_target_']}: is no RolloutClient (see offline_grpo/interfaces.py), without an engine_name"
-        )
-    settings = {name: value for name, value in node.items() if name != "_target_"}
-    check_settings(target, settings, key, given_at_runtime=dict.fromkeys(CLIENT_RUNTIME))

@@ -112,7 +112,7 @@ def model_folder(tmp_path_factory):
 
 def checked(folder, *overrides):
     plan = make_plan(typed(compose_config("model=hf", f"model.train_id={folder}", "train.precision=bf16", *overrides)))
-    check_devices(plan, 1)
+    check_devices(plan.devices(1))
     check_memory(plan, folder, longest_prompt=20, num_processes=1)
 
 
@@ -152,4 +152,4 @@ def test_nothing_is_predicted_for_cpus_and_found_servers_may_be_anywhere(two_sma
 def test_what_travels_between_gpus_needs_one(where, option):
     plan = make_plan(typed(compose_config("generation=vllm_server", f"weight_sync={option}", "model.device=cpu", *where)))
     with pytest.raises(ConfigError, match=rf"^model\.device=cpu: weight_sync={option} moves weights from GPU to GPU, "):
-        check_devices(plan, 1)
+        check_devices(plan.devices(1))

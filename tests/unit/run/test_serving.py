@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,17 +11,18 @@ from typing import Any
 import pytest
 from factories import compose_config, generate
 from scripted_server import Reply, Request, ScriptedServer
-from serving_effects import make_policy
+from serving_effects import assembled, make_policy
 
-from offline_grpo.errors import EngineError
+from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.sglang_client import SglangClient
+from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.run import serving
 from offline_grpo.run.config import typed
 from offline_grpo.run.preflight import make_plan
-from offline_grpo.types import SamplingParams
+from offline_grpo.types import SamplingParams, ServedWeights
+from offline_grpo.weight_sync.in_process import InProcess
 from offline_grpo.weight_sync.lora_hotswap import LoraHotswap
-from offline_grpo.weight_sync.main_only import MainOnly
+from offline_grpo.weight_sync.rank_zero import RankZeroDeployment
 from offline_grpo.weight_sync.reload import Reload
 
 DEAD = "http://127.0.0.1:1"
@@ -28,12 +30,14 @@ SERVED = f"generation=vllm_server generation.base_url={DEAD} weight_sync=reload"
 TUNED = "generation.timeout_s=7 generation.max_retries=0 weight_sync.tolerance_nats=0.4"
 
 
-def evaluation(overrides: str, folder: Path, *, num_processes: int = 1, with_adapters: bool = False) -> serving.Sampling:
+def evaluation(overrides: str, folder: Path, *, num_processes: int = 1, with_adapters: bool = False) -> tuple[Any, Any]:
+    """The client and the strategy of evaluations."""
     plan = make_plan(typed(compose_config(*overrides.split())))
-    policy = make_policy(with_adapters=with_adapters)
     ranks: Any = SimpleNamespace(is_main=True, world_size=num_processes, broadcast=lambda value: value)
-    training = serving.for_training(plan, policy, folder, ranks)
-    return serving.for_evaluation(plan, policy, training, folder, ranks)
+    _, found = assembled(plan, make_policy(with_adapters=with_adapters), folder, ranks)
+    assert isinstance(found, RankZeroDeployment) is (num_processes > 1)
+    inner = found._inner if isinstance(found, RankZeroDeployment) else found
+    return found.client, inner._strategy
 
 
 @pytest.fixture
@@ -50,11 +54,7 @@ def web() -> Iterator[ScriptedServer]:
 @pytest.mark.parametrize(("backend", "kind"), [("vllm_server", VllmClient), ("sglang_server", SglangClient)])
 def test_the_settings_of_training_are_passed_on(backend: str, kind: type, num_processes: int, tmp_path: Path) -> None:
     chosen = f"{SERVED} {TUNED} weight_sync.location=disk eval.backend={backend} eval.base_url={DEAD}"
-    found = evaluation(chosen, tmp_path, num_processes=num_processes)
-    client, sync = found.client, found.weight_sync
-    if num_processes > 1:
-        assert isinstance(sync, MainOnly)
-        sync = sync._inner
+    client, sync = evaluation(chosen, tmp_path, num_processes=num_processes)
     assert isinstance(sync, Reload)
     assert (sync.tolerance_nats, sync.location) == (0.4, "disk")
     assert isinstance(client, kind)
@@ -64,34 +64,86 @@ def test_the_settings_of_training_are_passed_on(backend: str, kind: type, num_pr
 
 def test_the_tolerance_of_another_strategy_is_passed_on(tmp_path: Path) -> None:
     chosen = f"generation=vllm_server generation.base_url={DEAD} {TUNED} eval.base_url={DEAD}"  # shared_vllm has no location
-    full = evaluation(chosen, tmp_path).weight_sync
+    _, full = evaluation(chosen, tmp_path)
     assert isinstance(full, Reload)
     assert (full.tolerance_nats, full.location) == (0.4, "memory")
-    lora = evaluation(f"{chosen} weight_sync=lora_hotswap model/lora=default", tmp_path, with_adapters=True).weight_sync
+    _, lora = evaluation(f"{chosen} weight_sync=lora_hotswap model/lora=default", tmp_path, with_adapters=True)
     assert isinstance(lora, LoraHotswap)
     assert lora.tolerance_nats == 0.4
 
 
 def test_training_in_process_has_none_of_them(tmp_path: Path) -> None:
-    found = evaluation(f"eval.backend=vllm_server eval.base_url={DEAD}", tmp_path)
-    assert isinstance(found.client, VllmClient)
-    assert isinstance(found.weight_sync, Reload)
-    assert (found.client.timeout_s, found.client.max_retries) == (600, 5)
-    assert (found.weight_sync.tolerance_nats, found.weight_sync.location) == (0.1, "memory")
+    client, sync = evaluation(f"eval.backend=vllm_server eval.base_url={DEAD}", tmp_path)
+    assert isinstance(client, VllmClient)
+    assert isinstance(sync, Reload)
+    assert (client.timeout_s, client.max_retries) == (600, 5)
+    assert (sync.tolerance_nats, sync.location) == (0.1, "memory")
+
+
+class Echo(TransformersClient):
+    """A client from outside the package, which needs one of the objects that only exist at run time."""
+
+    def __init__(self, *, model: Any, tokenizer: Any, factor: int) -> None:
+        super().__init__(model, tokenizer, batch_size=factor)
+
+
+class EchoServer(VllmClient):
+    """Likewise, of a server."""
+
+    engine_name = "vLLM"
+
+    def __init__(self, *, server: Any, eos_ids: Any, patience_s: float) -> None:
+        super().__init__(server=server, eos_ids=eos_ids, batch_size=1, timeout_s=patience_s, max_retries=0)
+
+
+def test_a_client_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One class and its settings: what it samples from, it is given, and whether it asks a server, its `engine_name` says."""
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(Echo=Echo, EchoServer=EchoServer, __spec__=None))
+    client, sync = evaluation("eval.backend={_target_:mine.Echo,factor:3}", tmp_path)
+    assert (type(client), client.batch_size, type(sync)) == (Echo, 3, InProcess)
+    client, sync = evaluation(f"eval.backend={{_target_:mine.EchoServer,patience_s:7}} eval.base_url={DEAD}", tmp_path)
+    assert (type(client), client.timeout_s, client.server.base_url, type(sync)) == (EchoServer, 7, DEAD, Reload)
+    with pytest.raises(ConfigError, match=r"^eval\.backend\.factor=3: EchoServer has no such setting; it has patience_s$"):
+        evaluation(f"eval.backend={{_target_:mine.EchoServer,patience_s:7,factor:3}} eval.base_url={DEAD}", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("eval.backend=pigeon", r"^eval\.backend=pigeon: must be null, one of transformers, vllm_server, sglang_server, or a client"),
+        ("eval.backend=vllm_server", r"^eval\.backend=vllm_server: training samples from elsewhere; set eval\.base_url"),
+        (f"eval.base_url={DEAD}", r"^eval\.base_url=http://127\.0\.0\.1:1: name the kind of server too"),
+        (f"eval.base_url={DEAD} eval.backend=transformers", r"^eval\.base_url=http://127\.0\.0\.1:1: name the kind of server too"),
+        ("eval.backend={_target_:no.such.Client}", r"^eval\.backend\._target_=no\.such\.Client: cannot be imported"),
+        ("eval.backend={_target_:builtins.dict}", r"^eval\.backend\._target_=builtins\.dict: is no RolloutClient"),
+        (f"{SERVED} eval.base_url={DEAD} eval.timeout_s=0", r"^eval\.timeout_s=0\.0: must be above 0"),
+        ("eval.location=tape", r"^eval\.location=tape: must be one of memory, disk"),
+    ],
+)
+def test_who_cannot_sample_evaluations(overrides: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(typed(compose_config(*overrides.split())))
+
+
+def test_a_backend_that_training_samples_from_is_shared(tmp_path: Path) -> None:
+    plan = make_plan(typed(compose_config(*SERVED.split(), "eval.backend=vllm_server")))
+    ranks: Any = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value)
+    training, found = assembled(plan, make_policy(), tmp_path, ranks)
+    assert found is training
 
 
 def test_errors_name_settings_that_act(web: ScriptedServer, tmp_path: Path) -> None:
-    client = evaluation(f"{SERVED} {TUNED} eval.base_url={DEAD}", tmp_path).client
+    client, _ = evaluation(f"{SERVED} {TUNED} eval.base_url={DEAD}", tmp_path)
     assert isinstance(client, VllmClient)
     with pytest.raises(EngineError, match=rf"^eval\.base_url={DEAD}: no healthy server answers"):
         client.server.start("model")
-    client.model_name = "policy"
+    client.weights = ServedWeights(0, "policy")
     message = ask(client)
     assert message.startswith(f"{DEAD}/v1/completions: no connection")
     assert message.endswith("after 1 attempts; is the server running, and eval.base_url its address?")
-    client = evaluation(f"{SERVED} {TUNED} generation.timeout_s=0.1 eval.base_url={web.base_url}", tmp_path).client
+    client, _ = evaluation(f"{SERVED} {TUNED} generation.timeout_s=0.1 eval.base_url={web.base_url}", tmp_path)
     assert isinstance(client, VllmClient)
-    client.model_name = "policy"
+    client.weights = ServedWeights(0, "policy")
     assert "no answer after 0.1 s; raise generation.timeout_s" in ask(client)
 
 
