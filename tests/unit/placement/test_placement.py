@@ -8,8 +8,9 @@ from factories import compose_config
 from transformers import Qwen2Config
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.placement.devices import check_devices, check_memory, engine_gpus, trainer_gpus
+from offline_grpo.placement.devices import check_devices, engine_gpus, trainer_gpus
 from offline_grpo.run.config import typed
+from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.preflight import make_plan
 
 TABLE = [
