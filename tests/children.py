@@ -90,9 +90,9 @@ def start_in_child(
     return process
 
 
-def run_in_child(output_dir: Path, *overrides: str, kill: Kill | None = None, timeout_s: float = 120, fresh: bool = False) -> int:
+def run_in_child(output_dir: Path, *overrides: str, timeout_s: float = 120, **how: Any) -> int:
     """See `start_in_child`. Waits for the end and returns the exit code."""
-    process = start_in_child(output_dir, *overrides, kill=kill, fresh=fresh)
+    process = start_in_child(output_dir, *overrides, **how)
     process.join(timeout_s)
     if process.is_alive():
         process.kill()
@@ -176,7 +176,7 @@ def _child(output_dir: str, overrides: list[str], kill: Kill | None, mishaps: di
             _arm(kill)
         if mishaps:
             Mishaps.planned.update(mishaps)
-            overrides.append(Mishaps.override)
+            overrides += [] if Mishaps.override in overrides else [Mishaps.override]
         try:
             app.run(compose_config(*overrides), Path(output_dir))
         except cli.EXPECTED as error:

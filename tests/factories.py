@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,11 @@ def sampled(rollout: Rollout) -> tuple[int, ...]:
 
 def compose_config(*overrides: str) -> DictConfig:
     """The configuration that `run_grpo.py` composes from these overrides."""
+    return copy.deepcopy(_compose(overrides))
+
+
+@cache
+def _compose(overrides: tuple[str, ...]) -> DictConfig:
     register()
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         return compose("config", overrides=list(overrides))

@@ -2,26 +2,30 @@
 
 import json
 import signal
+from functools import partial
 
 import pytest
-from children import SMALL, Kill, metrics_of, printed, run_in_child, weights_of
+from children import SMALL, Kill, Mishaps, metrics_of, printed, run_in_child, weights_of
 
+SMALL = (*SMALL, Mishaps.override)
+STEP, SCORE = "torch.optim:AdamW.step", "offline_grpo.task.arithmetic:Arithmetic.score"
 KILLS = {
     "building the model": Kill("offline_grpo.model.tiny:TinyModel.prepare", 1),
-    "evaluating before training": Kill("offline_grpo.eval.evaluator:PassAtKEvaluator.evaluate", 1),
-    "before sampling": Kill("offline_grpo.rollouts.on_policy:OnPolicy.next", 3),
-    "after sampling": Kill("offline_grpo.rollouts.on_policy:OnPolicy.next", 4, "after"),
-    "between updates": Kill("offline_grpo.train.update:Updater._update", 6),
-    "after the updates": Kill("offline_grpo.train.update:Updater.run", 4, "after"),
+    "evaluating before training": ("eval", -1),
+    "before sampling": ("generate", 2),
+    "after sampling": ("train", 3),
+    "between updates": Kill(STEP, 6),
+    "after the updates": ("sync", 3),
     "syncing": Kill("offline_grpo.weight_sync.in_process:InProcess.push", 4),
-    "evaluating": Kill("offline_grpo.eval.evaluator:PassAtKEvaluator.evaluate", 3),
-    "writing the first checkpoint": Kill("offline_grpo.checkpoint.checkpointer:Checkpointer._write_into", 1, "after"),
-    "writing the second checkpoint": Kill("offline_grpo.checkpoint.checkpointer:Checkpointer._write_into", 2, "after"),
+    "evaluating": ("eval", 3),
+    "writing the first checkpoint": Kill("offline_grpo.run.app:torch.save", 1, "after"),
+    "writing the second checkpoint": Kill("offline_grpo.run.app:torch.save", 2, "after"),
     "between metrics": Kill("offline_grpo.logger.json_logger:JsonLogger.log", 4),
     "before the checkpoint counts": Kill("offline_grpo.checkpoint.checkpointer:PendingCheckpoint.commit", 1),
     "after the checkpoint counts": Kill("offline_grpo.checkpoint.checkpointer:PendingCheckpoint.commit", 1, "after"),
-    "drawing the report": Kill("offline_grpo.report.plots:Figure.savefig", 1),
+    "drawing the report": Kill("matplotlib.figure:Figure.savefig", 1),
 }
+"""A call that is not made any more, or the beginning of an iteration's phase."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +74,10 @@ def test_killed_and_resumed_ends_with_the_same_files(phase, uninterrupted, cache
     cache = f"cache_dir={tmp_path}/cache" if phase == "building the model" else cache
     day = tmp_path / "outputs" / "2026-01-01"
     killed, fresh = day / "00-00-00-000000", day / "00-01-00-000000"
-    assert run_in_child(killed, cache, *SMALL, kill=KILLS[phase]) == -signal.SIGKILL, printed(killed)
+    kill = KILLS[phase]
+    mishaps = {} if isinstance(kill, Kill) else {kill: partial(signal.raise_signal, signal.SIGKILL)}
+    code = run_in_child(killed, cache, *SMALL, kill=kill if isinstance(kill, Kill) else None, mishaps=mishaps)
+    assert code == -signal.SIGKILL, printed(killed)
     assert run_in_child(fresh, cache, "resume=auto", *SMALL) == 0, printed(fresh)
     had_checkpoint = not fresh.exists()
     assert_same_files(killed if had_checkpoint else fresh, uninterrupted)
@@ -78,12 +85,13 @@ def test_killed_and_resumed_ends_with_the_same_files(phase, uninterrupted, cache
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("where", ["offline_grpo.rollouts.on_policy:OnPolicy._group", "offline_grpo.train.update:Updater._update"])
-def test_a_signal_saves_and_says_how_to_go_on(number, code, where, uninterrupted, cache, tmp_path):
+@pytest.mark.parametrize(
+    ("where", "count"), [("offline_grpo.task.arithmetic:Arithmetic.score", 70), (STEP, 5)], ids=["sampling", "updating"]
+)
+def test_a_signal_saves_and_says_how_to_go_on(number, code, where, count, uninterrupted, cache, tmp_path):
     stopped, fresh = tmp_path / "stopped", tmp_path / "fresh"
-    # In the last iteration's sampling, or in the updates before it: either way the third iteration is the last one to count, and it
-    # would not have been saved by itself.
-    count = {"_group": 14, "_update": 5}[where.rpartition(".")[2]]
+    # In the last iteration's sampling (after three of 16 answers, two evaluations of 8), or in the updates before it: either way the third
+    # iteration is the last one to count, and it would not have been saved by itself.
     kill = Kill(where, count, number=number)
     assert run_in_child(stopped, cache, *SMALL, kill=kill) == code, printed(stopped)
     assert f"stopped by {signal.Signals(number).name}; go on with resume={stopped}" in printed(stopped)
