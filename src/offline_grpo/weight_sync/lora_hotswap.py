@@ -81,8 +81,8 @@ class LoraHotswap(ServerSync):
 
     def detach(self, engine: ServerEngine) -> None:
         """See `WeightSync.detach`. An external server forgets the last adapter, whose folder goes now."""
-        if not engine.server.is_managed:
-            for name in self._loaded.pop(engine, []):
+        for name in self._loaded.pop(engine, []):
+            if not engine.server.is_managed:
                 with contextlib.suppress(EngineError):
                     engine.control.unload_adapter(name)
 
