@@ -1,4 +1,7 @@
-"""The Protocols that components implement and the training loop is written against. Nothing here imports a concrete component."""
+"""The Protocols that components implement and the training loop is written against. Nothing here imports a concrete component.
+
+This file is longer than others may be, so that all of them are on one page.
+"""
 
 from __future__ import annotations
 

@@ -80,8 +80,44 @@ def test_what_takes_seconds_is_imported_where_it_is_needed(path):
 
 @pytest.mark.parametrize("path", [*FILES, ROOT / "run_grpo.py", ROOT / "smoke_test.py"], ids=lambda path: path.name)
 def test_files_and_functions_stay_short(path):
-    assert len(path.read_text().splitlines()) <= 300
+    assert len(path.read_text().splitlines()) <= (400 if path.name == "interfaces.py" else 300)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None
             assert node.end_lineno - node.lineno < 60, node.name
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+STEPS = re.findall(r"^(.*?)\s(\w[\w/]*\.py) ([\w.]+)$", ARCHITECTURE.partition("```python\n")[2].partition("```")[0], re.MULTILINE)
+
+
+def defined(path):
+    """Qualified names of the functions, classes and methods in a file."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{method.name}" for method in node.body if isinstance(method, ast.FunctionDef)}
+    return found
+
+
+def test_the_algorithm_is_told_in_forty_lines():
+    block = ARCHITECTURE.partition("```python\n")[2].partition("```")[0]
+    code = [line for line in block.splitlines() if line.strip() and not line.strip().startswith("#")]
+    assert len(STEPS) > 25
+    assert len(code) <= 40
+
+
+@pytest.mark.parametrize(("code", "file", "name"), STEPS)
+def test_the_algorithm_names_functions_that_exist(code, file, name):
+    assert name in defined(SOURCE / file), f"{file} has no {name}"
+    called = name.rpartition(".")[2].lstrip("_").removeprefix("iterate") or "iterate"
+    assert called in code or name == "MasterWeights", f"{called} is not what the line calls: {code.strip()}"
+
+
+@pytest.mark.parametrize("room", sorted(path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"))
+def test_every_file_has_its_place_on_the_page(room):
+    row = next(line for line in ARCHITECTURE.splitlines() if line.startswith(f"| `{room}/` |"))
+    for path in (SOURCE / room).glob("*.py"):
+        assert path.stem == "__init__" or path.stem in row, f"{room}/{path.name} is missing"
