@@ -27,6 +27,7 @@ from offline_grpo.checkpoint.files import FORMAT, latest_checkpoint, list_checkp
 from offline_grpo.errors import CheckpointError, reason_of
 from offline_grpo.interfaces import RolloutSource
 from offline_grpo.model.policy import Policy
+from offline_grpo.model.saving import save_policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.train.push_schedule import PushSchedule
 from offline_grpo.train.update import Updater
@@ -105,8 +106,7 @@ class Checkpointer:
             ) from error
 
     def _write_into(self, folder: Path, iteration: int) -> None:
-        self.policy.save_model(folder)
-        self.policy.tokenizer.save_pretrained(str(folder))
+        save_policy(self.policy, self.policy.causal_lm.named_parameters(), folder)
         trainer = folder / "trainer"
         state = self.updater.state_dict()
         schedule, served = self.schedule.state_dict(self.updater.counters.version)

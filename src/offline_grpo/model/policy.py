@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -89,13 +88,6 @@ class Policy:
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that training changes, in the model's own format, by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-
-    def save_model(self, folder: Path) -> None:
-        """Write the model, or its adapter alone, as transformers and servers load it."""
-        if has_adapters(self.model):
-            self.model.save_pretrained(str(folder), save_embedding_layers=False)  # "auto" asks the hub for the base model's config
-        else:
-            self.model.save_pretrained(str(folder))
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Prompt token ids of a conversation, see `text.encode`."""
