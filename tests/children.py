@@ -22,6 +22,8 @@ from typing import Any, ClassVar
 
 from factories import compose_config
 
+from offline_grpo.interfaces import RunListener
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["offline_grpo.run.app", "children"])
 
@@ -55,17 +57,11 @@ class Kill:
     number: int = signal.SIGKILL
 
 
-class Mishaps:
-    """A logger to which things happen when a phase begins: each of `planned`, once. It writes nothing."""
+class Mishaps(RunListener):
+    """A listener to which things happen when a phase begins: each of `planned`, once. It writes nothing."""
 
     planned: ClassVar[dict[tuple[str, int], Callable[[], Any]]] = {}
     override = "+logger.mishaps._target_=children.Mishaps"
-
-    def start(self, config: Mapping[str, Any], num_iterations: int) -> None: ...
-
-    def log(self, name: str, metrics: Mapping[str, float], *, iteration: int) -> None: ...
-
-    def close(self) -> None: ...
 
     def phase(self, name: str, iteration: int) -> None:
         self.planned.pop((name, iteration), lambda: None)()
