@@ -1,0 +1,101 @@
+"""From problems to scored groups: what a task gets to see, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+from factories import make_completion
+
+from offline_grpo.errors import EngineError
+from offline_grpo.generation.sample import sample_groups, sample_in_order
+from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.text import decode, encode
+from offline_grpo.types import CompletionStream, Message, Problem, SamplingParams, SamplingRequest, Score, ServedWeights, Split
+
+TOKENIZER = build_char_tokenizer(64)
+EOS = TOKENIZER.eos_token_id
+PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": f"{i}="},), answer=str(i)) for i in range(3)]
+SAMPLING = SamplingParams(max_new_tokens=8, temperature=0.7, stop=("#",))
+
+
+class Characters:
+    """The tiny model's codec."""
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        return encode(TOKENIZER, messages)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return decode(TOKENIZER, token_ids)
+
+
+class Listening:
+    """A task that notes what it is asked to judge."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return PROBLEMS
+
+    def score(self, problem: Problem, text: str) -> Score:
+        self.seen.append((problem.problem_id, text))
+        return Score(1.0, True, {})
+
+
+class Reversed:
+    """A client that answers `DIGIT#9` and EOS, the last request first; it fails instead of answering request `fails_at`."""
+
+    engine_name = None
+    weights = ServedWeights(4)
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at = fails_at
+        self.is_closed = False
+
+    def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
+        try:
+            for index, request in reversed(list(enumerate(requests))):
+                if index == self.fails_at:
+                    raise EngineError("broken")
+                text = TOKENIZER.encode(f"{request.seed}#9", add_special_tokens=False)
+                yield index, [make_completion([*text, EOS], version=4)] * request.num_completions
+        finally:
+            self.is_closed = True
+
+    def close(self) -> None: ...
+
+
+DRAWS = [(problem, seed) for seed, problem in enumerate(PROBLEMS)]
+
+
+def test_the_task_sees_text_without_eos_and_what_follows_a_stop_string() -> None:
+    """A reward for an exact answer would otherwise depend on how the model spells its end."""
+    task = Listening()
+    groups = sample_in_order(Reversed(), task, Characters(), DRAWS, SAMPLING, group_size=2)
+    assert task.seen == [("p2", "2")] * 2 + [("p1", "1")] * 2 + [("p0", "0")] * 2
+    rollout = groups[1].rollouts[0]
+    assert rollout.token_ids[-1] == EOS, "the tokens keep it: its probability is trained"
+    assert (rollout.num_sampled, rollout.temperature, rollout.versions[-1], rollout.text) == (4, 0.7, 4, "1")
+
+
+def test_groups_come_back_in_the_order_of_the_problems() -> None:
+    groups = sample_in_order(Reversed(), Listening(), Characters(), DRAWS, SAMPLING, group_size=2)
+    assert [group.problem for group in groups] == PROBLEMS
+    assert sample_in_order(Reversed(), Listening(), Characters(), [], SAMPLING, group_size=2) == []
+
+
+def test_a_group_is_scored_before_the_others_are_there() -> None:
+    task, client = Listening(), Reversed()
+    groups = sample_groups(client, task, Characters(), DRAWS, SAMPLING, group_size=1)
+    assert next(groups)[0] == 2
+    assert task.seen == [("p2", "2")]
+    groups.close()  # type: ignore[attr-defined]  # a generator
+    assert client.is_closed, "what is still open is abandoned"
+
+
+def test_a_failure_of_the_engine_is_raised_where_it_happens() -> None:
+    client = Reversed(fails_at=1)
+    with pytest.raises(EngineError, match="broken"):
+        sample_in_order(client, Listening(), Characters(), DRAWS, SAMPLING, group_size=1)
+    assert client.is_closed
