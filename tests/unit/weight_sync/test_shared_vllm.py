@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engines import full_weights
-from factories import make_qwen2, strategy
+from factories import make_policy, make_qwen2, strategy
 from scripted_server import Reply, ScriptedServer
 from torch import Tensor
 
@@ -16,14 +16,13 @@ from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.server import Server
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
-from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.snapshot import Snapshot
 
 
 def test_training_survives_a_recovery_that_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new server has the weights from before training. In fp32 a checkpoint is made of what the policy points at."""
     sync = strategy("shared_vllm")
-    policy = Policy(make_qwen2(), build_char_tokenizer(64), "padded")
+    policy = make_policy(make_qwen2(), build_char_tokenizer(64))
     untrained = {name: p.detach().clone() for name, p in policy.causal_lm.named_parameters()}
 
     def memory_of_a_server(*_: Any) -> dict[str, Tensor]:
