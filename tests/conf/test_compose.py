@@ -10,6 +10,8 @@ from factories import CONF, compose_config
 
 from offline_grpo.run.build import check_settings, resolve
 from offline_grpo.run.config import as_plain, typed
+from offline_grpo.run.engine_spec import CLIENT_RUNTIME
+from offline_grpo.run.preflight import SOURCE_RUNTIME
 from offline_grpo.settings import RunConfig
 
 OPTIONS = sorted(
@@ -18,7 +20,7 @@ OPTIONS = sorted(
     if path.parent != CONF and not path.stem.startswith("_") and path.parent.name != "experiment"
 )
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-RUNTIME = dict.fromkeys(["model", "tokenizer", "output_dir"])
+RUNTIME = dict.fromkeys([*CLIENT_RUNTIME, *SOURCE_RUNTIME, "output_dir"])
 
 
 def overrides_for(option):
