@@ -236,10 +236,10 @@ GOOD_LINE = json.dumps(ROWS[0])
 @pytest.mark.parametrize(
     ("line", "reason", "shown"),
     [
-        (b'{"question": "q", "answer": ', "no valid JSON", '{"question": "q", "answer":'),
-        (b"[" * 100_000, "no valid JSON", "[" * 100),
-        (b"\xff\xfe", "no valid JSON", "\N{REPLACEMENT CHARACTER}"),
-        (b"[1, 2]", "no JSON object", "[1, 2]"),
+        (b'{"question": "q", "answer": ', "not valid JSON", '{"question": "q", "answer":'),
+        (b"[" * 100_000, "not valid JSON", "[" * 100),
+        (b"\xff\xfe", "not valid JSON", "\N{REPLACEMENT CHARACTER}"),
+        (b"[1, 2]", "not a JSON object", "[1, 2]"),
         (b'{"answer": "#### 1"}', "no text in the field 'question'", "#### 1"),
         (b'{"question": "why"}', "no text in the field 'answer'", "why"),
         (b'{"question": "why", "answer": 72}', "no text in the field 'answer'", "72"),
