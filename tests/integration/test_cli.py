@@ -183,7 +183,7 @@ def test_all_loggers_together(tmp_path: Path, cache: str, monkeypatch: pytest.Mo
 def policies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The policies of runs in this process."""
     found: list[Any] = []
-    load = app.load_policy
+    load = assemble.load_policy
 
     def load_policy(*args: Any, **kwargs: Any) -> Any:
         found.append(load(*args, **kwargs))
@@ -266,7 +266,7 @@ def test_kl_in_the_reward_leaves_the_loss_without_a_kl_term(tmp_path: Path, cach
 
 def test_without_kl_no_reference_is_loaded(tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
-    load = app.load_reference
+    load = assemble.load_reference
 
     def load_reference(*args: Any, **kwargs: Any) -> Any:
         loaded.append("reference")

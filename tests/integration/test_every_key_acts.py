@@ -32,8 +32,8 @@ from transformers import Qwen2Config
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.logger import console
-from offline_grpo.placement import devices as placement
 from offline_grpo.placement.devices import server_gpus
+from offline_grpo.run import gpu_memory
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.gpu_memory import check_memory
@@ -428,7 +428,7 @@ def placement_effect(overrides: str) -> Any:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**20))
-        patch.setattr(placement, "read_model_config", lambda *_: model)
+        patch.setattr(gpu_memory, "read_model_config", lambda *_: model)
         plan = make_plan(typed(compose_config("model.device=cuda", *overrides.split())))
         try:
             check_memory(plan, "some/model", longest_prompt=20, num_processes=1)

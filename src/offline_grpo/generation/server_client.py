@@ -144,12 +144,14 @@ class ServerClient(ABC):
         )
 
     async def _ask(self, slots: asyncio.Semaphore, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
-        async with slots:
-            http = self._idle.pop() if self._idle else self._new_connection()
-            try:
-                return await self._complete(http, request, sampling)
-            finally:
-                self._idle.append(http)
+        await slots.acquire()
+        http = self._idle.pop() if self._idle else self._new_connection()
+        try:
+            completions = await self._complete(http, request, sampling)
+        finally:
+            self._idle.append(http)
+        slots.release()  # not after a failure: what waits must not be sent while the caller learns of it
+        return completions
 
     async def _complete(self, http: httpx.AsyncClient, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
         """Asks again for what the server aborts: part of a completion is none."""
