@@ -22,7 +22,7 @@ class EngineError(GrpoError):
 
 
 class EngineDied(EngineError):
-    """The server exited, or was restarted without our weights. `WeightSync.recover` restarts it or sends the weights again."""
+    """The server exited, or was restarted without our weights. `Deployment.recover` restarts it or sends the weights again."""
 
 
 class CheckpointError(GrpoError):

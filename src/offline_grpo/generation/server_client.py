@@ -1,4 +1,4 @@
-"""What clients of inference servers share: many requests in flight, retries of what is safe to retry, and trust in nothing that comes back.
+"""What clients of inference servers share: many requests in flight, retries where they are safe, and strict checks of every answer.
 
 The public side is synchronous. Requests run in an event loop on a thread of their own, so that a signal to the main thread interrupts
 the wait at once, and connections outlive a call.
@@ -108,7 +108,7 @@ class ServerClient(ABC):
                     return
                 index = answered.get()
                 yield index, unanswered.pop(index).result()
-        finally:  # the first failure, a signal, or a caller who has had enough: nothing goes on behind its back
+        finally:  # a failure, a signal, or a caller who closed the iterator: cancel what is still open
             for future in unanswered.values():
                 future.cancel()
 
@@ -154,9 +154,9 @@ class ServerClient(ABC):
         return completions
 
     async def _complete(self, http: httpx.AsyncClient, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
-        """Asks again for what the server aborts: part of a completion is none."""
+        """Sends a request again that the server aborted: a partial completion is useless."""
         for _ in range(self.max_retries + 1):
-            weights = self.weights  # those that are served now: a push may come while the request is open
+            weights = self.weights  # read once: a push may replace them while the request is open
             answer = await self._post(http, self.body(request, sampling, weights))
             completions = self._completions(answer, request, sampling.max_new_tokens, weights.version)
             if all(completion.finish_reason is not FinishReason.ABORT for completion in completions):

@@ -1,4 +1,4 @@
-"""The training loop, the same for every mode: it knows the Protocols of interfaces.py and nothing else.
+"""The training loop. It knows engines, sources, evaluators, checkpoints and listeners only by the Protocols of interfaces.py.
 
     (evaluate) -> for each iteration: generate -> train -> sync -> (evaluate) -> (save) -> log
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What evaluates, whom it asks, and when: after an iteration if `is_due`, and `before_training`."""
+    """The evaluator, the deployment that it samples from, and its schedule: after an iteration if `is_due`, and `before_training`."""
 
     evaluator: Evaluator
     deployment: Deployment
@@ -61,7 +61,7 @@ class Loop:
     _last_saved: int | None = field(default=None, init=False)
 
     def run(self, first_iteration: int, source_state: Mapping[str, Any] | None) -> None:
-        """Train until the configured number of iterations, from `first_iteration` on (0: anew).
+        """Train until the configured number of iterations, from `first_iteration` on (0 for a new run).
 
         Args:
             source_state: what the source returned for the checkpoint that the run goes on from, None for a new run.
@@ -70,7 +70,7 @@ class Loop:
             StopRequested: a signal came; the state after the last complete iteration has been saved.
         """
         self._last_saved = first_iteration - 1 if first_iteration > 0 else None
-        self._serve_first()
+        self._push_first()
         self.source.start(first_iteration, source_state)
         if self.evaluation is not None and self.evaluation.before_training and first_iteration == 0:
             with self._safe_point(-1):
@@ -115,8 +115,8 @@ class Loop:
     def _version(self) -> int:
         return self.updater.counters.version
 
-    def _serve_first(self) -> None:
-        """What the engine serves when the run begins: the policy, or, of a resumed run, the weights that it served then."""
+    def _push_first(self) -> None:
+        """Push the first weights: the policy's, or in a resumed run the possibly older ones that the engine served at the checkpoint."""
         with self.schedule.served_weights(self.policy, self._version) as version:
             self._recovering(self.deployment, lambda: self.deployment.push(self.policy, version=version))
         self.schedule.connected(self.policy, self._version)
@@ -146,7 +146,7 @@ class Loop:
         return groups
 
     def _recovering(self, deployment: Deployment, action: Callable[[], T]) -> T:
-        """Do it, and if the engine died of it, once more with a new engine: sampling and pushing start from the same state again."""
+        """Run `action`; if the engine dies, recover it and run `action` once more, from the same state. A second death ends the run."""
         try:
             return action()
         except EngineDied as death:
@@ -162,7 +162,7 @@ class Loop:
 
     @contextmanager
     def _safe_point(self, iteration: int) -> Iterator[None]:
-        """Work that a signal may cut short: the weights are still those after the previous iteration, and are saved if they are not yet."""
+        """Work that a signal may interrupt: the weights are still those after the previous iteration, and are saved if they are not yet."""
         try:
             if self.ranks.any(self.stop.is_requested):
                 self.stop.raise_now()

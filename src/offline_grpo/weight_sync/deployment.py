@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DeploymentState:
-    """What another process must know to sample from the same engines: for each, what it serves, and its server's process."""
+    """What other processes need in order to use the engines that the first one started: of each, the served weights and the server's pid."""
 
     weights: tuple[ServedWeights, ...]
     pids: tuple[int | None, ...]
 
 
 class Deployment:
-    """A `Deployment` of interfaces.py: a push stages the weights once, and gives them to every engine in turn.
+    """Implements `interfaces.Deployment`: a push stages the weights once, and gives them to every engine in turn.
 
     Args:
         engines: the run samples from the first; all serve the same weights.
@@ -83,7 +83,7 @@ class Deployment:
             delivered = time.perf_counter()
             proofs = [self._strategy.verify(engine, snapshot, version) for engine in self.engines]
         except EngineError:
-            self._check_alive()  # an engine fails, too, when the host of what it was to read has died
+            self._check_alive()  # if the first engine died, others fail too: what was staged lay in its folder
             raise
         return SyncReport(
             version=version,
@@ -102,7 +102,7 @@ class Deployment:
             self._strategy.check_served(engine, self._version)
 
     def recover(self, policy: Policy, *, version: int) -> None:
-        """Start the engines again that have died, and push to all. Raises as `connect` and `push` do."""
+        """Restart the engines that have died, and push to all. Raises as `connect` and `push` do."""
         snapshot = self._snapshot(policy)
         for engine in self.engines:
             if engine.has_lost_weights:
@@ -113,7 +113,7 @@ class Deployment:
         self.push(policy, version=version)
 
     def close(self) -> None:
-        """Let go of all engines, and stop those that the run started. Called once, on every way out, also before `connect`."""
+        """Release all engines, and stop those that the run started. Called once at exit, also if `connect` never ran."""
         with ExitStack() as stack:
             for engine in self.engines:
                 stack.callback(engine.stop)
