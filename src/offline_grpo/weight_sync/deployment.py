@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DeploymentState:
-    """What other processes need in order to use the engines that the first one started: of each, the served weights and the server's pid."""
+    """What other processes need to use the engines that the first one started: of each, the served weights and the server's pid."""
 
     weights: tuple[ServedWeights, ...]
     pids: tuple[int | None, ...]
