@@ -12,7 +12,8 @@ class GrpoError(Exception):
 
 
 class ConfigError(GrpoError):
-    """The configuration or the input is invalid. Raised before a model is loaded; the message names key, value and fix."""
+    """The configuration or the input is invalid. Raised as early as possible, mostly before a model is loaded; the message
+    names key, value and fix."""
 
     exit_code = 2
 

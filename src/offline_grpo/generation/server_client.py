@@ -26,21 +26,21 @@ from offline_grpo.types import Completion, CompletionStream, FinishReason, Sampl
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
-"""Between attempts of a request; see `ServerClient`."""
+"""Between the attempts of a request; see `ServerClient`."""
 
 KEEP_ALIVE_S = 3.0
 """How long an idle connection is kept. Servers close theirs after 5 s, and a request sent at that moment would break."""
 
 LOWEST_LOGPROB = -9999.0
-"""Servers write this, or less, for minus infinity, which JSON cannot."""
+"""Servers send this or a lower value for minus infinity, which JSON cannot represent."""
 
 Choice = tuple[Sequence[int], Sequence[float], str]
-"""A completion as a server tells it: token ids, their logprobs in nats, and the word for why it ended."""
+"""A completion as parsed from an answer: token ids, their logprobs in nats, and the server's finish reason."""
 
 
 class ServerClient(ABC):
-    """A `RolloutClient` that asks a server over HTTP: token ids in, token ids and logprobs out. Subclasses speak one server's language:
-    `path` is where they ask for completions, `engine_name` whom.
+    """A `RolloutClient` that asks a server over HTTP: token ids in, token ids and logprobs out. Each subclass implements one
+    server's API: `path` is its endpoint for completions, `engine_name` the kind of server.
 
     Generation is a pure function of weights, prompt and seed, so a request that failed on the way is sent again: after a refused or broken
     connection, a truncated answer, or a status that asks for it (429, 502, 503, 504). Any other status is an error at once.
@@ -222,7 +222,7 @@ class ServerClient(ABC):
         if not (0 if finish is FinishReason.ABORT else 1) <= len(token_ids) <= max_new_tokens:
             raise ValueError(f"{len(token_ids)} tokens where 1 to {max_new_tokens} were asked for")
         for position, logprob in enumerate(logprobs):
-            if not LOWEST_LOGPROB < logprob <= 1e-3:  # true of NaN too
+            if not LOWEST_LOGPROB < logprob <= 1e-3:  # NaN fails this too; the 1e-3 is room for rounding
                 raise EngineError(
                     f"{self._url}: the logprob of token {position} is {logprob} (weights version {version}): no token that was drawn "
                     "has that; the served weights, or their activations, are probably not finite"
