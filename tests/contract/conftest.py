@@ -106,8 +106,15 @@ def connect(where: Where, model_folder: Path, request: pytest.FixtureRequest) ->
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
-    """CUDA IPC needs a GPU: its combinations with the CPU are no tests."""
-    chosen = {item: getattr(getattr(item, "callspec", None), "params", {}) for item in items}
-    impossible = [item for item, params in chosen.items() if params.get("option") == "ipc" and params.get("where") is CPU]
+    """CUDA IPC needs a GPU, and `second_server` takes adapters on CPUs only: other combinations are no tests."""
+
+    def is_possible(item: Any) -> bool:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        option, where = params.get("option"), params.get("where")
+        return not (
+            (option == "ipc" and where is CPU) or (option == "lora_hotswap" and where is GPU and "second_server" in item.fixturenames)
+        )
+
+    impossible = [item for item in items if not is_possible(item)]
     config.hook.pytest_deselected(items=impossible)
     items[:] = [item for item in items if item not in impossible]

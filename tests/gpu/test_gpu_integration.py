@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from children import SMALL, Kill, metrics_of, printed, run_in_child
-from engines import GPU, kill_engines, load, make_client, make_server, processes_naming, running, save_model
-from factories import compose_config, sampled
+from engines import GPU, GPU_FP32, kill_engines, load, make_client, make_server, processes_naming, running, save_model
+from factories import compose_config, generate, sampled
 from safetensors.torch import load_file
 
 from offline_grpo.generation.vllm_client import VllmClient
@@ -27,7 +27,7 @@ from offline_grpo.run.preflight import Plan, make_plan
 from offline_grpo.run.run_dir import RunDir
 from offline_grpo.train.experience import prepare_batch
 from offline_grpo.train.sharding import Replicas
-from offline_grpo.types import RolloutGroup, Score
+from offline_grpo.types import Completion, RolloutGroup, SamplingParams, Score
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     plan = make_plan(typed(compose_config("generation=vllm_server", "weight_sync=reload", *OVERRIDES)))
     with running(make_server(GPU, folder), model) as server:
         client = make_client(server)
-        yield Bench(plan, load(model, GPU), client, Ranks(use_cpu=False), folder)
+        policy = load(model, GPU)
+        policy.make_masters()
+        yield Bench(plan, policy, client, Ranks(use_cpu=False), folder)
         client.close()
 
 
@@ -129,7 +131,7 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert processes_naming(str(tmp_path)) == []
 
 
-@pytest.mark.parametrize(("option", "where"), [("shared_vllm", "shared_vllm:SharedVllm.deliver"), ("ipc", "ipc:Ipc.send")])
+@pytest.mark.parametrize(("option", "where"), [("shared_vllm", "shared_vllm:SharedVllm.apply"), ("ipc", "ipc:Ipc.send")])
 def test_a_killed_trainer_leaves_nothing(option: str, where: str, tmp_path: Path) -> None:
     """SIGKILL in the middle of a push: CUDA IPC has files in shared memory too, the server's or the trainer's."""
     files, processes = set(os.listdir("/dev/shm")), processes_naming(str(tmp_path))
@@ -162,3 +164,22 @@ def test_a_server_that_dies_is_started_again(precision: str, tmp_path: Path, mon
     saved = load_file(tmp_path / "run" / "checkpoints" / "iter_002" / "model.safetensors")
     assert all(torch.equal(saved[name], master.to(saved[name].dtype)) for name, master in before.items())
     assert processes_naming(str(tmp_path)) == []
+
+
+def test_cuda_graphs_change_no_logprob(tmp_path: Path) -> None:
+    """A server replays its decoding steps as CUDA graphs unless `enforce_eager` is set: same tokens, same logprobs."""
+    model = save_model(tmp_path / "model", dtype=torch.float32)
+    drawn: list[list[Completion]] = []
+    for enforce_eager in (True, False):
+        args = {"enforce_eager": enforce_eager, "kv_cache_memory_bytes": 2**28}
+        with running(make_server(GPU_FP32, tmp_path / f"eager_{enforce_eager}", args=args), model) as server:
+            client = make_client(server)
+            prompts = [[1, 5, 9], [1, 7], [1, 30, 31, 32, 33]]
+            sampling = SamplingParams(max_new_tokens=64)
+            groups = generate(client, prompts, sampling, group_size=8, seeds=[100, 200, 300])
+            drawn.append([completion for group in groups for completion in group])
+            client.close()
+    eager, graphs = drawn
+    assert [c.token_ids for c in graphs] == [c.token_ids for c in eager]
+    for one, other in zip(eager, graphs, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=GPU_FP32.tolerance_nats)
