@@ -174,7 +174,7 @@ class Layout(Protocol):
         """
         ...
 
-    def attention(self, decoder: nn.Module) -> AbstractContextManager[None]:
+    def attention(self, decoder: nn.Module, batch: TokenBatch) -> AbstractContextManager[None]:
         """Inside, the decoder attends as in `hidden_states`: with gradient checkpointing the backward pass runs it again."""
         ...
 
@@ -188,16 +188,25 @@ class LossHead(Protocol):
     """From hidden states and output embeddings to logprobs and entropies, differentiable."""
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor, *, entropy_requires_grad: bool
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor,
+        *,
+        softcap: float | None = None,
+        entropy_requires_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs of `targets` and entropies of softmax((hidden @ weight.T + bias) / temperature), both [N], in nats.
+        """Logprobs of `targets` and entropies of softmax(cap(hidden @ weight.T + bias) / temperature), both [N], in nats.
 
         Args:
             hidden: [N, H], the decoder's output at the position before each target.
             weight: [V, H].
             bias: [V] or None.
             targets: [N] int64 in [0, V).
-            temperature: [N], positive.
+            temperature: [N], positive. A model's factor on its logits is in it.
+            softcap: cap(z) is softcap * tanh(z / softcap), or z if None.
             entropy_requires_grad: if False the entropy is a metric, without gradient.
 
         Returns:

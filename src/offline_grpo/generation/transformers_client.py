@@ -5,6 +5,7 @@ Rows of one prompt share its prefill, and rows that have ended are dropped from 
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, filters, uniforms
 from offline_grpo.model.adapters import LanguageModel, unwrapped
+from offline_grpo.model.logits import decoder_of
 from offline_grpo.model.text import end_ids
 from offline_grpo.types import Completion, CompletionStream, SamplingParams, SamplingRequest, ServedWeights
 
@@ -47,6 +49,11 @@ class TransformersClient:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ConfigError(f"generation.batch_size={self.batch_size}: must be at least 1")
+        if "past_key_values" not in inspect.signature(self._lm.forward).parameters:
+            raise ConfigError(
+                f"generation=transformers: {type(self._lm).__name__} has a cache of its own kind (no past_key_values), "
+                "which cannot be sampled from in process; use generation=vllm_server"
+            )
 
     @property
     def _lm(self) -> Any:
@@ -107,7 +114,7 @@ class TransformersClient:
         cache = DynamicCache(config=lm.config.get_text_config(decoder=True))
         if len(prompt_of_row) > len(prompts) and token_ids.shape[1] > 1:
             self._prefill(cache, token_ids[:, :-1], mask[:, :-1])
-            cache.batch_select_indices(index)
+            _keep_rows(cache, index)
         token_ids, mask = token_ids[index], mask[index]  # [B, P]
         draws = Draws(len(index), sampling.max_new_tokens, lm.device)
         noise = None if sampling.temperature == 0 else uniforms(seeds, sampling.max_new_tokens).to(lm.device)  # [B, N]
@@ -126,12 +133,12 @@ class TransformersClient:
             if len(kept) == 0 or draws.num_steps_left == 0:
                 return draws
             token_ids, mask = token_ids[kept], pad(mask[kept], (0, token_ids.shape[1] - mask.shape[1]), value=1)
-            cache.batch_select_indices(kept)
+            _keep_rows(cache, kept)
 
     def _prefill(self, cache: DynamicCache, token_ids: Tensor, mask: Tensor) -> None:
         """Fill the cache with the keys and values of tokens [U, P], without logits."""
         position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
-        self._lm.get_decoder()(input_ids=token_ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True)
+        decoder_of(self._lm)(input_ids=token_ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True)
 
     def _check(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> None:
         if "" in sampling.stop:
@@ -145,6 +152,11 @@ class TransformersClient:
                     f"generation.max_new_tokens={sampling.max_new_tokens}: prompt {index} has {len(prompt)} tokens and the model's "
                     f"context is {context}; use {context - len(prompt)} or less, or leave out problems with longer prompts"
                 )
+
+
+def _keep_rows(cache: DynamicCache, rows: Tensor) -> None:
+    """Make these rows the cache's; a row may come several times. States of convolutions lack `batch_select_indices`."""
+    cache.reorder_cache(rows)  # pyright: ignore[reportArgumentType]  # an int64 tensor by another name
 
 
 def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

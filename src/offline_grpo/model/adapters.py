@@ -32,6 +32,11 @@ def unwrapped(model: LanguageModel) -> PreTrainedModel:
     return model.get_base_model() if has_adapters(model) else model  # type: ignore[return-value]
 
 
+def adapter_dropouts(model: nn.Module) -> list[nn.Module]:
+    """The dropout on the input of each adapter."""
+    return [module for name, module in model.named_modules() if name.endswith(".lora_dropout")]
+
+
 def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter: Path | None) -> PeftModel:
     """The model with LoRA adapters on top (arXiv 2106.09685): those saved in the folder `adapter`, or new ones.
 

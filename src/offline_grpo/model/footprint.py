@@ -23,9 +23,10 @@ from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, unwrapped
 from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.live_bytes import LiveBytes
-from offline_grpo.model.load import prepare
+from offline_grpo.model.load import attention_of, prepare
+from offline_grpo.model.logits import decoder_of, output_embeddings
 from offline_grpo.model.masters import MasterWeights
-from offline_grpo.model.scoring import output_embeddings
+from offline_grpo.model.scoring import prepare_for_gradients
 from offline_grpo.settings import ModelConfig
 from offline_grpo.types import TokenBatch
 
@@ -58,7 +59,9 @@ def build_on_meta(
     model_config: PretrainedConfig, config: ModelConfig, *, precision: str, train_layer_indices: str | None, gradient_checkpointing: bool
 ) -> LanguageModel:
     """The model as `load_policy` would return it, with adapters, frozen blocks and checkpointing, but without weights. Raises likewise."""
-    attention = "eager" if config.attn_implementation == "eager" else "sdpa"  # the others keep what CUDA's sdpa keeps
+    attention = attention_of(model_config, config.attn_implementation)
+    if attention not in (None, "eager"):
+        attention = "sdpa"  # the others keep what CUDA's sdpa keeps
     with META:
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch_dtype(precision), attn_implementation=attention)
         return prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing)
@@ -78,10 +81,10 @@ def measure(model: LanguageModel, microbatch: Microbatch, *, layout: Layout, hea
         separate_masters: fp32 weights have masters too (see `MasterWeights`).
     """
     layout = layout.for_memory_plan()
-    config: Any = unwrapped(model).get_decoder().config
+    config: Any = decoder_of(unwrapped(model)).config
     if config._attn_implementation == "sdpa":
         config._attn_implementation = CUDA_SDPA
-    model.train()
+    prepare_for_gradients(model)
     live = LiveBytes()
     weights_bytes = live.add([*model.parameters(), *model.buffers()])
     with live:
@@ -101,8 +104,9 @@ def measure(model: LanguageModel, microbatch: Microbatch, *, layout: Layout, hea
 
 def _forward_backward(model: LanguageModel, microbatch: Microbatch, layout: Layout, head: LossHead) -> None:
     """What `Updater` does with a microbatch, up to the loss, whose vectors [T] are small."""
-    decoder, output = unwrapped(model).get_decoder(), output_embeddings(unwrapped(model))
-    hidden = layout.hidden_states(decoder, _batch(microbatch))  # [T, H]
+    decoder, output = decoder_of(unwrapped(model)), output_embeddings(unwrapped(model))
+    batch = _batch(microbatch)
+    hidden = layout.hidden_states(decoder, batch)  # [T, H]
     at = torch.empty(microbatch.num_sequences * microbatch.num_completion_tokens, dtype=torch.int64, device=META)  # [N]
     vocab_size, hidden_size = output.weight.shape
     scratch_bytes = head.scratch_bytes(
@@ -110,7 +114,7 @@ def _forward_backward(model: LanguageModel, microbatch: Microbatch, layout: Layo
     )
     logprobs = _HeadStandIn.apply(hidden[at], output.weight, output.bias, scratch_bytes)  # [N]
     del hidden
-    with layout.attention(decoder):
+    with layout.attention(decoder, batch):
         logprobs.sum().backward()
 
 

@@ -10,6 +10,8 @@ logits keeps its precision however large both are. With z the logits, T the temp
     logprob = (z[y] - max z) / T - ln S               d logprob / dz = (onehot(y) - p) / T
     H       = ln S - ln2 * sum(2^bits * bits) / S     d H / dz       = -p * (ln p + H) / T
 
+With a soft-cap c, z = c tanh(z' / c) of the product z', so gradients are multiplied by dz / dz' = 1 - (z / c)^2.
+
 The backward pass computes the logits again: four matrix products in all instead of three, for a memory use that does not grow with N * V.
 """
 
@@ -46,13 +48,21 @@ class TiledHead:
         require(self.tile_width is None or self.tile_width > 0, "model.head.tile_width", self.tile_width, "must be at least 1, or null")
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor, *, entropy_requires_grad: bool
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor,
+        *,
+        softcap: float | None = None,
+        entropy_requires_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of `targets` and entropies, see `LossHead`. The logprob of a target outside [0, V) is NaN.
 
         The matrix products read `hidden`'s dtype. Logits and softmax are float32 whatever it is, or float64 if it is.
         """
-        return _TiledHead.apply(hidden, weight, bias, targets, temperature, entropy_requires_grad, self.tile_width)
+        return _TiledHead.apply(hidden, weight, bias, targets, temperature, softcap, entropy_requires_grad, self.tile_width)
 
     def scratch_bytes(self, *, num_tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> int:
         """See `LossHead`. The larger of two sums, both over the two tile buffers; vectors [N] are left out.
@@ -90,7 +100,7 @@ class _Tile(NamedTuple):
         return index, (local >= 0) & (local < width)
 
 
-def _tiles(hidden: Tensor, weight: Tensor, bias: Tensor | None, tile_width: int | None) -> Iterator[_Tile]:
+def _tiles(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, tile_width: int | None) -> Iterator[_Tile]:
     dtype, num_tokens = _stats_dtype(hidden), len(hidden)
     full_width = _tile_width(tile_width, num_tokens, len(weight), dtype.itemsize, hidden.device)
     logits_buffer, scratch_buffer = torch.empty(2, num_tokens * full_width, dtype=dtype, device=hidden.device)
@@ -106,6 +116,8 @@ def _tiles(hidden: Tensor, weight: Tensor, bias: Tensor | None, tile_width: int 
         _matmul_into(tile.logits, hidden, tile.weight.T)
         if bias is not None:
             tile.logits.add_(bias[columns])
+        if softcap is not None:
+            tile.logits.div_(softcap).tanh_().mul_(softcap)
         yield tile
 
 
@@ -118,6 +130,7 @@ class _TiledHead(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: Tensor,
+        softcap: float | None,
         entropy_requires_grad: bool,
         tile_width: int | None,
     ) -> tuple[Tensor, Tensor]:
@@ -125,7 +138,7 @@ class _TiledHead(torch.autograd.Function):
         bits_per_logit = 1 / (math.log(2) * temperature.to(dtype))  # [N]
         target_logits = torch.full_like(bits_per_logit, torch.nan)  # [N]
         tile_stats: list[tuple[Tensor, Tensor, Tensor]] = []
-        for tile in _tiles(_matmul_input(hidden), weight, bias, tile_width):
+        for tile in _tiles(_matmul_input(hidden), weight, bias, softcap, tile_width):
             index, inside = tile.locate(targets)
             target_logits = torch.where(inside, tile.logits[index], target_logits)
             peak = tile.logits.amax(-1)  # [N]
@@ -137,7 +150,7 @@ class _TiledHead(torch.autograd.Function):
         logprobs = (target_logits - peak) / temperature - power_sum.log()
         entropy = power_sum.log() - math.log(2) * bits_sum / power_sum
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, bits_per_logit, peak, power_sum, entropy)
-        ctx.tile_width = tile_width
+        ctx.softcap, ctx.tile_width = softcap, tile_width
         ctx.set_materialize_grads(False)
         if not entropy_requires_grad:
             ctx.mark_non_differentiable(entropy)
@@ -161,12 +174,15 @@ class _TiledHead(torch.autograd.Function):
             offset, slope = offset - entropy_grad * (entropy - power_sum.log()), -math.log(2) * entropy_grad
 
         inputs = _matmul_input(hidden)
-        for tile in _tiles(inputs, weight, bias, ctx.tile_width):
+        for tile in _tiles(inputs, weight, bias, ctx.softcap, ctx.tile_width):
+            slope_of_cap = None if ctx.softcap is None else 1 - (tile.logits / ctx.softcap).square_()  # [N, v]
             bits = tile.logits.sub_(peak[:, None]).mul_(bits_per_logit[:, None])  # [N, v]
             grad_logits = torch.exp2(bits, out=tile.scratch)  # [N, v]
             grad_logits.mul_(offset[:, None] if slope is None else bits.mul_(slope[:, None]).add_(offset[:, None]))
             index, inside = tile.locate(targets)
             grad_logits[index] += torch.where(inside, target_grad, 0)  # one element per row: no two writes meet
+            if slope_of_cap is not None:
+                grad_logits.mul_(slope_of_cap)
             if grad_bias is not None:
                 grad_bias[tile.columns] = grad_logits.sum(0)
             grad_logits = grad_logits.to(inputs.dtype)
@@ -174,7 +190,7 @@ class _TiledHead(torch.autograd.Function):
                 _add_matmul_to(grad_hidden, grad_logits, tile.weight)
             if grad_weight is not None:
                 _matmul_into(grad_weight[tile.columns], grad_logits.T, inputs)
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
 
 
 def _merge(tile_stats: list[tuple[Tensor, Tensor, Tensor]], bits_per_logit: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,15 +10,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout, LossHead
-from offline_grpo.model.adapters import LanguageModel, with_lora
+from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
 from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.layers import parse_layer_indices, train_only_blocks
 from offline_grpo.model.layouts import choose_layout
+from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
-from offline_grpo.model.scoring import Scoring, eval_mode, output_embeddings
+from offline_grpo.model.proof import settle_layout
+from offline_grpo.model.scoring import Scoring
 from offline_grpo.settings import ModelConfig
 
-HEAD_TOLERANCE_NATS = 0.05
+SDPA_HAS_NO = "attn_logit_softcapping"
+"""In config.json: a soft-cap inside attention, an argument that transformers' sdpa drops."""
 
 
 def resolve_device(device: str, local_rank: int = 0) -> torch.device:
@@ -59,8 +62,17 @@ def read_model_config(model_id: str, key: str) -> PretrainedConfig:
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """The most tokens that prompt and completion may have together; None where the model sets no limit."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    """The most tokens that prompt and completion may have together; None where the model sets no limit.
+
+    Rotary embeddings of type `dynamic` and `longrope` turn by other angles in batches whose longest sequence is beyond the length of the
+    original training, so a logprob would depend on its neighbours. Such models are used up to that length.
+    """
+    text = config.get_text_config()
+    limits = [getattr(text, "max_position_embeddings", None)]
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        limits.append(rope.get("original_max_position_embeddings"))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def load_tokenizer(model_id: str) -> PreTrainedTokenizerBase:
@@ -90,21 +102,23 @@ def load_policy(
     """The policy, from `checkpoint` (a folder that the checkpointer wrote) or else from `model_id`.
 
     Args:
-        layout: see `choose_layout`.
-        shares_weights: load it on the CPU; its weights will be memory on `device` that the engine has allocated.
+        layout: see `settle_layout`.
+        shares_weights: load it on the CPU; its weights will be memory on `device` that the engine has allocated. `settle_layout` is left to
+            the caller then.
 
     Raises:
-        ConfigError: the layout does not run on `device`, the model has no such layers or target modules, or it changes its logits.
+        ConfigError: the layout does not run on `device` or is wrong for the model, the model has no such layers or target modules, or it
+            does something unknown to its logits.
     """
     dtype = torch_dtype(precision)
-    layout = choose_layout(layout, device, dtype)
     adapter = checkpoint if checkpoint is not None and config.lora is not None else None
     weights = str(checkpoint) if checkpoint is not None and config.lora is None else model_id
     model = _load_causal_lm(weights, config, torch.device("cpu") if shares_weights else device, dtype)
     model = prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing, adapter=adapter)
-    policy = Policy(Scoring(model, layout, head), load_tokenizer(model_id), compute_device=device)
-    check_logits(policy.causal_lm)
-    return policy
+    scoring = Scoring(model, choose_layout(layout, device, dtype), head, logits=measure_logit_transform(unwrapped(model)))
+    if not shares_weights:
+        settle_layout(scoring, layout, device)
+    return Policy(scoring, load_tokenizer(model_id), compute_device=device)
 
 
 def prepare(
@@ -115,12 +129,11 @@ def prepare(
     gradient_checkpointing: bool,
     adapter: Path | None = None,
 ) -> LanguageModel:
-    """Make a model the one to be trained: dropout off, adapters (from the folder `adapter`, or new) or chosen blocks, checkpointing.
+    """Make a model the one to be trained: adapters (from the folder `adapter`, or new) or chosen blocks, checkpointing.
 
     Raises:
         ConfigError: layer indices or target modules that the model does not have.
     """
-    _disable_dropout(model)
     num_layers = model.config.get_text_config().num_hidden_layers
     trained: LanguageModel = model
     if config.lora is not None:
@@ -131,56 +144,52 @@ def prepare(
         train_only_blocks(model, parse_layer_indices(train_layer_indices, num_layers, key="train.train_layer_indices"), num_layers)
     if gradient_checkpointing:
         trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _disable_dropout_of_checkpointed(model)
     return trained
 
 
-def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, precision: str) -> Scoring:
-    """The frozen reference: the policy's own base model under LoRA, else a second copy in the same precision."""
+def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, layout: Layout | None, precision: str) -> Scoring:
+    """The frozen reference: the policy's own base model under LoRA, else a second copy in the same precision. Raises as `load_policy`."""
     reference_id = config.ref_id or model_id
-    is_own_base = config.lora is not None and reference_id == model_id
-    if is_own_base:
-        model = policy.model
-    else:
-        model = _load_causal_lm(reference_id, config, policy.device, torch_dtype(precision)).eval().requires_grad_(False)
-    return Scoring(model, policy.scoring.layout, policy.scoring.head, without_adapter=is_own_base)
+    scoring = policy.scoring
+    if config.lora is not None and reference_id == model_id:
+        return Scoring(policy.model, scoring.layout, scoring.head, logits=scoring.logits, without_adapter=True)
+    model = _load_causal_lm(reference_id, config, policy.device, torch_dtype(precision)).eval().requires_grad_(False)
+    reference = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model))
+    settle_layout(reference, layout, policy.device)
+    return reference
 
 
-@torch.no_grad()
-def check_logits(model: PreTrainedModel) -> None:
-    """Refuse models that do more to their logits than multiply hidden states by the output embeddings (soft-capping, scaling).
+def attention_of(model_config: PretrainedConfig, wanted: str) -> str | None:
+    """What `model.attn_implementation=WANTED` is for this model; None is transformers' own choice, sdpa where the architecture has it.
 
     Raises:
-        ConfigError: the logits of the model and of its head differ.
+        ConfigError: sdpa would leave out something that the model computes.
     """
-    ids = torch.arange(8, device=model.device)[None]  # [1, 8]
-    with eval_mode(model):
-        expected = model(input_ids=ids, use_cache=False).logits.float()
-        output = output_embeddings(model)
-        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        ours = nn.functional.linear(hidden, output.weight, output.bias).float()
-    worst = (expected.log_softmax(-1) - ours.log_softmax(-1)).abs().max().item()
-    if worst > HEAD_TOLERANCE_NATS:
-        raise ConfigError(
-            f"model.train_id={model.name_or_path}: {type(model).__name__} changes its logits after the head "
-            f"(by up to {worst:.3g} nats), which the loss head does not do; choose a model without logit soft-capping or scaling"
-        )
+    softcap = getattr(model_config.get_text_config(), SDPA_HAS_NO, None)
+    if wanted == "auto":
+        return "eager" if softcap is not None else None
+    if wanted == "sdpa" and softcap is not None:
+        raise ConfigError(f"model.attn_implementation=sdpa: leaves out the model's {SDPA_HAS_NO}={softcap}; use auto or eager")
+    return wanted
 
 
 def _load_causal_lm(model_id: str, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    attention = attention_of(AutoConfig.from_pretrained(model_id), config.attn_implementation)
     try:
-        model = AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype, attn_implementation=config.attn_implementation)
+        model = AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype, attn_implementation=attention)
     except (ImportError, ValueError) as error:  # kernels that are not installed, or a name that transformers does not know
         if "attention" not in str(error).lower() and "attn" not in str(error):
             raise
         reason = " ".join(str(error).split())
-        raise ConfigError(f"model.attn_implementation={config.attn_implementation}: {reason}; sdpa works everywhere") from error
-    return model.to(device)  # pyright: ignore[reportArgumentType]  # transformers' decorated signature
+        raise ConfigError(f"model.attn_implementation={config.attn_implementation}: {reason}; use auto or eager") from error
+    return model.to(device).eval()  # pyright: ignore[reportArgumentType]  # transformers' decorated signature
 
 
-def _disable_dropout(model: nn.Module) -> None:
-    """The sampler has no dropout, so the scores that are compared with its logprobs must have none either."""
+def _disable_dropout_of_checkpointed(model: nn.Module) -> None:
+    """Blocks are checkpointed in train mode only (see `prepare_for_gradients`), which must not switch on dropout that is in their code."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - nn.Module's annotations know tensors and modules only
+        if getattr(module, "gradient_checkpointing", False):
+            for name, value in vars(module).items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(module, name, 0.0)

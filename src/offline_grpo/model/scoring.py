@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from offline_grpo.interfaces import Layout, LossHead
-from offline_grpo.model.adapters import LanguageModel, has_adapters, unwrapped
+from offline_grpo.model.adapters import LanguageModel, adapter_dropouts, has_adapters, unwrapped
+from offline_grpo.model.logits import LogitTransform, decoder_of, output_embeddings
 from offline_grpo.types import TokenBatch, TokenStats
 
 
@@ -25,20 +26,35 @@ class Scoring(nn.Module):
         model: a transformers model with a language-model head, or a peft model around one.
         layout: how the decoder runs over a batch.
         head: computes logprobs and entropies from hidden states.
+        logits: what the model does to its logits.
         without_adapter: score with LoRA adapters switched off, so that an adapted policy is its own reference.
     """
 
-    def __init__(self, model: LanguageModel, layout: Layout, head: LossHead, *, without_adapter: bool = False) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        layout: Layout,
+        head: LossHead,
+        *,
+        logits: LogitTransform = LogitTransform(),  # noqa: B008 - immutable
+        without_adapter: bool = False,
+    ) -> None:
         super().__init__()
         self.model = model
         self.layout = layout
         self.head = head
+        self.logits = logits
         self.without_adapter = without_adapter
 
     @property
     def causal_lm(self) -> PreTrainedModel:
         """The transformers model, free of peft's wrapper; LoRA layers sit inside it."""
         return unwrapped(self.model)
+
+    @property
+    def output(self) -> nn.Linear:
+        """The language-model head."""
+        return output_embeddings(self.causal_lm)
 
     @property
     def device(self) -> torch.device:
@@ -50,23 +66,24 @@ class Scoring(nn.Module):
         Args:
             entropy_requires_grad: if False the entropy is a metric, without gradient.
         """
-        hidden = self.layout.hidden_states(self.causal_lm.get_decoder(), batch)  # [T, H]
-        output = output_embeddings(self.causal_lm)
+        hidden = self.layout.hidden_states(decoder_of(self.causal_lm), batch)  # [T, H]
+        output = self.output
         at = batch.completion_mask.nonzero().squeeze(-1)  # [N]
         logprobs, entropy = self.head(
             hidden[at - 1],  # the only shift by one: a token is predicted at the position before it
             output.weight,
             output.bias,
             batch.token_ids[at],
-            batch.temperature[at],
+            batch.temperature[at] / self.logits.scale,
+            softcap=self.logits.softcap,
             entropy_requires_grad=entropy_requires_grad,
         )
         zeros = logprobs.new_zeros(len(batch.token_ids))  # [T]
         return TokenStats(logprobs=zeros.index_copy(0, at, logprobs), entropy=zeros.index_copy(0, at, entropy))
 
-    def attention(self) -> AbstractContextManager[None]:
+    def attention(self, batch: TokenBatch) -> AbstractContextManager[None]:
         """The attention that `forward` uses; a backward pass through checkpointed activations must run inside."""
-        return self.layout.attention(self.causal_lm.get_decoder())
+        return self.layout.attention(decoder_of(self.causal_lm), batch)
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> Tensor:
@@ -79,11 +96,17 @@ class Scoring(nn.Module):
             return self(batch).logprobs
 
 
-def output_embeddings(model: PreTrainedModel) -> nn.Linear:
-    """The language-model head."""
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Linear), f"{type(model).__name__} has no linear language-model head"
-    return head
+def prepare_for_gradients(model: nn.Module, *, adapter_dropout: bool = True) -> None:
+    """Switch on what training needs of train mode: activation checkpointing, and dropout on adapters.
+
+    The rest stays in eval mode. The sampler has no dropout, so the scores that are compared with its logprobs must have none either.
+    """
+    model.eval()
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
+    for dropout in adapter_dropouts(model):
+        dropout.train(adapter_dropout)
 
 
 @contextmanager

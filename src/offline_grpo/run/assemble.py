@@ -18,6 +18,7 @@ from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.layouts import choose_layout
 from offline_grpo.model.load import context_length, load_policy, load_reference, load_tokenizer, read_model_config, resolve_device
 from offline_grpo.model.policy import Policy
+from offline_grpo.model.proof import settle_layout
 from offline_grpo.model.text import encode
 from offline_grpo.placement.devices import check_devices, server_gpus
 from offline_grpo.placement.ranks import Ranks
@@ -68,6 +69,8 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     for deployment in dict.fromkeys((training, evaluation)):
         stack.callback(deployment.close)
         deployment.connect(policy)
+    if plan.weight_sync.requires.shares_weights and ranks.is_main:
+        settle_layout(policy.scoring, plan.layout, policy.compute_device)
     sharding.prepare(policy)
     policy.make_masters()
     updater = make_updater(plan, policy, model_id, start.run_dir, ranks, sharding)
@@ -152,10 +155,12 @@ def _check_model(plan: Plan, model_id: str) -> int:
 def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ranks: Ranks, sharding: Sharding) -> Updater:
     """The updater of a run whose policy is loaded; loads the reference if there is a KL term."""
     config = plan.config
-    needs_reference = plan.loss.kl_coef > 0
+    reference = None
+    if plan.loss.kl_coef > 0:
+        reference = load_reference(config.model, model_id, policy, layout=plan.layout, precision=config.train.precision)
     return Updater(
         policy=policy,
-        reference=load_reference(config.model, model_id, policy, precision=config.train.precision) if needs_reference else None,
+        reference=reference,
         loss=plan.loss,
         optimizer=plan.optimizer.create(policy.masters.parameters.values()),
         scaler=torch.amp.GradScaler(policy.device.type, enabled=config.train.precision == "fp16"),

@@ -21,7 +21,7 @@ from torch import Tensor
 from offline_grpo.errors import NonFiniteError
 from offline_grpo.interfaces import Loss, Sharding
 from offline_grpo.model.policy import Policy
-from offline_grpo.model.scoring import Scoring
+from offline_grpo.model.scoring import Scoring, prepare_for_gradients
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import TrainConfig
@@ -114,14 +114,14 @@ class Updater:
         mine = share_of_rank(sequences, batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size)
         shares: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.policy.device))
         is_on_policy = not self.needs_old_logprobs(batch)
-        self.policy.model.train()
+        prepare_for_gradients(self.policy.model)
         for chosen, counts in self._passes(mine, sequences, batch):
             part = batch.select(chosen).to(self.policy.device)
             stats: TokenStats = self.policy.scoring(part, entropy_requires_grad=self.loss.entropy_coef != 0)
             if is_on_policy:
                 part = part.with_logprobs(old=stats.logprobs.detach())
             output = self.loss(stats, part, totals)
-            with self.policy.scoring.attention():
+            with self.policy.scoring.attention(part):
                 self.scaler.scale(output.loss if counts else output.loss * 0.0).backward()
             if counts:
                 alignment.add(part)

@@ -2,13 +2,17 @@
 
 import pytest
 import torch
-from factories import make_qwen2, make_scoring
+from architectures import ZOO
+from factories import make_qwen2, make_rollout, make_scoring
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout
 from offline_grpo.model.layouts import LAYOUTS, choose_layout, layout_named
 from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.layouts.tree import Tree
 from offline_grpo.model.layouts.varlen import VARLEN, Varlen
+from offline_grpo.model.logits import decoder_of
+from offline_grpo.train.batch import build_batch
 
 CPU, CUDA, MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
 
@@ -44,10 +48,10 @@ def test_varlen_is_refused_where_its_kernel_does_not_run(device, dtype, has):
         choose_layout(Varlen(), device, dtype)
 
 
-def test_attention_is_the_layouts_inside_and_the_models_own_afterwards():
+def test_attention_is_the_layouts_inside_and_the_models_own_afterwards(token_batch):
     decoder = make_qwen2().get_decoder()
     before = decoder.config._attn_implementation
-    with pytest.raises(ZeroDivisionError), Varlen().attention(decoder):
+    with pytest.raises(ZeroDivisionError), Varlen().attention(decoder, token_batch):
         assert decoder.config._attn_implementation == VARLEN
         _ = 1 / 0
     assert decoder.config._attn_implementation == before
@@ -60,3 +64,29 @@ def test_a_layout_answers_for_each_token_whatever_the_order(token_batch):
     for sequence in (3, 0, 7):
         alone = scoring.logprobs(token_batch.select([sequence]))
         assert torch.allclose(whole[starts[sequence] : starts[sequence + 1]], alone, atol=2e-5)
+
+
+def test_sequences_longer_than_a_chunk_get_padded_rows(token_batch):
+    """Variable-length attention knows windows, and not Llama 4's chunks."""
+    longest = max(token_batch.sequence_lengths)
+    for chunk, attention in ((longest, VARLEN), (longest - 1, "sdpa")):
+        model = ZOO["llama4"].build(attention_chunk_size=chunk)
+        decoder = decoder_of(model)
+        with Varlen().attention(decoder, token_batch):
+            assert decoder.config._attn_implementation == attention
+    found = make_scoring(model, Varlen()).logprobs(token_batch)
+    assert torch.equal(found, make_scoring(model, Padded()).logprobs(token_batch))
+
+
+@pytest.mark.parametrize(("window", "rows"), [(60, 2), (10, 12)])
+def test_trees_wider_than_a_window_become_padded_rows(window, rows):
+    """GPT-Neo's local attention counts columns, not positions."""
+    prompts = [[5, 6, 7, 8, 9, 10, 11, 12], [5, 9, 7, 8, 9, 10, 11, 12]]
+    rollouts = [make_rollout(prompt, [20 + i, 3, 4 + i]) for prompt in prompts for i in range(6)]
+    batch = build_batch(rollouts, mask_truncated=False)
+    model = ZOO["gpt_neo"].build(window_size=window)
+    shapes = []
+    decoder_of(model).register_forward_pre_hook(lambda _, __, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True)
+    found = make_scoring(model, Tree()).logprobs(batch)
+    assert shapes[0][0] == rows
+    assert torch.allclose(found, make_scoring(model, Padded()).logprobs(batch), atol=2e-5)

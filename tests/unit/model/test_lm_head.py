@@ -28,9 +28,12 @@ def make_inputs(dtype: torch.dtype = torch.float64, *, num_tokens: int = NUM_TOK
     }
 
 
-def materialised(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+def materialised(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """The definition, in float64."""
     logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     log_p = torch.log_softmax(logits / temperature.double()[:, None], dim=-1)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
@@ -44,12 +47,13 @@ def gradients(outputs: tuple[Tensor, Tensor], leaves: list[Tensor]) -> tuple[Ten
     return torch.autograd.grad(total, leaves, retain_graph=True)
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("tile_width", [None, 1, 7, VOCAB])
-def test_values_and_gradients_are_those_of_materialised_logits(tile_width: int | None) -> None:
+def test_values_and_gradients_are_those_of_materialised_logits(tile_width: int | None, softcap: float | None) -> None:
     inputs = make_inputs()
     leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
-    expected = materialised(**inputs)
-    actual = TiledHead(tile_width=tile_width)(**inputs, entropy_requires_grad=True)
+    expected = materialised(**inputs, softcap=softcap)
+    actual = TiledHead(tile_width=tile_width)(**inputs, softcap=softcap, entropy_requires_grad=True)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(gradients(actual, leaves), gradients(expected, leaves), rtol=1e-10, atol=1e-12)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.layouts.padded import Padded, attention_window
 from offline_grpo.types import TokenBatch
 
 MAX_ROW_TOKENS = 512
@@ -35,8 +35,8 @@ class Tree:
 
     def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
         """See `interfaces.Layout`."""
-        trees = prefix_trees(batch) if _takes_masks(decoder, batch) else None
-        if trees is None:
+        trees = prefix_trees(batch) if _takes_masks(decoder) else None
+        if trees is None or trees.token_ids.shape[1] > attention_window(decoder):
             return Padded().hidden_states(decoder, batch)
         mask = trees.attention_mask(next(decoder.parameters()).dtype)  # [R, 1, L, L]
         hidden = decoder(
@@ -44,20 +44,18 @@ class Tree:
         ).last_hidden_state  # [R, L, H]
         return hidden[trees.rows, trees.columns]  # [T, H]
 
-    def attention(self, decoder: nn.Module) -> AbstractContextManager[None]:
+    def attention(self, decoder: nn.Module, batch: TokenBatch) -> AbstractContextManager[None]:
         """The model's own."""
-        return Padded().attention(decoder)
+        return Padded().attention(decoder, batch)
 
     def for_memory_plan(self) -> Padded:
         """Padded: trees depend on token ids, and need no more memory."""
         return Padded()
 
 
-def _takes_masks(decoder: nn.Module, batch: TokenBatch) -> bool:
-    """Whether a mask alone decides what each token of the batch attends to."""
+def _takes_masks(decoder: nn.Module) -> bool:
     config: Any = decoder.config
-    window = getattr(config, "sliding_window", None)
-    return config._attn_implementation in ("sdpa", "eager") and (window is None or max(batch.sequence_lengths) <= window)
+    return config._attn_implementation in ("sdpa", "eager")
 
 
 @dataclass

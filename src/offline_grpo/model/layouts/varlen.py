@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from offline_grpo.errors import require
+from offline_grpo.model.layouts.padded import CHUNK, Padded
 from offline_grpo.types import TokenBatch
 
 VARLEN = "offline_grpo_varlen"
+HARMLESS = frozenset({"dropout", "position_ids", "cu_seq_lens_k", "max_length_k", "is_causal", "use_cache", "output_attentions"})
+"""Arguments of transformers' attention functions that change nothing here; of the rest the kernel would have to know the meaning."""
 
 
 def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -34,9 +37,11 @@ class Varlen:
 
     def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
         """See `interfaces.Layout`."""
+        if not _packs(decoder, batch):
+            return Padded().hidden_states(decoder, batch)
         lengths = torch.tensor((0, *batch.sequence_lengths), dtype=torch.int32)
         boundaries = lengths.cumsum(0, dtype=torch.int32).to(batch.token_ids.device, non_blocking=True)  # [S+1]
-        with self.attention(decoder):
+        with self.attention(decoder, batch):
             hidden = decoder(
                 input_ids=batch.token_ids[None],  # [1, T]
                 position_ids=batch.position_ids[None],
@@ -47,8 +52,11 @@ class Varlen:
         return hidden[0]
 
     @contextmanager
-    def attention(self, decoder: nn.Module) -> Iterator[None]:
+    def attention(self, decoder: nn.Module, batch: TokenBatch) -> Iterator[None]:
         """Variable-length attention inside; afterwards the model's own, which sampling needs."""
+        if not _packs(decoder, batch):
+            yield
+            return
         config: Any = decoder.config
         before = config._attn_implementation
         config._attn_implementation = VARLEN
@@ -62,6 +70,12 @@ class Varlen:
         return self
 
 
+def _packs(decoder: nn.Module, batch: TokenBatch) -> bool:
+    """Whether the kernel can do what the model does with this batch. It knows windows, and no chunks; padded rows are right for both."""
+    chunk = getattr(decoder.config, CHUNK, None)
+    return chunk is None or max(batch.sequence_lengths) <= chunk
+
+
 def _varlen_attention(
     module: nn.Module,
     query: Tensor,  # [1, heads, T, D]
@@ -72,15 +86,21 @@ def _varlen_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """`torch.nn.attention.varlen` behind transformers' attention interface: [1, T, heads, D]."""
+    """`torch.nn.attention.varlen` behind transformers' attention interface: [1, T, heads, D].
+
+    Raises:
+        ValueError: the model asks for attention that the kernel does not compute.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     if cu_seq_lens_q is None:
         raise ValueError("variable-length attention needs cu_seq_lens_q: this model drops the arguments that its decoder is called with")
-    if sliding_window is not None and max_length_q > sliding_window:
-        raise ValueError(f"model.layout=varlen: no sliding-window attention (window {sliding_window}); use model.layout=padded")
+    others["attention_mask"] = attention_mask
+    unknown = sorted(name for name, value in others.items() if name not in HARMLESS and value is not None and value is not False)
+    if unknown:
+        raise ValueError(f"variable-length attention has no {', '.join(unknown)}")
     heads_per_kv = query.shape[1] // key.shape[1]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     if heads_per_kv > 1:
@@ -94,7 +114,7 @@ def _varlen_attention(
         max_length_q,
         max_length_q,
         scale=scaling,
-        window_size=(-1, 0),
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),  # tokens to the left, besides the token itself
     )
     return out[None], None
 

@@ -1,0 +1,108 @@
+"""What a model does to its logits after the matrix product with the output embeddings: nothing, a factor, a soft-cap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from offline_grpo.errors import ConfigError
+
+SMALL, HUGE = 2.0**-20, 2.0**20  # powers of two: dividing by them rounds nothing
+RELATIVE_TOLERANCE = 1e-4  # of float32 arithmetic; a bf16 constant would be off by 4e-3
+
+
+class LogitTransform(NamedTuple):
+    """The model's logits are `scale * c(z)` for z = hidden @ weight.T + bias, with c(z) = softcap * tanh(z / softcap), or z for None."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.scale * (z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap))
+
+
+def output_embeddings(model: PreTrainedModel) -> nn.Linear:
+    """The language-model head."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(f"model.train_id={model.name_or_path}: {type(model).__name__} has no linear language-model head")
+    return head
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The model below the head; the head itself where `get_decoder` does not find it (Llama 4)."""
+    decoder: Any = model.get_decoder()
+    return decoder.model if decoder is model else decoder
+
+
+@torch.no_grad()
+def measure_logit_transform(model: PreTrainedModel) -> LogitTransform:
+    """Find the transform by putting chosen numbers in place of hidden states and of the head's output.
+
+    It is measured and not read from config.json because a name does not say enough: `logits_scaling` divides in Granite and multiplies in
+    HyperCLOVA. Chosen numbers show a soft-cap that the model's own logits are too small to reach.
+
+    Raises:
+        ConfigError: the model does something else to its logits.
+    """
+    hidden_size, vocab_size = output_embeddings(model).weight.shape[::-1]
+    device = model.device
+    z = torch.zeros(vocab_size, device=device)  # [V]
+    magnitudes = torch.logspace(-2, 3, max(1, vocab_size // 2), device=device)
+    z[0 : 2 * len(magnitudes) : 2], z[1 : 2 * len(magnitudes) : 2] = magnitudes, -magnitudes
+
+    def logits_of(z: Tensor) -> Tensor:
+        return _run_with(model, torch.ones(hidden_size, device=device), z)[1]
+
+    head_input = _run_with(model, torch.ones(hidden_size, device=device), z)[0]
+    small, huge = (float(logits_of(torch.full_like(z, value))[0]) for value in (SMALL, HUGE))
+    after = small / SMALL
+    cap = huge / after if abs(huge) < 0.5 * abs(after) * HUGE else None
+    found = LogitTransform(after, cap)
+    before = float(head_input.double().mean())
+    is_known = (
+        torch.allclose(logits_of(z), found(z), rtol=RELATIVE_TOLERANCE, atol=RELATIVE_TOLERANCE * abs(after) * SMALL)
+        and torch.allclose(head_input, torch.full_like(head_input, before))
+        and (before == 1 or output_embeddings(model).bias is None)
+    )
+    if not is_known or after <= 0 or before <= 0:
+        raise ConfigError(
+            f"model.train_id={model.name_or_path}: {type(model).__name__} changes its logits in a way that the loss head cannot follow "
+            "(it knows factors and tanh soft-caps); choose another model"
+        )
+    return LogitTransform(after * before, None if cap is None else cap / before)
+
+
+def _run_with(model: PreTrainedModel, hidden: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """What the model gives to its head if its decoder returns `hidden` [H], and the logits [V] it makes of the head's output `z` [V]."""
+    seen: list[Tensor] = []
+
+    def decoder_returns(module: nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = hidden.expand_as(output.last_hidden_state)
+        return output
+
+    def head_returns(x: Tensor) -> Tensor:
+        seen.append(x[0, -1])
+        return z.expand(*x.shape[:-1], len(z))
+
+    hook = decoder_of(model).register_forward_hook(decoder_returns)
+    try:
+        with _replaced_forward(output_embeddings(model), head_returns):
+            logits = model(input_ids=torch.tensor([[1]], device=model.device), use_cache=False).logits[0, -1]
+    finally:
+        hook.remove()
+    return seen[0].float(), logits.float()
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward

@@ -1,0 +1,163 @@
+"""Proves a layout on the model itself: a few short sequences must get the logprobs and the gradient that they get one at a time.
+
+Layouts put sequences side by side, and not every architecture keeps them apart there: convolutions and recurrences run on from one to the
+next, and some attention ignores masks or positions. The ratio of a loss would hide it, because old and new logprobs are wrong alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.interfaces import Layout
+from offline_grpo.model.layouts import choose_layout
+from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.scoring import Scoring, eval_mode, prepare_for_gradients
+from offline_grpo.types import TokenBatch
+
+log = logging.getLogger(__name__)
+
+GROUPS = ((12, (3, 5, 2, 4)), (2, (7, 1, 6, 4)), (5, (2, 9)))
+"""Tokens of each prompt, and of its completions. Short ones: what leaks from a neighbour fades with the distance."""
+NUM_GRADIENTS = 4
+LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
+GRADIENT_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.2}
+"""Relative errors, see `_fault`. Right layouts stay below 1e-6 in fp32, and below 0.006 (logprobs) and 0.03 (gradients) in 16 bit. Wrong
+ones begin at 0.08."""
+
+
+@dataclass(frozen=True)
+class _Result:
+    logprobs: Tensor  # [N], of the completion tokens
+    gradients: list[Tensor]  # of a weighted sum of them, in the first trained tensors
+
+
+def settle_layout(scoring: Scoring, requested: Layout | None, device: torch.device) -> None:
+    """Set `scoring.layout`: to `requested`, or for None (`auto`) to the fastest that is right, padded rows in the end.
+
+    Raises:
+        ConfigError: `requested` is wrong for this model, or no layout is right.
+    """
+    model = scoring.causal_lm
+    batch = _batch(len(scoring.output.weight), device)
+    expected = _alone(scoring, batch)
+    scoring.layout = choose_layout(requested, device, model.dtype)
+    fault = _fault(scoring, batch, expected)
+    name = type(scoring.layout).__name__.lower()
+    if fault is not None and name != "padded" and requested is not None:
+        raise ConfigError(f"model.layout={name}: wrong for {type(model).__name__}, {fault}; use model.layout=auto")
+    if fault is not None and name != "padded":
+        log.info("model.layout=auto: padded rows, because %s is wrong for %s: %s", name, type(model).__name__, fault)
+        scoring.layout = Padded()
+        fault = _fault(scoring, batch, expected)
+    if fault is not None:
+        raise ConfigError(f"model.train_id={model.name_or_path}: {type(model).__name__} cannot be trained in batches, {fault}")
+
+
+def _batch(vocab_size: int, device: torch.device) -> TokenBatch:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(num_tokens: int) -> Tensor:
+        return torch.randint(min(8, vocab_size // 2), vocab_size, (num_tokens,), generator=generator)  # the first ids are often special
+
+    sequences: list[Tensor] = []
+    is_completion: list[Tensor] = []
+    for prompt_length, completion_lengths in GROUPS:
+        prompt = draw(prompt_length)
+        for length in completion_lengths:
+            sequences.append(torch.cat([prompt, draw(length)]))
+            is_completion.append(torch.arange(prompt_length + length) >= prompt_length)
+    lengths = tuple(map(len, sequences))
+    zeros = torch.zeros(sum(lengths))
+    return TokenBatch(
+        token_ids=torch.cat(sequences),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        completion_mask=torch.cat(is_completion),
+        advantages=zeros,
+        rollout_logprobs=zeros,
+        old_logprobs=zeros,
+        ref_logprobs=None,
+        temperature=zeros + 1,
+        sequence_lengths=lengths,
+    ).to(device)
+
+
+def _alone(scoring: Scoring, batch: TokenBatch) -> _Result:
+    """By transformers' own forward, from token ids to logits, with one sequence at a time."""
+    parameters = _probed(scoring)
+    weights = _weights(batch)
+    logprobs: list[Tensor] = []
+    gradients = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+    ends = torch.tensor((0, *batch.sequence_lengths)).cumsum(0).tolist()
+    with eval_mode(scoring.model):
+        for start, end in pairwise(ends):
+            ids, mask = batch.token_ids[start:end], batch.completion_mask[start:end]
+            logits = scoring.causal_lm(input_ids=ids[None], use_cache=False).logits[0]  # [L, V]
+            found = logits[:-1].float().log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)[mask[1:]]
+            for total, gradient in zip(gradients, _gradients(found @ weights[start:end][mask], parameters), strict=True):
+                total += gradient
+            logprobs.append(found.detach())
+    return _Result(torch.cat(logprobs), gradients)
+
+
+def _packed(scoring: Scoring, batch: TokenBatch) -> _Result:
+    """By the code that trains, in the mode in which it trains, but without dropout on adapters."""
+    was_training = {module: module.training for module in scoring.model.modules()}
+    prepare_for_gradients(scoring.model, adapter_dropout=False)
+    try:
+        found = scoring(batch).logprobs[batch.completion_mask]
+        with scoring.attention(batch):
+            gradients = _gradients(found @ _weights(batch)[batch.completion_mask], _probed(scoring))
+    finally:
+        for module, mode in was_training.items():
+            module.training = mode
+    return _Result(found.detach(), gradients)
+
+
+def _fault(scoring: Scoring, batch: TokenBatch, expected: _Result) -> str | None:
+    """What is wrong with `scoring.layout`, None if nothing is.
+
+    Errors are root mean squares: of the logprobs relative to the spread of logprobs among tokens, of gradients relative to the gradient.
+    The spread grows with the model's logits as the rounding of 16 bits does.
+    """
+    try:
+        found = _packed(scoring, batch)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever an architecture raises when it is called in a way that it does not know
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    dtype = scoring.causal_lm.dtype
+    difference = found.logprobs - expected.logprobs
+    logprob_error = (difference.square().mean().sqrt() / expected.logprobs.std()).item()
+    if not logprob_error <= LOGPROB_TOLERANCE[dtype]:
+        return f"logprobs differ from those of one sequence at a time by {difference.abs().mean():.2g} nats on average"
+    wrong = sum((a - b).square().sum() for a, b in zip(found.gradients, expected.gradients, strict=True))
+    size = sum(b.square().sum() for b in expected.gradients)
+    if expected.gradients and not float(wrong) <= GRADIENT_TOLERANCE[dtype] ** 2 * float(size):
+        return f"gradients differ from those of one sequence at a time by {(float(wrong) / float(size)) ** 0.5:.0%}"
+    return None
+
+
+def _probed(scoring: Scoring) -> list[nn.Parameter]:
+    """The first trained tensors; without embeddings, whose gradients are large."""
+    embeddings = {id(scoring.output.weight), id(scoring.causal_lm.get_input_embeddings().weight)}
+    return [p for p in scoring.model.parameters() if p.requires_grad and id(p) not in embeddings][:NUM_GRADIENTS]
+
+
+def _weights(batch: TokenBatch) -> Tensor:
+    """A weight for each token [T], so that errors do not cancel in the sum of logprobs."""
+    return torch.linspace(-1, 1, len(batch.token_ids), device=batch.token_ids.device)
+
+
+def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    if not parameters:
+        return []
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [torch.zeros_like(p, dtype=torch.float32) if g is None else g.float() for g, p in zip(found, parameters, strict=True)]

@@ -1,0 +1,63 @@
+"""Every architecture of the zoo in bf16 on a GPU: what `auto` chooses, and that it scores as one sequence at a time does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import ZOO
+from factories import make_rollout, make_scoring
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from offline_grpo.model import proof
+from offline_grpo.model.layouts import LAYOUTS
+from offline_grpo.model.logits import measure_logit_transform
+from offline_grpo.model.proof import settle_layout
+from offline_grpo.train.batch import build_batch
+from offline_grpo.types import TokenBatch
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+NO_BF16 = {"mamba", "mamba2"}  # their own forward mixes formats
+
+
+def long_batch() -> TokenBatch:
+    generator = torch.Generator().manual_seed(5)
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(8, 97, (length,), generator=generator).tolist()
+
+    prompts = [ids(20), ids(5)]
+    rollouts = [make_rollout(prompt, ids(1 + 6 * i)) for prompt in prompts for i in range(6)]
+    return build_batch(rollouts, mask_truncated=False).to(CUDA)
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in NO_BF16])
+def test_auto_is_right(name: str) -> None:
+    scoring = make_scoring(ZOO[name].build().to(CUDA, torch.bfloat16))
+    scoring.logits = measure_logit_transform(scoring.causal_lm)
+    settle_layout(scoring, None, CUDA)
+    chosen = type(scoring.layout)
+    batch = long_batch()
+    found = scoring.logprobs(batch)
+    alone = torch.cat([scoring.logprobs(batch.select([i])) for i in range(batch.num_sequences)])
+    mask = batch.completion_mask
+    error = (found - alone)[mask].square().mean().sqrt() / alone[mask].std()
+    print(f"{name}: {chosen.__name__}, relative error {error:.1e}")
+    assert error < 0.02
+    if "varlen" in ZOO[name].wrong:
+        assert chosen is LAYOUTS["padded"]
+
+
+def test_a_deep_model_stays_far_below_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3-0.6B's shape, in bf16: rounding adds up over its 28 layers."""
+    sizes = {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    with CUDA:
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).to(torch.bfloat16)
+    scoring = make_scoring(model)
+    for name, tolerance in (("LOGPROB_TOLERANCE", 0.025), ("GRADIENT_TOLERANCE", 0.1)):
+        monkeypatch.setitem(getattr(proof, name), torch.bfloat16, tolerance)  # half of what a run allows
+    settle_layout(scoring, None, CUDA)
+    assert type(scoring.layout) is LAYOUTS["varlen"]

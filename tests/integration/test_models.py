@@ -1,0 +1,27 @@
+"""Whole runs, sampled in process, of architectures that are not plain transformers; tests/unit/model/test_architectures.py has more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from architectures import ZOO
+from children import SMALL, metrics_of
+from factories import compose_config
+
+from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.run import app
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "lfm2", "llama4"])
+def test_it_trains_on_what_it_samples(name: str, tmp_path: Path) -> None:
+    tokenizer = build_char_tokenizer(128)
+    ZOO[name].build(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    overrides = [o for o in SMALL if not o.startswith("model.tiny")]
+    run = ("model=hf", f"model.train_id={tmp_path}/model", "train.iterations=2", "generation.max_new_tokens=6", "eval.enabled=false")
+    app.run(compose_config(*overrides, *run, f"cache_dir={tmp_path}/cache", "train.gradient_checkpointing=true"), tmp_path / "run")
+    for iteration in range(2):
+        found = metrics_of(tmp_path / "run")[f"train_iter_{iteration:03d}.json"]
+        assert found["alignment/diff_abs_mean"] < 1e-4
+        assert found["num_updates"] == 2

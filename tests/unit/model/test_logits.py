@@ -1,0 +1,51 @@
+"""What models do to their logits, measured: against the numbers in their configurations, and refused where it is something unknown."""
+
+import pytest
+import torch
+from architectures import ZOO
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.model.logits import LogitTransform, decoder_of, measure_logit_transform, output_embeddings
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("llama", {}, LogitTransform()),
+        ("granite", {"logits_scaling": 7.0}, LogitTransform(1 / 7, None)),
+        ("cohere", {"logit_scale": 0.0625}, LogitTransform(0.0625, None)),
+        ("gemma3_capped", {"final_logit_softcapping": 30.0}, LogitTransform(1.0, 30.0)),
+        ("gemma3_capped", {"final_logit_softcapping": 0.01}, LogitTransform(1.0, 0.01)),  # smaller than any logit's rounding
+        ("gemma3_capped", {"final_logit_softcapping": 5e4}, LogitTransform(1.0, 5e4)),  # larger than any logit
+        ("falcon_h1", {"lm_head_multiplier": 0.3}, LogitTransform(0.3, None)),
+        ("minicpm3", {}, LogitTransform(0.125, None)),  # divides what goes into the head
+    ],
+)
+def test_factor_and_cap_are_measured(name, changes, expected, dtype):
+    found = measure_logit_transform(ZOO[name].build(**changes).to(dtype))
+    assert found.scale == pytest.approx(expected.scale, rel=1e-6)
+    assert found.softcap == (None if expected.softcap is None else pytest.approx(expected.softcap, rel=1e-5))
+
+
+@pytest.mark.parametrize("bend", [torch.sin, torch.square, lambda z: z + 0.01 * z.clamp(min=5), lambda z: -z, lambda z: z.clamp(-50, 50)])
+def test_anything_else_is_refused(bend):
+    model = ZOO["llama"].build()
+
+    def bent(module, args, output):
+        output.logits = bend(output.logits)
+        return output
+
+    model.register_forward_hook(bent)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM changes its logits in a way"):
+        measure_logit_transform(model)
+
+
+def test_the_model_is_what_it_was():
+    model = ZOO["gemma2"].build()
+    ids = torch.arange(8)[None]
+    before = model(ids).logits
+    measure_logit_transform(model)
+    assert torch.equal(model(ids).logits, before)
+    assert not decoder_of(model)._forward_hooks
+    assert "forward" not in vars(output_embeddings(model))
