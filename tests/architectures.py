@@ -55,7 +55,7 @@ LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 MAMBA: dict[str, Any] = {"mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-LATENT: dict[str, Any] = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+LATENT: dict[str, Any] = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 
 
 @dataclass(frozen=True)

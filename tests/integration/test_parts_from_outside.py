@@ -33,8 +33,9 @@ FILES = {
             def __init__(self, scale: float) -> None:
                 self.scale = scale
 
-            def __call__(self, hidden, weight, bias, targets, temperature, *, entropy_requires_grad):
+            def __call__(self, hidden, weight, bias, targets, temperature, *, softcap=None, entropy_requires_grad):
                 calls.append(len(targets))
+                assert softcap is None
                 logits = torch.nn.functional.linear(hidden, weight, bias).float() * self.scale / temperature[:, None]
                 log_p = logits.log_softmax(-1)
                 entropy = -(log_p.exp() * log_p).sum(-1)
@@ -68,7 +69,7 @@ FILES = {
                 lengths.extend(batch.sequence_lengths)
                 return torch.cat([decoder(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in rows])
 
-            def attention(self, decoder):
+            def attention(self, decoder, batch):
                 return nullcontext()
 
             def for_memory_plan(self):
