@@ -31,7 +31,17 @@ class Alignment:
         difference = ours - theirs
         largest = difference.abs().max() if len(difference) else difference.new_zeros(())
         weights = difference.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
-        terms = (torch.ones_like(ours), difference, difference.abs(), ours, ours.square(), theirs, theirs.square(), weights, weights.square())
+        terms = (
+            torch.ones_like(ours),
+            difference,
+            difference.abs(),
+            ours,
+            ours.square(),
+            theirs,
+            theirs.square(),
+            weights,
+            weights.square(),
+        )
         self._parts.append(torch.stack([*(term.sum() for term in terms), largest]))  # [10]
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:

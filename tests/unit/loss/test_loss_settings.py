@@ -107,7 +107,9 @@ def test_invalid_values_are_refused_by_name(plain, name, value):
 
 @pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
 def test_a_ratio_to_the_engine_is_not_corrected_for_the_engine_again(plain, correction):
-    with pytest.raises(ConfigError, match=rf"^train\.loss\.importance_correction is '{correction}'; .*train\.loss\.ratio_reference=rollout"):
+    with pytest.raises(
+        ConfigError, match=rf"^train\.loss\.importance_correction is '{correction}'; .*train\.loss\.ratio_reference=rollout"
+    ):
         build(GRPO, plain | {"dual_clip": None, "ratio_reference": "rollout", "importance_correction": correction})
 
 

@@ -62,7 +62,9 @@ def test_means_maximum_and_spread() -> None:
 
 
 def test_processes_are_weighted_by_their_tokens() -> None:
-    assert measured(FIRST, others=([1.0, 0.25, 0.25, -3.0, 9.0, -3.25, 10.5625, math.exp(0.25), math.exp(0.5), 0.25],)) == pytest.approx(EXPECTED)
+    assert measured(FIRST, others=([1.0, 0.25, 0.25, -3.0, 9.0, -3.25, 10.5625, math.exp(0.25), math.exp(0.5), 0.25],)) == pytest.approx(
+        EXPECTED
+    )
     first = [2.0, -0.5, 1.5, -3.0, 5.0, -2.5, 3.25, math.exp(0.5) + math.exp(-1), math.exp(1) + math.exp(-2), 1.0]
     assert measured(SECOND, others=(first,)) == pytest.approx(EXPECTED)
 
