@@ -130,6 +130,7 @@ class OurArm:
                 clip_low=0.2,
                 clip_high=0.2,
                 dual_clip=None,
+                ratio_reference="old",
                 kl_coef=0.0,
                 kl_estimator="k3",
                 kl_placement="loss",

@@ -140,6 +140,11 @@ class Loss(Protocol):
         ...
 
     @property
+    def ratio_reference(self) -> str:
+        """What the policy is compared with in the ratio: "old", for which several updates need a scoring pass, or "rollout", the engine."""
+        ...
+
+    @property
     def scale_rewards(self) -> str:
         """What centred rewards are divided by: see `advantage.group_advantages`."""
         ...

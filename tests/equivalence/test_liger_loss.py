@@ -14,6 +14,7 @@ from offline_grpo.loss.gspo import GSPO
 PLAIN = {
     "clip_low": 0.15,
     "clip_high": 0.25,
+    "ratio_reference": "old",
     "kl_coef": 0.0,
     "kl_estimator": "k3",
     "kl_placement": "loss",

@@ -18,6 +18,7 @@ SETTINGS = {
     "clip_low": 0.15,
     "clip_high": 0.25,
     "dual_clip": None,
+    "ratio_reference": "old",
     "kl_coef": 0.1,
     "kl_estimator": "k3",
     "kl_placement": "loss",

@@ -23,6 +23,7 @@ from offline_grpo.loss.gspo import GSPO
 from offline_grpo.train.advantage import group_advantages
 
 PLAIN = {
+    "ratio_reference": "old",
     "kl_coef": 0.0,
     "kl_estimator": "k3",
     "kl_placement": "loss",

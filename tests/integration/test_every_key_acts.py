@@ -198,6 +198,9 @@ RUNS: dict[str, Acts] = {
     "train.loss.clip_low": Acts("train.loss.clip_low=0", metric("clip_low_frac"), base="train.epochs=2"),
     "train.loss.clip_high": Acts("train.loss.clip_high=0", metric("clip_high_frac")),
     "train.loss.dual_clip": Acts("train.loss.dual_clip=1.21", weights, base="train.epochs=3"),
+    "train.loss.ratio_reference": Acts(
+        "train.loss.ratio_reference=rollout", metric("ratio_mean"), base=f"{FILTERED} train.loss.importance_correction=none"
+    ),
     "train.loss.kl_coef": Acts("train.loss.kl_coef=0.5", metric("loss_kl")),
     "train.loss.kl_estimator": Acts("train.loss.kl_estimator=k1", metric("kl_divergence")),
     "train.loss.kl_placement": Acts("train.loss.kl_placement=reward", metric("kl_penalty_mean")),
@@ -302,6 +305,7 @@ LOSS = {
     "clip_low": 0.5,
     "clip_high": 0.5,
     "dual_clip": 1.3,
+    "ratio_reference": "rollout",
     "kl_coef": 0.5,
     "kl_estimator": "k1",
     "kl_placement": "reward",

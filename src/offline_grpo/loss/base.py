@@ -22,6 +22,7 @@ from offline_grpo.loss.terms import Surrogate
 from offline_grpo.types import SCALE_REWARDS, BatchTotals, LossOutput, TokenBatch, TokenStats
 
 KL_PLACEMENTS = ("loss", "reward")
+RATIO_REFERENCES = ("old", "rollout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,9 @@ class PolicyGradientLoss(ABC):
     """A policy-gradient loss over flat tokens. Called on a microbatch, it returns that microbatch's share (see `LossOutput`).
 
     Args:
-        clip_low, clip_high: the ratio policy / old policy is clipped to [1 - clip_low, 1 + clip_high].
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+        ratio_reference: what the policy is divided by in the ratio: "old", the policy before the iteration's first update, or "rollout",
+            the engine that sampled, whose weights may be those of an earlier iteration.
         kl_coef: weight of the KL penalty to the reference.
         kl_estimator: "k1" | "k2" | "k3", see `terms.kl_estimate`.
         kl_placement: "loss" adds the penalty to the loss; with "reward" the trainer subtracts it from the rewards.
@@ -37,7 +40,7 @@ class PolicyGradientLoss(ABC):
             the KL (DeepSeek-V3.2, arXiv 2512.02556). Applies to kl_placement "loss".
         entropy_coef: weight of the entropy bonus, which is a mean over all completion tokens for every aggregation of the loss.
         importance_correction: how to correct the surrogate (and nothing else) for the engine's probabilities, see
-            `terms.importance_weights`.
+            `terms.importance_weights`. "none" with ratio_reference "rollout", whose ratio contains that correction.
         importance_cap, importance_floor: bounds of the ratio in that correction.
         scale_rewards: divisor of the advantages, applied by the trainer, see `advantage.group_advantages`.
 
@@ -47,6 +50,7 @@ class PolicyGradientLoss(ABC):
 
     clip_low: float
     clip_high: float
+    ratio_reference: str
     kl_coef: float
     kl_estimator: str
     kl_placement: str
@@ -63,15 +67,21 @@ class PolicyGradientLoss(ABC):
             self._require(key, getattr(self, key) >= 0, "a number >= 0")
         self._require("importance_cap", self.importance_cap >= 1, "a number >= 1, which is the ratio when engine and trainer agree")
         self._require("importance_floor", 0 <= self.importance_floor <= 1, "a number in [0, 1]")
+        self._require_choice("ratio_reference", RATIO_REFERENCES)
         self._require_choice("kl_estimator", terms.KL_ESTIMATORS)
         self._require_choice("kl_placement", KL_PLACEMENTS)
         self._require_choice("importance_correction", terms.IMPORTANCE_CORRECTIONS)
         self._require_choice("scale_rewards", SCALE_REWARDS)
+        self._require(
+            "importance_correction",
+            self.ratio_reference == "old" or self.importance_correction == "none",
+            f"none, because the ratio of train.loss.ratio_reference={self.ratio_reference} is to the engine already and would count twice",
+        )
 
     @property
     def kl_in_reward(self) -> bool:
         """True if the trainer subtracts the KL penalty from the rewards; the loss then has no KL term."""
-        return self.kl_placement == "reward"
+        return self.kl_placement == "reward" and self.kl_coef > 0
 
     def reward_penalties(self, batch: TokenBatch) -> Tensor:
         """`kl_coef` times the sum of each sequence's KL estimates, [S]; kl_placement "reward" subtracts this from the rewards."""
@@ -89,8 +99,14 @@ class PolicyGradientLoss(ABC):
         """The weight of each token [T] in the loss, 0 outside the completion `mask` (0.0 / 1.0, [T]); no gradient."""
 
     def ratio(self, log_ratio: Tensor, mask: Tensor, batch: TokenBatch) -> Tensor:
-        """The ratio policy / old policy [T], from per-token log-ratios [T] that are 0 outside the completion `mask` [T]."""
-        return log_ratio.exp()
+        """The ratio [T], from per-token log-ratios [T] that are 0 outside the completion `mask` [T]."""
+        return terms.bounded(log_ratio).exp()
+
+    def times_ratio(self, kl: Tensor, ratio: Tensor, policy: TokenStats, batch: TokenBatch) -> Tensor:
+        """KL estimates times the ratio, [T]; `batch` has `ref_logprobs`. For a ratio per token, see `terms.k3_times_ratio`."""
+        if self.kl_estimator != "k3" or batch.ref_logprobs is None:
+            return kl * ratio
+        return terms.k3_times_ratio(policy.logprobs, batch.ref_logprobs, ratio)
 
     def __call__(self, policy: TokenStats, batch: TokenBatch, totals: BatchTotals) -> LossOutput:
         """This microbatch's share of the loss and metrics of the optimizer batch that `totals` describes. Does not modify its arguments.
@@ -102,7 +118,8 @@ class PolicyGradientLoss(ABC):
         weights = self.weights(mask, batch, totals)  # [T]
         token_mean = terms.token_mean_weights(mask, totals)  # [T]
 
-        ratio = self.ratio((policy.logprobs - batch.old_logprobs) * mask, mask, batch)  # [T]
+        reference = batch.old_logprobs if self.ratio_reference == "old" else batch.rollout_logprobs  # [T]
+        ratio = self.ratio((policy.logprobs - reference) * mask, mask, batch)  # [T]
         surrogate = self.surrogate(ratio, policy.logprobs, batch.advantages)
         importance = terms.importance_weights(
             batch, mask, correction=self.importance_correction, cap=self.importance_cap, floor=self.importance_floor
@@ -110,7 +127,7 @@ class PolicyGradientLoss(ABC):
         kl = self._kl(policy, batch)  # [T]
 
         loss_pg = (weights * importance * surrogate.loss).sum()
-        loss_kl = self._kl_term(kl, ratio, weights)
+        loss_kl = self._kl_term(self.times_ratio(kl, ratio, policy, batch) if self.kl_importance_weight else kl, weights)
         loss_entropy = self._entropy_term(policy, token_mean)
         loss = loss_pg + loss_kl + loss_entropy
 
@@ -125,10 +142,10 @@ class PolicyGradientLoss(ABC):
             return torch.zeros_like(policy.logprobs)
         return terms.kl_estimate(policy.logprobs, batch.ref_logprobs, self.kl_estimator)
 
-    def _kl_term(self, kl: Tensor, ratio: Tensor, weights: Tensor) -> Tensor:
+    def _kl_term(self, kl: Tensor, weights: Tensor) -> Tensor:
         if self.kl_coef == 0 or self.kl_in_reward:
             return kl.new_zeros(())
-        return self.kl_coef * (weights * (kl * ratio if self.kl_importance_weight else kl)).sum()
+        return self.kl_coef * (weights * kl).sum()
 
     def _entropy_term(self, policy: TokenStats, token_mean: Tensor) -> Tensor:
         if self.entropy_coef == 0:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from offline_grpo.loss import terms
 from offline_grpo.loss.base import ClippedLoss
-from offline_grpo.types import BatchTotals, TokenBatch
+from offline_grpo.types import BatchTotals, TokenBatch, TokenStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,12 @@ class GSPO(ClippedLoss):
     def ratio(self, log_ratio: Tensor, mask: Tensor, batch: TokenBatch) -> Tensor:
         num_tokens = terms.segment_sum(mask, batch).clamp(min=1.0)  # [S]
         mean_log_ratio = terms.segment_sum(log_ratio, batch) / num_tokens  # [S]
-        return mean_log_ratio.exp().index_select(0, batch.sequence_ids)  # [T]
+        return terms.bounded(mean_log_ratio).exp().index_select(0, batch.sequence_ids)  # [T]
+
+    def times_ratio(self, kl: Tensor, ratio: Tensor, policy: TokenStats, batch: TokenBatch) -> Tensor:
+        num_tokens = terms.segment_sum(batch.completion_mask.to(kl.dtype), batch).index_select(0, batch.sequence_ids)  # [T]
+        of_one_token = super().times_ratio(kl, ratio, policy, batch)  # only there the ratio is the token's own
+        return torch.where(num_tokens == 1, of_one_token, kl * ratio)
 
     def weights(self, mask: Tensor, batch: TokenBatch, totals: BatchTotals) -> Tensor:
         return terms.sequence_mean_weights(mask, batch, totals)

@@ -3,8 +3,9 @@
 An aggregation is one constant weight per token: a loss is `sum_t weight[t] * value[t]`, and terms with the same aggregation share the
 weights. Tokens outside the completion mask have weight 0, so their values do not matter.
 
-Nothing is clamped against overflow. A log-ratio beyond +-80 nats means wrong data (another tokenizer, another model). A non-finite loss,
-which the trainer rejects, is better than a finite one that hides the error.
+A log-ratio beyond 80 nats means wrong data (another tokenizer, another model). Where the loss depends on such a ratio, its gradient is so
+large that the norm overflows and the trainer refuses the update. Where it does not (a clip, a mask, an advantage of 0), the token has the
+gradient 0 that the formula gives it: see `bounded`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from offline_grpo.types import BatchTotals, TokenBatch
 
+MAX_LOG_RATIO = 80.0
+"""In nats. exp(88.8) overflows float32; the room up to there is for the factors that a ratio meets, such as advantages."""
+
 KL_ESTIMATORS = ("k1", "k2", "k3")
 IMPORTANCE_CORRECTIONS = ("none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask")
 
@@ -26,6 +30,14 @@ class Surrogate(NamedTuple):
     loss: Tensor  # [T], with gradient
     is_clipped_low: Tensor  # [T] bool: the ratio fell below the lower bound
     is_clipped_high: Tensor  # [T] bool: the ratio rose above the upper bound
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """A log-ratio [T] to take exp of: at most 80, but with the gradient of the log-ratio itself, where a clamp's would be 0.
+
+    An infinite ratio would turn every gradient that a clip or a mask has made 0 into NaN, which is what 0 * inf is.
+    """
+    return log_ratio - (log_ratio - MAX_LOG_RATIO).clamp(min=0.0).detach()
 
 
 def segment_sum(values: Tensor, batch: TokenBatch) -> Tensor:
@@ -74,7 +86,17 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return -log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
-    return torch.expm1(log_ratio) - log_ratio
+    return torch.expm1(bounded(log_ratio)) - log_ratio
+
+
+def k3_times_ratio(logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) -> Tensor:
+    """`ratio * k3` [T], where `ratio` [T] is exp(logprobs - any constant): its gradient is -ratio * d, with d as in `kl_estimate`.
+
+    Autograd would get there by ratio * (exp(d) - 1 - d) + ratio * (1 - exp(d)), of which float32 keeps nothing from d = 16 on.
+    """
+    value = (kl_estimate(logprobs, ref_logprobs, "k3") * ratio).detach()
+    gradient = (ratio * (logprobs - ref_logprobs)).detach()
+    return value + gradient * (logprobs - logprobs.detach())
 
 
 def importance_weights(batch: TokenBatch, mask: Tensor, *, correction: str, cap: float, floor: float) -> Tensor:
@@ -88,7 +110,7 @@ def importance_weights(batch: TokenBatch, mask: Tensor, *, correction: str, cap:
         return torch.ones_like(log_ratio)
     if correction.startswith("sequence"):
         log_ratio = segment_sum(log_ratio, batch).index_select(0, batch.sequence_ids)
-    ratio = log_ratio.exp()
+    ratio = bounded(log_ratio).exp()
     if correction.endswith("truncate"):
         return ratio.clamp(floor, cap)
     return ratio.masked_fill((ratio < floor) | (ratio > cap), 0.0)
@@ -102,6 +124,6 @@ def mismatch(batch: TokenBatch) -> dict[str, Tensor]:
     log_ratio = (batch.old_logprobs - batch.rollout_logprobs).detach()
     return {
         "mismatch/kl_k1": -log_ratio,
-        "mismatch/kl_k3": torch.expm1(log_ratio) - log_ratio,
-        "mismatch/ratio_mean": log_ratio.exp(),
+        "mismatch/kl_k3": kl_estimate(batch.rollout_logprobs, batch.old_logprobs, "k3").detach(),
+        "mismatch/ratio_mean": bounded(log_ratio).exp(),
     }

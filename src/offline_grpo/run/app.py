@@ -24,7 +24,7 @@ from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.messages import log_to
-from offline_grpo.run.preflight import Plan, describe_batches, make_plan
+from offline_grpo.run.preflight import Plan, describe_batches, describe_staleness, make_plan
 from offline_grpo.run.run_dir import ResumePoint, RunDir, discard_fresh, find_resume_point
 from offline_grpo.settings import RunConfig
 
@@ -61,6 +61,8 @@ def _run(plan: Plan, plain: Mapping[str, Any], run_dir: RunDir, resume: ResumePo
             run_dir.create()
             log.info("run folder: %s", run_dir.path)
             log.info(describe_batches(plan))
+            if staleness := describe_staleness(plan):
+                log.warning(staleness)
         if first_iteration > 0:
             log.info("resuming after iteration %d of %d", first_iteration, config.train.iterations)
         for listener in listeners:

@@ -248,6 +248,18 @@ def describe_batches(plan: Plan) -> str:
     )
 
 
+def describe_staleness(plan: Plan) -> str | None:
+    """What the run's settings do not protect it from where rollouts are older than the policy; None if there is nothing to say."""
+    interval = plan.weight_sync.interval
+    if interval == 1 or plan.loss.ratio_reference == "rollout":
+        return None
+    return (
+        f"weight_sync.interval={interval}: rollouts may come from the weights of {interval - 1} iterations before, and nothing clips that, "
+        "because the clipped ratio is to the policy at the start of the iteration (train.loss.ratio_reference=old); to clip it, use "
+        "train.loss.ratio_reference=rollout train.loss.importance_correction=none"
+    )
+
+
 def planned_updates_per_iteration(config: RunConfig) -> int:
     """Updates of an iteration in which no group is dropped; what the learning-rate schedule counts with."""
     train = config.train

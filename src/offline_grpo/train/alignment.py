@@ -15,6 +15,9 @@ log = logging.getLogger(__name__)
 MISMATCH_NATS = 0.1
 """A mean |trainer - engine| above this is no rounding: weights, dtype or sampling settings differ."""
 
+MAX_LOG_WEIGHT = 300.0
+"""In nats, of either sign: the square of such an importance weight still fits into float64, and is not 0."""
+
 
 class Alignment:
     """Collects the microbatches of an iteration, once their `old_logprobs` are there."""
@@ -27,8 +30,19 @@ class Alignment:
         ours, theirs = (values[part.completion_mask].double() for values in (part.old_logprobs.detach(), part.rollout_logprobs))  # [N]
         difference = ours - theirs
         largest = difference.abs().max() if len(difference) else difference.new_zeros(())
-        terms = (torch.ones_like(ours), difference, difference.abs(), ours, ours.square(), theirs, theirs.square())
-        self._parts.append(torch.stack([*(term.sum() for term in terms), largest]))  # [8]
+        weights = difference.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+        terms = (
+            torch.ones_like(ours),
+            difference,
+            difference.abs(),
+            ours,
+            ours.square(),
+            theirs,
+            theirs.square(),
+            weights,
+            weights.square(),
+        )
+        self._parts.append(torch.stack([*(term.sum() for term in terms), largest]))  # [10]
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Means over the tokens of all processes; logs a warning where trainer and engine disagree. Empty without tokens."""
@@ -36,18 +50,20 @@ class Alignment:
             return {}
         parts = torch.stack(self._parts).cpu()
         parts = parts[parts.isfinite().all(-1)]  # others belong to updates that were refused
-        rows = ranks.gather([[*parts[:, :7].sum(0).tolist(), max(parts[:, 7].tolist(), default=0.0)]])
-        count, diff, absolute, ours, ours_squared, theirs, theirs_squared = (sum(row[i] for row in rows) for i in range(7))
+        rows = ranks.gather([[*parts[:, :-1].sum(0).tolist(), max(parts[:, -1].tolist(), default=0.0)]])
+        sums = [sum(column) for column in zip(*rows, strict=True)]
+        count, diff, absolute, ours, ours_squared, theirs, theirs_squared, weights, weights_squared, _ = sums
         if count == 0:
             return {}
         found = {
             "alignment/diff_mean": diff / count,
             "alignment/diff_abs_mean": absolute / count,
-            "alignment/diff_max": max(row[7] for row in rows),
+            "alignment/diff_max": max(row[-1] for row in rows),
             "logprobs/training_mean": ours / count,
             "logprobs/training_std": _std(ours, ours_squared, count),
             "logprobs/inference_mean": theirs / count,
             "logprobs/inference_std": _std(theirs, theirs_squared, count),
+            "mismatch/ess_frac": weights**2 / (count * weights_squared),  # Kish's effective sample size, per token
         }
         if found["alignment/diff_abs_mean"] > MISMATCH_NATS and ranks.is_main:
             log.warning(

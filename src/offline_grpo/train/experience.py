@@ -19,12 +19,14 @@ def prepare_batch(groups: Sequence[RolloutGroup], updater: Updater, config: Trai
 
     None in place of a batch where no group is left to train on.
     """
-    batch = build_batch([rollout for group in groups for rollout in group.rollouts], mask_truncated=config.mask_truncated)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    batch = build_batch(rollouts, mask_truncated=config.mask_truncated)
     metrics: dict[str, float] = {}
     rewards = [[rollout.score.reward for rollout in group.rollouts] for group in groups]
     if updater.loss.kl_in_reward:
-        batch = updater.score(batch)
-        penalties = updater.loss.reward_penalties(batch).tolist()
+        whole = updater.score(build_batch(rollouts, mask_truncated=False))  # truncated completions count in the group's mean, so they pay
+        penalties = updater.loss.reward_penalties(whole).tolist()
+        batch = _with_logprobs_of(whole, batch)
         rewards = _subtract(rewards, penalties)
         metrics["kl_penalty_mean"] = fmean(penalties)
     advantages = _advantages(groups, rewards, updater)
@@ -80,6 +82,12 @@ def _numbers(group: RolloutGroup, advantages: Sequence[float | Sequence[float]])
         return [advantage for advantage in advantages if isinstance(advantage, float)]
     pairs = zip(group.advantages, group.rollouts, strict=True)
     return [value for row, rollout in pairs for value, is_sampled in zip(row, rollout.is_sampled, strict=True) if is_sampled]
+
+
+def _with_logprobs_of(whole: TokenBatch, batch: TokenBatch) -> TokenBatch:
+    """`batch`, a part of whose completions is masked, with the logprobs of the batch in which nothing is."""
+    assert whole.ref_logprobs is not None
+    return batch.with_logprobs(old=whole.old_logprobs * batch.completion_mask, ref=whole.ref_logprobs * batch.completion_mask)
 
 
 def _subtract(rewards: list[list[float]], penalties: list[float]) -> list[list[float]]:

@@ -89,8 +89,9 @@ class Updater:
         return split_updates(batch.num_sequences, num_updates=self.config.updates_per_iteration, sequences_per_update=per_update)
 
     def needs_old_logprobs(self, batch: TokenBatch) -> bool:
-        """With a single update per iteration the policy itself is the old policy, and no extra forward pass is needed."""
-        return self.loss.kl_in_reward or len(self.updates_of(batch)) * self.config.epochs > 1
+        """Whether a scoring pass is due: not if the ratio is to the engine, nor if a single update's policy is itself the old one."""
+        has_several_updates = len(self.updates_of(batch)) * self.config.epochs > 1
+        return self.loss.kl_in_reward or (has_several_updates and self.loss.ratio_reference == "old")
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """The batch with the logprobs of the policy before its first update, and of the reference, where the iteration needs them."""
@@ -113,12 +114,12 @@ class Updater:
         totals = totals_of(batch, sequences, max_new_tokens=self.max_new_tokens)
         mine = share_of_rank(sequences, batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size)
         shares: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.policy.device))
-        is_on_policy = not self.needs_old_logprobs(batch)
+        needs_old_logprobs = self.needs_old_logprobs(batch)
         prepare_for_gradients(self.policy.model)
         for chosen, counts in self._passes(mine, sequences, batch):
             part = batch.select(chosen).to(self.policy.device)
             stats: TokenStats = self.policy.scoring(part, entropy_requires_grad=self.loss.entropy_coef != 0)
-            if is_on_policy:
+            if not needs_old_logprobs:
                 part = part.with_logprobs(old=stats.logprobs.detach())
             output = self.loss(stats, part, totals)
             with self.policy.scoring.attention(part):

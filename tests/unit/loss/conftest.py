@@ -21,6 +21,7 @@ def plain() -> dict[str, Any]:
     return {
         "clip_low": 0.2,
         "clip_high": 0.2,
+        "ratio_reference": "old",
         "kl_coef": 0.0,
         "kl_estimator": "k3",
         "kl_placement": "loss",

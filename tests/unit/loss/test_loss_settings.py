@@ -21,6 +21,7 @@ ACTIVE = {
     "clip_low": 0.05,
     "clip_high": 0.05,
     "dual_clip": 1.12,
+    "ratio_reference": "old",
     "kl_coef": 0.1,
     "kl_importance_weight": True,
     "entropy_coef": 0.03,
@@ -32,6 +33,7 @@ CHANGES = {
     "clip_low": 0.1,
     "clip_high": 0.1,
     "dual_clip": None,
+    "ratio_reference": "rollout",
     "kl_coef": 0.2,
     "kl_estimator": "k2",
     "kl_placement": "reward",
@@ -47,6 +49,7 @@ INVALID = [
     ("clip_low", 1.5),
     ("clip_high", -0.1),
     ("dual_clip", 1.04),
+    ("ratio_reference", "engine"),
     ("kl_coef", -0.1),
     ("kl_estimator", "k4"),
     ("kl_placement", "rewards"),
@@ -79,7 +82,7 @@ def outcome(loss, inputs):
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_every_setting_acts(plain, random_inputs, loss_class, name):
-    settings = plain | ACTIVE
+    settings = plain | ACTIVE | ({"importance_correction": "none"} if name == "ratio_reference" else {})
     before = outcome(build(loss_class, settings), random_inputs(num_sequences=24))
     after = outcome(build(loss_class, settings | {name: CHANGES[name]}), random_inputs(num_sequences=24))
     assert not torch.allclose(before, after, rtol=0, atol=1e-6)
@@ -100,6 +103,18 @@ def test_each_choice_differs_from_the_others(plain, random_inputs):
 def test_invalid_values_are_refused_by_name(plain, name, value):
     with pytest.raises(ConfigError, match=rf"train\.loss\.{name} is .*; set it to "):
         build(GRPO, plain | ACTIVE | {name: value})
+
+
+@pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
+def test_a_ratio_to_the_engine_is_not_corrected_for_the_engine_again(plain, correction):
+    with pytest.raises(
+        ConfigError, match=rf"^train\.loss\.importance_correction is '{correction}'; .*train\.loss\.ratio_reference=rollout"
+    ):
+        build(GRPO, plain | {"dual_clip": None, "ratio_reference": "rollout", "importance_correction": correction})
+
+
+def test_a_penalty_of_nothing_on_rewards_needs_no_reference(plain):
+    assert not build(DAPO, plain | {"dual_clip": None, "kl_placement": "reward", "kl_coef": 0.0}).kl_in_reward
 
 
 def test_kl_term_is_proportional_to_its_coefficient(plain, random_inputs):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -54,6 +56,51 @@ def test_cispo_bounds_the_weight_but_keeps_every_gradient(plain, completions):
     assert output.metrics["clip_low_frac"].item() == pytest.approx(1 / 4)
     assert output.metrics["clip_high_frac"].item() == pytest.approx(1 / 4)
     assert output.metrics["clip_frac"].item() == pytest.approx(1 / 2)
+
+
+@pytest.mark.parametrize(
+    ("loss_class", "expected", "grads", "clip_frac"),
+    [
+        # ratios to the sampler 2.0 | 1.0, 1.5, 0.7, bounds 0.8 and 1.2: token losses 4.0 | -1.0, -1.2 (cut), -0.7
+        (GRPO, (4.0 - 2.9 / 3) / 2, [4.0 / 2, -1.0 / 6, 0.0, -0.7 / 6], 1 / 4),
+        (DAPO, (4.0 - 2.9) / 4, [4.0 / 4, -1.0 / 4, 0.0, -0.7 / 4], 1 / 4),
+        (DrGRPO, (4.0 - 2.9) / 16, [4.0 / 16, -1.0 / 16, 0.0, -0.7 / 16], 1 / 4),
+        (GSPO, (4.0 - 1.05 ** (1 / 3)) / 2, [4.0 / 2] + [-(1.05 ** (1 / 3)) / 6] * 3, 0.0),
+        (CISPO, None, [2.4 / 4, -1.0 / 4, -1.2 / 4, -0.8 / 4], 3 / 4),
+    ],
+)
+def test_ratio_to_the_sampler(plain, completions, loss_class, expected, grads, clip_frac):
+    """The old policy, whose ratios are RATIOS, plays no part."""
+    policy, batch, totals = completions(RATIOS, ADVANTAGES)
+    to_sampler = torch.tensor([2.0, 1.0, 1.5, 0.7], dtype=torch.float64)
+    batch = replace(batch, rollout_logprobs=policy.logprobs.detach() - to_sampler.log())
+    settings = plain | {"ratio_reference": "rollout"} | ({} if loss_class is CISPO else {"dual_clip": None})
+    output = loss_class(**settings)(policy, batch, totals)
+    (grad,) = torch.autograd.grad(output.loss, policy.logprobs)
+    assert grad.tolist() == pytest.approx(grads)
+    assert expected is None or output.loss.item() == pytest.approx(expected)
+    assert output.metrics["clip_frac"].item() == pytest.approx(clip_frac)
+    assert output.metrics["ratio_mean"].item() == pytest.approx(1.05 ** (1 / 3) * 3 / 4 + 2.0 / 4 if loss_class is GSPO else 5.2 / 4)
+
+
+@pytest.mark.parametrize(
+    ("loss_class", "expected", "grads"),
+    [
+        (DAPO, 0.7336797757, [-0.0766080053, 0.0, -0.1034099906, 0.2093833300, 0.0, 0.0, 0.1991715845]),
+        (GRPO, 0.5467978872, [-0.0893760058, 0.0, -0.1206449887, 0.1832104133, 0.0, 0.0, 0.1742751360]),
+    ],
+)
+def test_ratio_to_the_sampler_equals_verls_bypass_mode(plain, completions, loss_class, expected, grads):
+    """Recorded from verl 0.9.1, `compute_policy_loss_bypass_mode` with loss_type=ppo_clip, clip_ratio_low=0.2, clip_ratio_high=0.28 and
+    clip_ratio_c=3, in float64: loss_agg_mode token-mean (DAPO) and seq-mean-token-mean (GRPO). Its own rounding constants are 1e-8."""
+    policy, batch, totals = completions([[1.0] * 3, [1.0] * 4], [0.8, -1.2])
+    sampler = torch.tensor([-0.5, -1.0, -2.0, -0.7, -1.5, -0.2, -3.0], dtype=torch.float64)
+    logprobs = torch.tensor([-0.9, -0.6, -2.1, -0.5, -0.1, -0.9, -2.85], dtype=torch.float64, requires_grad=True)
+    loss = loss_class(**plain | {"ratio_reference": "rollout", "clip_high": 0.28, "dual_clip": 3.0})
+    output = loss(replace(policy, logprobs=logprobs), replace(batch, rollout_logprobs=sampler), totals)
+    assert output.loss.item() == pytest.approx(expected, abs=1e-7)
+    assert torch.autograd.grad(output.loss, logprobs)[0].tolist() == pytest.approx(grads, abs=1e-7)
+    assert output.metrics["clip_frac"].item() == pytest.approx(3 / 7)  # verl: 2/7 by the range and 1/7 by the dual clip
 
 
 @pytest.mark.parametrize("correction", ["none", "token_truncate"])

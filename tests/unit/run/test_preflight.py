@@ -10,6 +10,8 @@ from omegaconf.errors import OmegaConfBaseException
 from offline_grpo.errors import ConfigError
 from offline_grpo.run import app, assemble
 from offline_grpo.run.cli import explain
+from offline_grpo.run.config import typed
+from offline_grpo.run.preflight import describe_staleness, make_plan
 
 FOUND = "generation=vllm_server generation.base_url=http://127.0.0.1:1"
 REFUSED = {
@@ -27,6 +29,7 @@ REFUSED = {
     "+generation.speed=3": r"generation.speed=3: TransformersClient has no such setting; it has batch_size",
     "train.loss.clip_low=fast": r"train.loss.clip_low='fast': expected float",
     "+train.loss.clipp=1": r"train.loss.clipp=1: GRPO has no such setting",
+    "train.loss.ratio_reference=rollout": r"train.loss.importance_correction is .*; set it to none, .*train.loss.ratio_reference=rollout",
     "train.lr=0": r"train.lr=0.0: must be above 0",
     "train.lr=-1e-3": r"train.lr=-0.001: must be above 0",
     "train.schedule=sine": r"train.schedule=sine: must be one of constant, linear, cosine",
@@ -98,3 +101,24 @@ def test_hydra_errors_become_one_line(override, message):
     text = explain(caught.value)
     assert "\n" not in text
     assert re.search(message, text), text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("", None),
+        ("generation=vllm_server weight_sync=restart", None),
+        (
+            "generation=vllm_server weight_sync=restart weight_sync.interval=3",
+            "weight_sync.interval=3: rollouts may come from the weights of 2 iterations before, and nothing clips that",
+        ),
+        (
+            "generation=vllm_server weight_sync=restart weight_sync.interval=3 train.loss.ratio_reference=rollout "
+            "train.loss.importance_correction=none",
+            None,
+        ),
+    ],
+)
+def test_staleness_that_nothing_clips_is_told(overrides, expected):
+    told = describe_staleness(make_plan(typed(compose_config(*overrides.split()))))
+    assert told is None if expected is None else told.startswith(expected)

@@ -50,6 +50,7 @@ EXPECTED = {
     "logprobs/training_std": math.sqrt(2 / 3),
     "logprobs/inference_mean": -5.75 / 3,
     "logprobs/inference_std": math.sqrt((2.25 + 1 + 10.5625) / 3 - (5.75 / 3) ** 2),
+    "mismatch/ess_frac": (math.exp(0.5) + math.exp(-1) + math.exp(0.25)) ** 2 / (3 * (math.exp(1) + math.exp(-2) + math.exp(0.5))),
 }
 
 
@@ -61,14 +62,33 @@ def test_means_maximum_and_spread() -> None:
 
 
 def test_processes_are_weighted_by_their_tokens() -> None:
-    assert measured(FIRST, others=([1.0, 0.25, 0.25, -3.0, 9.0, -3.25, 10.5625, 0.25],)) == pytest.approx(EXPECTED)
-    assert measured(SECOND, others=([2.0, -0.5, 1.5, -3.0, 5.0, -2.5, 3.25, 1.0],)) == pytest.approx(EXPECTED)
+    assert measured(FIRST, others=([1.0, 0.25, 0.25, -3.0, 9.0, -3.25, 10.5625, math.exp(0.25), math.exp(0.5), 0.25],)) == pytest.approx(
+        EXPECTED
+    )
+    first = [2.0, -0.5, 1.5, -3.0, 5.0, -2.5, 3.25, math.exp(0.5) + math.exp(-1), math.exp(1) + math.exp(-2), 1.0]
+    assert measured(SECOND, others=(first,)) == pytest.approx(EXPECTED)
 
 
 def test_equal_logprobs() -> None:
     found = measured(part([0, -2.5, -2.5], [0, -2.5, -2.5]))
     assert [found[f"alignment/{name}"] for name in ("diff_mean", "diff_abs_mean", "diff_max")] == [0, 0, 0]
     assert (found["logprobs/training_mean"], found["logprobs/training_std"]) == (-2.5, 0)
+
+
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ([0.0, 0.0, 0.0, 0.0], 1.0),
+        ([0.7, 0.7, 0.7, 0.7], 1.0),  # all weights are 2: equal
+        ([math.log(3), 0.0, 0.0, 0.0], 36 / (4 * 12)),
+        ([1000.0, 0.0, 0.0, 0.0], 1 / 4),  # one token outweighs all others
+        ([-1000.0, -1000.0, -1000.0, -1000.0], 1.0),
+        ([-1000.0, 0.0, 0.0, 0.0], 3 / 4),
+    ],
+)
+def test_effective_sample_size_is_the_share_of_tokens_that_count(differences: list[float], expected: float) -> None:
+    both = [part([0, *(-1 + d for d in half)], [0, -1, -1]) for half in (differences[:2], differences[2:])]
+    assert measured(*both)["mismatch/ess_frac"] == pytest.approx(expected)
 
 
 def test_the_spread_of_many_equal_numbers_is_no_root_of_a_negative_one() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from factories import make_completion, make_rollout, make_updater
+from factories import make_completion, make_qwen2, make_rollout, make_scoring, make_updater
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.train.batch import build_batch
@@ -77,6 +77,29 @@ def test_given_advantages_and_a_penalty_on_rewards_contradict_each_other(tmp_pat
     updater.reference = updater.policy
     with pytest.raises(ConfigError, match=r"train\.loss\.kl_placement=reward: .*use train\.loss\.kl_placement=loss"):
         prepare_batch([group(TWO_TURNS, advantages=((1.0,) * 7,))], updater, updater.config)
+
+
+def test_a_truncated_completion_pays_its_penalty_although_its_tokens_are_not_trained_on(tmp_path):
+    """Its reward counts in the group's mean, with the penalty; its tokens are masked afterwards."""
+    updater = make_updater(tmp_path, mask_truncated=True)
+    updater.loss = replace(updater.loss, kl_placement="reward", kl_coef=0.5, kl_estimator="k2", scale_rewards="none")
+    updater.reference = make_scoring(make_qwen2(initializer_range=0.2))
+    cut = make_rollout([4], make_completion([3, 2, 5], reason=FinishReason.LENGTH), reward=1.0)
+    whole = make_rollout([4], [6, 7], reward=0.0)
+    batch, metrics = prepare_batch([group(cut, whole)], updater, updater.config)
+    assert batch is not None
+
+    everything = build_batch([cut, whole], mask_truncated=False)
+    old, ref = updater.policy.logprobs(everything), updater.reference.logprobs(everything)
+    squares = (old - ref).square() / 2 * 0.5  # kl_coef * k2, [7]
+    paid = [squares[:4].sum().item(), squares[4:].sum().item()]
+    assert min(paid) > 0.01
+    half = (1.0 - paid[0] - (0.0 - paid[1])) / 2
+    assert metrics["kl_penalty_mean"] == pytest.approx(sum(paid) / 2, abs=1e-5)
+    assert batch.advantages.tolist() == pytest.approx([0, 0, 0, 0, 0, -half, -half], abs=1e-5)
+    assert batch.completion_mask.tolist() == [False] * 5 + [True] * 2
+    assert batch.old_logprobs.tolist() == pytest.approx([0] * 5 + old[5:].tolist(), abs=1e-5)
+    assert batch.ref_logprobs.tolist() == pytest.approx([0] * 5 + ref[5:].tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize(

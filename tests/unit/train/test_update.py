@@ -61,6 +61,69 @@ def test_old_logprobs_are_those_before_the_first_update(tmp_path, token_batch):
     assert not torch.allclose(scored.old_logprobs, updater.policy.logprobs(token_batch), atol=1e-2)
 
 
+def to_the_sampler(updater, **settings):
+    updater.loss = replace(updater.loss, ratio_reference="rollout", entropy_coef=0.0, **settings)
+    return updater
+
+
+def test_a_ratio_to_the_sampler_clips_stale_rollouts_in_a_single_update(tmp_path, token_batch):
+    """The sampler's logprobs are far from the policy's, as those of older weights are. The gradient is worked out without our trainer."""
+    assert make_updater(tmp_path).run(token_batch, iteration=0)["clip_frac"] == 0, "to the old policy"
+    updater = to_the_sampler(make_updater(tmp_path, grad_clip=math.inf))
+    model = updater.policy.causal_lm
+    loss, num_clipped, ends = 0.0, 0, torch.tensor(token_batch.sequence_lengths).cumsum(0).tolist()
+    for end, length in zip(ends, token_batch.sequence_lengths, strict=True):
+        at = slice(end - length, end)
+        ids, is_ours = token_batch.token_ids[at], token_batch.completion_mask[at][1:]
+        logits = model(ids[None]).logits[0, :-1] / token_batch.temperature[at][1:, None]
+        logprobs = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[is_ours, 0]
+        ratio = torch.exp(logprobs - token_batch.rollout_logprobs[at][1:][is_ours])
+        advantage = token_batch.advantages[at][1:][is_ours]
+        is_clipped = ((advantage > 0) & (ratio > 1.2)) | ((advantage < 0) & (ratio < 0.8))
+        loss = loss - (ratio * advantage)[~is_clipped].sum() / len(ratio) / token_batch.num_sequences
+        num_clipped += int(is_clipped.sum())
+    expected = dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, model.parameters()), strict=True))
+    caught, metrics = gradient_and_metrics(updater, token_batch)
+    for name, gradient in caught.items():
+        assert torch.allclose(gradient, expected[name], atol=1e-6), name
+    assert 0 < num_clipped < int(token_batch.completion_mask.sum())
+    assert metrics["clip_frac"] == pytest.approx(num_clipped / int(token_batch.completion_mask.sum()))
+
+
+@pytest.mark.parametrize(("in_reward", "num_passes"), [(False, 2), (True, 3)])
+def test_a_ratio_to_the_sampler_needs_no_scoring_pass(tmp_path, token_batch, in_reward, num_passes):
+    placement = {"kl_placement": "reward", "kl_coef": 0.1} if in_reward else {}
+    passes = []
+    for updater in (make_updater(tmp_path, epochs=2), to_the_sampler(make_updater(tmp_path, epochs=2), **placement)):
+        calls = []
+        updater.policy.causal_lm.get_decoder().register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        updater.run(updater.score(token_batch), iteration=0)
+        passes.append(len(calls))
+    assert passes == [3, num_passes]
+
+
+@pytest.mark.parametrize(("advantage", "is_applied"), [(1.0, True), (-1.0, False)])
+def test_a_ratio_beyond_all_bounds_counts_where_the_formula_has_a_gradient(tmp_path, token_batch, advantage, is_applied):
+    """Where the clip has removed it, the other tokens are trained on; where nothing has, the update is refused."""
+    updater = to_the_sampler(make_updater(tmp_path))
+    first = int(token_batch.completion_mask.nonzero()[0])
+    odd = replace(token_batch, rollout_logprobs=token_batch.rollout_logprobs.clone(), advantages=token_batch.advantages.clone())
+    odd.rollout_logprobs[first], odd.advantages[first] = -120.0, advantage
+    metrics = updater.run(odd, iteration=0)
+    assert metrics["num_updates"] == is_applied
+    assert all(map(math.isfinite, metrics.values()))
+
+
+def test_effective_sample_size_does_not_depend_on_the_microbatches(tmp_path, token_batch):
+    found = [make_updater(tmp_path, **cut).run(token_batch, iteration=0)["mismatch/ess_frac"] for cut in ({}, {"batch_size": 1})]
+    updater = make_updater(tmp_path)
+    at = token_batch.completion_mask
+    weights = (updater.policy.logprobs(token_batch) - token_batch.rollout_logprobs)[at].double().exp()
+    expected = weights.sum() ** 2 / (len(weights) * weights.square().sum())
+    assert found == pytest.approx([expected.item()] * 2, abs=1e-5)
+    assert 0.1 < expected < 0.9
+
+
 def test_updates_leave_the_batch_as_it_was(tmp_path, token_batch):
     tensors = ("token_ids", "advantages", "rollout_logprobs", "old_logprobs", "completion_mask")
     before = {name: getattr(token_batch, name).clone() for name in tensors}
