@@ -11,6 +11,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.run import app, assemble
 from offline_grpo.run.cli import explain
 
+OWN = "generation=vllm_server"
 FOUND = "generation=vllm_server generation.base_url=http://127.0.0.1:1"
 REFUSED = {
     "data.rollouts_per_problem=1": r"data.rollouts_per_problem=1: .*a group of one has no signal, use 2 or more",
@@ -54,7 +55,7 @@ REFUSED = {
     "resume=/no/such/run": r"resume=/no/such/run: no checkpoint there",
     f"{FOUND} weight_sync=restart": r"generation.base_url=http://127.0.0.1:1: weight_sync=restart starts .*; set generation.base_url=null",
     f"{FOUND} weight_sync=lora_restart model/lora=default": r"generation.base_url=http://127.0.0.1:1: weight_sync=lora_restart starts",
-    f"{FOUND} weight_sync=lora_hotswap model/lora=default model.lora.r=32": r"weight_sync.server_args.max_lora_rank=16: the adapters have",
+    f"{OWN} weight_sync=lora_hotswap model/lora=default model.lora.r=32": r"weight_sync.server_args.max_lora_rank=16: the adapters have",
     f"{FOUND} weight_sync=ipc model.device=cpu": r"model.device=cpu: weight_sync=ipc moves weights from GPU to GPU",
     "logger.console.refresh_per_s=0": r"logger.console.refresh_per_s=0: must be above 0",
 }

@@ -26,6 +26,7 @@ from offline_grpo.weight_sync.rank_zero import RankZeroDeployment
 from offline_grpo.weight_sync.reload import Reload
 
 DEAD = "http://127.0.0.1:1"
+OTHER = "http://127.0.0.1:2"
 SERVED = f"generation=vllm_server generation.base_url={DEAD} weight_sync=reload"
 TUNED = "generation.timeout_s=7 generation.max_retries=0 weight_sync.tolerance_nats=0.4"
 
@@ -63,7 +64,7 @@ def test_the_settings_of_training_are_passed_on(backend: str, kind: type, num_pr
 
 
 def test_the_tolerance_of_another_strategy_is_passed_on(tmp_path: Path) -> None:
-    chosen = f"generation=vllm_server generation.base_url={DEAD} {TUNED} eval.base_url={DEAD}"  # shared_vllm has no location
+    chosen = f"generation=vllm_server generation.base_url={DEAD} {TUNED} eval.base_url={OTHER}"  # shared_vllm has no location
     _, full = evaluation(chosen, tmp_path)
     assert isinstance(full, Reload)
     assert (full.tolerance_nats, full.location) == (0.4, "memory")
@@ -125,21 +126,24 @@ def test_who_cannot_sample_evaluations(overrides: str, message: str) -> None:
         make_plan(typed(compose_config(*overrides.split())))
 
 
-def test_a_backend_that_training_samples_from_is_shared(tmp_path: Path) -> None:
-    plan = make_plan(typed(compose_config(*SERVED.split(), "eval.backend=vllm_server")))
+@pytest.mark.parametrize(
+    "overrides", ["eval.backend=vllm_server", f"eval.base_url={DEAD}/v1/", f"eval.base_url={DEAD} eval.backend=vllm_server"]
+)
+def test_what_training_samples_from_is_shared(overrides: str, tmp_path: Path) -> None:
+    plan = make_plan(typed(compose_config(*SERVED.split(), *overrides.split())))
     ranks: Any = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value)
     training, found = assembled(plan, make_policy(), tmp_path, ranks)
     assert found is training
 
 
 def test_errors_name_settings_that_act(web: ScriptedServer, tmp_path: Path) -> None:
-    client, _ = evaluation(f"{SERVED} {TUNED} eval.base_url={DEAD}", tmp_path)
+    client, _ = evaluation(f"{SERVED} {TUNED} eval.base_url={OTHER}", tmp_path)
     assert isinstance(client, VllmClient)
-    with pytest.raises(EngineError, match=rf"^eval\.base_url={DEAD}: no healthy server answers"):
+    with pytest.raises(EngineError, match=rf"^eval\.base_url={OTHER}: no healthy server answers"):
         client.server.start("model")
     client.weights = ServedWeights(0, "policy")
     message = ask(client)
-    assert message.startswith(f"{DEAD}/v1/completions: no connection")
+    assert message.startswith(f"{OTHER}/v1/completions: no connection")
     assert message.endswith("after 1 attempts; is the server running, and eval.base_url its address?")
     client, _ = evaluation(f"{SERVED} {TUNED} generation.timeout_s=0.1 eval.base_url={web.base_url}", tmp_path)
     assert isinstance(client, VllmClient)

@@ -19,6 +19,7 @@ class Engine:
     """Dies at the first `num_deaths` pushes."""
 
     client = None
+    is_frozen = False
 
     def __init__(self, num_deaths: int, error: type[Exception] = EngineDied) -> None:
         self.num_deaths = num_deaths
