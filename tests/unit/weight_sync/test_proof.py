@@ -33,7 +33,7 @@ def policy() -> Policy:
 
 
 def by_hand(policy: Policy, prompt: tuple[int, ...], sampled: tuple[int, ...], sampling: SamplingParams) -> list[float]:
-    """Logprobs of `sampled`: penalty, temperature, the top_k most probable, of those the fewest that make up top_p, and the token itself."""
+    """Logprobs of `sampled`: penalty, temperature, the top_k most probable, of those the fewest that make up top_p, and the token."""
     with torch.no_grad():
         logits = policy.causal_lm(torch.tensor([[*prompt, *sampled]])).logits[0].double().numpy()
     found = []

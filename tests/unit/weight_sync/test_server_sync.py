@@ -334,6 +334,44 @@ def test_supported_vllm(version: str, web: ScriptedServer, client: VllmClient, p
     deploy(recorder(), client).connect(policy)
 
 
+STOCK, ADAPTERS, DEVELOPMENT = set[str](), {"/v1/load_lora_adapter"}, {"/v1/load_lora_adapter", "/collective_rpc"}
+
+
+@pytest.mark.parametrize(
+    ("moves", "routes", "extension", "lack"),
+    [
+        ("full", STOCK, False, "has no endpoints for weights (VLLM_SERVER_DEV_MODE=1)"),
+        ("full", ADAPTERS, False, "has no endpoints for weights (VLLM_SERVER_DEV_MODE=1)"),
+        ("full", DEVELOPMENT, False, "has no worker extension (--worker-extension-cls; URL/collective_rpc: status 500: no grpo_tag)"),
+        ("full", DEVELOPMENT, True, None),
+        ("lora", STOCK, False, "does not load adapters while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora)"),
+        ("lora", ADAPTERS, False, None),
+        ("nothing", STOCK, False, None),
+    ],
+)
+def test_what_a_found_vllm_lacks(
+    moves: str, routes: set[str], extension: bool, lack: str | None, web: ScriptedServer, client: VllmClient
+) -> None:
+    """As FastAPI answers: 404 where there is no route, 405 to GET where there is one for POST."""
+
+    def script(request: Request) -> Reply:
+        if request.path not in routes:
+            return Reply({"detail": "Not Found"}, status=404)
+        if request.method == "GET":
+            return Reply({"detail": "Method Not Allowed"}, status=405)
+        return Reply({"results": [None]}) if extension else Reply({"error": {"message": "no grpo_tag"}}, status=500)
+
+    web.script = script
+    found = client.control(client.server).lacks(moves)
+    assert found == (lack and lack.replace("URL", web.base_url))
+
+
+def test_a_server_that_wants_a_key_does_not_lack_endpoints(web: ScriptedServer, client: VllmClient) -> None:
+    web.script = lambda _: Reply({"error": "Unauthorized"}, status=401)
+    with pytest.raises(EngineError, match="load_lora_adapter: status 401"):
+        client.control(client.server).lacks("lora")
+
+
 # Pausing
 
 
