@@ -179,6 +179,7 @@ def test_a_stock_server_is_refused_before_a_model_is_loaded(
 
 @pytest.mark.slow  # a start of a server
 def test_the_command_of_a_refusal_starts_a_right_server(stock: ScriptedServer, model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "server.txt").touch()  # else the folder goes with the refused run
     with pytest.raises(ConfigError) as refused:
         run(tmp_path / "refused", model_folder, *at(stock.base_url), "weight_sync=shared_vllm")
     stock.close()  # its port is free for the right one
