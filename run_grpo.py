@@ -18,7 +18,7 @@ def main(cfg: DictConfig) -> float | None:
     """Run once. Returns the last held-out pass@1, which sweepers maximise."""
     from offline_grpo.run import app  # imports torch and transformers, so only after the configuration is composed
 
-    return cli.run_job(lambda: app.run(cfg, Path(HydraConfig.get().runtime.output_dir)))
+    return cli.run_job(lambda: app.run(cfg, Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().overrides.task))
 
 
 if __name__ == "__main__":

@@ -139,7 +139,9 @@ def connect(name: str, arguments: argparse.Namespace, model: Path, folder: Path,
     policy = load(model, arguments, shared=sync.requires.shares_weights, lora=name.startswith("lora"))
     client = new_client(arguments, server)
     started = time.perf_counter()
-    deployment = Deployment([engine_of(client)], sync, Replicas(Ranks(use_cpu=not torch.cuda.is_available())).full_weights)
+    deployment = Deployment(
+        [engine_of(client, SamplingParams(1))], sync, Replicas(Ranks(use_cpu=not torch.cuda.is_available())).full_weights
+    )
     deployment.connect(policy)
     start_s = time.perf_counter() - started
     policy.make_masters()

@@ -116,9 +116,9 @@ def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
         yield name, parameter.data
 
 
-def deploy(sync: Any, *clients: Any) -> Deployment:
+def deploy(sync: Any, *clients: Any, sampling: SamplingParams = SamplingParams(1)) -> Deployment:  # noqa: B008 - it is frozen
     """A strategy that serves these clients' engines; not connected yet."""
-    return Deployment([engine_of(client) for client in clients], sync, full_weights)
+    return Deployment([engine_of(client, sampling) for client in clients], sync, full_weights)
 
 
 def save_model(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Path:
@@ -212,7 +212,7 @@ def serve_again(server: Server, model: Path, where: Where) -> None:
     """Give a server the weights of a saved model, whatever it serves or waits for."""
     sync = Reload(interval=1, pause_mode="abort", tolerance_nats=1.0, server_args={}, location="memory")
     client = make_client(found(server))
-    client.control().resume()  # a test that failed may have left it paused
+    client.control(client.server).resume()  # a test that failed may have left it paused
     policy = load(model, where)
     deployment = deploy(sync, client)
     deployment.connect(policy)

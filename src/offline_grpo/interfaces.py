@@ -252,6 +252,11 @@ class Deployment(Protocol):
         """Samples from the engines."""
         ...
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the engines keep the weights that they were started with: a push changes nothing, and reports version 0."""
+        ...
+
     def connect(self, policy: Any) -> None:
         """Start or find the engines, and prepare the path to their weights. Called once, before masters and optimizer exist.
 

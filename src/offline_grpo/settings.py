@@ -131,6 +131,7 @@ class EvalConfig:
     eval_first: bool
     backend: Any
     base_url: str | None
+    weight_sync: str | None
     batch_size: int
     timeout_s: float
     max_retries: int
@@ -158,6 +159,7 @@ class EvalConfig:
         require(self.timeout_s > 0, "eval.timeout_s", self.timeout_s, "must be above 0")
         require(self.max_retries >= 0, "eval.max_retries", self.max_retries, "must be 0 or more")
         require(self.tolerance_nats > 0, "eval.tolerance_nats", self.tolerance_nats, "must be above 0")
+        require(self.weight_sync in (None, "none"), "eval.weight_sync", self.weight_sync, "must be null, or none to push nothing")
         require(self.location in ("memory", "disk"), "eval.location", self.location, "must be one of memory, disk")
         require(
             self.replicates == 1 or (self.do_sample and self.temperature != 0),

@@ -61,8 +61,8 @@ def full_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def second_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Like `full_server`, beside it."""
-    args = LORA_ARGS if one_serves_all(where) else {}
+    """Like `full_server`, beside it, with vLLM's own logprobs: those before the temperature."""
+    args = (LORA_ARGS if one_serves_all(where) else {}) | {"logprobs_mode": "raw_logprobs"}
     with running(make_server(where, tmp_path_factory.mktemp("second"), args=args), model_folder) as server:
         yield server
 

@@ -6,15 +6,24 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from children import metrics_of, printed
-from engines import CPU, kill_engine, serve_again
+from engines import CPU, distance, kill_engine, load, serve_again
+from factories import prompt_of, sampled
+from scripted_server import Reply, Request, ScriptedServer
 from served_runs import OWN_SERVER, assert_same, at, five, run
 
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm_control import VllmControl
+from offline_grpo.errors import ConfigError
+from offline_grpo.rollouts.on_policy import OnPolicy
+from offline_grpo.run import assemble
+from offline_grpo.types import Completion, FinishReason, Rollout
 
 ROOT = Path(__file__).parents[2]
 LORA = ("model/lora=default", "train.lr=1e-2")
@@ -105,6 +114,131 @@ def test_a_found_server_that_is_started_anew_gets_the_weights_again(
     assert disturbed["train_iter_001.json"]["sync/num_recoveries"] == 1
     assert disturbed["train_iter_001.json"]["alignment/diff_abs_mean"] < 1e-4
     assert "was started anew" in (tmp_path / "disturbed" / "run.log").read_text()
+
+
+def passed_on(server: Server, request: Request) -> Reply:
+    """The server's own answer."""
+    answer = httpx.request(request.method, server.base_url + request.path, params=request.query, json=request.body, timeout=120)
+    return Reply(answer.content, status=answer.status_code, headers={"Content-Type": answer.headers.get("content-type", "text/plain")})
+
+
+@pytest.fixture
+def door(server: Server) -> Iterator[ScriptedServer]:
+    """Another address of the server, which notes what passes."""
+    with ScriptedServer(lambda request: passed_on(server, request)) as web:
+        yield web
+
+
+USED_OF_STOCK = {"/health", "/version", "/v1/completions"}
+
+
+@pytest.fixture
+def stock(server: Server) -> Iterator[ScriptedServer]:
+    """The server as `vllm serve` starts it: what development mode and the worker extension add is not there."""
+
+    def script(request: Request) -> Reply:
+        return passed_on(server, request) if request.path in USED_OF_STOCK else Reply({"detail": "Not Found"}, status=404)
+
+    with ScriptedServer(script) as web:
+        yield web
+
+
+TWO = ("train.iterations=2", "eval.interval=2")
+
+
+def test_one_url_is_one_client_and_one_push(door: ScriptedServer, model_folder: Path, tmp_path: Path) -> None:
+    """Evaluations at training's own URL: versions 0, 2 and 4 are loaded once each, and both ask the same server."""
+    found = run(tmp_path / "one", model_folder, *at(door.base_url), f"eval.base_url={door.base_url}/v1", "weight_sync=reload", *TWO)
+    methods = [request.body["method"] for request in door.requests if request.body and "method" in request.body]
+    assert methods.count("reload_weights") == 3
+    assert found["eval_iter_001.json"] != found["eval_init.json"]
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("generation.base_url", ("generation=vllm_server", "weight_sync=reload")),
+        ("generation.base_url", ("generation=vllm_server", "weight_sync=lora_hotswap", *LORA)),
+        ("eval.base_url", ("eval.backend=vllm_server",)),
+    ],
+)
+def test_a_stock_server_is_refused_before_a_model_is_loaded(
+    key: str, overrides: tuple[str, ...], stock: ScriptedServer, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assemble, "load_policy", lambda *_, **__: pytest.fail("a model was loaded"))
+    lack = "does not load adapters" if "model/lora=default" in overrides else "has no endpoints for weights"
+    host, _, port = stock.base_url.removeprefix("http://").partition(":")
+    with pytest.raises(ConfigError, match=rf"^{key}={stock.base_url}: that server {lack}.* Start one that has it: [^\n]*$") as refused:
+        run(tmp_path / "run", model_folder, *overrides, f"{key}={stock.base_url}")
+    command = str(refused.value).partition("Start one that has it: ")[2]
+    assert f" -m vllm.entrypoints.openai.api_server --model {model_folder} --host {host} --port {port} " in command
+    assert command.startswith("VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 ")
+    assert ("--enable-lora --max-lora-rank 16" in command) is ("model/lora=default" in overrides)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow  # a start of a server
+def test_the_command_of_a_refusal_starts_a_right_server(stock: ScriptedServer, model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "server.txt").touch()  # else the folder goes with the refused run
+    with pytest.raises(ConfigError) as refused:
+        run(tmp_path / "refused", model_folder, *at(stock.base_url), "weight_sync=shared_vllm")
+    stock.close()  # its port is free for the right one
+    cpu = " --enforce-eager --distributed-executor-backend uni --kv-cache-memory-bytes 67108864 --max-num-batched-tokens 32768"
+    command = str(refused.value).partition("Start one that has it: ")[2].replace(" --gpu-memory-utilization 0.45", cpu)
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "server.txt").open("wb") as output:
+        right = subprocess.Popen(f"exec env {command}", shell=True, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 240
+        while not Server(base_url=stock.base_url, api_key=None, launcher=None, log_dir=tmp_path).api.answers("/health"):
+            assert time.monotonic() < deadline, (tmp_path / "server.txt").read_text()
+            assert right.poll() is None, (tmp_path / "server.txt").read_text()
+            time.sleep(0.5)
+        found = run(tmp_path / "run", model_folder, *at(stock.base_url), "weight_sync=shared_vllm", *TWO)
+        assert found["train_iter_001.json"]["sync/num_tensors_proven"] == 28
+    finally:
+        right.terminate()
+        right.wait()
+
+
+def test_a_frozen_server_is_asked_and_never_touched(
+    stock: ScriptedServer, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rollouts of both iterations are the starting model's, though the policy has moved on, and everything says so."""
+    drawn: list[Any] = []
+    draw = OnPolicy.next
+    monkeypatch.setattr(OnPolicy, "next", lambda self, iteration: drawn.append(draw(self, iteration)) or drawn[-1])
+    found = run(tmp_path / "run", model_folder, *at(stock.base_url), "weight_sync=none", *TWO)
+    assert {request.path for request in stock.requests} == USED_OF_STOCK
+    start = load(model_folder, CPU)
+    for groups in drawn:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        assert {version for rollout in rollouts for version in rollout.versions} == {0}
+        assert distance_of(start, rollouts) < CPU.tolerance_nats
+    assert all(metrics["sync/frozen"] == 1 for metrics in found.values())
+    assert [found[f"train_iter_{i:03d}.json"]["sync/version"] for i in range(2)] == [0, 0]
+    assert found["train_iter_001.json"]["alignment/diff_abs_mean"] > 1e-2 > 1e-4 > found["train_iter_000.json"]["alignment/diff_abs_mean"]
+    lines = capsys.readouterr().out.splitlines()
+    assert ["server frozen" in line for line in lines if " | train | " in line] == [True] * 2
+    assert ["frozen server, not the policy" in line for line in lines if " | eval | " in line] == [True] * 2
+    assert (tmp_path / "run" / "run.log").read_text().count("weight_sync=none: the server at") == 1
+
+
+def test_a_frozen_server_of_evaluations(stock: ScriptedServer, model_folder: Path, tmp_path: Path) -> None:
+    overrides = ("eval.backend=vllm_server", f"eval.base_url={stock.base_url}", "eval.weight_sync=none")
+    frozen = run(tmp_path / "frozen", model_folder, *overrides, *TWO)
+    assert {request.path for request in stock.requests} == USED_OF_STOCK
+    assert ["sync/frozen" in metrics for metrics in frozen.values()] == [name.startswith("eval") for name in frozen]
+    assert frozen["train_iter_001.json"]["sync/version"] == 4
+
+
+def distance_of(policy: Any, rollouts: list[Rollout]) -> float:
+    """Mean |policy - server| over the rollouts' tokens, in nats."""
+    completions = []
+    for rollout in rollouts:
+        token_ids = sampled(rollout)
+        completions.append(Completion(token_ids, rollout.logprobs[-len(token_ids) :], FinishReason.STOP, (0,) * len(token_ids)))
+    return distance(policy, completions, [prompt_of(rollout) for rollout in rollouts])
 
 
 def start_two(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:

@@ -461,6 +461,7 @@ ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "placement.check_memory": (placement_effect, "", "placement.check_memory=false"),
     "eval.backend": (evaluation_effect, EVAL_SERVER, "eval.backend=sglang_server"),
     "eval.base_url": (evaluation_effect, EVAL_SERVER, "eval.base_url=@there"),
+    "eval.weight_sync": (evaluation_sync_effect, EVAL_SERVER, "eval.weight_sync=none"),
     "eval.batch_size": (evaluation_effect, EVAL_SERVER, "eval.batch_size=1"),
     "eval.timeout_s": (evaluation_effect, EVAL_SERVER, "eval.timeout_s=0.03"),
     "eval.max_retries": (evaluation_effect, EVAL_SERVER, "eval.max_retries=0"),

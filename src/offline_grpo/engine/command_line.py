@@ -7,10 +7,12 @@ import json
 import os
 import shlex
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from offline_grpo.errors import ConfigError
 
@@ -27,7 +29,7 @@ ELSEWHERE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommandLine:
+class CommandLine(ABC):
     """Settings of a managed server, whatever its kind.
 
     Args:
@@ -50,6 +52,8 @@ class CommandLine:
 
     name: ClassVar[str]
     package: ClassVar[str]
+    essentials: ClassVar[Mapping[str, Any]]
+    """Settings without which a server that somebody else starts does not suit a run: `args`, `env`, and what the class adds."""
 
     def __post_init__(self) -> None:
         if self.port is not None and not 0 < self.port < 65536:
@@ -75,16 +79,44 @@ class CommandLine:
                 "generation.base_url of a server that is running"
             )
 
+    @classmethod
+    def by_hand(cls, model: str, base_url: str, *, has_key: bool, args: Mapping[str, Any], env: Mapping[str, str]) -> str:
+        """The command line for a shell that starts a server as a run would, to be found at `base_url`."""
+        url = urlsplit(base_url)
+        host = url.hostname or "127.0.0.1"
+        launcher = cls(
+            python=None,
+            host=host,
+            port=None,
+            api_key="YOUR_KEY" if has_key or not is_loopback(host) else None,
+            start_timeout_s=1.0,
+            **cls.essentials,
+        )
+        _, *words = launcher.command(model, url.port or 80, args)
+        python = sys.executable if find_spec(cls.package) else "python"
+        variables = [f"{name}={shlex.quote(value)}" for name, value in launcher.variables(env).items()]
+        return " ".join([*variables, shlex.join([python, *words])])
+
     @property
     def interpreter(self) -> str:
         return self.python or sys.executable
 
-    def merged_environment(self, ours: Mapping[str, str], env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
-        """This process's own environment, then `ours`, then a strategy's `env`, then `engine.env`: the later wins."""
-        merged = {**without_launch_variables(os.environ), **ours}
-        if gpus is not None:
-            merged["CUDA_VISIBLE_DEVICES"] = visible(gpus)
-        return {**merged, **env, **{name: str(value) for name, value in self.env.items()}}
+    @abstractmethod
+    def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
+        """See `Launcher.command`."""
+
+    @abstractmethod
+    def variables(self, env: Mapping[str, str]) -> dict[str, str]:
+        """What the environment of the command needs, a strategy's `env` and `engine.env` included."""
+
+    def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
+        """See `Launcher.environment`. This process's own environment, then `variables`."""
+        chosen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": visible(gpus)}
+        return {**without_launch_variables(os.environ), **chosen, **self.variables(env)}
+
+    def merged(self, ours: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
+        """Variables that the engine needs, then a strategy's `env`, then `engine.env`: the later wins."""
+        return {**ours, **env, **{name: str(value) for name, value in self.env.items()}}
 
 
 def flags(settings: Mapping[str, Any]) -> list[str]:

@@ -25,7 +25,15 @@ class ServerControl(Protocol):
         """The server's version.
 
         Raises:
-            ConfigError: an unsupported version, or settings of the server that a run cannot work with.
+            ConfigError: an unsupported version.
+        """
+        ...
+
+    def lacks(self, moves: str) -> str | None:
+        """What a run needs of a server that it finds and this one does not have, in words; None: it has everything.
+
+        Args:
+            moves: what weight sync brings, see `SyncRequirements`.
         """
         ...
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from offline_grpo.engine.control import ServerControl
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import EngineDied
 from offline_grpo.interfaces import RolloutClient
+from offline_grpo.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -18,17 +19,24 @@ class ServerClient(RolloutClient, Protocol):
     """A client with an `engine_name`: it asks a server, and knows how weight sync may control that server."""
 
     server: Server
+    logprobs_are_filtered: ClassVar[bool]
 
-    def control(self) -> ServerControl:
-        """Control over `server`, as it is now: a new one after each start."""
+    @staticmethod
+    def control(server: Server) -> ServerControl:
+        """Control over a server of this kind, as it is now: a new one after each start."""
         ...
 
 
 class Engine:
-    """An engine in this process: `client` samples from the trained module, and there is nothing to start or stop."""
+    """An engine in this process: `client` samples from the trained module, and there is nothing to start or stop.
 
-    def __init__(self, client: RolloutClient) -> None:
+    Args:
+        sampling: what the run asks of it; a proof of its weights asks for the same.
+    """
+
+    def __init__(self, client: RolloutClient, sampling: SamplingParams) -> None:
         self.client = client
+        self.sampling = sampling
 
     def start(self, model: str, args: Mapping[str, Any]) -> None:
         """Start serving `model`, with `args` added to the command line; a server that was found must only be healthy.
@@ -45,6 +53,11 @@ class Engine:
         """Raise EngineDied if a server that the run started has ended."""
 
     @property
+    def found_at(self) -> str | None:
+        """The URL of a server that the run does not start; None where it starts one, or needs none."""
+        return None
+
+    @property
     def has_lost_weights(self) -> bool:
         """Whether a server that the run started has ended, or a server that was found was started anew since its weights were tagged."""
         return False
@@ -55,9 +68,9 @@ class ServerEngine(Engine):
 
     client: ServerClient  # type: ignore[assignment]  # narrower than the base's
 
-    def __init__(self, client: ServerClient) -> None:
-        super().__init__(client)
-        self.control: Any = client.control()
+    def __init__(self, client: ServerClient, sampling: SamplingParams) -> None:
+        super().__init__(client, sampling)
+        self.control: Any = client.control(client.server)
         """A `ServerControl`; a strategy for one kind of server may use all that this kind's control can do."""
 
     @property
@@ -66,7 +79,7 @@ class ServerEngine(Engine):
 
     def start(self, model: str, args: Mapping[str, Any]) -> None:
         """See `Engine.start`."""
-        self.control = self.client.control()
+        self.control = self.client.control(self.server)
         self.server.start(model, args=args)
         version = self.control.check_version()
         log.info("connected to %s %s at %s", self.client.engine_name, version, self.server.base_url)
@@ -81,6 +94,11 @@ class ServerEngine(Engine):
         self.server.check_alive()
 
     @property
+    def found_at(self) -> str | None:
+        """See `Engine.found_at`."""
+        return None if self.server.is_managed else self.server.base_url
+
+    @property
     def has_lost_weights(self) -> bool:
         """See `Engine.has_lost_weights`."""
         if not self.server.is_managed:
@@ -92,6 +110,6 @@ class ServerEngine(Engine):
         return False
 
 
-def engine_of(client: Any) -> Engine:
+def engine_of(client: Any, sampling: SamplingParams) -> Engine:
     """The engine behind a client: a server if the client's class names one (`engine_name`), else this process."""
-    return Engine(client) if client.engine_name is None else ServerEngine(client)
+    return Engine(client, sampling) if client.engine_name is None else ServerEngine(client, sampling)

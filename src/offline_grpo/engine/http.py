@@ -47,12 +47,29 @@ class ServerApi:
         except httpx.HTTPError:
             return False
 
+    def has(self, path: str) -> bool:
+        """Whether there is a route for POST `path`; asked with GET, which changes nothing and which such routes refuse with status 405.
+
+        Raises:
+            EngineError: no connection, or no permission.
+        """
+        try:
+            response = self._http.get(path)
+        except httpx.HTTPError as error:
+            raise self._broken(path, error) from error
+        if response.status_code not in (404, 405):
+            body_of(response)
+        return response.status_code != 404
+
     def _call(self, method: str, path: str, *, timeout: float | None = None, **arguments: Any) -> Any:
         try:
             response = self._http.request(method, path, timeout=timeout or self._http.timeout, **arguments)
         except httpx.HTTPError as error:
-            raise EngineError(f"{str(self._http.base_url).rstrip('/')}{path}: {describe(error)}") from error
+            raise self._broken(path, error) from error
         return body_of(response)
+
+    def _broken(self, path: str, error: httpx.HTTPError) -> EngineError:
+        return EngineError(f"{str(self._http.base_url).rstrip('/')}{path}: {describe(error)}")
 
 
 def authorization(api_key: str | None) -> dict[str, str]:

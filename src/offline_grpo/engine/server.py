@@ -93,7 +93,7 @@ class Server:
             self._port = choose_port(launcher.host, launcher.port, key="engine.port")
             base_url = f"http://{reachable(launcher.host)}:{self._port}"
         assert base_url is not None
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self.base_url = plain_url(base_url)
         self.api = ServerApi(self.base_url, self.api_key)
 
     @property
@@ -105,15 +105,6 @@ class Server:
     def version_key(self) -> str:
         """The setting that decides which version answers."""
         return "engine.python" if self.is_managed else self.key
-
-    @property
-    def model_name(self) -> str:
-        """What requests call the base weights."""
-        if self._name is None:
-            self._name = str(self.api.get("/v1/models")["data"][0]["id"])
-        return self._name
-
-    _name: str | None = None
 
     @property
     def scratch(self) -> Path:
@@ -215,6 +206,11 @@ def _has_ended(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def plain_url(url: str) -> str:
+    """A server's address as people give it, without what they may add."""
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def reachable(host: str) -> str:

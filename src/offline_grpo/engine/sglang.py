@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from offline_grpo.engine.command_line import CommandLine, flags
+from offline_grpo.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,14 +16,20 @@ class SglangEngine(CommandLine):
 
     name = "SGLang"
     package = "sglang"
+    essentials: ClassVar[Mapping[str, Any]] = {"args": {"mem_fraction_static": 0.45, "enable_deterministic_inference": True}, "env": {}}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        seeded = self.args.get("enable_deterministic_inference")
+        require(bool(seeded), "engine.args.enable_deterministic_inference", seeded, "SGLang would ignore seeds; set it to true")
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
         """See `Launcher.command`. The module is started, not the `sglang` script: an interpreter is all that has to be known."""
         settings = {"host": self.host, "port": port, **self.args, **args, "api_key": self.api_key}
         return [self.interpreter, "-m", "sglang.launch_server", "--model-path", model, *flags(settings)]
 
-    def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
-        """See `Launcher.environment`."""
+    def variables(self, env: Mapping[str, str]) -> dict[str, str]:
+        """See `CommandLine.variables`."""
         ours = {
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # "1" gives logprobs from before the division by the temperature
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # "1": /health samples a token, and so fails while weights are loaded
@@ -30,4 +37,4 @@ class SglangEngine(CommandLine):
             "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
             "PYTHONUNBUFFERED": "1",
         }
-        return self.merged_environment(ours, env, gpus)
+        return self.merged(ours, env)

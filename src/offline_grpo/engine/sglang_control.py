@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offline_grpo.engine.control import HttpControl
-from offline_grpo.errors import ConfigError
 
 IDLE_TIMEOUT_S = 60.0
 """From the end of the last request until the scheduler has put its batch away."""
@@ -20,15 +19,13 @@ class SglangControl(HttpControl):
     oldest, newest = (0, 5, 11), (0, 5, 15)
 
     def check_version(self) -> str:
-        """See `ServerControl.check_version`. A server whose samples do not depend on the seeds of requests is refused."""
-        about = self.get("/server_info")
-        version = self.check_range(str(about["version"]))
-        if not about["enable_deterministic_inference"]:
-            raise ConfigError(
-                f"engine.args.enable_deterministic_inference=false: the SGLang server at {self.server.base_url} ignores seeds; set it to "
-                "true, or start that server with --enable-deterministic-inference"
-            )
-        return version
+        """See `ServerControl.check_version`."""
+        return self.check_range(str(self.get("/server_info")["version"]))
+
+    def lacks(self, moves: str) -> str | None:
+        """See `ServerControl.lacks`. Weights can be loaded into every SGLang server."""
+        is_seeded = self.get("/server_info")["enable_deterministic_inference"]
+        return None if is_seeded else "ignores the seeds of requests (--enable-deterministic-inference)"
 
     def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
         """See `ServerControl.load_weights`; caches are cleared too.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from offline_grpo.engine.command_line import CommandLine, flags
 
@@ -32,6 +32,11 @@ class VllmEngine(CommandLine):
 
     name = "vLLM"
     package = "vllm"
+    essentials: ClassVar[Mapping[str, Any]] = {
+        "args": {"gpu_memory_utilization": 0.45, "logprobs_mode": "processed_logprobs", "generation_config": "vllm"},
+        "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0"},
+        "blackwell_workaround": False,
+    }
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
         """See `Launcher.command`. The module is started, not the `vllm` script, which some builds lack."""
@@ -41,8 +46,8 @@ class VllmEngine(CommandLine):
             settings["middleware"] = TOKEN_GATE  # the key itself travels in the environment, where other users cannot read it
         return [self.interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags(settings)]
 
-    def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
-        """See `Launcher.environment`."""
+    def variables(self, env: Mapping[str, str]) -> dict[str, str]:
+        """See `CommandLine.variables`."""
         ours = {
             "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, collective_rpc, weight transfer
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -54,8 +59,13 @@ class VllmEngine(CommandLine):
         if self.blackwell_workaround:
             log.info("engine.blackwell_workaround: the server gets VLLM_LORA_DISABLE_PDL=1")
             ours["VLLM_LORA_DISABLE_PDL"] = "1"
-        merged = self.merged_environment(ours, env, gpus)
-        merged["PYTHONPATH"] = os.pathsep.join(filter(None, [str(EXTENSION_FOLDER), merged.get("PYTHONPATH", "")]))
+        merged = self.merged(ours, env)
+        paths = [str(EXTENSION_FOLDER), merged.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
+        return {**merged, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+    def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
+        """See `Launcher.environment`."""
+        merged = super().environment(env, gpus)
         if self.api_key is None:
             merged.pop("VLLM_API_KEY", None)  # the shell's: requests would have to carry it
         return merged

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offline_grpo.engine.control import HttpControl, ServedBits
+from offline_grpo.errors import EngineError
 
 
 @dataclass
@@ -22,6 +23,19 @@ class VllmControl(HttpControl):
     def check_version(self) -> str:
         """See `ServerControl.check_version`."""
         return self.check_range(str(self.get("/version")["version"]))
+
+    def lacks(self, moves: str) -> str | None:
+        """See `ServerControl.lacks`."""
+        if moves == "lora" and not self.server.api.has("/v1/load_lora_adapter"):
+            return "does not load adapters while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora)"
+        if moves == "full" and not self.server.api.has("/collective_rpc"):
+            return "has no endpoints for weights (VLLM_SERVER_DEV_MODE=1)"
+        try:
+            if moves == "full":
+                self.served_tag()
+        except EngineError as error:
+            return f"has no worker extension (--worker-extension-cls; {error})"
+        return None
 
     def pause(self, mode: str) -> None:
         """Stop generating, and clear KV caches.

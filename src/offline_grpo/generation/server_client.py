@@ -55,6 +55,8 @@ class ServerClient(ABC):
 
     engine_name: ClassVar[str | None]
     path: ClassVar[str]
+    logprobs_are_filtered: ClassVar[bool] = True
+    """Whether logprobs are those after top-p, top-k and penalty, as a `Completion` should have them."""
 
     def __init__(self, *, server: Server, eos_ids: Sequence[int], batch_size: int, timeout_s: float, max_retries: int) -> None:
         for name, value, is_good, rule in (
@@ -74,9 +76,10 @@ class ServerClient(ABC):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle: list[httpx.AsyncClient] = []  # a connection each: to find one in a pool of 64 takes httpx 9 ms
 
+    @staticmethod
     @abstractmethod
-    def control(self) -> ServerControl:
-        """What weight sync may do to the server, as it is now: a new one after each start."""
+    def control(server: Server) -> ServerControl:
+        """What weight sync may do to a server of this kind, as it is now: a new one after each start."""
 
     @abstractmethod
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:

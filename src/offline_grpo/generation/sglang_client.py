@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from offline_grpo.engine.server import Server
 from offline_grpo.engine.sglang_control import SglangControl
 from offline_grpo.generation.server_client import Choice, ServerClient
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
@@ -22,10 +23,12 @@ class SglangClient(ServerClient):
 
     engine_name = "SGLang"
     path = "/generate"
+    logprobs_are_filtered = False
 
-    def control(self) -> SglangControl:
+    @staticmethod
+    def control(server: Server) -> SglangControl:
         """See `ServerClient.control`."""
-        return SglangControl(self.server)
+        return SglangControl(server)
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
         """See `ServerClient.body`. SGLang keeps seeds in 64 bits with a sign, so the last one is followed by 0."""

@@ -21,6 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, filters, uniforms
 from offline_grpo.model.adapters import LanguageModel, unwrapped
+from offline_grpo.model.load import context_length
 from offline_grpo.model.logits import decoder_of
 from offline_grpo.model.text import end_ids
 from offline_grpo.types import Completion, CompletionStream, SamplingParams, SamplingRequest, ServedWeights
@@ -143,7 +144,7 @@ class TransformersClient:
     def _check(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> None:
         if "" in sampling.stop:
             raise ConfigError(f"generation.stop={list(sampling.stop)}: an empty string is in every text; leave it out")
-        context = getattr(self._lm.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        context = context_length(self._lm.config)
         for index, prompt in enumerate(request.prompt_ids for request in requests):
             if len(prompt) == 0:
                 raise ConfigError(f"prompt {index} has no tokens to continue; check the task's messages and the model's chat template")

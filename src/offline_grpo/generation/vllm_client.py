@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.generation.server_client import Choice, ServerClient
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
@@ -15,16 +16,17 @@ class VllmClient(ServerClient):
     engine_name = "vLLM"
     path = "/v1/completions"
 
-    def control(self) -> VllmControl:
+    @staticmethod
+    def control(server: Server) -> VllmControl:
         """See `ServerClient.control`."""
-        return VllmControl(self.server)
+        return VllmControl(server)
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
         """See `ServerClient.body`. vLLM draws completion j of a request with its seed + j, and refuses n > 1 at temperature 0."""
         is_repeated = sampling.temperature == 0 and request.num_completions > 1
         prompt = list(request.prompt_ids)
         return {
-            "model": weights.name or self.server.model_name,
+            "model": weights.name or None,  # None is the base model
             "prompt": [prompt] * request.num_completions if is_repeated else prompt,
             "n": 1 if is_repeated else request.num_completions,
             "seed": request.seed,

@@ -28,6 +28,7 @@ TRAIN_FIELDS = (
     ("grad norm", "grad_norm", "{:.3f}"),
     ("clipped", "clip_frac", "{:.1%}"),
     ("tokens/s", "perf/tokens_per_s", "{:,.0f}"),
+    ("server", "sync/frozen", "frozen"),
 )
 FINAL_PHASES = ("done", "stopped")
 ITERATIONS_IN_ESTIMATE = 10  # the remaining time is estimated from the last 10 iterations
@@ -138,7 +139,8 @@ def train_line(metrics: Metrics) -> str:
 def eval_line(metrics: Metrics) -> str:
     """`pass@1 0.431 [0.380, 0.490] | pass@4 0.610 [0.550, 0.670]`, each with its 95 % interval."""
     keys = sorted((key for key in metrics if key.startswith("pass@") and key[5:].isdigit()), key=lambda key: int(key[5:]))
-    return " | ".join(f"{key} {metrics[key]:.3f} [{metrics[f'{key}_low']:.3f}, {metrics[f'{key}_high']:.3f}]" for key in keys)
+    cells = [f"{key} {metrics[key]:.3f} [{metrics[f'{key}_low']:.3f}, {metrics[f'{key}_high']:.3f}]" for key in keys]
+    return " | ".join([*cells, "frozen server, not the policy"] if "sync/frozen" in metrics else cells)
 
 
 def metric_row(cells: list[tuple[str, str]]) -> Table:

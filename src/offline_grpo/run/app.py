@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from offline_grpo.report.summary import print_summary
 from offline_grpo.run.assemble import Start, assemble
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
+from offline_grpo.run.engine_spec import check_overrides
 from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.messages import log_to
 from offline_grpo.run.preflight import Plan, describe_batches, describe_staleness, make_plan
@@ -31,11 +32,12 @@ from offline_grpo.settings import RunConfig
 log = logging.getLogger(__name__)
 
 
-def run(cfg: DictConfig, output_dir: Path) -> float | None:
+def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> float | None:
     """One run, from the composed configuration to the report. Returns the last pass@1, None where nothing was evaluated.
 
     Args:
         output_dir: the folder that Hydra made for this start; a resumed run works in its own folder and this one goes away.
+        overrides: of the command line, which `cfg` has in it already.
     """
     fresh = RunDir(output_dir.resolve())
     with _leaving_no_empty_folder(fresh):
@@ -44,6 +46,7 @@ def run(cfg: DictConfig, output_dir: Path) -> float | None:
             torch.set_num_threads(config.num_threads)
         ranks = Ranks(use_cpu=resolve_device(config.model.device).type == "cpu")
         plan = make_plan(config)
+        check_overrides(overrides, plan.engine)
         resume = ranks.broadcast(find_resume_point(config.resume, fresh, plain) if ranks.is_main else None)
         run_dir = ranks.broadcast(resume.run_dir if resume is not None else fresh)
         with log_to(run_dir.path, ranks):

@@ -14,7 +14,7 @@ from offline_grpo.checkpoint.checkpointer import Checkpointer, Restored
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Deployment, RolloutClient, RolloutSource, RunListener, Sharding
-from offline_grpo.model.dtypes import torch_dtype
+from offline_grpo.model.dtypes import TORCH_NAMES, torch_dtype
 from offline_grpo.model.layouts import choose_layout
 from offline_grpo.model.load import context_length, load_policy, load_reference, load_tokenizer, read_model_config, resolve_device
 from offline_grpo.model.policy import Policy
@@ -59,13 +59,14 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     check_devices(devices)
     choose_layout(plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision))  # before a model is made
     model_id = _model_id(plan, ranks)
+    _check_found_servers(plan, model_id, ranks)
     check_memory(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)
     checkpoint = start.resume.checkpoint if start.resume is not None else None
     policy = _policy(plan, model_id, checkpoint, ranks)
     sharding = Replicas(ranks)
     places: dict[str, Any] = {"full_weights": sharding.full_weights, "run_folder": start.run_dir.path, "ranks": ranks}
-    training = serving.for_training(plan.engine, plan.weight_sync, policy, gpus=server_gpus(devices), **places)
-    evaluation = serving.for_evaluation(plan.eval_engine, config.eval, training, policy, **places)
+    training = serving.for_training(plan.engine, plan.weight_sync, policy, gpus=server_gpus(devices), sampling=plan.sampling, **places)
+    evaluation = serving.for_evaluation(plan.eval_engine, plan.eval_weight_sync, training, policy, sampling=plan.eval_sampling, **places)
     for deployment in dict.fromkeys((training, evaluation)):
         stack.callback(deployment.close)
         deployment.connect(policy)
@@ -140,6 +141,14 @@ def _model_id(plan: Plan, ranks: Ranks) -> str:
     except OSError as error:
         raise ConfigError(f"cache_dir={config.cache_dir}: the tiny model cannot be kept there ({error.strerror or error})") from error
     return str(ranks.broadcast(path))
+
+
+def _check_found_servers(plan: Plan, model_id: str, ranks: Ranks) -> None:
+    """See `serving.check_found`. Of a model with adapters, a server has the base."""
+    lora = plan.config.model.lora
+    about = {"dtype": TORCH_NAMES[plan.config.train.precision], "lora_rank": None if lora is None else lora.r}
+    for spec, weight_sync in ((plan.engine, plan.weight_sync), (plan.eval_engine, plan.eval_weight_sync)):
+        ranks.on_main(lambda spec=spec, weight_sync=weight_sync: serving.check_found(spec, weight_sync, model_id, **about))
 
 
 def _check_model(plan: Plan, model_id: str) -> int:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offline_grpo.engine.server import Launcher
-from offline_grpo.errors import ConfigError
+from offline_grpo.engine.server import Launcher, plain_url
+from offline_grpo.errors import ConfigError, require
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.settings import EvalConfig, RunConfig
 
 CLIENT_RUNTIME = ("model", "tokenizer", "server", "eos_ids")
 """Names under which a rollout client's constructor may ask for objects that exist only once the model is loaded."""
+
+OF_OWN_SERVER = ("engine=", "engine.", "placement.engine_devices=", "weight_sync.server_args")
+"""How overrides begin that act on a server which the run starts, and on nothing else."""
 
 SERVER_CLIENT_SETTINGS = ("batch_size", "timeout_s", "max_retries")
 EVAL_BACKENDS = {
@@ -55,6 +58,11 @@ class EngineSpec:
         """Whether the client asks a server. In this process it samples otherwise."""
         return self.client_class.engine_name is not None
 
+    @property
+    def url_key(self) -> str:
+        """The setting that `base_url` comes from."""
+        return f"{self.key.partition('.')[0]}.base_url"
+
     def check_client(self) -> None:
         """Raise ConfigError if the client's settings do not fit its constructor."""
         settings = {name: value for name, value in self.client_node.items() if name != "_target_"}
@@ -90,19 +98,50 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
     Raises:
         ConfigError: a client whose settings do not fit its constructor, one that has no server to ask, or a server without a client.
     """
-    node = _evaluation_node(settings, training)
-    spec = EngineSpec(node, settings.base_url, api_key, None, "eval.backend")
-    if settings.base_url is None:
-        if not isinstance(settings.backend, Mapping) and issubclass(training.client_class, spec.client_class):
-            return None
-        if spec.needs_server:
-            raise ConfigError(
-                f"eval.backend={settings.backend}: training samples from elsewhere; set eval.base_url to the server for evaluations"
-            )
-    elif not spec.needs_server:
+    spec = EngineSpec(_evaluation_node(settings, training), settings.base_url, api_key, None, "eval.backend")
+    is_same_client = not isinstance(settings.backend, Mapping) and issubclass(training.client_class, spec.client_class)
+    is_shared = is_same_client and (settings.base_url is None or is_same_url(settings.base_url, training.base_url))
+    if settings.base_url is None or is_shared:
+        require(
+            settings.weight_sync is None, "eval.weight_sync", settings.weight_sync, "is for a server of evaluations' own, at eval.base_url"
+        )
+    if is_shared:
+        return None
+    if settings.base_url is None and spec.needs_server:
+        raise ConfigError(
+            f"eval.backend={settings.backend}: training samples from elsewhere; set eval.base_url to the server for evaluations"
+        )
+    if settings.base_url is not None and not spec.needs_server:
         raise ConfigError(f"eval.base_url={settings.base_url}: name the kind of server too: eval.backend=vllm_server or sglang_server")
     spec.check_client()
     return spec
+
+
+def check_overrides(overrides: Sequence[str], training: EngineSpec) -> None:
+    """Raise ConfigError if somebody set, for this very run, what only a server that the run starts listens to.
+
+    Values from files are let through: those of a preset or of your own defaults are meant for runs that start one.
+
+    Args:
+        overrides: of the command line, such as "engine.port=8000".
+    """
+    if training.launcher is not None:
+        return
+    where = (
+        "the run starts no server" if training.base_url is None else f"the server at generation.base_url={training.base_url} runs already"
+    )
+    for override in overrides:
+        setting = override.lstrip("+~")
+        if setting.startswith(OF_OWN_SERVER):
+            raise ConfigError(
+                f"{setting}: {where}, so this would do nothing; leave it out, or let the run start a server (generation=vllm_server "
+                "generation.base_url=null)"
+            )
+
+
+def is_same_url(url: str, other: str | None) -> bool:
+    """Whether two settings name one server."""
+    return other is not None and plain_url(url) == plain_url(other)
 
 
 def _evaluation_node(settings: EvalConfig, training: EngineSpec) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from offline_grpo.model.layouts import layout_named
 from offline_grpo.placement.devices import Devices
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.run.engine_spec import EngineSpec, evaluation_engine, training_engine
+from offline_grpo.run.serving import evaluation_sync
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import Message, Problem, SamplingParams, Split
 from offline_grpo.weight_sync.requirements import check_requirements
@@ -49,6 +50,7 @@ class Plan:
     layout: Layout | None  # None: chosen for the device (`model.layout=auto`)
     head: LossHead
     weight_sync: WeightSync
+    eval_weight_sync: WeightSync
 
     @property
     def server_args(self) -> Mapping[str, Any]:
@@ -79,26 +81,22 @@ def make_plan(config: RunConfig) -> Plan:
     sampling, node = _split_generation(config.generation)
     engine = training_engine(config, node)
     weight_sync = build(config.weight_sync, key="weight_sync", protocol=WeightSync)
-    check_requirements(
-        weight_sync.name,
-        weight_sync.requires,
-        engine.client_class,
-        lora_rank=config.model.lora.r if config.model.lora is not None else None,
-        base_url=engine.base_url,
-    )
-    eval_sampling = _eval_sampling(config)
+    lora_rank = config.model.lora.r if config.model.lora is not None else None
+    check_requirements(weight_sync.name, weight_sync.requires, engine.client_class, lora_rank=lora_rank, base_url=engine.base_url)
+    eval_engine = evaluation_engine(config.eval, engine, api_key=node.get("api_key")) if config.eval.enabled else None
     return Plan(
         config=config,
         data=_task_data(config),
         sampling=sampling,
-        eval_sampling=eval_sampling,
+        eval_sampling=_eval_sampling(config),
         engine=engine,
-        eval_engine=evaluation_engine(config.eval, engine, api_key=node.get("api_key")) if config.eval.enabled else None,
+        eval_engine=eval_engine,
         loss=build(config.train.loss, key="train.loss", protocol=Loss),
         optimizer=build(config.train.optimizer, key="train.optimizer", protocol=OptimizerFactory),
         layout=_layout(config.model.layout),
         head=build(config.model.head, key="model.head", protocol=LossHead),
         weight_sync=weight_sync,
+        eval_weight_sync=evaluation_sync(eval_engine, config.eval, weight_sync, lora_rank=lora_rank),
     )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from offline_grpo.engine.engine import engine_of
 from offline_grpo.engine.server import Server
+from offline_grpo.engine.sglang import SglangEngine
+from offline_grpo.engine.vllm import VllmEngine
+from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Deployment, RolloutClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.text import end_ids
@@ -15,16 +19,20 @@ from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.build import build
 from offline_grpo.run.engine_spec import EngineSpec
 from offline_grpo.settings import EvalConfig
+from offline_grpo.types import SamplingParams
 from offline_grpo.weight_sync import deployment
+from offline_grpo.weight_sync.frozen import Frozen
 from offline_grpo.weight_sync.in_process import InProcess
-from offline_grpo.weight_sync.lora_hotswap import LoraHotswap
+from offline_grpo.weight_sync.lora_hotswap import LoraHotswap, room_for
 from offline_grpo.weight_sync.rank_zero import RankZeroDeployment
 from offline_grpo.weight_sync.reload import Reload
 from offline_grpo.weight_sync.snapshot import FullWeights
 from offline_grpo.weight_sync.strategy import WeightSync
 
-HIGHEST_LORA_RANK = 512
-"""That vLLM can be started for: an external server says itself what it has room for."""
+log = logging.getLogger(__name__)
+
+LAUNCHERS = {launcher.name: launcher for launcher in (VllmEngine, SglangEngine)}
+"""How a server of each kind is started."""
 
 
 def for_training(
@@ -32,6 +40,7 @@ def for_training(
     weight_sync: WeightSync,
     policy: Policy,
     *,
+    sampling: SamplingParams,
     full_weights: FullWeights,
     run_folder: Path,
     gpus: Sequence[int] | None,
@@ -40,6 +49,7 @@ def for_training(
     """The engine of `generation` and the strategy of `weight_sync`, not connected yet.
 
     Args:
+        sampling: the settings of training.
         gpus: that a server which the run starts may see; None: all that this process sees.
     """
     server = None
@@ -57,15 +67,16 @@ def for_training(
             )
         url = ranks.broadcast(server.base_url if server is not None else None)
         server = server or Server(base_url=url, api_key=spec.api_key, launcher=None, log_dir=run_folder)
-    return _deployment(spec, server, weight_sync, policy, full_weights, ranks)
+    return _deployment(spec, server, weight_sync, policy, sampling, full_weights, ranks)
 
 
 def for_evaluation(
     spec: EngineSpec | None,
-    settings: EvalConfig,
+    weight_sync: WeightSync,
     training: Deployment,
     policy: Policy,
     *,
+    sampling: SamplingParams,
     full_weights: FullWeights,
     run_folder: Path,
     ranks: Ranks,
@@ -73,25 +84,70 @@ def for_evaluation(
     """What evaluations ask, not connected yet; `training` itself where `spec` is None."""
     if spec is None:
         return training
+    server = _found(spec, run_folder) if spec.needs_server else None
+    return _deployment(spec, server, weight_sync, policy, sampling, full_weights, ranks)
+
+
+def evaluation_sync(spec: EngineSpec | None, settings: EvalConfig, training: WeightSync, *, lora_rank: int | None) -> WeightSync:
+    """How what evaluations ask gets the weights: the strategy of training where that is one and the same."""
+    if spec is None:
+        return training
     if not spec.needs_server:
-        return _deployment(spec, None, InProcess(), policy, full_weights, ranks)
-    server = Server(base_url=spec.base_url, api_key=spec.api_key, launcher=None, log_dir=run_folder, key="eval.base_url")
-    return _deployment(spec, server, _evaluation_sync(spec, settings, policy), policy, full_weights, ranks)
-
-
-def _evaluation_sync(spec: EngineSpec, settings: EvalConfig, policy: Policy) -> WeightSync:
-    """How the evaluations' own server gets the weights."""
+        return InProcess()
+    if settings.weight_sync == "none" or isinstance(training, Frozen):
+        return Frozen()
     common: dict[str, Any] = {"interval": 1, "tolerance_nats": settings.tolerance_nats}
-    if policy.lora_rank is not None:
-        return LoraHotswap(**common, server_args={"max_lora_rank": HIGHEST_LORA_RANK})
+    if lora_rank is not None:
+        return LoraHotswap(**common, server_args={"enable_lora": True})
     gentle = Reload(**common, server_args={}, location=settings.location, pause_mode="keep")
     if spec.client_class.engine_name not in gentle.requires.refused:
         return gentle
     return Reload(**common, server_args={}, location=settings.location, pause_mode="abort")  # of this run, no request is in flight
 
 
+def check_found(spec: EngineSpec | None, weight_sync: WeightSync, model: str, *, dtype: str, lora_rank: int | None) -> None:
+    """Look at a server that the run does not start, before anything large is loaded.
+
+    Args:
+        model, dtype: what it should serve, for the message.
+
+    Raises:
+        EngineError: nobody answers there.
+        ConfigError: it lacks what weight sync needs; names the command that starts a right one.
+    """
+    if spec is None or spec.base_url is None:
+        return
+    server, needs = _found(spec, Path()), weight_sync.requires
+    server.start(model)
+    control = spec.client_class.control(server)
+    control.check_version()
+    lack = control.lacks(needs.moves)
+    if lack is None:
+        return
+    if needs.moves == "nothing":
+        log.warning("%s=%s: that server %s", server.key, server.base_url, lack)
+        return
+    message = f"{server.key}={server.base_url}: that server {lack}; see docs/weight_sync.md, Your own server"
+    if (launcher := LAUNCHERS.get(spec.client_class.engine_name)) is not None:
+        room = {} if lora_rank is None else {"max_lora_rank": room_for(lora_rank)}
+        args = {"dtype": dtype, **needs.server_args, **room}
+        command = launcher.by_hand(model, server.base_url, has_key=spec.api_key is not None, args=args, env=needs.env)
+        message += f". Start one that has it: {command}"
+    raise ConfigError(message)
+
+
+def _found(spec: EngineSpec, log_dir: Path) -> Server:
+    return Server(base_url=spec.base_url, api_key=spec.api_key, launcher=None, log_dir=log_dir, key=spec.url_key)
+
+
 def _deployment(
-    spec: EngineSpec, server: Server | None, weight_sync: WeightSync, policy: Policy, full_weights: FullWeights, ranks: Ranks
+    spec: EngineSpec,
+    server: Server | None,
+    weight_sync: WeightSync,
+    policy: Policy,
+    sampling: SamplingParams,
+    full_weights: FullWeights,
+    ranks: Ranks,
 ) -> Deployment:
     client = build(
         spec.client_node,
@@ -102,5 +158,5 @@ def _deployment(
         server=server,
         eos_ids=end_ids(policy.causal_lm.generation_config, policy.tokenizer),
     )
-    inner = deployment.Deployment([engine_of(client)], weight_sync, full_weights)
+    inner = deployment.Deployment([engine_of(client, sampling)], weight_sync, full_weights)
     return RankZeroDeployment(inner, ranks) if server is not None and ranks.world_size > 1 else inner

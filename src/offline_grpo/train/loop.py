@@ -109,7 +109,7 @@ class Loop:
             if deployment is not self.deployment:
                 deployment.push(self.policy, version=self._version)
             groups = self._sample("eval", iteration, deployment, lambda: evaluator.sample(deployment.client, cycle=cycle))
-            return evaluator.metrics(groups, cycle=cycle)
+            return {**evaluator.metrics(groups, cycle=cycle), **frozen_metric(deployment)}
 
     @property
     def _version(self) -> int:
@@ -118,19 +118,19 @@ class Loop:
     def _push_first(self) -> None:
         """Push the first weights: the policy's, or in a resumed run the possibly older ones that the engine served at the checkpoint."""
         with self.schedule.served_weights(self.policy, self._version) as version:
-            self._recovering(self.deployment, lambda: self.deployment.push(self.policy, version=version))
-        self.schedule.connected(self.policy, self._version)
+            report = self._recovering(self.deployment, lambda: self.deployment.push(self.policy, version=version))
+        self.schedule.connected(self.policy, report.version)
         self.source.weights_changed(self.schedule.version)
 
     def _push(self, *, force: bool) -> Metrics:
         """Push if the schedule, or an evaluation (`force`), wants it."""
         if self.schedule.is_due(force=force):
             report = self._recovering(self.deployment, lambda: self.deployment.push(self.policy, version=self._version))
-            self.schedule.pushed(self.policy, self._version)
-            self.source.weights_changed(self._version)
+            self.schedule.pushed(self.policy, report.version)
+            self.source.weights_changed(report.version)
         else:
             report = SyncReport(version=self.schedule.version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
-        return report.metrics() | {"sync/num_recoveries": float(self._num_recoveries)}
+        return report.metrics() | frozen_metric(self.deployment) | {"sync/num_recoveries": float(self._num_recoveries)}
 
     def _sample(self, name: str, iteration: int, deployment: Deployment, share: Callable[[], list[RolloutGroup]]) -> list[RolloutGroup]:
         """The groups of all processes, each of which samples its `share`, from the weights of the last push and no others."""
@@ -155,7 +155,7 @@ class Loop:
             if deployment is self.deployment:
                 with self.schedule.served_weights(self.policy, self._version) as version:
                     deployment.recover(self.policy, version=version)
-                self.source.weights_changed(version)
+                self.source.weights_changed(0 if deployment.is_frozen else version)
             else:
                 deployment.recover(self.policy, version=self._version)
             return action()
@@ -189,3 +189,8 @@ class Loop:
     def _log(self, name: str, metrics: Metrics, iteration: int) -> None:
         for listener in self.listeners:
             listener.log(name, metrics, iteration=iteration)
+
+
+def frozen_metric(deployment: Deployment) -> dict[str, float]:
+    """What tells, in every record, that these engines do not follow the policy."""
+    return {"sync/frozen": 1.0} if deployment.is_frozen else {}

@@ -49,6 +49,11 @@ class Deployment:
         """Samples from the first engine."""
         return self.engines[0].client
 
+    @property
+    def is_frozen(self) -> bool:
+        """See `Deployment.is_frozen` in interfaces.py."""
+        return self._strategy.requires.moves == "nothing"
+
     def connect(self, policy: Policy) -> None:
         """Start or find the engines, and prepare the path to their weights. Called once, before masters and optimizer exist.
 
@@ -58,7 +63,7 @@ class Deployment:
         """
         strategy = self._strategy
         for engine in self.engines:
-            check_requirements(strategy.name, strategy.requires, type(engine.client), lora_rank=policy.lora_rank, base_url=None)
+            check_requirements(strategy.name, strategy.requires, type(engine.client), lora_rank=policy.lora_rank, base_url=engine.found_at)
         snapshot = self._snapshot(policy)
         for engine in self.engines:
             engine.start(strategy.start_model(snapshot), strategy.start_args(snapshot))
@@ -78,15 +83,15 @@ class Deployment:
                 paused_seconds = 0.0
                 for engine in self.engines:
                     paused_seconds = max(paused_seconds, self._strategy.apply(engine, staged))
-                    engine.client.weights = ServedWeights(version, staged.name)
-            self._version = version
+                    engine.client.weights = ServedWeights(staged.version, staged.name)
+            self._version = staged.version
             delivered = time.perf_counter()
             proofs = [self._strategy.verify(engine, snapshot, version) for engine in self.engines]
         except EngineError:
             self._check_alive()  # if the first engine died, others fail too: what was staged lay in its folder
             raise
         return SyncReport(
-            version=version,
+            version=staged.version,
             num_tensors=staged.num_tensors,
             num_bytes=staged.num_bytes,
             seconds=delivered - started,

@@ -96,3 +96,8 @@ def lora_requirements(server_args: Any) -> SyncRequirements:
         server_args=server_args,
         env={"VLLM_TUNED_CONFIG_FOLDER": LORA_KERNELS},
     )
+
+
+def room_for(rank: int) -> int:
+    """The lowest `max_lora_rank` of a server that has room for adapters of this rank."""
+    return max(16, 2 ** (rank - 1).bit_length())

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
+from transformers import LogitsProcessorList
 
 from offline_grpo.engine.control import ServedBits
-from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.engine.engine import ServerClient, ServerEngine
 from offline_grpo.errors import EngineError
 from offline_grpo.generation.sample import complete_in_order
-from offline_grpo.interfaces import RolloutClient
+from offline_grpo.generation.sampler import filters
+from offline_grpo.generation.transformers_client import sampling_state
+from offline_grpo.model.load import context_length
 from offline_grpo.model.policy import Policy
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Rollout, SamplingParams, SamplingRequest, Score
@@ -58,7 +60,7 @@ def verify(snapshot: Snapshot, engine: ServerEngine, *, version: int, tolerance_
     """
     served_tag = engine.control.served_tag() if is_tagged else weights_tag(version)
     unequal, num_compared = _compare_bits(snapshot, engine.control.served_bits()) if is_tagged else ([], 0)
-    difference = probe(snapshot.policy, engine.client)
+    difference = probe(snapshot.policy, engine.client, engine.sampling)
     diff_abs_mean, diff_max = difference.abs().mean().item(), difference.abs().max().item()
     num_equal = num_compared - len(unequal)
     says = (
@@ -72,32 +74,62 @@ def verify(snapshot: Snapshot, engine: ServerEngine, *, version: int, tolerance_
     if not diff_abs_mean <= tolerance_nats:
         raise EngineError(
             f"[MISMATCH] {says}; above weight_sync.tolerance_nats={tolerance_nats:g}: stale weights or caches, or a server that computes "
-            "something else (dtype, rope scaling, quantisation); see docs/troubleshooting.md"
+            "something else (dtype, rope scaling, quantisation, other logprobs than --logprobs-mode processed_logprobs); see "
+            "docs/troubleshooting.md"
         )
     log.info("[OK] %s", says)
     return Proof(num_equal, difference.mean().item(), diff_abs_mean, diff_max)
 
 
-def probe(policy: Policy, client: RolloutClient) -> torch.Tensor:
+def probe(policy: Policy, client: ServerClient, sampling: SamplingParams) -> torch.Tensor:
     """Trainer minus server logprob, in nats, of each token that the server samples after fixed prompts: [N].
 
     The prompts are the same every time, so a prefix cache that was not flushed answers from old weights and shows.
+
+    Args:
+        sampling: what the server is asked for in the run: it must return the logprobs of that distribution.
     """
-    config: Any = policy.causal_lm.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None) or PROBE_PROMPT_TOKENS + PROBE_TOKENS
+    config = policy.causal_lm.config
+    context = context_length(config) or PROBE_PROMPT_TOKENS + PROBE_TOKENS
     length = min(PROBE_PROMPT_TOKENS, context - PROBE_TOKENS)
     draw = torch.Generator().manual_seed(0)
-    prompts = torch.randint(min(config.vocab_size, 1000), (PROBE_PROMPTS, length), generator=draw).tolist()
+    prompts = torch.randint(min(config.get_text_config().vocab_size, 1000), (PROBE_PROMPTS, length), generator=draw).tolist()
     requests = [SamplingRequest(tuple(prompt), 1, seed) for seed, prompt in enumerate(prompts)]
-    completions = complete_in_order(client, requests, SamplingParams(PROBE_TOKENS))
+    if sampling.temperature > 0 and client.logprobs_are_filtered:
+        sampling = replace(sampling, max_new_tokens=PROBE_TOKENS, stop=())
+    else:
+        sampling = SamplingParams(PROBE_TOKENS, sampling.temperature or 1.0)  # greedy completions have the logprobs of temperature 1
+    completions = complete_in_order(client, requests, sampling)
     unscored = Score(0.0, False, {})
     rollouts = [
-        Rollout.of_one_turn(prompt, completion, temperature=1.0, text="", score=unscored)
+        Rollout.of_one_turn(prompt, completion, temperature=sampling.temperature, text="", score=unscored)
         for prompt, [completion] in zip(prompts, completions, strict=True)
     ]
     batch = build_batch(rollouts, mask_truncated=False)
-    ours = policy.logprobs(batch.to(policy.device)).cpu()
-    return (ours - batch.rollout_logprobs)[batch.completion_mask]
+    ours = policy.logprobs(batch.to(policy.device)).cpu()[batch.completion_mask]
+    if not sampling.is_full_softmax:
+        ours = torch.cat([filtered_logprobs(policy, rollout, sampling) for rollout in rollouts])
+    return ours - batch.rollout_logprobs[batch.completion_mask]
+
+
+@torch.no_grad()
+def filtered_logprobs(policy: Policy, rollout: Rollout, sampling: SamplingParams) -> torch.Tensor:
+    """The policy's logprobs [N] of a rollout's sampled tokens after penalty, temperature, top-k and top-p, in nats.
+
+    A sampled token always counts as one that the filters keep: at their edge rounding decides.
+    """
+    token_ids = torch.tensor([rollout.token_ids], device=policy.device)  # [1, L]
+    first = token_ids.shape[1] - rollout.num_sampled
+    with sampling_state(policy.causal_lm):
+        logits = policy.causal_lm(input_ids=token_ids, use_cache=False).logits[:, first - 1 : -1].float()  # [1, N, V]
+    all_filters, without_cuts = (LogitsProcessorList(filters(s)) for s in (sampling, replace(sampling, top_p=1.0, top_k=0)))
+    logprobs = []
+    for step, token in enumerate(token_ids[0, first:]):
+        before = token_ids[:, : first + step]
+        scores, whole = (chain(before, logits[:, step].clone())[0] for chain in (all_filters, without_cuts))  # type: ignore[arg-type]  # [V]
+        scores[token] = whole[token]
+        logprobs.append(scores.log_softmax(-1)[token])
+    return torch.stack(logprobs).cpu()
 
 
 def _compare_bits(snapshot: Snapshot, served: ServedBits | None) -> tuple[list[str], int]:

@@ -24,6 +24,11 @@ class RankZeroDeployment:
         """This process's own."""
         return self._inner.client
 
+    @property
+    def is_frozen(self) -> bool:
+        """See `Deployment.is_frozen`."""
+        return self._inner.is_frozen
+
     def connect(self, policy: Policy) -> None:
         """See `Deployment.connect`."""
         self._ranks.on_main(lambda: self._inner.connect(policy))

@@ -16,8 +16,9 @@ class SyncRequirements:
     Args:
         engines: the `engine_name` of every kind of server that it can update; empty: the client must sample from the trained module.
         refused: kinds of server that its present settings rule out, each with the message that says which setting.
-        moves: "full" for all weights of the model, "lora" for adapters alone; "any" where nothing moves.
-        max_lora_rank: of the adapters that the server makes room for; None where no adapters move.
+        moves: "full" for all weights of the model, "lora" for adapters alone; "any" where trainer and engine share them; "nothing" where
+            the engine keeps the weights that it has.
+        max_lora_rank: of the adapters that a server which the run starts makes room for; None where no adapters move.
         own_server: the run must have started the server.
         one_engine: it cannot serve several engines at once.
         gpu: weights travel from GPU to GPU alone.
@@ -29,7 +30,7 @@ class SyncRequirements:
 
     engines: tuple[str, ...]
     refused: Mapping[str, str] = field(default_factory=dict)
-    moves: Literal["full", "lora", "any"] = "full"
+    moves: Literal["full", "lora", "any", "nothing"] = "full"
     max_lora_rank: int | None = None
     own_server: bool = False
     one_engine: bool = False
@@ -63,7 +64,7 @@ def check_requirements(name: str, needs: SyncRequirements, client_class: type, *
         raise ConfigError(f"weight_sync={name}: moves all weights, and with model.lora only adapters change; use weight_sync=lora_hotswap")
     if lora_rank is None and needs.moves == "lora":
         raise ConfigError(f"weight_sync={name}: moves LoRA adapters and the policy has none; add model/lora=default, or choose another")
-    if lora_rank is not None and needs.max_lora_rank is not None and lora_rank > needs.max_lora_rank:
+    if base_url is None and lora_rank is not None and needs.max_lora_rank is not None and lora_rank > needs.max_lora_rank:
         raise ConfigError(
             f"weight_sync.server_args.max_lora_rank={needs.max_lora_rank}: the adapters have rank {lora_rank}; set it to the next of 16, "
             "32, 64, 128, ..."

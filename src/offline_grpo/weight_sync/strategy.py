@@ -17,6 +17,7 @@ class Staged:
     """What a push delivers to every engine; a strategy adds where it waits.
 
     Args:
+        version: that the engines serve afterwards.
         name: what requests must call the weights ("": the engine's base model).
         num_bytes: copied to an engine, or written once for all of them.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,28 @@ def test_one_staging_serves_two_servers(
             assert distance(policy, completions) < where.tolerance_nats
             assert {v for completion in completions for v in completion.versions} == {version}
     sync.check_served()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_plain"),
+    [
+        (SamplingParams(500), True),
+        (SamplingParams(500, temperature=0.6), False),
+        (SamplingParams(500, temperature=1.3, top_k=5, top_p=0.8, repetition_penalty=1.4), False),
+    ],
+)
+def test_a_proof_is_under_the_settings_of_the_run(
+    sampling: SamplingParams, is_plain: bool, full_server: Server, second_server: Server, where: Where, model_folder: Path
+) -> None:
+    """A server whose logprobs are those of another distribution passes at temperature 1 alone."""
+    for server, passes in ((full_server, True), (second_server, is_plain)):
+        sync = strategy("reload", f"weight_sync.tolerance_nats={where.tolerance_nats}")
+        deployment = deploy(sync, make_client(found(server)), sampling=sampling)
+        policy = load(model_folder, where)
+        deployment.connect(policy)
+        with nullcontext() if passes else pytest.raises(EngineError, match=r"MISMATCH.*--logprobs-mode processed_logprobs"):
+            deployment.push(policy, version=0)
+        deployment.close()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.7])

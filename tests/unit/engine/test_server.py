@@ -93,7 +93,6 @@ def test_start(servers: list[Server], tmp_path: Path) -> None:
     assert answer["argv"] == [server.base_url.rpartition(":")[2], "some/model", "a=1", "b=2"]
     assert answer["extra"] == "{'V': 'w'} [1]"
     assert answer["authorization"] is None
-    assert server.model_name == "policy"
     assert "\nup\n" in (tmp_path / "server_0.log").read_text()
     server.check_alive()
     server.stop()
@@ -233,13 +232,12 @@ def test_a_found_server_is_left_alone(suffix: str, tmp_path: Path) -> None:
         assert server.base_url == web.base_url
         assert not server.is_managed
         server.start("some/model")
-        assert server.model_name == "their/model"
         scratch = server.scratch
         server.stop()
         server.check_alive(grace_s=100)
         assert not scratch.exists()
         assert server.api.answers("/health")
-        assert {request.path for request in web.requests} == {"/health", "/v1/models"}
+        assert {request.path for request in web.requests} == {"/health"}
         assert {request.headers["Authorization"] for request in web.requests} == {"Bearer k"}
     assert list(tmp_path.iterdir()) == []
 

@@ -26,14 +26,21 @@ from offline_grpo.run.config import as_plain
 
 SETTINGS: dict[str, Any] = {
     **COMMAND_LINE,
-    "args": {"dtype": "float32", "context_length": 512, "disable_cuda_graph": True, "max_running_requests": None, "log_requests": False},
+    "args": {
+        "dtype": "float32",
+        "context_length": 512,
+        "disable_cuda_graph": True,
+        "max_running_requests": None,
+        "enable_deterministic_inference": True,
+    },
 }
 
 
 def test_command_of_an_engine() -> None:
     assert SglangEngine(**SETTINGS).command("some/model", 4321, {"context_length": 64, "skip_server_warmup": True}) == [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", "some/model", "--host", "127.0.0.1", "--port", "4321"),
-        *("--dtype", "float32", "--context-length", "64", "--disable-cuda-graph", "--skip-server-warmup"),
+        *("--dtype", "float32", "--context-length", "64", "--disable-cuda-graph", "--enable-deterministic-inference"),
+        "--skip-server-warmup",
     ]
     assert SglangEngine(**{**SETTINGS, "api_key": "k"}).command("m", 1, {})[-2:] == ["--api-key", "k"]
 
@@ -68,6 +75,7 @@ def test_the_environment_of_the_configuration_wins_over_the_strategy_and_that_ov
         ({"port": 70000}, "engine.port=70000"),
         ({"start_timeout_s": 0}, "engine.start_timeout_s=0"),
         ({"python": "/no/such/python"}, "engine.python=/no/such/python"),
+        ({"args": {}}, r"engine\.args\.enable_deterministic_inference=None: SGLang would ignore seeds; set it to true"),
         ({"host": "0.0.0.0"}, r"engine\.host=0\.0\.0\.0: .* set engine\.api_key"),
     ],
 )
@@ -111,10 +119,11 @@ def test_versions_that_are_not(control: SglangControl, fake: FakeSglang, version
             control.check_version()
 
 
-def test_a_server_that_ignores_seeds_is_refused(control: SglangControl, fake: FakeSglang) -> None:
+@pytest.mark.parametrize("moves", ["full", "nothing"])
+def test_a_server_that_ignores_seeds_is_noticed(moves: str, control: SglangControl, fake: FakeSglang) -> None:
+    assert control.lacks(moves) is None
     fake.is_deterministic = False
-    with pytest.raises(ConfigError, match=r"engine\.args\.enable_deterministic_inference=false: .*ignores seeds"):
-        control.check_version()
+    assert control.lacks(moves) == "ignores the seeds of requests (--enable-deterministic-inference)"
 
 
 def test_the_version_is_kept_with_the_weights(control: SglangControl, fake: FakeSglang) -> None:

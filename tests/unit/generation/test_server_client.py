@@ -163,9 +163,7 @@ def make_client(dialect: Dialect, server: Server, *, batch_size: int = 4, timeou
 
 
 def mortal(base_url: str, tmp_path: Path, api_key: str | None = None) -> MortalServer:
-    server = MortalServer(base_url=base_url, api_key=api_key, launcher=None, log_dir=tmp_path)
-    server._name = "policy"  # what vLLM would say at /v1/models
-    return server
+    return MortalServer(base_url=base_url, api_key=api_key, launcher=None, log_dir=tmp_path)
 
 
 @pytest.fixture(params=DIALECTS)
@@ -250,7 +248,7 @@ def test_vllm_is_asked_for_a_group_with_one_seed(tmp_path: Path) -> None:
             "seed": 2**62,
             "logprobs": 0,
             "return_token_ids": True,
-            "model": "policy",
+            "model": None,
         }
         client.close()
 
@@ -683,7 +681,6 @@ from offline_grpo.engine.server import Server
 from offline_grpo.generation.{lab.dialect.client.__module__.rpartition(".")[2]} import {lab.dialect.client.__name__} as Client
 from offline_grpo.types import SamplingParams, SamplingRequest
 server = Server(base_url={lab.server.base_url!r}, api_key=None, launcher=None, log_dir=Path("."))
-server._name = "policy"
 client = Client(server=server, eos_ids=[2], batch_size=2, timeout_s=5, max_retries=0)
 print(*(len(completions) for _, completions in client.generate([SamplingRequest({tuple(PROMPT)}, 2, 0)], SamplingParams(4))))
 """

@@ -7,12 +7,14 @@ from factories import compose_config
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.run import app, assemble
 from offline_grpo.run.cli import explain
 from offline_grpo.run.config import typed
+from offline_grpo.run.engine_spec import check_overrides
 from offline_grpo.run.preflight import describe_staleness, make_plan
 
+OWN = "generation=vllm_server"
 FOUND = "generation=vllm_server generation.base_url=http://127.0.0.1:1"
 REFUSED = {
     "data.rollouts_per_problem=1": r"data.rollouts_per_problem=1: .*a group of one has no signal, use 2 or more",
@@ -57,8 +59,12 @@ REFUSED = {
     "resume=/no/such/run": r"resume=/no/such/run: no checkpoint there",
     f"{FOUND} weight_sync=restart": r"generation.base_url=http://127.0.0.1:1: weight_sync=restart starts .*; set generation.base_url=null",
     f"{FOUND} weight_sync=lora_restart model/lora=default": r"generation.base_url=http://127.0.0.1:1: weight_sync=lora_restart starts",
-    f"{FOUND} weight_sync=lora_hotswap model/lora=default model.lora.r=32": r"weight_sync.server_args.max_lora_rank=16: the adapters have",
+    f"{OWN} weight_sync=lora_hotswap model/lora=default model.lora.r=32": r"weight_sync.server_args.max_lora_rank=16: the adap",
     f"{FOUND} weight_sync=ipc model.device=cpu": r"model.device=cpu: weight_sync=ipc moves weights from GPU to GPU",
+    "eval.weight_sync=reload": r"eval.weight_sync=reload: must be null, or none to push nothing",
+    "eval.weight_sync=none": r"eval.weight_sync=none: is for a server of evaluations' own, at eval.base_url",
+    f"{FOUND} weight_sync=reload eval.base_url=http://127.0.0.1:1 eval.weight_sync=none": r"eval.weight_sync=none: is for a server",
+    "weight_sync=none": r"weight_sync=none: moves weights to a vLLM or SGLang server; use another generation",
     "logger.console.refresh_per_s=0": r"logger.console.refresh_per_s=0: must be above 0",
 }
 
@@ -80,6 +86,38 @@ def test_bad_input_is_refused_and_leaves_nothing(overrides, output_dir, tmp_path
         app.run(compose_config(f"cache_dir={tmp_path}/cache", "model.tiny.warm_start_steps=1", *overrides.split()), output_dir)
     assert "\n" not in str(caught.value)
     assert list((tmp_path).glob("outputs/*")) == []
+
+
+@pytest.mark.parametrize("start", [FOUND, ""])
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("engine=sglang", "engine=sglang"),
+        ("engine.port=8000", "engine.port=8000"),
+        ("+engine.args.tensor_parallel_size=2", "engine.args.tensor_parallel_size=2"),
+        ("placement.engine_devices=[1]", r"placement.engine_devices=\[1\]"),
+        ("+weight_sync.server_args.seed=1", "weight_sync.server_args.seed=1"),
+    ],
+)
+def test_what_only_an_own_server_listens_to(start, override, shown):
+    plan = make_plan(typed(compose_config(*start.split())))
+    where = "the server at generation.base_url=http://127.0.0.1:1 runs already" if start else "the run starts no server"
+    with pytest.raises(ConfigError, match=rf"^{shown}: {where}, so this would do nothing; leave it out, or .*base_url=null\)$"):
+        check_overrides([*start.split(), override], plan.engine)
+    check_overrides([*start.split(), "engine_like.key=1", "placement.check_memory=false", "weight_sync=reload"], plan.engine)
+
+
+def test_a_server_of_the_runs_own_listens():
+    plan = make_plan(typed(compose_config(OWN)))
+    check_overrides([OWN, "engine.port=8000", "placement.engine_devices=[1]", "weight_sync.server_args.seed=1"], plan.engine)
+
+
+def test_the_command_line_is_looked_at(output_dir):
+    """Files are not: a preset for runs that start a server may be used with one that was found."""
+    with pytest.raises(ConfigError, match=r"^engine.port=8000: the server at"):
+        app.run(compose_config(*FOUND.split(), "engine.port=8000"), output_dir, ["engine.port=8000"])
+    with pytest.raises(EngineError, match="no healthy server answers"):
+        app.run(compose_config(*FOUND.split(), "weight_sync=reload", "engine.port=8000", "model.train_id=/no/such"), output_dir)
 
 
 @pytest.mark.parametrize(

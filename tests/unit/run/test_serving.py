@@ -10,22 +10,28 @@ from typing import Any
 
 import pytest
 from factories import compose_config, generate
+from fake_sglang import FakeSglang
 from scripted_server import Reply, Request, ScriptedServer
 from serving_effects import assembled, make_policy
 
+from offline_grpo.engine.sglang import SglangEngine
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.run.config import typed
+from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.preflight import make_plan
+from offline_grpo.run.serving import check_found
 from offline_grpo.types import SamplingParams, ServedWeights
+from offline_grpo.weight_sync.frozen import Frozen
 from offline_grpo.weight_sync.in_process import InProcess
 from offline_grpo.weight_sync.lora_hotswap import LoraHotswap
 from offline_grpo.weight_sync.rank_zero import RankZeroDeployment
 from offline_grpo.weight_sync.reload import Reload
 
 DEAD = "http://127.0.0.1:1"
+OTHER = "http://127.0.0.1:2"
 SERVED = f"generation=vllm_server generation.base_url={DEAD} weight_sync=reload"
 TUNED = "generation.timeout_s=7 generation.max_retries=0 weight_sync.tolerance_nats=0.4"
 
@@ -63,7 +69,7 @@ def test_the_settings_of_training_are_passed_on(backend: str, kind: type, num_pr
 
 
 def test_the_tolerance_of_another_strategy_is_passed_on(tmp_path: Path) -> None:
-    chosen = f"generation=vllm_server generation.base_url={DEAD} {TUNED} eval.base_url={DEAD}"  # shared_vllm has no location
+    chosen = f"generation=vllm_server generation.base_url={DEAD} {TUNED} eval.base_url={OTHER}"  # shared_vllm has no location
     _, full = evaluation(chosen, tmp_path)
     assert isinstance(full, Reload)
     assert (full.tolerance_nats, full.location) == (0.4, "memory")
@@ -125,21 +131,24 @@ def test_who_cannot_sample_evaluations(overrides: str, message: str) -> None:
         make_plan(typed(compose_config(*overrides.split())))
 
 
-def test_a_backend_that_training_samples_from_is_shared(tmp_path: Path) -> None:
-    plan = make_plan(typed(compose_config(*SERVED.split(), "eval.backend=vllm_server")))
+@pytest.mark.parametrize(
+    "overrides", ["eval.backend=vllm_server", f"eval.base_url={DEAD}/v1/", f"eval.base_url={DEAD} eval.backend=vllm_server"]
+)
+def test_what_training_samples_from_is_shared(overrides: str, tmp_path: Path) -> None:
+    plan = make_plan(typed(compose_config(*SERVED.split(), *overrides.split())))
     ranks: Any = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value)
     training, found = assembled(plan, make_policy(), tmp_path, ranks)
     assert found is training
 
 
 def test_errors_name_settings_that_act(web: ScriptedServer, tmp_path: Path) -> None:
-    client, _ = evaluation(f"{SERVED} {TUNED} eval.base_url={DEAD}", tmp_path)
+    client, _ = evaluation(f"{SERVED} {TUNED} eval.base_url={OTHER}", tmp_path)
     assert isinstance(client, VllmClient)
-    with pytest.raises(EngineError, match=rf"^eval\.base_url={DEAD}: no healthy server answers"):
+    with pytest.raises(EngineError, match=rf"^eval\.base_url={OTHER}: no healthy server answers"):
         client.server.start("model")
     client.weights = ServedWeights(0, "policy")
     message = ask(client)
-    assert message.startswith(f"{DEAD}/v1/completions: no connection")
+    assert message.startswith(f"{OTHER}/v1/completions: no connection")
     assert message.endswith("after 1 attempts; is the server running, and eval.base_url its address?")
     client, _ = evaluation(f"{SERVED} {TUNED} generation.timeout_s=0.1 eval.base_url={web.base_url}", tmp_path)
     assert isinstance(client, VllmClient)
@@ -153,3 +162,53 @@ def ask(client: VllmClient) -> str:
         generate(client, [[1, 4, 9]], SamplingParams(4), group_size=1, seeds=[0])
     client.close()
     return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [
+        (f"eval.backend=vllm_server eval.base_url={DEAD}", Reload),
+        (f"eval.backend=vllm_server eval.base_url={DEAD} eval.weight_sync=none", Frozen),
+        (f"generation=vllm_server generation.base_url={DEAD} weight_sync=none eval.base_url={OTHER}", Frozen),
+        (f"generation=vllm_server generation.base_url={DEAD} weight_sync=none eval.backend=transformers", InProcess),
+        (f"generation=vllm_server generation.base_url={DEAD} weight_sync=none model/lora=default", Frozen),
+    ],
+)
+def test_who_gets_no_weights(overrides: str, kind: type, tmp_path: Path) -> None:
+    """weight_sync=none is for evaluations' server too: nothing is pushed anywhere."""
+    assert type(evaluation(overrides, tmp_path)[1]) is kind
+
+
+SGLANG = "generation=sglang_server weight_sync=reload weight_sync.pause_mode=abort"
+
+
+def look(overrides: str, url: str) -> None:
+    plan = make_plan(typed(compose_config(*overrides.split(), f"generation.base_url={url}")))
+    check_found(plan.engine, plan.weight_sync, "some/model", dtype="bfloat16", lora_rank=None)
+
+
+def test_an_sglang_server_without_its_option(caplog: pytest.LogCaptureFixture) -> None:
+    fake = FakeSglang(is_deterministic=False)
+    with ScriptedServer(fake) as web:
+        refusal = rf"^generation\.base_url={web.base_url}: that server ignores the seeds of requests .*: SGLANG_RETURN_ORIGINAL_LOGPROB=0 "
+        with pytest.raises(ConfigError, match=refusal) as refused:
+            look(SGLANG, web.base_url)
+        command = str(refused.value).partition(" -m ")[2]
+        assert command.startswith("sglang.launch_server --model-path some/model --host 127.0.0.1 --port ")
+        assert command.endswith(" --mem-fraction-static 0.45 --enable-deterministic-inference --dtype bfloat16")
+        look("generation=sglang_server weight_sync=none", web.base_url)  # nobody may start it otherwise
+        assert caplog.messages == [
+            f"generation.base_url={web.base_url}: that server ignores the seeds of requests (--enable-deterministic-inference)"
+        ]
+        fake.is_deterministic = True
+        look(SGLANG, web.base_url)
+        fake.version = "0.5.10"
+        with pytest.raises(ConfigError, match=r"versions 0\.5\.11 to 0\.5\.15 are supported"):
+            look("generation=sglang_server weight_sync=none", web.base_url)
+
+
+@pytest.mark.parametrize(("option", "launcher"), [("vllm", VllmEngine), ("sglang", SglangEngine)])
+def test_the_command_of_a_refusal_has_the_settings_of_the_runs_own_servers(option: str, launcher: Any) -> None:
+    engine = as_plain(compose_config(f"generation={option}_server"))["engine"]
+    for name in ("args", "env"):
+        assert launcher.essentials[name].items() <= engine[name].items()

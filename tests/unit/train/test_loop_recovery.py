@@ -19,6 +19,7 @@ class Engine:
     """Dies at the first `num_deaths` pushes."""
 
     client = None
+    is_frozen = False
 
     def __init__(self, num_deaths: int, error: type[Exception] = EngineDied) -> None:
         self.num_deaths = num_deaths
@@ -137,3 +138,16 @@ def test_an_engine_that_lives_and_fails_is_not_started_again() -> None:
     with pytest.raises(EngineError):
         make_loop(engine)._push(force=False)
     assert engine.calls == [PUSH]
+
+
+def test_a_frozen_engine_has_version_0_everywhere() -> None:
+    engine = Engine(0)
+    engine.is_frozen = True
+    engine.push = lambda policy, *, version: SyncReport(version=0, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)  # type: ignore[method-assign]
+    loop = make_loop(engine)
+    loop._push_first()
+    metrics = loop._push(force=True)
+    assert (metrics["sync/version"], metrics["sync/frozen"], loop.schedule.version) == (0, 1, 0)
+    engine.losses = [EngineDied("gone")]
+    assert sampled(loop, engine, lambda: ["groups"]) == ["groups"]
+    assert [call for call in engine.calls if call[0] == "changed"] == [("changed", 0)] * 3

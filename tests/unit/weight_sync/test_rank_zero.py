@@ -14,7 +14,7 @@ from engines import full_weights
 from offline_grpo.engine.engine import Engine, ServerEngine
 from offline_grpo.errors import ConfigError, EngineDied, EngineError, GrpoError
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.types import ServedWeights
+from offline_grpo.types import SamplingParams, ServedWeights
 from offline_grpo.weight_sync.deployment import Deployment
 from offline_grpo.weight_sync.rank_zero import RankZeroDeployment
 from offline_grpo.weight_sync.requirements import SyncRequirements
@@ -122,7 +122,7 @@ class Client:
         self.server = FakeServer(is_managed=is_managed)
         self.weights = ServedWeights()
 
-    def control(self) -> Any:
+    def control(self, _: Any) -> Any:
         return SimpleNamespace(check_version=lambda: "1.0")
 
     def close(self) -> None: ...
@@ -136,7 +136,9 @@ class Processes:
         self.ranks = [wire.ranks(rank) for rank in range(2)]
         self.strategies = [Strategy(), Strategy()]
         self.clients: list[Any] = [Client(is_managed=True), Client(is_managed=False)]
-        inner = [Deployment([ServerEngine(c)], s, full_weights) for c, s in zip(self.clients, self.strategies, strict=True)]
+        inner = [
+            Deployment([ServerEngine(c, SamplingParams(1))], s, full_weights) for c, s in zip(self.clients, self.strategies, strict=True)
+        ]
         self.deployments = [RankZeroDeployment(one, ranks) for one, ranks in zip(inner, self.ranks, strict=True)]
 
     def all(self, action: Callable[[RankZeroDeployment], Any]) -> list[Any]:
@@ -211,6 +213,6 @@ def test_what_is_no_error_of_a_run_is_not_hidden(processes: Processes) -> None:
 
 def test_an_engine_in_this_process_has_no_server_to_watch() -> None:
     client = SimpleNamespace(weights=ServedWeights())
-    deployment = Deployment([Engine(client)], Strategy(), full_weights)  # type: ignore[arg-type]
+    deployment = Deployment([Engine(client, SamplingParams(1))], Strategy(), full_weights)  # type: ignore[arg-type]
     assert deployment.state.pids == (None,)
     deployment.follow(deployment.state)

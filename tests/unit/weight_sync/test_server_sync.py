@@ -4,7 +4,7 @@ is asked."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
-from offline_grpo.types import ServedWeights
+from offline_grpo.types import SamplingParams, ServedWeights
 from offline_grpo.weight_sync import lora_hotswap
 from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.requirements import check_requirements
@@ -264,13 +264,26 @@ def test_no_adapters_where_they_are_moved(option: str, policy: Policy, client: V
 
 
 @pytest.mark.parametrize(("rank", "room", "is_refused"), [(16, 16, False), (17, 16, True), (64, 32, True), (64, 64, False)])
-def test_room_for_adapters(rank: int, room: int, is_refused: bool, client: VllmClient) -> None:
+def test_room_for_adapters(rank: int, room: int, is_refused: bool, web: ScriptedServer, tmp_path: Path) -> None:
     sync = strategy("lora_hotswap", f"weight_sync.server_args.max_lora_rank={room}")
-    if is_refused:
-        with pytest.raises(ConfigError, match=rf"^weight_sync\.server_args\.max_lora_rank={room}: the adapters have rank {rank}; "):
-            deploy(sync, client).connect(with_adapters(rank))
-    else:
+    server = Started(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
+    server.events = []
+    client = VllmClient(server=server, eos_ids=[2], batch_size=4, timeout_s=5, max_retries=0)
+    with (
+        pytest.raises(ConfigError, match=rf"^weight_sync\.server_args\.max_lora_rank={room}: the adapters have rank {rank}; ")
+        if is_refused
+        else nullcontext()
+    ):
         deploy(sync, client).connect(with_adapters(rank))
+
+
+def test_a_server_that_was_found_says_itself_what_it_has_room_for(client: VllmClient) -> None:
+    deploy(strategy("lora_hotswap"), client).connect(with_adapters(64))
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128)])
+def test_room_that_a_server_should_have(rank: int, room: int) -> None:
+    assert lora_hotswap.room_for(rank) == room
 
 
 def test_room_that_nobody_set_is_what_vllm_has() -> None:
@@ -321,12 +334,50 @@ def test_supported_vllm(version: str, web: ScriptedServer, client: VllmClient, p
     deploy(recorder(), client).connect(policy)
 
 
+STOCK, ADAPTERS, DEVELOPMENT = set[str](), {"/v1/load_lora_adapter"}, {"/v1/load_lora_adapter", "/collective_rpc"}
+
+
+@pytest.mark.parametrize(
+    ("moves", "routes", "extension", "lack"),
+    [
+        ("full", STOCK, False, "has no endpoints for weights (VLLM_SERVER_DEV_MODE=1)"),
+        ("full", ADAPTERS, False, "has no endpoints for weights (VLLM_SERVER_DEV_MODE=1)"),
+        ("full", DEVELOPMENT, False, "has no worker extension (--worker-extension-cls; URL/collective_rpc: status 500: no grpo_tag)"),
+        ("full", DEVELOPMENT, True, None),
+        ("lora", STOCK, False, "does not load adapters while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora)"),
+        ("lora", ADAPTERS, False, None),
+        ("nothing", STOCK, False, None),
+    ],
+)
+def test_what_a_found_vllm_lacks(
+    moves: str, routes: set[str], extension: bool, lack: str | None, web: ScriptedServer, client: VllmClient
+) -> None:
+    """As FastAPI answers: 404 where there is no route, 405 to GET where there is one for POST."""
+
+    def script(request: Request) -> Reply:
+        if request.path not in routes:
+            return Reply({"detail": "Not Found"}, status=404)
+        if request.method == "GET":
+            return Reply({"detail": "Method Not Allowed"}, status=405)
+        return Reply({"results": [None]}) if extension else Reply({"error": {"message": "no grpo_tag"}}, status=500)
+
+    web.script = script
+    found = client.control(client.server).lacks(moves)
+    assert found == (lack and lack.replace("URL", web.base_url))
+
+
+def test_a_server_that_wants_a_key_does_not_lack_endpoints(web: ScriptedServer, client: VllmClient) -> None:
+    web.script = lambda _: Reply({"error": "Unauthorized"}, status=401)
+    with pytest.raises(EngineError, match="load_lora_adapter: status 401"):
+        client.control(client.server).lacks("lora")
+
+
 # Pausing
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_pause_mode(mode: str, web: ScriptedServer, client: VllmClient) -> None:
-    control = client.control()
+    control = client.control(client.server)
     assert isinstance(control, VllmControl)
     with control.paused(mode):
         control.pause(mode)  # it is
@@ -343,7 +394,7 @@ def test_shared_weights_are_fenced_before_the_server_goes_on(
 ) -> None:
     """Writes to a GPU are queued: one that comes after the server's first step would tear a completion."""
     sync = strategy("shared_vllm")
-    engine = sync._engine = ServerEngine(client)
+    engine = sync._engine = ServerEngine(client, SamplingParams(1))
     sync._addresses = {name: p.data_ptr() for name, p in policy.causal_lm.named_parameters()}
     policy.compute_device = torch.device("cuda", 1)
     fenced: list[Any] = []
@@ -356,7 +407,7 @@ def test_shared_weights_are_fenced_before_the_server_goes_on(
 
 def test_a_server_stays_paused_after_an_error(web: ScriptedServer, client: VllmClient) -> None:
     """It would serve half-written weights."""
-    control = client.control()
+    control = client.control(client.server)
     with pytest.raises(ZeroDivisionError), control.paused("keep"):
         raise ZeroDivisionError
     assert [request.path for request in web.requests] == ["/pause"]
@@ -364,7 +415,7 @@ def test_a_server_stays_paused_after_an_error(web: ScriptedServer, client: VllmC
 
 
 def test_weights_are_loaded_in_a_pause(web: ScriptedServer, client: VllmClient) -> None:
-    control = client.control()
+    control = client.control(client.server)
     control.load_weights("/some/folder", tag="4", pause_mode="wait")
     assert [request.path for request in web.requests] == [
         *("/pause", "/collective_rpc", "/reset_prefix_cache", "/collective_rpc", "/resume"),
@@ -377,7 +428,7 @@ def test_weights_are_loaded_in_a_pause(web: ScriptedServer, client: VllmClient) 
 
 
 def test_a_failed_call_asks_whether_the_server_died(web: ScriptedServer, client: VllmClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    control = client.control()
+    control = client.control(client.server)
     web.script = lambda _: Reply({"error": "no"}, status=500)
     with pytest.raises(EngineError, match="status 500: no") as error:
         control.set_tag("1")

@@ -123,7 +123,7 @@ def test_stale_weights_are_found(policy: Policy, client: SglangClient, fake: Fak
 def test_another_version_is_found(policy: Policy, client: SglangClient, fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = deploy(strategy("restart"), client)
     sync.connect(policy)
-    monkeypatch.setattr(type(client.control()), "set_tag", lambda *_: None)
+    monkeypatch.setattr(type(client.control(client.server)), "set_tag", lambda *_: None)
     with pytest.raises(EngineError, match="the server has version None"):
         sync.push(policy, version=0)
 

@@ -20,6 +20,7 @@ from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
+from offline_grpo.types import SamplingParams
 from offline_grpo.weight_sync import nccl
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
 from offline_grpo.weight_sync.strategy import Staged
@@ -72,7 +73,7 @@ def make(**changes: Any) -> Recorder:
 
 def engine_at(url: str, folder: Path) -> ServerEngine:
     server = Server(base_url=url, api_key=None, launcher=None, log_dir=folder)
-    return ServerEngine(VllmClient(server=server, eos_ids=[], batch_size=1, timeout_s=9, max_retries=0))
+    return ServerEngine(VllmClient(server=server, eos_ids=[], batch_size=1, timeout_s=9, max_retries=0), SamplingParams(1))
 
 
 def deliver(sync: WeightTransfer, policy: Policy, *engines: ServerEngine) -> Staged:

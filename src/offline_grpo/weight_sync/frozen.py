@@ -1,0 +1,64 @@
+"""No weight sync: the server keeps the weights that it was started with, whatever training makes of the policy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.weight_sync.requirements import SyncRequirements
+from offline_grpo.weight_sync.snapshot import Snapshot
+from offline_grpo.weight_sync.strategy import Staged
+
+log = logging.getLogger(__name__)
+
+
+class Frozen:
+    """A `WeightSync` for servers that nobody may touch: it asks them for completions and changes nothing.
+
+    Nothing is proven: the server may serve any model. `alignment/*` says how far its logprobs are from the policy's.
+    """
+
+    name = "none"
+    interval = 1
+    requires = SyncRequirements(engines=("vLLM", "SGLang"), moves="nothing")
+
+    def start_model(self, snapshot: Snapshot) -> str:
+        """See `WeightSync.start_model`. The model before training, in a resumed run too."""
+        return snapshot.policy.tokenizer.name_or_path
+
+    recovery_model = start_model
+
+    def start_args(self, snapshot: Snapshot) -> Mapping[str, Any]:
+        """See `WeightSync.start_args`."""
+        return {}
+
+    def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
+        """See `WeightSync.attach`. Says once what every later line of the run means."""
+        log.warning(
+            "weight_sync=none: the server at %s stays as it is and gets no weights: its rollouts and evaluations are those of its own "
+            "model (version 0), not of the policy that is trained, and alignment/* drifts apart as it learns",
+            engine.server.base_url,
+        )
+
+    def reattach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
+        """See `WeightSync.reattach`."""
+
+    def staged(self, snapshot: Snapshot, version: int) -> AbstractContextManager[Staged]:
+        """See `WeightSync.staged`. The version stays that of the weights that no update has changed."""
+        return nullcontext(Staged(version=0, num_tensors=0, num_bytes=0))
+
+    def apply(self, engine: ServerEngine, staged: Staged) -> float:
+        """See `WeightSync.apply`."""
+        return 0.0
+
+    def verify(self, engine: ServerEngine, snapshot: Snapshot, version: int) -> None:
+        """See `WeightSync.verify`."""
+
+    def check_served(self, engine: ServerEngine, version: int) -> None:
+        """See `WeightSync.check_served`. A server that is started anew has the same weights."""
+
+    def detach(self, engine: ServerEngine) -> None:
+        """See `WeightSync.detach`."""
