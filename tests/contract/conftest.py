@@ -14,6 +14,7 @@ from engines import (
     SERVER_PYTHON,
     Where,
     deploy,
+    forking_python,
     found,
     load,
     make_client,
@@ -62,8 +63,9 @@ def full_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempP
 @pytest.fixture(scope="session")
 def second_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Like `full_server`, beside it."""
-    args = LORA_ARGS if one_serves_all(where) else {}
-    with running(make_server(where, tmp_path_factory.mktemp("second"), args=args), model_folder) as server:
+    folder = tmp_path_factory.mktemp("second")
+    settings = {"args": LORA_ARGS, "python": forking_python(folder)} if one_serves_all(where) else {}
+    with running(make_server(where, folder, **settings), model_folder) as server:
         yield server
 
 
