@@ -82,8 +82,9 @@ def test_killed_and_resumed_ends_with_the_same_files(phase, uninterrupted, cache
     assert code == -signal.SIGKILL, printed(killed)
     assert run_in_child(fresh, cache, "resume=auto", *SMALL, draws=draws) == 0, printed(fresh)
     had_checkpoint = not fresh.exists()
-    assert_same_files(killed if had_checkpoint else fresh, uninterrupted)
-    assert not draws or (killed / "report.png").stat().st_size > 10_000
+    ended = killed if had_checkpoint else fresh
+    assert_same_files(ended, uninterrupted)
+    assert not draws or (ended / "report.png").stat().st_size > 10_000
     assert not list(tmp_path.rglob(".writing*")) or not had_checkpoint
 
 
