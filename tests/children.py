@@ -25,13 +25,14 @@ from factories import compose_config
 from offline_grpo.interfaces import RunListener
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["offline_grpo.run.app", "children"])
+CONTEXT.set_forkserver_preload(["offline_grpo.run.app", "children", "preloaded"])
 
 SMALL = (
     "model.tiny.warm_start_steps=60",
     "model.tiny.hidden_size=32",
     "task.format_weight=0.5",
     "num_threads=1",
+    "data.num_train_seeds=200",
     "train.iterations=4",
     "train.updates_per_iteration=2",
     "train.drop_zero_signal_groups=false",
@@ -73,15 +74,17 @@ def start_in_child(
     kill: Kill | None = None,
     mishaps: Mapping[tuple[str, int], Callable[[], Any]] | None = None,
     fresh: bool = False,
+    draws: bool = False,
 ) -> BaseProcess:
     """`app.run` with these overrides in a process of its own; what it printed goes to `output_dir`.txt.
 
     Args:
         mishaps: what happens in that process at the beginning of a phase of an iteration, such as `("sync", 3)`.
         fresh: start the process anew and not from the server, whose imports make CUDA unusable in a fork.
+        draws: draw the report, which takes longer than the rest. Otherwise it is an empty file.
     """
     context = multiprocessing.get_context("spawn") if fresh else CONTEXT
-    process = context.Process(target=_child, args=(str(output_dir), list(overrides), kill, dict(mishaps or {})))
+    process = context.Process(target=_child, args=(str(output_dir), list(overrides), kill, dict(mishaps or {}), draws))
     process.start()
     return process
 
@@ -100,7 +103,7 @@ def run_in_child(output_dir: Path, *overrides: str, timeout_s: float = 120, **ho
 
 def run_in_children(count: int, output_dir: Path, *overrides: str) -> list[int]:
     """`app.run` in several processes of one group, as `accelerate launch` starts them. Returns their exit codes."""
-    return in_group(count, _child, str(output_dir), list(overrides), None, {})
+    return in_group(count, _child, str(output_dir), list(overrides), None, {}, False)
 
 
 def in_one(target: Callable[..., None], *args: Any) -> int:
@@ -160,8 +163,18 @@ def printed(output_dir: Path) -> str:
     return Path(f"{output_dir}.txt").read_text()
 
 
-def _child(output_dir: str, overrides: list[str], kill: Kill | None, mishaps: dict[tuple[str, int], Callable[[], Any]]) -> None:
+def draw_nothing(history: Any) -> None:
+    """In place of `save_report`."""
+    (history.run_dir / "report.png").touch()
+
+
+def _child(
+    output_dir: str, overrides: list[str], kill: Kill | None, mishaps: dict[tuple[str, int], Callable[[], Any]], draws: bool
+) -> None:
     from offline_grpo.run import app, cli
+
+    if not draws:
+        app.save_report = draw_nothing  # type: ignore[assignment]
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, whoever started the tests
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from factories import VOCAB, make_completion, make_qwen2, make_rollout
-from transformers import PreTrainedModel
 
-from offline_grpo.train.batch import build_batch, with_advantages
-from offline_grpo.types import TokenBatch
+if TYPE_CHECKING:  # with xdist one process only hands out the tests: it needs no torch
+    from transformers import PreTrainedModel
+
+    from offline_grpo.types import TokenBatch
 
 ONE_SERVER = "tests/contract/"
 """Tests that share a server, and so a process."""
@@ -26,6 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Without compiled files every process that a test starts would compile torch or vLLM again, which takes longer than the test.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    # The tensors are small: a second thread, here or in a process that a test starts, would take a core from another worker to wait on it.
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,12 +50,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture
 def qwen2() -> PreTrainedModel:
+    from factories import make_qwen2
+
     return make_qwen2()
 
 
 @pytest.fixture
 def token_batch() -> TokenBatch:
     """Twelve sequences of skewed length with random tokens, logprobs and advantages."""
+    import torch
+    from factories import VOCAB, make_completion, make_rollout
+
+    from offline_grpo.train.batch import build_batch, with_advantages
+
     generator = torch.Generator().manual_seed(7)
 
     def ids(n: int) -> tuple[int, ...]:

@@ -111,4 +111,3 @@ def watch(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     count(Scoring, "forward", "forward")
     count(lm_head, "_matmul_into", "product")
     count(nn.functional, "scaled_dot_product_attention", "sdpa")
-    patch.setattr(app, "save_report", lambda _: None)  # drawing takes longer than the rest

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import SMALL, Mishaps, metrics_of
+from children import SMALL, Mishaps, draw_nothing, metrics_of
+from engines import forking_python
 from factories import compose_config
 
 from offline_grpo.engine.server import Server
@@ -16,17 +17,20 @@ from offline_grpo.run import app
 from offline_grpo.task.arithmetic import Arithmetic
 from offline_grpo.types import Problem, Score
 
-OWN_SERVER = (
-    "generation=vllm_server",
-    "engine.args.enforce_eager=true",
-    "+engine.args.distributed_executor_backend=uni",
-    "+engine.args.kv_cache_memory_bytes=67108864",
-    "+engine.args.max_num_batched_tokens=32768",
-    "engine.args.gpu_memory_utilization=null",
-    "+engine.env.OMP_NUM_THREADS=1",
-    '+engine.env.VLLM_ENABLE_V1_MULTIPROCESSING="0"',
-)
-"""The run starts its server, as fast as that goes on a CPU."""
+
+def own_server(folder: Path) -> tuple[str, ...]:
+    """Overrides for a run that starts its server, as fast as that goes on a CPU. Its interpreter is put in `folder`."""
+    return (
+        "generation=vllm_server",
+        f"engine.python={forking_python(folder)}",
+        "engine.args.enforce_eager=true",
+        "+engine.args.distributed_executor_backend=uni",
+        "+engine.args.kv_cache_memory_bytes=67108864",
+        "+engine.args.max_num_batched_tokens=32768",
+        "engine.args.gpu_memory_utilization=null",
+        "+engine.env.OMP_NUM_THREADS=1",
+        '+engine.env.VLLM_ENABLE_V1_MULTIPROCESSING="0"',
+    )
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ def run(
     """A run in this process; its metrics. `mishaps`: see `start_in_child`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mishaps, "planned", dict(mishaps or {}))
+        patch.setattr(app, "save_report", draw_nothing)
         app.run(compose_config(*five(model), *overrides, *([Mishaps.override] if mishaps else [])), folder)
         assert not Mishaps.planned, "planned and did not happen"
     return metrics_of(folder)

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 import yaml
-from factories import CONF, compose_config
+from factories import CONF, compose_config, compose_with_hydra
+from hydra.errors import ConfigCompositionException
 
 from offline_grpo.run.build import check_settings, resolve
 from offline_grpo.run.config import as_plain, typed
@@ -47,6 +48,20 @@ def test_every_option_composes_and_fits_its_component(option):
             continue
         settings = {name: value for name, value in node.items() if name != "_target_"}
         check_settings(resolve(node, key), settings, key, given_at_runtime=RUNTIME)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "seed=3 generation=vllm_server +engine.args.x=1 +engine.env.A=b train/loss=dapo train.lr=0.5",
+        "train.lr=0.5 model/lora=default model.lora.r=4 experiment=smoke logger=[json] ~task.format_weight eval.ks=[1,2] train.lr=2",
+    ],
+)
+def test_the_tests_compose_as_hydra_does(overrides):
+    composed = compose_config(*overrides.split())
+    assert composed == compose_with_hydra(*overrides.split())
+    with pytest.raises(ConfigCompositionException):
+        compose_config(*overrides.split(), "train.none=1")
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -14,6 +14,7 @@ from engines import (
     SERVER_PYTHON,
     Where,
     deploy,
+    forking_python,
     found,
     load,
     make_client,
@@ -62,8 +63,10 @@ def full_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempP
 @pytest.fixture(scope="session")
 def second_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Like `full_server`, beside it, with vLLM's own logprobs: those before the temperature."""
-    args = (LORA_ARGS if one_serves_all(where) else {}) | {"logprobs_mode": "raw_logprobs"}
-    with running(make_server(where, tmp_path_factory.mktemp("second"), args=args), model_folder) as server:
+    folder = tmp_path_factory.mktemp("second")
+    settings = {"args": LORA_ARGS, "python": forking_python(folder)} if one_serves_all(where) else {"args": {}}
+    settings["args"] = settings["args"] | {"logprobs_mode": "raw_logprobs"}
+    with running(make_server(where, folder, **settings), model_folder) as server:
         yield server
 
 

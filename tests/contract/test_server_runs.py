@@ -16,7 +16,7 @@ from children import metrics_of, printed
 from engines import CPU, distance, kill_engine, load, serve_again
 from factories import prompt_of, sampled
 from scripted_server import Reply, Request, ScriptedServer
-from served_runs import OWN_SERVER, assert_same, at, five, run
+from served_runs import assert_same, at, five, own_server, run
 
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm_control import VllmControl
@@ -70,7 +70,7 @@ def test_restarted_servers_follow_it_too(
     server = request.getfixturevalue(fixture)
     serve_again(server, model_folder, CPU)
     undisturbed = run(tmp_path / quick, model_folder, *at(server), f"weight_sync={quick}", *overrides)
-    restarted = run(tmp_path / restarting, model_folder, *OWN_SERVER, f"weight_sync={restarting}", *overrides)
+    restarted = run(tmp_path / restarting, model_folder, *own_server(tmp_path), f"weight_sync={restarting}", *overrides)
     assert len({undisturbed[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(5)}) > 1
     assert_same(undisturbed, restarted)
 
@@ -255,7 +255,7 @@ def test_two_processes_share_a_server_and_its_recovery(server: Server, model_fol
     """The engine is killed at some moment of the run; the second process did not start it and learns of its death too."""
     twelve = ("weight_sync=shared_vllm", "train.iterations=12", "eval.interval=12")
     alone = run(tmp_path / "alone", model_folder, *at(server), *twelve)
-    together = start_two(tmp_path / "together", *five(model_folder), *OWN_SERVER, *twelve)
+    together = start_two(tmp_path / "together", *five(model_folder), *own_server(tmp_path), *twelve)
     try:
         await_file(tmp_path / "together" / "metrics" / "train_iter_001.json", together)
         kill_engine(together.pid)

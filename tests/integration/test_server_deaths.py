@@ -16,45 +16,48 @@ import psutil
 import pytest
 from children import Kill, metrics_of, printed, run_in_child, start_in_child
 from engines import kill_engine, processes_naming, save_model
-from served_runs import OWN_SERVER, assert_same, at, five, run
+from served_runs import assert_same, at, five, own_server, run
 
 ITERATIONS = 3
 """Those that the victim finishes."""
+DEATHS = [(("sync", 2),), pytest.param((("generate", 1), ("sync", 2)), marks=pytest.mark.slow)]
+"""When its engine is killed: before it samples, or before a push. With a death of each kind the server is started three times."""
 
 
 @dataclass(frozen=True)
 class Victim:
     """A run under `shared_vllm` that stands still in its fourth iteration: its updates are in the server's memory, and the server waits for
-    the push. Twice its engine was killed: before it sampled for the second iteration, and before the push of the third."""
+    the push. Before, its engine was killed."""
 
     process: BaseProcess
     folder: Path
     model: Path
     leftovers: frozenset[str]
     """What others had left in shared memory before."""
+    deaths: list[int]
+    """The iterations in which its engine was killed."""
 
     @property
     def base_url(self) -> str:
-        """Of its third server."""
-        command = (self.folder / "server_2.log").read_text().splitlines()[0]
+        """Of its last server."""
+        command = (self.folder / f"server_{len(self.deaths)}.log").read_text().splitlines()[0]
         [port] = re.findall(r"--port[ =](\d+)", command)
         return f"http://127.0.0.1:{port}"
 
 
-@pytest.fixture(scope="module")
-def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+@pytest.fixture(scope="module", params=DEATHS, ids=lambda deaths: " ".join(phase for phase, _ in deaths))
+def victim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
     folder = tmp_path_factory.mktemp("deaths")
     model, leftovers = save_model(folder / "model"), frozenset(ownerless())
     mishaps = {
-        ("generate", 1): partial(kill_engine, None),
-        ("sync", 2): partial(kill_engine, None),
+        **{moment: partial(kill_engine, None) for moment in request.param},
         ("sync", ITERATIONS): partial(signal.raise_signal, signal.SIGSTOP),
     }
-    process = start_in_child(folder / "run", *five(model), *OWN_SERVER, "weight_sync=shared_vllm", mishaps=mishaps)
+    process = start_in_child(folder / "run", *five(model), *own_server(folder), "weight_sync=shared_vllm", mishaps=mishaps)
     try:
         assert process.pid is not None
         wait_for(lambda: is_stopped(process, folder / "run"), 900, "the run to stand still")
-        yield Victim(process, folder / "run", model, leftovers)
+        yield Victim(process, folder / "run", model, leftovers, [iteration for _, iteration in request.param])
     finally:
         process.kill()
         process.join()
@@ -65,9 +68,9 @@ def test_a_server_that_dies_is_started_again(victim: Victim, tmp_path: Path) -> 
     disturbed = metrics_of(victim.folder)
     assert disturbed.keys() == {"eval_init.json", *(f"train_iter_{i:03d}.json" for i in range(ITERATIONS))}
     recoveries = [disturbed[f"train_iter_{i:03d}.json"]["sync/num_recoveries"] for i in range(ITERATIONS)]
-    assert recoveries == [0, 1, 2]
+    assert recoveries == [sum(death <= i for death in victim.deaths) for i in range(ITERATIONS)]
     assert all(disturbed[f"train_iter_{i:03d}.json"]["alignment/diff_abs_mean"] < 1e-4 for i in range(ITERATIONS))
-    assert (victim.folder / "run.log").read_text().count("Serving the weights again") == 2
+    assert (victim.folder / "run.log").read_text().count("Serving the weights again") == len(victim.deaths)
     undisturbed = run(tmp_path / "undisturbed", victim.model, *at(victim.base_url), "weight_sync=reload")
     assert_same(disturbed, {name: undisturbed[name] for name in disturbed})
     assert len({undisturbed[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(ITERATIONS)}) > 1
@@ -88,7 +91,7 @@ def test_a_trainer_killed_while_the_server_loads_leaves_nothing(tmp_path: Path) 
     """The same where weights travel as files."""
     model, leftovers = save_model(tmp_path / "model"), frozenset(ownerless())
     kill = Kill("offline_grpo.weight_sync.reload:shutil.rmtree", count=3)
-    code = run_in_child(tmp_path / "run", *five(model), *OWN_SERVER, "weight_sync=reload", kill=kill)
+    code = run_in_child(tmp_path / "run", *five(model), *own_server(tmp_path), "weight_sync=reload", kill=kill)
     assert code == -signal.SIGKILL, printed(tmp_path / "run")
     assert_nothing_left(model, leftovers)
 

@@ -290,7 +290,8 @@ def num_running(client: VllmClient) -> float:
 def switch_of(completion: Completion, old: Tensor, new: Tensor, where: Where) -> int:
     """How many tokens have the old policy's logprob, all others having the new one's."""
     theirs = torch.tensor(completion.logprobs)
-    is_old, is_new = ((theirs - ours).abs() < 5 * where.tolerance_nats for ours in (old, new))
+    close = max(5 * where.tolerance_nats, 1e-4)  # the largest of 900 roundings; policies differ by nats
+    is_old, is_new = ((theirs - ours).abs() < close for ours in (old, new))
     fits = [k for k in range(len(theirs) + 1) if is_old[:k].all() and is_new[k:].all()]
     neither = [(i, (theirs - old)[i].item(), (theirs - new)[i].item()) for i in range(len(theirs)) if not is_old[i] and not is_new[i]]
     assert fits, f"tokens of neither policy, or out of order: (position, nats from the old policy, from the new one) {neither[:10]}"

@@ -1,0 +1,14 @@
+"""For the server in children.py, so that not every child does it again: what a run imports late, and what Hydra makes of `conf/`."""
+
+import transformers.models.llama.modeling_llama  # noqa: F401
+from factories import compose_with_hydra
+
+import offline_grpo.generation.transformers_client
+import offline_grpo.logger.console
+import offline_grpo.logger.json_logger
+import offline_grpo.model.tiny
+import offline_grpo.model.warm_start
+import offline_grpo.rollouts.on_policy
+import offline_grpo.task.arithmetic  # noqa: F401
+
+compose_with_hydra()
