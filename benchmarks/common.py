@@ -134,14 +134,14 @@ def _verdict(target: Target, measured: Mapping[str, Any]) -> str:
 
 
 def _time(arm: Callable[[], object]) -> float:
-    _wait_for_device()
+    wait_for_device()
     start = time.perf_counter()
     arm()
-    _wait_for_device()
+    wait_for_device()
     return time.perf_counter() - start
 
 
-def _wait_for_device() -> None:
+def wait_for_device() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

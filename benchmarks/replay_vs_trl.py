@@ -48,8 +48,7 @@ from offline_grpo.train.update import Updater
 from offline_grpo.types import Completion, FinishReason, Problem, Rollout, RolloutGroup, Score
 
 VOCAB, GROUP_SIZE, GROUPS = 32000, 8, 4
-MEAN_LENGTH, MAX_LENGTH = 100, 1024
-GATE = 1e-5
+MEAN_LENGTH, MAX_LENGTH, GATE = 100, 1024, 1e-5
 ADAMW = {"lr": 1e-5, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 TRL_PHASES = ("_generate_and_score_completions", "compute_loss", "training_step")
 
@@ -122,7 +121,6 @@ class OurArm:
             loss=None,
             optimizer=None,
         )
-        ranks = Ranks(use_cpu=True)
         self.updater = Updater(
             policy=policy,
             reference=None,
@@ -144,7 +142,7 @@ class OurArm:
             optimizer=AdamW(**ADAMW).create(policy.make_masters().parameters.values()),
             scaler=torch.amp.GradScaler("cpu", enabled=False),  # type: ignore[attr-defined]
             config=self._config,
-            ranks=ranks,
+            ranks=(ranks := Ranks(use_cpu=True)),
             sharding=Replicas(ranks),
             max_new_tokens=MAX_LENGTH,
             planned_updates=1,

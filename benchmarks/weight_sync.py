@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Target, alternate, write_result
+from common import RESULTS, Target, alternate, wait_for_device, write_result
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
@@ -139,9 +139,8 @@ def connect(name: str, arguments: argparse.Namespace, model: Path, folder: Path,
     policy = load(model, arguments, shared=sync.requires.shares_weights, lora=name.startswith("lora"))
     client = new_client(arguments, server)
     started = time.perf_counter()
-    deployment = Deployment(
-        [engine_of(client, SamplingParams(1))], sync, Replicas(Ranks(use_cpu=not torch.cuda.is_available())).full_weights
-    )
+    full_weights = Replicas(Ranks(use_cpu=not torch.cuda.is_available())).full_weights
+    deployment = Deployment([engine_of(client, SamplingParams(1))], sync, full_weights)
     deployment.connect(policy)
     start_s = time.perf_counter() - started
     policy.make_masters()
@@ -155,7 +154,7 @@ def push(arm: Arm, version: int) -> dict[str, float]:
     with torch.no_grad():
         for master in arm.policy.masters.parameters.values():
             master.add_(torch.randn_like(master), alpha=1e-3)
-    synchronize()
+    wait_for_device()
     started = time.perf_counter()
     arm.policy.masters.publish()
     report = arm.deployment.push(arm.policy, version=version)
@@ -254,8 +253,7 @@ def save_model(folder: Path, shape: str, dtype: str) -> Path:
 
 def load(folder: Path, arguments: argparse.Namespace, *, shared: bool, lora: bool) -> Policy:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=getattr(torch, arguments.dtype))
-    model = model.to("cpu" if shared else device)
+    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=getattr(torch, arguments.dtype)).to("cpu" if shared else device)
     if lora:
         model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
     return Policy(Scoring(model, Padded(), TiledHead(tile_width=None)), load_tokenizer(str(folder)), compute_device=device)
@@ -263,11 +261,6 @@ def load(folder: Path, arguments: argparse.Namespace, *, shared: bool, lora: boo
 
 def allocated_mib() -> float:
     return torch.cuda.memory_allocated() / 2**20 if torch.cuda.is_available() else 0.0
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def table() -> str:
@@ -279,8 +272,7 @@ def table() -> str:
     for path in sorted(RESULTS.rglob("weight_sync_*.json"), key=lambda path: path.name):
         result = json.loads(path.read_text())
         m = result["measured"]
-        cells = [path.stem.removeprefix("weight_sync_"), result["machine"]["gpu"]]
-        cells += [f"{m[key]:.3g}" for key in ("push_s", "paused_s")]
+        cells = [path.stem.removeprefix("weight_sync_"), result["machine"]["gpu"], *(f"{m[key]:.3g}" for key in ("push_s", "paused_s"))]
         cells += [f"{m[key]:.0f}" for key in ("single_stream_tokens_per_s", "concurrent_tokens_per_s", "trainer_gpu_mib")]
         lines.append(f"| {' | '.join([*cells, path.parent.name])} |")
     return "\n".join(lines)

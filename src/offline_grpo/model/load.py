@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -115,9 +117,10 @@ def load_policy(
     weights = str(checkpoint) if checkpoint is not None and config.lora is None else model_id
     model = _load_causal_lm(weights, config, torch.device("cpu") if shares_weights else device, dtype)
     model = prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing, adapter=adapter)
-    scoring = Scoring(model, choose_layout(layout, device, dtype), head, logits=measure_logit_transform(unwrapped(model)))
-    if not shares_weights:
-        settle_layout(scoring, layout, device)
+    with _refused_where_it_does_not_run(unwrapped(model)):
+        scoring = Scoring(model, choose_layout(layout, device, dtype), head, logits=measure_logit_transform(unwrapped(model)))
+        if not shares_weights:
+            settle_layout(scoring, layout, device)
     return Policy(scoring, load_tokenizer(model_id), compute_device=device)
 
 
@@ -155,9 +158,25 @@ def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, layout
     if config.lora is not None and reference_id == model_id:
         return Scoring(policy.model, scoring.layout, scoring.head, logits=scoring.logits, without_adapter=True)
     model = _load_causal_lm(reference_id, config, policy.device, torch_dtype(precision)).eval().requires_grad_(False)
-    reference = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model))
-    settle_layout(reference, layout, policy.device)
+    with _refused_where_it_does_not_run(model):
+        reference = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model))
+        settle_layout(reference, layout, policy.device)
     return reference
+
+
+@contextmanager
+def _refused_where_it_does_not_run(model: PreTrainedModel) -> Iterator[None]:
+    """One line instead of a traceback from inside the architecture."""
+    try:
+        yield
+    except (ConfigError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        dtype, reason = str(model.dtype).removeprefix("torch."), " ".join(str(error).split())
+        raise ConfigError(
+            f"model.train_id={model.name_or_path}: {type(model).__name__} does not run in {dtype} on {model.device} "
+            f"({type(error).__name__}: {reason}); try another train.precision, or another model"
+        ) from error
 
 
 def attention_of(model_config: PretrainedConfig, wanted: str) -> str | None:

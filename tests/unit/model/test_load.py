@@ -5,12 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ZOO
+from factories import make_rollout
 from transformers import AutoConfig
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.load import attention_of, context_length, load_policy
+from offline_grpo.model.policy import Policy
+from offline_grpo.model.scoring import Scoring
 from offline_grpo.settings import ModelConfig
+from offline_grpo.train.batch import build_batch
 
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 
@@ -32,21 +37,47 @@ def test_sdpa_does_drop_it():
     assert not torch.allclose(eager(ids).logits, sdpa(ids).logits, atol=1e-3)
 
 
+def load(folder: Path, *, attention: str = "auto", precision: str = "fp32") -> Policy:
+    return load_policy(
+        ModelConfig(str(folder), None, "cpu", attention, "auto", None, None),
+        str(folder),
+        layout=None,
+        head=TiledHead(tile_width=None),
+        device=torch.device("cpu"),
+        precision=precision,
+        train_layer_indices=None,
+        gradient_checkpointing=False,
+        checkpoint=None,
+    )
+
+
 def test_a_model_without_sdpa_is_told_what_to_use(tmp_path: Path):
     ZOO["gpt_oss"].build().save_pretrained(tmp_path)
-    config = ModelConfig(str(tmp_path), None, "cpu", "sdpa", "auto", None, None)
     with pytest.raises(ConfigError, match=r"model.attn_implementation=sdpa: .*; use auto or eager$"):
-        load_policy(
-            config,
-            str(tmp_path),
-            layout=None,
-            head=TiledHead(tile_width=None),
-            device=torch.device("cpu"),
-            precision="fp32",
-            train_layer_indices=None,
-            gradient_checkpointing=False,
-            checkpoint=None,
-        )
+        load(tmp_path, attention="sdpa")
+
+
+def test_a_model_that_does_not_run_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ZOO["llama"].build().save_pretrained(tmp_path)
+
+    def without_kernel(*_, **__):
+        raise RuntimeError("no kernel image\nis available")
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP.forward", without_kernel)
+    message = r"LlamaForCausalLM does not run in bfloat16 on cpu \(RuntimeError: no kernel image is available\); try another train.prec"
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, precision="bf16")
+
+
+@pytest.mark.parametrize("name", ["falcon", "bloom", "opt", "gemma2", "granite"])
+def test_it_loads_and_scores_as_it_was_saved(name: str, tmp_path: Path):
+    model = ZOO[name].build()
+    model.save_pretrained(tmp_path)
+    build_char_tokenizer(64).save_pretrained(tmp_path)
+    policy = load(tmp_path)
+    scoring = Scoring(model, policy.scoring.layout, policy.scoring.head, logits=policy.scoring.logits)
+    batch = build_batch([make_rollout([5, 6, 7], [8, 9, 10]), make_rollout([5, 6, 7], [11])], mask_truncated=False)
+    assert torch.equal(policy.logprobs(batch), scoring.logprobs(batch))
 
 
 @pytest.mark.parametrize(
