@@ -1,5 +1,7 @@
 """Which layout a run gets, and where each one runs; tests/gpu compares what they compute, test_prefix_tree.py has the trees."""
 
+import math
+
 import pytest
 import torch
 from architectures import ZOO
@@ -8,7 +10,7 @@ from factories import make_qwen2, make_rollout, make_scoring
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout
 from offline_grpo.model.layouts import LAYOUTS, choose_layout, layout_named
-from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.layouts.padded import Padded, attention_window
 from offline_grpo.model.layouts.tree import Tree
 from offline_grpo.model.layouts.varlen import VARLEN, Varlen
 from offline_grpo.model.logits import decoder_of
@@ -90,3 +92,20 @@ def test_trees_wider_than_a_window_become_padded_rows(window, rows):
     found = make_scoring(model, Tree()).logprobs(batch)
     assert shapes[0][0] == rows
     assert torch.allclose(found, make_scoring(model, Padded()).logprobs(batch), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("llama", {}, math.inf),
+        ("mistral_window", {"sliding_window": None}, math.inf),
+        ("mistral_window", {"sliding_window": 6}, 6),
+        ("qwen2", {"max_window_layers": 2}, math.inf),  # a number of layers
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, 9),
+        ("gemma3", {"sliding_window": 11, "sliding_window_pattern": 3}, 11),
+        ("gpt_neo", {"window_size": 13}, 13),
+        ("llama4", {"attention_chunk_size": 17}, 17),
+    ],
+)
+def test_the_window_of_a_model_is_found(name, changes, expected):
+    assert attention_window(decoder_of(ZOO[name].build(**changes))) == expected

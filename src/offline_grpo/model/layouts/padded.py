@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +43,5 @@ class Padded:
 
 def attention_window(decoder: nn.Module) -> float:
     """How many tokens its most short-sighted layer attends to: sliding windows, local attention, chunks. Infinite if all see everything."""
-    config: Any = decoder.config
-    names = [name for name in config.to_dict() if "window" in name or name == CHUNK]
-    values = [getattr(config, name) for name in names]
-    return min((value for value in values if isinstance(value, int) and not isinstance(value, bool)), default=math.inf)
+    sizes = [size for name, size in vars(decoder.config).items() if name.endswith(("window", "window_size", CHUNK))]
+    return min((size for size in sizes if isinstance(size, int) and size > 1), default=math.inf)  # True says that there is a window
