@@ -122,6 +122,7 @@ def test_a_sweep_without_runs_has_no_table(tmp_path: Path, capsys: pytest.Captur
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_smoke_test_prints_both_records(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = fresh_command(tmp_path, "smoke_test.py")

@@ -51,14 +51,14 @@ def scoring_of(name: str, layout: str = "padded") -> Scoring:
 
 
 def batch_of_prompts() -> TokenBatch:
-    """Two prompts with six completions each, others than those of the proof, at another temperature."""
+    """Two prompts with five completions each, others than those of the proof, at another temperature."""
     generator = torch.Generator().manual_seed(3)
 
     def ids(length: int) -> list[int]:
         return torch.randint(3, 97, (length,), generator=generator).tolist()
 
     prompts = [ids(11), ids(4)]
-    rollouts = [make_rollout(prompt, ids(1 + 3 * i), temperature=1.3) for prompt in prompts for i in range(6)]
+    rollouts = [make_rollout(prompt, ids(1 + 2 * i), temperature=1.3) for prompt in prompts for i in range(5)]
     return build_batch(rollouts, mask_truncated=False)
 
 
@@ -108,8 +108,8 @@ def test_it_is_sampled_in_process_or_refused(name: str) -> None:
             TransformersClient(model=scoring.model, tokenizer=tokenizer, batch_size=8)  # type: ignore[arg-type]
         return
     client = TransformersClient(model=scoring.model, tokenizer=tokenizer, batch_size=8)  # type: ignore[arg-type]
-    prompts = [[5, 9, 11, 30, 31, 32, 33, 34, 35], [7, 8], [20, 21, 22, 23]]
-    groups = generate(client, prompts, SamplingParams(max_new_tokens=12, temperature=0.8), group_size=4, seeds=[100, 200, 300])
+    prompts = [[5, 9, 11, 30, 31, 32, 33, 34, 35], [7, 8]]
+    groups = generate(client, prompts, SamplingParams(max_new_tokens=8, temperature=0.8), group_size=3, seeds=[100, 200])
     rollouts = [make_rollout(p, completion, temperature=0.8) for p, group in zip(prompts, groups, strict=True) for completion in group]
     batch = build_batch(rollouts, mask_truncated=False)
     assert torch.allclose(scoring.logprobs(batch), batch.rollout_logprobs * batch.completion_mask, atol=2e-5)
