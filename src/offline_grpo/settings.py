@@ -159,7 +159,12 @@ class EvalConfig:
         require(self.timeout_s > 0, "eval.timeout_s", self.timeout_s, "must be above 0")
         require(self.max_retries >= 0, "eval.max_retries", self.max_retries, "must be 0 or more")
         require(self.tolerance_nats > 0, "eval.tolerance_nats", self.tolerance_nats, "must be above 0")
-        require(self.weight_sync in (None, "none"), "eval.weight_sync", self.weight_sync, "must be null, or none to push nothing")
+        require(
+            self.weight_sync in (None, "none"),
+            "eval.weight_sync",
+            self.weight_sync,
+            "must be null (push the policy) or none (send no weights)",
+        )
         require(self.location in ("memory", "disk"), "eval.location", self.location, "must be one of memory, disk")
         require(
             self.replicates == 1 or (self.do_sample and self.temperature != 0),

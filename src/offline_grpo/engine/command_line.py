@@ -53,7 +53,7 @@ class CommandLine(ABC):
     name: ClassVar[str]
     package: ClassVar[str]
     essentials: ClassVar[Mapping[str, Any]]
-    """Settings without which a server that somebody else starts does not suit a run: `args`, `env`, and what the class adds."""
+    """Settings that a server started by hand must have to be usable by a run: `args`, `env`, and fields of the class."""
 
     def __post_init__(self) -> None:
         if self.port is not None and not 0 < self.port < 65536:
@@ -81,7 +81,7 @@ class CommandLine(ABC):
 
     @classmethod
     def by_hand(cls, model: str, base_url: str, *, has_key: bool, args: Mapping[str, Any], env: Mapping[str, str]) -> str:
-        """The command line for a shell that starts a server as a run would, to be found at `base_url`."""
+        """A shell command that starts a server like the run's own, listening at `base_url`."""
         url = urlsplit(base_url)
         host = url.hostname or "127.0.0.1"
         launcher = cls(

@@ -30,7 +30,7 @@ class ServerControl(Protocol):
         ...
 
     def lacks(self, moves: str) -> str | None:
-        """What a run needs of a server that it finds and this one does not have, in words; None: it has everything.
+        """What this already running server lacks for the run, as a phrase for the error message; None if nothing.
 
         Args:
             moves: what weight sync brings, see `SyncRequirements`.

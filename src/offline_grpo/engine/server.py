@@ -209,7 +209,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def plain_url(url: str) -> str:
-    """A server's address as people give it, without what they may add."""
+    """The URL without a trailing slash and without `/v1`."""
     return url.rstrip("/").removesuffix("/v1")
 
 

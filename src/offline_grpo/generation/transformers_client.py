@@ -52,8 +52,8 @@ class TransformersClient:
             raise ConfigError(f"generation.batch_size={self.batch_size}: must be at least 1")
         if "past_key_values" not in inspect.signature(self._lm.forward).parameters:
             raise ConfigError(
-                f"generation=transformers: {type(self._lm).__name__} has a cache of its own kind (no past_key_values), "
-                "which cannot be sampled from in process; use generation=vllm_server"
+                f"generation=transformers: {type(self._lm).__name__} does not use past_key_values, "
+                "so it cannot be sampled in process; use generation=vllm_server"
             )
 
     @property

@@ -75,7 +75,7 @@ class PolicyGradientLoss(ABC):
         self._require(
             "importance_correction",
             self.ratio_reference == "old" or self.importance_correction == "none",
-            f"none, because the ratio of train.loss.ratio_reference={self.ratio_reference} is to the engine already and would count twice",
+            f"none: with train.loss.ratio_reference={self.ratio_reference} the ratio corrects for the engine already",
         )
 
     @property

@@ -117,7 +117,7 @@ def load_policy(
     weights = str(checkpoint) if checkpoint is not None and config.lora is None else model_id
     model = _load_causal_lm(weights, config, torch.device("cpu") if shares_weights else device, dtype)
     model = prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing, adapter=adapter)
-    with _refused_where_it_does_not_run(unwrapped(model)):
+    with _refused_where_it_does_not_run(unwrapped(model), "model.train_id"):
         scoring = Scoring(model, choose_layout(layout, device, dtype), head, logits=measure_logit_transform(unwrapped(model)))
         if not shares_weights:
             settle_layout(scoring, layout, device)
@@ -157,15 +157,16 @@ def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, layout
     scoring = policy.scoring
     if config.lora is not None and reference_id == model_id:
         return Scoring(policy.model, scoring.layout, scoring.head, logits=scoring.logits, without_adapter=True)
-    model = _load_causal_lm(reference_id, config, policy.device, torch_dtype(precision)).eval().requires_grad_(False)
-    with _refused_where_it_does_not_run(model):
-        reference = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model))
-        settle_layout(reference, layout, policy.device)
+    model, key = _load_causal_lm(reference_id, config, policy.device, torch_dtype(precision)).requires_grad_(False), "model.ref_id"
+    with _refused_where_it_does_not_run(model, key):
+        reference = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model, key=key))
+        is_like_policy = type(model) is type(policy.causal_lm)  # what holds for one holds for the other, and is said once
+        settle_layout(reference, scoring.layout if is_like_policy else layout, policy.device, key=key)
     return reference
 
 
 @contextmanager
-def _refused_where_it_does_not_run(model: PreTrainedModel) -> Iterator[None]:
+def _refused_where_it_does_not_run(model: PreTrainedModel, key: str) -> Iterator[None]:
     """One line instead of a traceback from inside the architecture."""
     try:
         yield
@@ -174,7 +175,7 @@ def _refused_where_it_does_not_run(model: PreTrainedModel) -> Iterator[None]:
     except Exception as error:
         dtype, reason = str(model.dtype).removeprefix("torch."), " ".join(str(error).split())
         raise ConfigError(
-            f"model.train_id={model.name_or_path}: {type(model).__name__} does not run in {dtype} on {model.device} "
+            f"{key}={model.name_or_path}: {type(model).__name__} does not run in {dtype} on {model.device} "
             f"({type(error).__name__}: {reason}); try another train.precision, or another model"
         ) from error
 

@@ -30,7 +30,9 @@ def output_embeddings(model: PreTrainedModel) -> nn.Linear:
     """The language-model head."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise ConfigError(f"model.train_id={model.name_or_path}: {type(model).__name__} has no linear language-model head")
+        raise ConfigError(
+            f"model.train_id={model.name_or_path}: {type(model).__name__} has no linear language-model head; choose another model"
+        )
     return head
 
 
@@ -41,11 +43,14 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 
 @torch.no_grad()
-def measure_logit_transform(model: PreTrainedModel) -> LogitTransform:
+def measure_logit_transform(model: PreTrainedModel, *, key: str = "model.train_id") -> LogitTransform:
     """Find the transform by putting chosen numbers in place of hidden states and of the head's output.
 
     It is measured and not read from config.json because a name does not say enough: `logits_scaling` divides in Granite and multiplies in
     HyperCLOVA. Chosen numbers show a soft-cap that the model's own logits are too small to reach.
+
+    Args:
+        key: the setting that named the model, for messages.
 
     Raises:
         ConfigError: the model does something else to its logits.
@@ -72,7 +77,7 @@ def measure_logit_transform(model: PreTrainedModel) -> LogitTransform:
     )
     if not is_known or after <= 0 or before <= 0:
         raise ConfigError(
-            f"model.train_id={model.name_or_path}: {type(model).__name__} changes its logits in a way that the loss head cannot follow "
+            f"{key}={model.name_or_path}: {type(model).__name__} changes its logits in a way that the loss head cannot follow "
             "(it knows factors and tanh soft-caps); choose another model"
         )
     return LogitTransform(after * before, None if cap is None else cap / before)

@@ -38,8 +38,11 @@ class _Result:
     gradients: list[Tensor]  # of a weighted sum of them, in the first trained tensors
 
 
-def settle_layout(scoring: Scoring, requested: Layout | None, device: torch.device) -> None:
+def settle_layout(scoring: Scoring, requested: Layout | None, device: torch.device, *, key: str = "model.train_id") -> None:
     """Set `scoring.layout`: to `requested`, or for None (`auto`) to the fastest that is right, padded rows in the end.
+
+    Args:
+        key: the setting that named the model, for messages.
 
     Raises:
         ConfigError: `requested` is wrong for this model, or no layout is right.
@@ -57,7 +60,7 @@ def settle_layout(scoring: Scoring, requested: Layout | None, device: torch.devi
         scoring.layout = Padded()
         fault = _fault(scoring, batch, expected)
     if fault is not None:
-        raise ConfigError(f"model.train_id={model.name_or_path}: {type(model).__name__} cannot be trained in batches, {fault}")
+        raise ConfigError(f"{key}={model.name_or_path}: {type(model).__name__} cannot be scored in batches: {fault}; choose another model")
 
 
 def _batch(vocab_size: int, device: torch.device) -> TokenBatch:

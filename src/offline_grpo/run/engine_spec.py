@@ -102,9 +102,8 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
     is_same_client = not isinstance(settings.backend, Mapping) and issubclass(training.client_class, spec.client_class)
     is_shared = is_same_client and (settings.base_url is None or is_same_url(settings.base_url, training.base_url))
     if settings.base_url is None or is_shared:
-        require(
-            settings.weight_sync is None, "eval.weight_sync", settings.weight_sync, "is for a server of evaluations' own, at eval.base_url"
-        )
+        fix = "applies only to a separate evaluation server; set eval.base_url to one, or leave it null"
+        require(settings.weight_sync is None, "eval.weight_sync", settings.weight_sync, fix)
     if is_shared:
         return None
     if settings.base_url is None and spec.needs_server:
@@ -118,7 +117,7 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
 
 
 def check_overrides(overrides: Sequence[str], training: EngineSpec) -> None:
-    """Raise ConfigError if somebody set, for this very run, what only a server that the run starts listens to.
+    """Raise ConfigError if a command-line override sets something that only affects a server started by the run.
 
     Values from files are let through: those of a preset or of your own defaults are meant for runs that start one.
 

@@ -247,13 +247,14 @@ def describe_batches(plan: Plan) -> str:
 
 
 def describe_staleness(plan: Plan) -> str | None:
-    """What the run's settings do not protect it from where rollouts are older than the policy; None if there is nothing to say."""
+    """A warning if rollouts may be older than the policy and the clip ignores it; otherwise None."""
     interval = plan.weight_sync.interval
     if interval == 1 or plan.loss.ratio_reference == "rollout":
         return None
+    age = f"{interval - 1} iteration{'s' if interval > 2 else ''}"
     return (
-        f"weight_sync.interval={interval}: rollouts may come from the weights of {interval - 1} iterations before, and nothing clips that, "
-        "because the clipped ratio is to the policy at the start of the iteration (train.loss.ratio_reference=old); to clip it, use "
+        f"weight_sync.interval={interval}: rollouts may be sampled with weights up to {age} old, and the clip does not limit that, "
+        "because its ratio is to the policy at the start of the iteration (train.loss.ratio_reference=old); to clip it, use "
         "train.loss.ratio_reference=rollout train.loss.importance_correction=none"
     )
 

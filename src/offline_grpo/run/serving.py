@@ -89,7 +89,7 @@ def for_evaluation(
 
 
 def evaluation_sync(spec: EngineSpec | None, settings: EvalConfig, training: WeightSync, *, lora_rank: int | None) -> WeightSync:
-    """How what evaluations ask gets the weights: the strategy of training where that is one and the same."""
+    """The strategy that brings weights to the engine of evaluations; that of training if both share one engine."""
     if spec is None:
         return training
     if not spec.needs_server:
@@ -125,7 +125,7 @@ def check_found(spec: EngineSpec | None, weight_sync: WeightSync, model: str, *,
     if lack is None:
         return
     if needs.moves == "nothing":
-        log.warning("%s=%s: that server %s", server.key, server.base_url, lack)
+        log.warning("%s=%s: that server %s; weight_sync=none uses it as it is", server.key, server.base_url, lack)
         return
     message = f"{server.key}={server.base_url}: that server {lack}; see docs/weight_sync.md, Your own server"
     if (launcher := LAUNCHERS.get(spec.client_class.engine_name)) is not None:

@@ -38,8 +38,8 @@ class Frozen:
     def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`. Says once what every later line of the run means."""
         log.warning(
-            "weight_sync=none: the server at %s stays as it is and gets no weights: its rollouts and evaluations are those of its own "
-            "model (version 0), not of the policy that is trained, and alignment/* drifts apart as it learns",
+            "weight_sync=none: the server at %s is frozen. It gets no weights, so what it samples comes from its own model (version 0) and "
+            "not from the policy, and alignment/* grows as the policy learns",
             engine.server.base_url,
         )
 

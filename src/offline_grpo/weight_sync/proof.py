@@ -74,7 +74,7 @@ def verify(snapshot: Snapshot, engine: ServerEngine, *, version: int, tolerance_
     if not diff_abs_mean <= tolerance_nats:
         raise EngineError(
             f"[MISMATCH] {says}; above weight_sync.tolerance_nats={tolerance_nats:g}: stale weights or caches, or a server that computes "
-            "something else (dtype, rope scaling, quantisation, other logprobs than --logprobs-mode processed_logprobs); see "
+            "something else (dtype, rope scaling, quantisation, logprobs returned without --logprobs-mode processed_logprobs); see "
             "docs/troubleshooting.md"
         )
     log.info("[OK] %s", says)

@@ -130,9 +130,9 @@ def test_a_model_that_padded_rows_change_is_refused() -> None:
     """Rotary angles that depend on the longest sequence of a batch."""
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     scoring = make_scoring(ZOO["phi3"].build(original_max_position_embeddings=16, rope_scaling=rope))
-    with pytest.raises(ConfigError, match=r"Phi3ForCausalLM cannot be trained in batches, logprobs differ"):
+    with pytest.raises(ConfigError, match=r"Phi3ForCausalLM cannot be scored in batches: logprobs differ"):
         settle_layout(scoring, None, CPU)
-    with pytest.raises(ConfigError, match=r"cannot be trained in batches"):
+    with pytest.raises(ConfigError, match=r"cannot be scored in batches"):
         settle_layout(scoring, Padded(), CPU)
 
 
@@ -166,5 +166,5 @@ def test_dropout_in_the_code_of_a_block_stays_off(checkpointing: bool) -> None:
 def test_dropout_that_stays_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     scoring = make_scoring(ZOO["opt"].build(dropout=0.5))
     monkeypatch.setattr(proof, "prepare_for_gradients", lambda model, **_: model.train())
-    with pytest.raises(ConfigError, match=r"cannot be trained in batches, logprobs differ"):
+    with pytest.raises(ConfigError, match=r"cannot be scored in batches: logprobs differ"):
         settle_layout(scoring, Padded(), CPU)

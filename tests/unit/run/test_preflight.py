@@ -31,7 +31,7 @@ REFUSED = {
     "+generation.speed=3": r"generation.speed=3: TransformersClient has no such setting; it has batch_size",
     "train.loss.clip_low=fast": r"train.loss.clip_low='fast': expected float",
     "+train.loss.clipp=1": r"train.loss.clipp=1: GRPO has no such setting",
-    "train.loss.ratio_reference=rollout": r"train.loss.importance_correction is .*; set it to none, .*train.loss.ratio_reference=rollout",
+    "train.loss.ratio_reference=rollout": r"train.loss.importance_correction is .*; set it to none: .*train.loss.ratio_reference=rollout",
     "train.lr=0": r"train.lr=0.0: must be above 0",
     "train.lr=-1e-3": r"train.lr=-0.001: must be above 0",
     "train.schedule=sine": r"train.schedule=sine: must be one of constant, linear, cosine",
@@ -61,9 +61,9 @@ REFUSED = {
     f"{FOUND} weight_sync=lora_restart model/lora=default": r"generation.base_url=http://127.0.0.1:1: weight_sync=lora_restart starts",
     f"{OWN} weight_sync=lora_hotswap model/lora=default model.lora.r=32": r"weight_sync.server_args.max_lora_rank=16: the adap",
     f"{FOUND} weight_sync=ipc model.device=cpu": r"model.device=cpu: weight_sync=ipc moves weights from GPU to GPU",
-    "eval.weight_sync=reload": r"eval.weight_sync=reload: must be null, or none to push nothing",
-    "eval.weight_sync=none": r"eval.weight_sync=none: is for a server of evaluations' own, at eval.base_url",
-    f"{FOUND} weight_sync=reload eval.base_url=http://127.0.0.1:1 eval.weight_sync=none": r"eval.weight_sync=none: is for a server",
+    "eval.weight_sync=reload": r"eval.weight_sync=reload: must be null \(push the policy\) or none \(send no weights\)",
+    "eval.weight_sync=none": r"eval.weight_sync=none: applies only to a separate evaluation server",
+    f"{FOUND} weight_sync=reload eval.base_url=http://127.0.0.1:1 eval.weight_sync=none": r"eval.weight_sync=none: applies only",
     "weight_sync=none": r"weight_sync=none: moves weights to a vLLM or SGLang server; use another generation",
     "logger.console.refresh_per_s=0": r"logger.console.refresh_per_s=0: must be above 0",
 }
@@ -148,7 +148,7 @@ def test_hydra_errors_become_one_line(override, message):
         ("generation=vllm_server weight_sync=restart", None),
         (
             "generation=vllm_server weight_sync=restart weight_sync.interval=3",
-            "weight_sync.interval=3: rollouts may come from the weights of 2 iterations before, and nothing clips that",
+            "weight_sync.interval=3: rollouts may be sampled with weights up to 2 iterations old, and the clip does not limit that",
         ),
         (
             "generation=vllm_server weight_sync=restart weight_sync.interval=3 train.loss.ratio_reference=rollout "

@@ -198,7 +198,8 @@ def test_an_sglang_server_without_its_option(caplog: pytest.LogCaptureFixture) -
         assert command.endswith(" --mem-fraction-static 0.45 --enable-deterministic-inference --dtype bfloat16")
         look("generation=sglang_server weight_sync=none", web.base_url)  # nobody may start it otherwise
         assert caplog.messages == [
-            f"generation.base_url={web.base_url}: that server ignores the seeds of requests (--enable-deterministic-inference)"
+            f"generation.base_url={web.base_url}: that server ignores the seeds of requests (--enable-deterministic-inference); "
+            "weight_sync=none uses it as it is"
         ]
         fake.is_deterministic = True
         look(SGLANG, web.base_url)

@@ -16,7 +16,7 @@ from offline_grpo.types import TokenBatch
 
 VARLEN = "offline_grpo_varlen"
 HARMLESS = frozenset({"dropout", "position_ids", "cu_seq_lens_k", "max_length_k", "is_causal", "use_cache", "output_attentions"})
-"""Arguments of transformers' attention functions that change nothing here; of the rest the kernel would have to know the meaning."""
+"""Arguments of transformers' attention functions that can be ignored here; any other argument that is set is refused."""
 
 
 def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
