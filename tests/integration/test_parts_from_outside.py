@@ -288,7 +288,7 @@ def test_a_run_whose_engine_lags_behind_resumes_exactly(search_path: str, tmp_pa
     metrics = metrics_of(whole)
     versions = [metrics[f"train_iter_{i:03d}.json"]["sync/version"] for i in range(8)]
     assert versions == [0, 0, 6, 6, 6, 12, 12, 12], "two updates per iteration"
-    assert (whole / "run.log").read_text().count("weight_sync.interval=3: rollouts may come from") == 1
+    assert (whole / "run.log").read_text().count("weight_sync.interval=3: rollouts may be sampled with") == 1
     served = whole / "checkpoints" / f"iter_{saved:03d}" / "trainer" / "served.safetensors"
     assert served.exists() is (saved == 3)
 
