@@ -167,9 +167,9 @@ def trl_arm(batches: Sequence[list[RolloutGroup]], callbacks: list[Any], *, batc
     def stored(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
         chosen = [rollouts[prompt][i % GROUP_SIZE] for i, prompt in enumerate(prompts)]
         return {
-            "prompt_ids": [list(r.prompt_ids) for r in chosen],
-            "completion_ids": [list(r.completion.token_ids) for r in chosen],
-            "logprobs": [list(r.completion.logprobs) for r in chosen],
+            "prompt_ids": [list(r.token_ids[: -r.num_sampled]) for r in chosen],
+            "completion_ids": [list(r.token_ids[-r.num_sampled :]) for r in chosen],
+            "logprobs": [list(r.logprobs[-r.num_sampled :]) for r in chosen],
             "stored_reward": [r.score.reward for r in chosen],
         }
 
@@ -266,7 +266,7 @@ def main() -> None:
     phases = MethodTimes(trainer, TRL_PHASES)
     trainer.train()
 
-    lengths = [[(len(r.prompt_ids), len(r.completion.token_ids)) for group in groups for r in group.rollouts] for groups in batches]
+    lengths = [[(len(r.token_ids) - r.num_sampled, r.num_sampled) for group in groups for r in group.rollouts] for groups in batches]
     timed = [lengths[(WARMUP_BLOCKS + i) % len(lengths)] for i in range(args.blocks)]
     num_trained = sum(completion for batch in timed for _, completion in batch)
     num_tokens = sum(prompt + completion for batch in timed for prompt, completion in batch)
