@@ -23,6 +23,7 @@ from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, filte
 from offline_grpo.model.adapters import LanguageModel, unwrapped
 from offline_grpo.model.load import context_length
 from offline_grpo.model.logits import decoder_of
+from offline_grpo.model.scoring import eval_mode
 from offline_grpo.model.text import end_ids
 from offline_grpo.types import Completion, CompletionStream, SamplingParams, SamplingRequest, ServedWeights
 
@@ -176,13 +177,10 @@ def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
 def sampling_state(lm: PreTrainedModel) -> Iterator[None]:
     """Inside: dropout off, and a neutral generation config, because `generate` fills what it is not told from the model's own.
     Afterwards: every module's former mode, and the model's own generation config."""
-    modes = {module: module.training for module in lm.modules()}
     own_config = lm.generation_config
-    lm.eval()
     lm.generation_config = GenerationConfig()
     try:
-        yield
+        with eval_mode(lm):
+            yield
     finally:
         lm.generation_config = own_config
-        for module, was_training in modes.items():
-            module.training = was_training

@@ -172,7 +172,7 @@ def _refused_where_it_does_not_run(model: PreTrainedModel, key: str) -> Iterator
         yield
     except (ConfigError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except Exception as error:  # whatever an architecture raises
         dtype, reason = str(model.dtype).removeprefix("torch."), " ".join(str(error).split())
         raise ConfigError(
             f"{key}={model.name_or_path}: {type(model).__name__} does not run in {dtype} on {model.device} "

@@ -58,20 +58,17 @@ def measure_logit_transform(model: PreTrainedModel, *, key: str = "model.train_i
     hidden_size, vocab_size = output_embeddings(model).weight.shape[::-1]
     device = model.device
     z = torch.zeros(vocab_size, device=device)  # [V]
-    magnitudes = torch.logspace(-2, 3, max(1, vocab_size // 2), device=device)
+    magnitudes = torch.logspace(-2, 3, vocab_size // 2, device=device)
     z[0 : 2 * len(magnitudes) : 2], z[1 : 2 * len(magnitudes) : 2] = magnitudes, -magnitudes
-
-    def logits_of(z: Tensor) -> Tensor:
-        return _run_with(model, torch.ones(hidden_size, device=device), z)[1]
-
-    head_input = _run_with(model, torch.ones(hidden_size, device=device), z)[0]
-    small, huge = (float(logits_of(torch.full_like(z, value))[0]) for value in (SMALL, HUGE))
+    z[0], z[1] = SMALL, HUGE
+    head_input, logits = _run_with(model, torch.ones(hidden_size, device=device), z)
+    small, huge = logits[:2].tolist()
     after = small / SMALL
     cap = huge / after if abs(huge) < 0.5 * abs(after) * HUGE else None
     found = LogitTransform(after, cap)
     before = float(head_input.double().mean())
     is_known = (
-        torch.allclose(logits_of(z), found(z), rtol=RELATIVE_TOLERANCE, atol=RELATIVE_TOLERANCE * abs(after) * SMALL)
+        torch.allclose(logits, found(z), rtol=RELATIVE_TOLERANCE, atol=RELATIVE_TOLERANCE * abs(after) * SMALL)
         and torch.allclose(head_input, torch.full_like(head_input, before))
         and (before == 1 or output_embeddings(model).bias is None)
     )

@@ -18,7 +18,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout
 from offline_grpo.model.layouts import choose_layout
 from offline_grpo.model.layouts.padded import Padded
-from offline_grpo.model.scoring import Scoring, eval_mode, prepare_for_gradients
+from offline_grpo.model.scoring import Scoring, eval_mode, modes_restored, prepare_for_gradients
 from offline_grpo.types import TokenBatch
 
 log = logging.getLogger(__name__)
@@ -112,15 +112,11 @@ def _alone(scoring: Scoring, batch: TokenBatch) -> _Result:
 
 def _packed(scoring: Scoring, batch: TokenBatch) -> _Result:
     """By the code that trains, in the mode in which it trains, but without dropout on adapters."""
-    was_training = {module: module.training for module in scoring.model.modules()}
-    prepare_for_gradients(scoring.model, adapter_dropout=False)
-    try:
+    with modes_restored(scoring.model):
+        prepare_for_gradients(scoring.model, adapter_dropout=False)
         found = scoring(batch).logprobs[batch.completion_mask]
         with scoring.attention(batch):
             gradients = _gradients(found @ _weights(batch)[batch.completion_mask], _probed(scoring))
-    finally:
-        for module, mode in was_training.items():
-            module.training = mode
     return _Result(found.detach(), gradients)
 
 

@@ -111,10 +111,18 @@ def prepare_for_gradients(model: nn.Module, *, adapter_dropout: bool = True) -> 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout off inside, the previous mode back afterwards."""
-    was_training = model.training
-    model.eval()
+    """Dropout off inside, the previous modes back afterwards."""
+    with modes_restored(model):
+        model.eval()
+        yield
+
+
+@contextmanager
+def modes_restored(model: nn.Module) -> Iterator[None]:
+    """Afterwards every module is in the mode in which it was: they may differ, see `prepare_for_gradients`."""
+    modes = {module: module.training for module in model.modules()}
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, was_training in modes.items():
+            module.training = was_training
