@@ -276,7 +276,9 @@ def test_without_kl_no_reference_is_loaded(tmp_path: Path, cache: str, monkeypat
     monkeypatch.setattr(assemble, "load_reference", load_reference)
     app.run(compose_config(cache, *ONE_ITERATION, "train.kl_coef=0"), tmp_path / "without")
     assert loaded == []
-    assert metrics_of(tmp_path / "without")["train_iter_000.json"]["grad_norm"] > 0
+    without = metrics_of(tmp_path / "without")["train_iter_000.json"]
+    assert without["grad_norm"] > 0
+    assert "kl_divergence" not in without
     app.run(compose_config(cache, *ONE_ITERATION), tmp_path / "with")
     assert loaded == ["reference"]
     assert typed(compose_config()).train.kl_coef > 0  # so the default run has one

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from offline_grpo.errors import ConfigError
@@ -124,28 +123,32 @@ class PolicyGradientLoss(ABC):
         importance = terms.importance_weights(
             batch, mask, correction=self.importance_correction, cap=self.importance_cap, floor=self.importance_floor
         )  # [T]
-        kl = self._kl(policy, batch)  # [T]
+        kl = self._kl(policy, batch)  # [T]; None: not measured
 
         loss_pg = (weights * importance * surrogate.loss).sum()
-        loss_kl = self._kl_term(self.times_ratio(kl, ratio, policy, batch) if self.kl_importance_weight else kl, weights)
+        loss_kl = self._kl_term(kl, ratio, policy, batch, weights)
         loss_entropy = self._entropy_term(policy, token_mean)
         loss = loss_pg + loss_kl + loss_entropy
 
         scalars = {"loss_total": loss, "loss_pg": loss_pg, "loss_kl": loss_kl, "loss_entropy": loss_entropy}
-        per_token = {"kl_divergence": kl, "entropy": policy.entropy} | _ratio_metrics(ratio, surrogate, importance) | terms.mismatch(batch)
+        per_token = {"entropy": policy.entropy} | _ratio_metrics(ratio, surrogate, importance) | terms.mismatch(batch)
+        if kl is not None:
+            per_token["kl_divergence"] = kl
         return LossOutput(loss=loss, metrics=_detached(scalars) | _token_means(per_token, token_mean))
 
-    def _kl(self, policy: TokenStats, batch: TokenBatch) -> Tensor:
+    def _kl(self, policy: TokenStats, batch: TokenBatch) -> Tensor | None:
+        """KL estimates [T]; None without a reference, because a KL of 0 would claim that policy and reference are equal."""
         if batch.ref_logprobs is None:
             if self.kl_coef > 0 and not self.kl_in_reward:
                 raise ValueError(f"kl_coef is {self.kl_coef} but the batch has no ref_logprobs")
-            return torch.zeros_like(policy.logprobs)
+            return None
         return terms.kl_estimate(policy.logprobs, batch.ref_logprobs, self.kl_estimator)
 
-    def _kl_term(self, kl: Tensor, weights: Tensor) -> Tensor:
-        if self.kl_coef == 0 or self.kl_in_reward:
-            return kl.new_zeros(())
-        return self.kl_coef * (weights * kl).sum()
+    def _kl_term(self, kl: Tensor | None, ratio: Tensor, policy: TokenStats, batch: TokenBatch, weights: Tensor) -> Tensor:
+        if kl is None or self.kl_coef == 0 or self.kl_in_reward:
+            return weights.new_zeros(())
+        weighted = self.times_ratio(kl, ratio, policy, batch) if self.kl_importance_weight else kl
+        return self.kl_coef * (weights * weighted).sum()
 
     def _entropy_term(self, policy: TokenStats, token_mean: Tensor) -> Tensor:
         if self.entropy_coef == 0:

@@ -89,6 +89,11 @@ class Policy:
         """The parameters that training changes, in the model's own format, by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
+    @property
+    def num_trainable(self) -> int:
+        """How many numbers training changes."""
+        return sum(parameter.numel() for parameter in self.trained_parameters().values())
+
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Prompt token ids of a conversation, see `text.encode`."""
         return encode(self.tokenizer, messages)

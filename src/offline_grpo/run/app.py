@@ -64,6 +64,8 @@ def _run(plan: Plan, plain: Mapping[str, Any], run_dir: RunDir, resume: ResumePo
             run_dir.create()
             log.info("run folder: %s", run_dir.path)
             log.info(describe_batches(plan))
+            num_all = sum(parameter.numel() for parameter in loop.policy.model.parameters())
+            log.info("training %s of %s parameters", f"{loop.policy.num_trainable:,}", f"{num_all:,}")
             if staleness := describe_staleness(plan):
                 log.warning(staleness)
         if first_iteration > 0:

@@ -1,4 +1,4 @@
-"""How far trainer and engine are apart on the tokens that are trained on: the same weights should give the same logprobs."""
+"""Logprobs of the tokens that are trained on: how far trainer and engine are apart, and where the updates push."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class Alignment:
     def __init__(self) -> None:
         self._parts: list[torch.Tensor] = []
 
-    def add(self, part: TokenBatch) -> None:
-        """Count a microbatch. Does not wait for the device."""
+    def add(self, part: TokenBatch, policy_logprobs: torch.Tensor) -> None:
+        """Count a microbatch, with the logprobs [T] of the policy that is being updated. Does not wait for the device."""
         ours, theirs = (values[part.completion_mask].double() for values in (part.old_logprobs.detach(), part.rollout_logprobs))  # [N]
         difference = ours - theirs
         largest = difference.abs().max() if len(difference) else difference.new_zeros(())
         weights = difference.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+        policy, advantages = (values[part.completion_mask].double() for values in (policy_logprobs.detach(), part.advantages))  # [N]
         terms = (
             torch.ones_like(ours),
             difference,
@@ -41,8 +42,12 @@ class Alignment:
             theirs.square(),
             weights,
             weights.square(),
+            (advantages > 0).double(),
+            policy * (advantages > 0),
+            (advantages < 0).double(),
+            policy * (advantages < 0),
         )
-        self._parts.append(torch.stack([*(term.sum() for term in terms), largest]))  # [10]
+        self._parts.append(torch.stack([*(term.sum() for term in terms), largest]))  # [14]
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Means over the tokens of all processes; logs a warning where trainer and engine disagree. Empty without tokens."""
@@ -52,7 +57,7 @@ class Alignment:
         parts = parts[parts.isfinite().all(-1)]  # others belong to updates that were refused
         rows = ranks.gather([[*parts[:, :-1].sum(0).tolist(), max(parts[:, -1].tolist(), default=0.0)]])
         sums = [sum(column) for column in zip(*rows, strict=True)]
-        count, diff, absolute, ours, ours_squared, theirs, theirs_squared, weights, weights_squared, _ = sums
+        count, diff, absolute, ours, ours_squared, theirs, theirs_squared, weights, weights_squared, *by_sign, _ = sums
         if count == 0:
             return {}
         found = {
@@ -65,6 +70,9 @@ class Alignment:
             "logprobs/inference_std": _std(theirs, theirs_squared, count),
             "mismatch/ess_frac": weights**2 / (count * weights_squared),  # Kish's effective sample size, per token
         }
+        num_positive, positive, num_negative, negative = by_sign
+        found |= {"pos_logp": positive / num_positive} if num_positive else {}
+        found |= {"neg_logp": negative / num_negative} if num_negative else {}
         if found["alignment/diff_abs_mean"] > MISMATCH_NATS and ranks.is_main:
             log.warning(
                 "[MISMATCH] trainer and engine differ by %.3f nats per token on average (alignment/diff_abs_mean, above %g); "

@@ -22,6 +22,7 @@ from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.experience import prepare_batch, rollout_metrics
 from offline_grpo.train.push_schedule import PushSchedule
+from offline_grpo.train.resources import gpu_memory, time_metrics
 from offline_grpo.train.update import Updater
 from offline_grpo.types import Metrics, RolloutGroup, SyncReport
 
@@ -90,17 +91,20 @@ class Loop:
         eval_metrics = self._evaluate(evaluation, iteration) if evaluation is not None else None
         with self._phase("checkpoint", iteration):
             pending = self.checkpointer.write(iteration) if self.checkpointer is not None and self.save_due(iteration) else None
+        self._log("train", metrics | time_metrics(self._seconds, metrics) | gpu_memory(self.policy.compute_device), iteration)
         if eval_metrics is not None:
             self._log("eval", eval_metrics, iteration)
-        self._log("train", metrics | self._time_metrics(metrics), iteration)
         if pending is not None:
             pending.commit()
             self._last_saved = iteration
 
     def _train(self, groups: Sequence[RolloutGroup], iteration: int) -> dict[str, float]:
         batch, metrics = prepare_batch(groups, self.updater, self.config)
+        if iteration == 0:
+            metrics["num_trainable_parameters"] = float(self.policy.num_trainable)
         if batch is None:
             return metrics | {"num_updates": 0.0}
+        metrics["num_tokens_trained"] = float(batch.completion_mask.sum()) * self.config.epochs
         return metrics | self.updater.run(batch, iteration=iteration)
 
     def _evaluate(self, evaluation: Evaluation, iteration: int) -> Metrics:
@@ -180,11 +184,6 @@ class Loop:
         started = time.perf_counter()
         yield
         self._seconds[name] = time.perf_counter() - started
-
-    def _time_metrics(self, metrics: Metrics) -> dict[str, float]:
-        total = sum(self._seconds.values())
-        rates = {"time/iteration_s": total, "perf/tokens_per_s": metrics["num_completion_tokens"] / total}
-        return {f"time/{name}_s": seconds for name, seconds in self._seconds.items()} | rates
 
     def _log(self, name: str, metrics: Metrics, iteration: int) -> None:
         for listener in self.listeners:

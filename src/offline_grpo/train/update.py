@@ -125,7 +125,7 @@ class Updater:
             with self.policy.scoring.attention(part):
                 self.scaler.scale(output.loss if counts else output.loss * 0.0).backward()
             if counts:
-                alignment.add(part)
+                alignment.add(part, stats.logprobs)
                 for name, share in output.metrics.items():
                     shares[name] = shares[name] + share
         metrics = self._sum_over_ranks(shares)

@@ -14,7 +14,7 @@ from offline_grpo.train.alignment import Alignment
 from offline_grpo.types import TokenBatch
 
 
-def part(ours: list[float], theirs: list[float], mask: list[bool] | None = None) -> TokenBatch:
+def part(ours: list[float], theirs: list[float], mask: list[bool] | None = None, advantages: list[float] | None = None) -> TokenBatch:
     """A microbatch of one sequence; `mask` tells completion tokens, null: all but the first."""
     size = len(ours)
     return TokenBatch(
@@ -22,7 +22,7 @@ def part(ours: list[float], theirs: list[float], mask: list[bool] | None = None)
         position_ids=torch.arange(size),
         sequence_ids=torch.zeros(size, dtype=torch.long),
         completion_mask=torch.tensor([i > 0 for i in range(size)] if mask is None else mask, dtype=torch.bool),
-        advantages=torch.zeros(size),
+        advantages=torch.zeros(size) if advantages is None else torch.tensor(advantages),
         rollout_logprobs=torch.tensor(theirs),
         old_logprobs=torch.tensor(ours),
         ref_logprobs=None,
@@ -31,17 +31,20 @@ def part(ours: list[float], theirs: list[float], mask: list[bool] | None = None)
     )
 
 
-def measured(*parts: TokenBatch, others: tuple[list[float], ...] = (), is_main: bool = True) -> dict[str, float]:
-    """`others` is what further processes tell: sums, and the largest difference last."""
+def measured(
+    *parts: TokenBatch, policy: list[float] | None = None, others: tuple[list[float], ...] = (), is_main: bool = True
+) -> dict[str, float]:
+    """`others` is what further processes tell: sums, and the largest difference last. `policy` are logprobs after the first update."""
     alignment = Alignment()
     for each in parts:
-        alignment.add(each)
+        alignment.add(each, each.old_logprobs if policy is None else torch.tensor(policy))
     ranks: Any = SimpleNamespace(gather=lambda rows: [*rows, *others], is_main=is_main)
     return alignment.metrics(ranks)
 
 
 FIRST = part([9, -1, -2], [5, -1.5, -1])  # differences 0.5, -1
 SECOND = part([0, -3], [0, -3.25])  # difference 0.25
+NO_ADVANTAGES = (0.0, 0.0, 0.0, 0.0)
 EXPECTED = {
     "alignment/diff_mean": -0.25 / 3,
     "alignment/diff_abs_mean": 1.75 / 3,
@@ -62,11 +65,19 @@ def test_means_maximum_and_spread() -> None:
 
 
 def test_processes_are_weighted_by_their_tokens() -> None:
-    assert measured(FIRST, others=([1.0, 0.25, 0.25, -3.0, 9.0, -3.25, 10.5625, math.exp(0.25), math.exp(0.5), 0.25],)) == pytest.approx(
-        EXPECTED
-    )
-    first = [2.0, -0.5, 1.5, -3.0, 5.0, -2.5, 3.25, math.exp(0.5) + math.exp(-1), math.exp(1) + math.exp(-2), 1.0]
+    second = [1.0, 0.25, 0.25, -3.0, 9.0, -3.25, 10.5625, math.exp(0.25), math.exp(0.5), *NO_ADVANTAGES, 0.25]
+    assert measured(FIRST, others=(second,)) == pytest.approx(EXPECTED)
+    first = [2.0, -0.5, 1.5, -3.0, 5.0, -2.5, 3.25, math.exp(0.5) + math.exp(-1), math.exp(1) + math.exp(-2), *NO_ADVANTAGES, 1.0]
     assert measured(SECOND, others=(first,)) == pytest.approx(EXPECTED)
+
+
+def test_logprobs_by_the_sign_of_the_advantage() -> None:
+    """Those of the policy that is updated, wherever the batch says that there is an advantage."""
+    signs = part([9, -1, -2, -4], [9, -1, -2, -4], [False, True, True, True], advantages=[3.0, 0.5, 0.25, -2.0])
+    found = measured(signs, policy=[5.0, -0.5, -1.0, -6.0])
+    assert (found["pos_logp"], found["neg_logp"]) == (-0.75, -6.0)
+    assert found["logprobs/training_mean"] == pytest.approx(-7 / 3), "before the updates"
+    assert not {"pos_logp", "neg_logp"} & measured(FIRST).keys(), "no token with an advantage"
 
 
 def test_equal_logprobs() -> None:

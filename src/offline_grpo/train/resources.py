@@ -1,0 +1,40 @@
+"""What an iteration cost: seconds, tokens per second and GPU memory. Equal runs differ in these metrics alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from offline_grpo.types import Metrics
+
+
+def time_metrics(seconds: Mapping[str, float], metrics: Metrics) -> dict[str, float]:
+    """Seconds of each phase, and throughput: of sampling and of training over their own phases, and of the whole iteration.
+
+    Args:
+        seconds: of each phase that ran in the iteration, by its name.
+        metrics: with the numbers of tokens that were sampled and trained on.
+    """
+    found = {f"time/{name}_s": value for name, value in seconds.items()}
+    found["time/iteration_s"] = total_s = sum(seconds.values())
+    found["perf/tokens_per_s"] = metrics["num_completion_tokens"] / total_s
+    found["perf/generate_tokens_per_s"] = metrics["num_completion_tokens"] / seconds["generate"]
+    if "num_tokens_trained" in metrics:
+        found["perf/train_tokens_per_s"] = metrics["num_tokens_trained"] / seconds["train"]
+    return found
+
+
+def gpu_memory(device: torch.device) -> dict[str, float]:
+    """The most memory that this process has held on its GPU since the last call, in GB (1e9 bytes); empty without a GPU.
+
+    Allocated is what tensors took, reserved what torch took from the device to put them into. What a server takes is not in it.
+    """
+    if device.type != "cuda":
+        return {}
+    peaks = {
+        "perf/gpu_memory_gb": torch.cuda.max_memory_allocated(device) / 1e9,
+        "perf/gpu_memory_reserved_gb": torch.cuda.max_memory_reserved(device) / 1e9,
+    }
+    torch.cuda.reset_peak_memory_stats(device)
+    return peaks
