@@ -27,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     # The tensors are small: a second thread, here or in a process that a test starts, would take a core from another worker to wait on it.
     os.environ["OMP_NUM_THREADS"] = "1"
+    # One test needs two threads. They sleep while they wait for each other: spinning, they would take both cores from the other tests.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,6 +22,7 @@ import pytest
 import rich.console
 import torch
 import wandb
+import yaml
 from factories import CONF, compose_config, make_batch, prompt_of, sampled
 from laboratory import Laboratory, Trace
 from omegaconf import OmegaConf
@@ -490,6 +491,15 @@ def leaves(node: Any, prefix: str) -> Iterator[str]:
         yield prefix
 
 
+def option_node(path: Path) -> dict[str, Any]:
+    """What an option's file sets, with the files of its group that it includes. Read as plain YAML: composing each takes Hydra a second."""
+    node = yaml.safe_load(path.read_text())
+    for included in node.pop("defaults", []):
+        if isinstance(included, str) and included != "_self_":
+            node = option_node(path.with_name(f"{included}.yaml")) | node
+    return node
+
+
 def in_conf() -> set[tuple[str, str]]:
     """(choice, key) of every leaf that can be composed; options of the default option's class add their new keys alone, as ("", key)."""
     default = compose_config()
@@ -500,10 +510,10 @@ def in_conf() -> set[tuple[str, str]]:
             continue
         choice = f"logger=[{option}]" if group == "logger" else f"{group}={option}"
         place = group.replace("/", ".")
-        node = OmegaConf.select(compose_config(choice, *(["model.train_id=some/model"] if option == "hf" else [])), place)
+        node = option_node(path)
         is_another = node.get("_target_") != (OmegaConf.select(default, place) or {}).get("_target_")
         is_part = is_another or group == "logger"
-        found |= {(choice if is_part else "", key) for key in leaves(as_plain(node), place)}
+        found |= {(choice if is_part else "", key) for key in leaves(node, place)}
     return found - {("", "logger.console.refresh_per_s")}  # ("logger=[console]", ...)
 
 

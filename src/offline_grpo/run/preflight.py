@@ -242,7 +242,7 @@ def describe_batches(plan: Plan) -> str:
     return (
         f"each iteration: {data.problems_per_iteration} problems x {data.rollouts_per_problem} rollouts = {sequences} sequences "
         f"-> {updates} update{'s' if updates > 1 else ''} of about {sequences * train.epochs // updates} sequences, "
-        f"in microbatches of up to {per_microbatch}"
+        f"in microbatches of up to {per_microbatch}; {train.iterations * sequences:,} rollouts in {train.iterations} iterations"
     )
 
 

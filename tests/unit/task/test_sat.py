@@ -102,7 +102,7 @@ def test_success_means_that_the_assignment_solves_the_prompt():
 
 
 def test_the_seed_projects_problems_are_reproduced():
-    """Measured on the seed project's generator: training seeds 1000-1063, and evaluation ids 5000-5015 at its fixed difficulty 0.48."""
+    """Measured on the generator of grail's trainer: training seeds 1000-1063, and evaluation ids 5000-5015 at its fixed difficulty 0.48."""
 
     def count_solved_by_zeros(problems):
         return sum(is_solution(clauses, (0,) * k) for k, clauses in map(clauses_in_prompt, problems))
