@@ -25,7 +25,7 @@ from factories import compose_config
 from offline_grpo.interfaces import RunListener
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["offline_grpo.run.app", "children", "preloaded"])
+CONTEXT.set_forkserver_preload(["offline_grpo.run.assemble", "children", "preloaded"])
 
 SMALL = (
     "model.tiny.warm_start_steps=60",
@@ -171,10 +171,11 @@ def draw_nothing(history: Any) -> None:
 def _child(
     output_dir: str, overrides: list[str], kill: Kill | None, mishaps: dict[tuple[str, int], Callable[[], Any]], draws: bool
 ) -> None:
+    from offline_grpo.report import plots
     from offline_grpo.run import app, cli
 
     if not draws:
-        app.save_report = draw_nothing  # type: ignore[assignment]
+        plots.save_report = draw_nothing  # type: ignore[assignment]
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, whoever started the tests
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

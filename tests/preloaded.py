@@ -8,7 +8,10 @@ import offline_grpo.logger.console
 import offline_grpo.logger.json_logger
 import offline_grpo.model.tiny
 import offline_grpo.model.warm_start
+import offline_grpo.report.plots
+import offline_grpo.report.summary
 import offline_grpo.rollouts.on_policy
+import offline_grpo.run.app
 import offline_grpo.task.arithmetic  # noqa: F401
 
 compose_with_hydra()

@@ -13,6 +13,7 @@ from engines import forking_python
 from factories import compose_config
 
 from offline_grpo.engine.server import Server
+from offline_grpo.report import plots
 from offline_grpo.run import app
 from offline_grpo.task.arithmetic import Arithmetic
 from offline_grpo.types import Problem, Score
@@ -67,7 +68,7 @@ def run(
     """A run in this process; its metrics. `mishaps`: see `start_in_child`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mishaps, "planned", dict(mishaps or {}))
-        patch.setattr(app, "save_report", draw_nothing)
+        patch.setattr(plots, "save_report", draw_nothing)
         app.run(compose_config(*five(model), *overrides, *([Mishaps.override] if mishaps else [])), folder)
         assert not Mishaps.planned, "planned and did not happen"
     return metrics_of(folder)

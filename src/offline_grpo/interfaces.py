@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NoReturn, Protocol, runtime_checkable
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, runtime_checkable
 
 from offline_grpo.types import (
     BatchTotals,
@@ -29,6 +26,10 @@ from offline_grpo.types import (
     TokenBatch,
     TokenStats,
 )
+
+if TYPE_CHECKING:  # see types.py
+    import torch
+    from torch import Tensor, nn
 
 
 @runtime_checkable

@@ -1,7 +1,10 @@
-"""The plain settings of a run: one frozen dataclass per group of `conf/`. It names and types the values and rejects invalid ones.
+"""The plain settings of a run: one dataclass per group of `conf/`. It names and types the values and rejects invalid ones.
 
 Every value comes from YAML. Groups that configure a component (`task`, `generation`, `train.loss`, ...) are `Any` here: `run/build.py`
 checks them against the signature of the class that `_target_` names. This module imports neither torch nor Hydra.
+
+Hydra merges YAML into these very classes, and launchers of sweeps pickle them. So they are plain and not frozen, of which OmegaConf would
+make read-only nodes. Nothing assigns to their fields.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 from offline_grpo.errors import require
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoraConfig:
     r: int
     alpha: float
@@ -27,7 +30,7 @@ class LoraConfig:
         require(bool(self.target_modules), "model.lora.target_modules", self.target_modules, "name at least one module, or [all-linear]")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelConfig:
     train_id: str | None
     ref_id: str | None
@@ -42,7 +45,7 @@ class ModelConfig:
         require(self.train_id is not None or self.tiny is not None, "model.train_id", None, "name a Hugging Face id or a local folder")
 
 
-@dataclass(frozen=True)
+@dataclass
 class DataConfig:
     problems_per_iteration: int
     rollouts_per_problem: int
@@ -64,7 +67,7 @@ class DataConfig:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainConfig:
     iterations: int
     updates_per_iteration: int | None
@@ -125,7 +128,7 @@ class TrainConfig:
             require(value is None or value > 0, f"train.{name}", value, "must be at least 1, or null")
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvalConfig:
     enabled: bool
     eval_first: bool
@@ -183,7 +186,7 @@ class EvalConfig:
             )
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckpointConfig:
     enabled: bool
     save_interval: int
@@ -194,7 +197,7 @@ class CheckpointConfig:
         require(self.keep_last_k > 0, "checkpoint.keep_last_k", self.keep_last_k, "must be at least 1")
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlacementConfig:
     engine_devices: list[int] | None
     check_memory: bool
@@ -204,7 +207,7 @@ class PlacementConfig:
         require(devices is None or len(devices) > 0, "placement.engine_devices", devices, "null, or a list of GPUs such as [1]")
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunConfig:
     seed: int
     num_threads: int | None

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # a mistake in the configuration is found without torch, whose import takes seconds
+    import torch
+    from torch import Tensor
 
 Message = Mapping[str, str]
 """One chat message: `{"role": "user", "content": "..."}`."""
@@ -209,6 +211,8 @@ class TokenBatch:
 
     def select(self, sequences: Sequence[int]) -> TokenBatch:
         """The batch of these sequences alone, in this order; `sequence_ids` count from 0 again."""
+        import torch
+
         starts = [0]
         for length in self.sequence_lengths:
             starts.append(starts[-1] + length)
@@ -230,6 +234,8 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch on another device."""
+        from torch import Tensor
+
         tensors = {name: getattr(self, name) for name in self.__dataclass_fields__ if isinstance(getattr(self, name), Tensor)}
         return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 

@@ -1,8 +1,11 @@
 """The YAML files: every option composes and builds, every key is explained, and composing needs no torch."""
 
+import json
+import pickle
 import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import yaml
@@ -114,9 +117,53 @@ def is_explained_block(lines, number):
     return False
 
 
-def test_configuration_and_help_import_no_torch():
-    code = "import sys, offline_grpo.settings, offline_grpo.run.cli; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+REFUSED_WITHOUT_TORCH = {
+    "train.lr=-1": "train.lr=-1.0: must be above 0",
+    "eval.ks=[]": "eval.ks=[]: name at least one k",
+    "generation.top_p=2": "generation.top_p=2: a probability",
+    "eval.top_k=-1": "eval.top_k=-1: must be 0",
+    "data.num_train_seeds=1000000000": "data.num_train_seeds=1000000000: asks for problem 999999999 and the task has 2030",
+    "data.train_seed_start=5000": "data.train_seed_start=5000: no problem is left",
+    "task.format_weight=x": "task.format_weight='x': expected",
+    "+task.none=1": "task.none=1: Arithmetic has no such setting",
+    "logger.console.refresh_per_s=0": "logger.console.refresh_per_s=0: must be above 0",
+    "logger=[wandb] logger.wandb.mode=loud": "logger.wandb.mode=loud: must be one of",
+    "rollouts.none=1": "rollouts.none",
+}
+
+
+def test_mistakes_in_settings_are_refused_without_torch():
+    """Its import takes longer than all checks. In a process of its own, because this one has torch."""
+    code = """
+        import json, sys
+        from hydra import compose, initialize_config_dir
+        import offline_grpo.run.app, offline_grpo.run.cli
+        from offline_grpo.run import config, preflight
+        config.register()
+        told = {}
+        for words in json.loads(sys.argv[2]):
+            with initialize_config_dir(config_dir=sys.argv[1], version_base="1.3"):
+                try:
+                    preflight.make_plan(config.typed(compose("config", overrides=words.split())))
+                except Exception as error:
+                    told[words] = str(error)
+        print(json.dumps([told, sorted({"torch", "transformers", "matplotlib", "accelerate"} & set(sys.modules))]))
+    """
+    arguments = [sys.executable, "-c", textwrap.dedent(code), str(CONF), json.dumps(list(REFUSED_WITHOUT_TORCH))]
+    told, imported = json.loads(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
+    assert imported == []
+    assert told.keys() == REFUSED_WITHOUT_TORCH.keys()
+    for words, message in REFUSED_WITHOUT_TORCH.items():
+        assert message in told[words]
+
+
+def test_a_configuration_can_be_pickled():
+    """Launchers of sweeps send it to other processes."""
+    cfg = compose_config("model/lora=default")
+    again = pickle.loads(pickle.dumps(cfg))
+    assert again == cfg
+    assert typed(again) == typed(cfg)
+    assert typed(again).model.lora is not None
 
 
 def test_a_saved_configuration_reads_back_typed(tmp_path):

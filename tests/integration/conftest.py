@@ -3,9 +3,9 @@
 import pytest
 from children import draw_nothing
 
-from offline_grpo.run import app
+from offline_grpo.report import plots
 
 
 @pytest.fixture(autouse=True)
 def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "save_report", draw_nothing)
+    monkeypatch.setattr(plots, "save_report", draw_nothing)

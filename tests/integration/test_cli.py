@@ -53,7 +53,7 @@ def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert re.match(r"error: generation._target_=offline_grpo.generation.Nothing: cannot be imported \(.*\); give the dotted path", line)
-    assert done.stdout == ""
+    assert done.stdout == "offline-grpo: loading ...\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from transformers import GenerationConfig
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from offline_grpo.types import Message
+
+if TYPE_CHECKING:  # see types.py
+    from transformers import GenerationConfig
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from omegaconf import DictConfig
-from rich.console import Console
 
 from offline_grpo.errors import StopRequested
-from offline_grpo.interfaces import RunListener
-from offline_grpo.model.load import resolve_device
-from offline_grpo.placement.ranks import Ranks
-from offline_grpo.report.history import load_history
-from offline_grpo.report.plots import save_report
-from offline_grpo.report.summary import print_summary
-from offline_grpo.run.assemble import Start, assemble
-from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.engine_spec import check_overrides
 from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.messages import log_to
-from offline_grpo.run.preflight import Plan, describe_batches, describe_staleness, make_plan
+from offline_grpo.run.preflight import Plan, describe_batches, describe_staleness, listeners, make_plan
 from offline_grpo.run.run_dir import ResumePoint, RunDir, discard_fresh, find_resume_point
 from offline_grpo.settings import RunConfig
+
+if TYPE_CHECKING:
+    from offline_grpo.placement.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +36,10 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
     fresh = RunDir(output_dir.resolve())
     with _leaving_no_empty_folder(fresh):
         config, plain = typed(cfg), as_plain(cfg)
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
-        ranks = Ranks(use_cpu=resolve_device(config.model.device).type == "cpu")
+        if os.environ.get("RANK", "0") == "0":
+            print("offline-grpo: loading ...", flush=True)
         plan = make_plan(config)
+        ranks = _join(config)
         check_overrides(overrides, plan.engine)
         resume = ranks.broadcast(find_resume_point(config.resume, fresh, plain) if ranks.is_main else None)
         run_dir = ranks.broadcast(resume.run_dir if resume is not None else fresh)
@@ -53,12 +47,26 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
             return _run(plan, plain, run_dir, resume, ranks)
 
 
+def _join(config: RunConfig) -> Ranks:
+    """This process among the others of the run."""
+    import torch
+
+    from offline_grpo.model.load import resolve_device
+    from offline_grpo.placement.ranks import Ranks
+
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    return Ranks(use_cpu=resolve_device(config.model.device).type == "cpu")
+
+
 def _run(plan: Plan, plain: Mapping[str, Any], run_dir: RunDir, resume: ResumePoint | None, ranks: Ranks) -> float | None:
+    from offline_grpo.run.assemble import Start, assemble
+
     config = plan.config
     stop = StopSignal()
     with stop.installed(), ExitStack() as stack:
-        listeners = _listeners(config, run_dir) if ranks.is_main else []
-        loop, restored = assemble(Start(plan, plain, run_dir, resume, ranks), stop, listeners, stack)
+        told = listeners(config, run_dir.path) if ranks.is_main else []
+        loop, restored = assemble(Start(plan, plain, run_dir, resume, ranks), stop, told, stack)
         first_iteration = restored.iteration + 1 if restored is not None else 0
         if ranks.is_main:
             run_dir.create()
@@ -70,26 +78,27 @@ def _run(plan: Plan, plain: Mapping[str, Any], run_dir: RunDir, resume: ResumePo
                 log.warning(staleness)
         if first_iteration > 0:
             log.info("resuming after iteration %d of %d", first_iteration, config.train.iterations)
-        for listener in listeners:
+        for listener in told:
             stack.callback(listener.close)
             listener.start(plain, config.train.iterations)
         try:
             loop.run(first_iteration, restored.source if restored is not None else None)
         except StopRequested as signal:
-            for listener in listeners:
+            for listener in told:
                 listener.close()
             log.warning("stopped by %s; go on with resume=%s", signal.signal_name, run_dir.path)
             raise
     return _report(run_dir) if ranks.is_main else None
 
 
-def _listeners(config: RunConfig, run_dir: RunDir) -> list[RunListener]:
-    nodes = config.logger or {}
-    return [build(node, key=f"logger.{name}", protocol=RunListener, output_dir=run_dir.path) for name, node in nodes.items()]
-
-
 def _report(run_dir: RunDir) -> float | None:
     """Draw report.png and print the summary from the recorded metrics. Returns the last pass@1."""
+    from rich.console import Console
+
+    from offline_grpo.report.history import load_history
+    from offline_grpo.report.plots import save_report
+    from offline_grpo.report.summary import print_summary
+
     history = load_history(run_dir.path)
     if not history.train:
         log.warning("no metrics were recorded (logger=json was left out), so there is no report")

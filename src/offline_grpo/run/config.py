@@ -1,15 +1,12 @@
-"""From the YAML that Hydra composes to typed settings: the schema that Hydra checks files and overrides against, made from `settings.py`.
+"""From the YAML that Hydra composes to typed settings. The dataclasses of `settings.py` are the schema that files and overrides must fit.
 
-This module imports no torch, so that `--help` and `--cfg job` answer at once.
+This module imports no torch, so that `--help`, `--cfg job` and most refusals come at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
-from functools import cache
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -18,23 +15,6 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.model.dtypes import TORCH_NAMES
 from offline_grpo.settings import RunConfig
 
-T = TypeVar("T")
-
-
-@cache
-def schema(cls: type) -> type:
-    """A twin of a frozen dataclass that Hydra may merge YAML into: OmegaConf makes nodes of frozen classes read-only."""
-    members = []
-    for member in fields(cls):
-        hint = get_type_hints(cls)[member.name]
-        options = [schema(option) if is_dataclass(option) else option for option in get_args(hint)]
-        if is_dataclass(hint):
-            hint = schema(hint)  # type: ignore[arg-type]
-        elif get_origin(hint) in (Union, UnionType):
-            hint = Union[tuple(options)]  # noqa: UP007 - built at run time
-        members.append((member.name, hint) if member.default is MISSING else (member.name, hint, field(default=member.default)))
-    return make_dataclass(cls.__name__, members)
-
 
 def register() -> None:
     """Make the schema available to Hydra as `config_schema`, the first entry of the defaults list in conf/config.yaml.
@@ -42,28 +22,20 @@ def register() -> None:
     In YAML, ${torch_dtype:${train.precision}} is what torch and servers call a format.
     """
     OmegaConf.register_new_resolver("torch_dtype", TORCH_NAMES.get, replace=True)
-    ConfigStore.instance().store(name="config_schema", node=schema(RunConfig))
+    ConfigStore.instance().store(name="config_schema", node=RunConfig)
 
 
 def typed(cfg: DictConfig) -> RunConfig:
-    """The composed configuration as frozen dataclasses, interpolations resolved, checks passed.
+    """The composed configuration as dataclasses, interpolations resolved, checks passed.
 
-    Accepts a re-read `.hydra/config.yaml` too: the schema is merged in again.
+    Accepts a re-read `.hydra/config.yaml` too: the schema is merged in.
     """
-    node = OmegaConf.merge(OmegaConf.structured(schema(RunConfig)), cfg)
+    node = cfg if OmegaConf.get_type(cfg) is RunConfig else OmegaConf.merge(OmegaConf.structured(RunConfig), cfg)
     for key in sorted(OmegaConf.missing_keys(node)):
         raise ConfigError(f"{key}: has no value; set {key}=...")
-    return _construct(RunConfig, as_plain(node))  # type: ignore[arg-type]
-
-
-def _construct(cls: type[T], plain: Mapping[str, Any]) -> T:
-    hints = get_type_hints(cls)
-    values = dict(plain)
-    for name, value in plain.items():
-        child = next((option for option in (hints[name], *get_args(hints[name])) if is_dataclass(option)), None)
-        if child is not None and value is not None:
-            values[name] = _construct(child, value)  # type: ignore[type-var]
-    return cls(**values)
+    config = OmegaConf.to_object(node)
+    assert isinstance(config, RunConfig)
+    return config
 
 
 def as_plain(cfg: DictConfig) -> Mapping[str, Any]:

@@ -7,15 +7,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers.utils.logging import disable_progress_bar
-
-from offline_grpo.placement.ranks import Ranks
+if TYPE_CHECKING:
+    from offline_grpo.placement.ranks import Ranks
 
 
 @contextmanager
 def log_to(folder: Path, ranks: Ranks) -> Iterator[None]:
     """Write the package's messages to run.log and, as plain lines, to the terminal. Only rank 0 writes."""
+    from transformers.utils.logging import disable_progress_bar
+
     package = logging.getLogger("offline_grpo")
     package.setLevel(logging.INFO)
     package.propagate = False

@@ -1,22 +1,26 @@
-"""Everything that can be found wrong before a model is loaded is found here."""
+"""Everything that can be found wrong before a model is loaded is found here, and what can be without torch first.
+
+This module imports no torch, whose import takes longer than all of the checks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.interfaces import Layout, Loss, LossHead, OptimizerFactory, Task
-from offline_grpo.model.layouts import layout_named
-from offline_grpo.placement.devices import Devices
+from offline_grpo.interfaces import Layout, Loss, LossHead, OptimizerFactory, RunListener, Task
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.run.engine_spec import EngineSpec, evaluation_engine, training_engine
-from offline_grpo.run.serving import evaluation_sync
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import Message, Problem, SamplingParams, Split
 from offline_grpo.weight_sync.requirements import check_requirements
-from offline_grpo.weight_sync.strategy import WeightSync
+
+if TYPE_CHECKING:
+    from offline_grpo.placement.devices import Devices
+    from offline_grpo.weight_sync.strategy import WeightSync
 
 SOURCE_RUNTIME = ("client", "task", "problems", "codec", "sampling", "rank", "world_size")
 """Names under which a rollout source's constructor may ask for objects that exist only once the model is loaded."""
@@ -60,6 +64,8 @@ class Plan:
 
     def devices(self, num_processes: int) -> Devices:
         """What placement decides about."""
+        from offline_grpo.placement.devices import Devices
+
         needs = self.weight_sync.requires
         return Devices(
             trainer=self.config.model.device,
@@ -79,6 +85,17 @@ def make_plan(config: RunConfig) -> Plan:
         ConfigError: the first thing that is wrong, with key, value and fix.
     """
     sampling, node = _split_generation(config.generation)
+    eval_sampling = _eval_sampling(config)
+    listeners(config, Path())  # their constructors refuse bad settings
+    data = _task_data(config)
+    # From here on torch is imported, then transformers. Whatever can be refused without them has been.
+    loss = build(config.train.loss, key="train.loss", protocol=Loss)
+    optimizer = build(config.train.optimizer, key="train.optimizer", protocol=OptimizerFactory)
+    head = build(config.model.head, key="model.head", protocol=LossHead)
+
+    from offline_grpo.run.serving import evaluation_sync
+    from offline_grpo.weight_sync.strategy import WeightSync
+
     engine = training_engine(config, node)
     weight_sync = build(config.weight_sync, key="weight_sync", protocol=WeightSync)
     lora_rank = config.model.lora.r if config.model.lora is not None else None
@@ -86,22 +103,34 @@ def make_plan(config: RunConfig) -> Plan:
     eval_engine = evaluation_engine(config.eval, engine, api_key=node.get("api_key")) if config.eval.enabled else None
     return Plan(
         config=config,
-        data=_task_data(config),
+        data=data,
         sampling=sampling,
-        eval_sampling=_eval_sampling(config),
+        eval_sampling=eval_sampling,
         engine=engine,
         eval_engine=eval_engine,
-        loss=build(config.train.loss, key="train.loss", protocol=Loss),
-        optimizer=build(config.train.optimizer, key="train.optimizer", protocol=OptimizerFactory),
+        loss=loss,
+        optimizer=optimizer,
         layout=_layout(config.model.layout),
-        head=build(config.model.head, key="model.head", protocol=LossHead),
+        head=head,
         weight_sync=weight_sync,
         eval_weight_sync=evaluation_sync(eval_engine, config.eval, weight_sync, lora_rank=lora_rank),
     )
 
 
+def listeners(config: RunConfig, run_folder: Path) -> list[RunListener]:
+    """The components of the group `logger`. They write nothing before they are started.
+
+    Raises:
+        ConfigError: see `build`, and their constructors.
+    """
+    nodes = config.logger or {}
+    return [build(node, key=f"logger.{name}", protocol=RunListener, output_dir=run_folder) for name, node in nodes.items()]
+
+
 def _layout(value: str | Mapping[str, Any]) -> Layout | None:
     """The layout that `model.layout` names or, as a node with `_target_`, describes."""
+    from offline_grpo.model.layouts import layout_named
+
     return layout_named(value) if isinstance(value, str) else build(value, key="model.layout", protocol=Layout)
 
 
@@ -184,8 +213,9 @@ def _eval_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
 def _slice(available: Sequence[Problem], indices: Sequence[int], key: str, value: object) -> Sequence[Problem]:
     if not indices:
         raise ConfigError(f"{key}={value}: no problem is left, the task has {len(available)}")
-    if min(indices) < 0 or max(indices) >= len(available):
-        raise ConfigError(f"{key}={value}: asks for problem {max(indices)} and the task has {len(available)} (0 to {len(available) - 1})")
+    ends = (indices[0], indices[-1]) if isinstance(indices, range) else (min(indices), max(indices))
+    if ends[0] < 0 or ends[1] >= len(available):
+        raise ConfigError(f"{key}={value}: asks for problem {ends[1]} and the task has {len(available)} (0 to {len(available) - 1})")
     if len(indices) > MAX_PROBLEMS:
         raise ConfigError(
             f"{key}={value}: {len(indices):,} problems are more than {MAX_PROBLEMS:,}; set data.num_train_seeds to a number below that"
