@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import sys
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+if sys.version_info < (3, 11):  # noqa: UP036 - uv and pip refuse it too, but not whoever starts this file
+    sys.exit(f"error: offline-grpo needs Python 3.11, 3.12 or 3.13, and this is {sys.version.split()[0]}; `uv run run_grpo.py` brings one")
 
-from offline_grpo.run import cli, config
-
-config.register()
-
-
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def main(cfg: DictConfig) -> float | None:
-    """Run once. Returns the last held-out pass@1, which sweepers maximise."""
-    from offline_grpo.run import app  # imports torch and transformers, so only after the configuration is composed
-
-    return cli.run_job(lambda: app.run(cfg, Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().overrides.task))
-
+from offline_grpo.run.main import main
 
 if __name__ == "__main__":
-    cli.exit_with(main)
+    main()

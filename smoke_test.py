@@ -8,18 +8,16 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from offline_grpo.run.config import register
-
-CONF = Path(__file__).parent / "conf"
+from offline_grpo.run import config
 
 
 def main() -> None:
     """Train for one iteration in a temporary folder, evaluate, and print the metrics of both."""
     from offline_grpo.run import app
 
-    register()
+    config.register()
     with tempfile.TemporaryDirectory() as folder:
-        with initialize_config_dir(config_dir=str(CONF.resolve()), version_base="1.3"):
+        with initialize_config_dir(config_dir=str(config.folder()), version_base="1.3"):
             cfg = compose("config", overrides=["experiment=smoke", f"cache_dir={folder}/cache"])
         run_dir = Path(folder) / "run"
         app.run(cfg, run_dir)

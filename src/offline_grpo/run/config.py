@@ -6,6 +6,7 @@ This module imports no torch, so that `--help`, `--cfg job` and most refusals co
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -14,6 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.dtypes import TORCH_NAMES
 from offline_grpo.settings import RunConfig
+
+
+def folder() -> Path:
+    """The folder `conf/`: beside the package where it was installed from a wheel, else at the top of the repository."""
+    package = Path(__file__).parents[1]
+    return next(path for path in (package / "conf", package.parents[1] / "conf") if path.is_dir())
 
 
 def register() -> None:
