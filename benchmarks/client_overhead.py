@@ -147,7 +147,7 @@ def served(base_url: str | None) -> Iterator[Server]:
                 blackwell_workaround=False,
             )
         )
-        server = Server(base_url=base_url, api_key=None, launcher=launcher, log_dir=Path(scratch))
+        server = Server(base_url=base_url, api_key=None, launcher=launcher, log_dir=Path(scratch))  # type: ignore[arg-type]  # frozen
         server.start(str(tiny_model()))
         try:
             yield server

@@ -102,9 +102,9 @@ def trl_settings(plan: Plan) -> dict[str, Any]:
         "scale_rewards": loss.scale_rewards,
         "learning_rate": train.lr,
         "weight_decay": train.weight_decay,
-        "adam_beta1": optimizer.beta1,
-        "adam_beta2": optimizer.beta2,
-        "adam_epsilon": optimizer.eps,
+        "adam_beta1": optimizer.beta1,  # type: ignore[attr-defined]
+        "adam_beta2": optimizer.beta2,  # type: ignore[attr-defined]
+        "adam_epsilon": optimizer.eps,  # type: ignore[attr-defined]
         "max_grad_norm": train.grad_clip,
         "logging_steps": 1,
         "seed": plan.config.seed,
@@ -113,16 +113,18 @@ def trl_settings(plan: Plan) -> dict[str, Any]:
 
 def trl_trainer(ours: OurArm, callbacks: list[Any], **settings: Any) -> Any:
     plan, policy = ours.plan, ours.loop.policy
-    problems = {problem.problem_id: problem for problem in plan.data.train}
+    assert plan.data.train is not None
+    train, task = plan.data.train, plan.data.task
+    problems = {problem.problem_id: problem for problem in train}
 
     def reward(completions: Sequence[Any], problem_id: Sequence[str], **_: Any) -> list[float | None]:
         texts = [completion[0]["content"] for completion in completions]
-        return [plan.data.task.score(problems[key], text).reward for key, text in zip(problem_id, texts, strict=True)]
+        return [task.score(problems[key], text).reward for key, text in zip(problem_id, texts, strict=True)]
 
-    rows = [{"prompt": [dict(message) for message in p.messages], "problem_id": p.problem_id} for p in plan.data.train]
+    rows = [{"prompt": [dict(message) for message in p.messages], "problem_id": p.problem_id} for p in train]
     trainer = make_trainer(str(policy.model.name_or_path), policy.tokenizer, rows, reward, callbacks, **(trl_settings(plan) | settings))
     prompts = [row["prompt"] for row in rows]
-    if trainer._tokenize_prompts(prompts)[0] != [policy.encode(problem.messages) for problem in plan.data.train]:
+    if trainer._tokenize_prompts(prompts)[0] != [policy.encode(problem.messages) for problem in train]:
         raise AssertionError("TRL's prompts have other token ids than ours")
     return trainer
 

@@ -115,8 +115,8 @@ def fastest(kind: str, candidates: Iterator[Config], measure: Callable[[Config |
 
 def time_us(size: int, outputs: list[int], rank: int, shrink: Config | None, expand: Config | None, only: str = "") -> float:
     """Microseconds per adapted layer for one token, in a CUDA graph of 24 layers with separate weights. None uses vLLM's settings."""
-    lora_shrink_op.get_lora_op_configs = lambda *a, **k: shrink or get_lora_op_configs(*a, **k)
-    lora_expand_op.get_lora_op_configs = lambda *a, **k: expand or get_lora_op_configs(*a, **k)
+    setattr(lora_shrink_op, "get_lora_op_configs", lambda *a, **k: shrink or get_lora_op_configs(*a, **k))  # noqa: B010
+    setattr(lora_expand_op, "get_lora_op_configs", lambda *a, **k: expand or get_lora_op_configs(*a, **k))  # noqa: B010
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}
     first = [[torch.randn(1, 1, rank, size, **bf16) for _ in outputs] for _ in range(NUM_LAYERS)]
     second = [[torch.randn(1, 1, output, rank, **bf16) for output in outputs] for _ in range(NUM_LAYERS)]

@@ -48,7 +48,7 @@ from offline_grpo.train.update import Updater
 from offline_grpo.types import Completion, FinishReason, Rollout, Score, TokenBatch
 
 CONF = Path(__file__).parents[1] / "conf"
-QWEN2_5_0_5B = {
+QWEN2_5_0_5B: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -58,7 +58,7 @@ QWEN2_5_0_5B = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
-TINY = QWEN2_5_0_5B | {"vocab_size": 2000, "hidden_size": 112, "intermediate_size": 320, "num_hidden_layers": 2}
+TINY: dict[str, Any] = QWEN2_5_0_5B | {"vocab_size": 2000, "hidden_size": 112, "intermediate_size": 320, "num_hidden_layers": 2}
 CHECKPOINTING = "train.gradient_checkpointing=true"
 ARMS: dict[str, tuple[str, ...]] = {
     "adamw": (),
@@ -198,7 +198,8 @@ def run_arm(args: argparse.Namespace) -> dict[str, Any]:
     config = Qwen2Config(**(TINY if args.device == "cpu" else QWEN2_5_0_5B))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
-        Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        model: Any = Qwen2ForCausalLM(config)  # transformers' annotation of `to` is wrong
+        model.to(torch.bfloat16).save_pretrained(folder)
         build_char_tokenizer(config.max_position_embeddings).save_pretrained(folder)
         plan = plan_of(folder, args, ARMS[args.arm])
         predicted = predict_parts(plan, args, config)

@@ -161,8 +161,8 @@ class OurArm:
 
 def trl_arm(batches: Sequence[list[RolloutGroup]], callbacks: list[Any], *, batch_size: int, num_updates: int) -> Any:
     """A trainer that makes `num_updates` updates on the stored batches in turn, `batch_size` sequences at a time."""
-    rows = [{"prompt": group.problem.problem_id} for groups in batches for group in groups]
-    rollouts = {group.problem.problem_id: group.rollouts for groups in batches for group in groups}
+    rollouts = {group.problem.problem_id: group.rollouts for groups in batches for group in groups if group.problem is not None}
+    rows = [{"prompt": problem_id} for problem_id in rollouts]
 
     def stored(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
         chosen = [rollouts[prompt][i % GROUP_SIZE] for i, prompt in enumerate(prompts)]

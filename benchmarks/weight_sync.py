@@ -6,8 +6,7 @@
 
 The time of a push runs from the first write (or the first saved byte) until the server has the weights and continues; the verification
 afterwards is timed separately. `--with-stock` adds two unmodified vLLM servers, one started before the others and one after them, from the
-same files. They are the baseline for tokens per second, and show how much two identical servers differ in one run
-("stock_again_vs_stock").
+same files: the baseline for tokens per second, and how much identical servers differ ("stock_again_vs_stock").
 """
 
 from __future__ import annotations
@@ -233,7 +232,7 @@ def new_server(
     own = {**node["args"], "dtype": arguments.dtype}
     launcher = kind(**{**{key: value for key, value in node.items() if key != "_target_"}, "args": own})
     gpus = [arguments.server_gpu] if torch.cuda.is_available() else None
-    return Server(base_url=None, api_key=None, launcher=launcher, log_dir=folder, gpus=gpus, args=args, env=env)
+    return Server(base_url=None, api_key=None, launcher=launcher, log_dir=folder, gpus=gpus, args=args, env=env)  # type: ignore[arg-type]
 
 
 def configuration(*overrides: str) -> Any:
@@ -253,7 +252,8 @@ def save_model(folder: Path, shape: str, dtype: str) -> Path:
 
 def load(folder: Path, arguments: argparse.Namespace, *, shared: bool, lora: bool) -> Policy:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=getattr(torch, arguments.dtype)).to("cpu" if shared else device)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=getattr(torch, arguments.dtype))
+    model = loaded.to("cpu" if shared else device)
     if lora:
         model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
     return Policy(Scoring(model, Padded(), TiledHead(tile_width=None)), load_tokenizer(str(folder)), compute_device=device)

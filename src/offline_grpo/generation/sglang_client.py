@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.sglang_control import SglangControl
@@ -21,7 +21,7 @@ class SglangClient(ServerClient):
     tokens of the completion alone, and its overlapping scheduler applies it late.
     """
 
-    engine_name = "SGLang"
+    engine_name: ClassVar[str | None] = "SGLang"
     path = "/generate"
     logprobs_are_filtered = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm_control import VllmControl
@@ -13,7 +13,7 @@ from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 class VllmClient(ServerClient):
     """See `ServerClient`."""
 
-    engine_name = "vLLM"
+    engine_name: ClassVar[str | None] = "vLLM"
     path = "/v1/completions"
 
     @staticmethod
