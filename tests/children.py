@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 from factories import compose_config
 
 from offline_grpo.interfaces import RunListener
+from offline_grpo.types import Metrics
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["offline_grpo.run.assemble", "children", "preloaded"])
@@ -66,6 +67,25 @@ class Mishaps(RunListener):
 
     def phase(self, name: str, iteration: int) -> None:
         self.planned.pop((name, iteration), lambda: None)()
+
+
+class Heard(RunListener):
+    """Remembers what a run in this process told its listeners, except the groups."""
+
+    events: ClassVar[list[tuple[Any, ...]]] = []
+    override = "+logger.heard._target_=children.Heard"
+
+    def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
+        self.events.append(("start", num_iterations))
+
+    def phase(self, name: str, iteration: int) -> None:
+        self.events.append(("phase", name, iteration))
+
+    def progress(self, done: int, total: int, unit: str) -> None:
+        self.events.append(("progress", done, total, unit))
+
+    def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
+        self.events.append(("log", name, iteration))
 
 
 def start_in_child(

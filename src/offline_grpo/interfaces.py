@@ -343,10 +343,13 @@ class RunListener(Protocol):
     """
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
-        """Called once, before anything else, with the resolved configuration."""
+        """Called once, with the resolved configuration; before it come the phases of loading alone."""
 
     def phase(self, name: str, iteration: int) -> None:
-        """Phase `name` ("generate", "train", "sync", "eval", "checkpoint") of `iteration` begins."""
+        """Phase `name` ("generate", "train", "sync", "eval", "checkpoint", or one of the start) of `iteration` begins, or goes on."""
+
+    def progress(self, done: int, total: int, unit: str) -> None:
+        """`done` of the phase's `total` "completions", "microbatches", ... are done, as far as this process knows."""
 
     def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, iteration: int) -> None:
         """The groups that phase `name` ("train" or "eval") sampled, of all processes, before anything is dropped."""

@@ -174,7 +174,7 @@ def test_all_loggers_together(tmp_path: Path, cache: str, monkeypatch: pytest.Mo
     run_dir = tmp_path / "run"
     assert run_in_child(run_dir, cache, *ONE_ITERATION, "logger=[json,console,wandb,tensorboard]") == 0, printed(run_dir)
     assert len(list(run_dir.glob("metrics/*.json"))) == 2
-    assert "iteration 1/1 | train | reward " in printed(run_dir)
+    assert "1/1  reward " in printed(run_dir)
     assert len(list(run_dir.glob("wandb/offline-run-*/*.wandb"))) == 1
     assert len(list(run_dir.glob("tensorboard/events.out.tfevents.*"))) == 1
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run.txt"}

@@ -52,6 +52,7 @@ def words_of(command: str) -> list[str]:
 def metric_names(path: Path) -> set[str]:
     """The names in a metrics file, as the glossary writes them: pass@k for pass@4, reward/NAME for reward/digits, intervals left out."""
     names = {re.sub(r"@\d+", "@k", re.sub(r"_(low|high)$", "", name)) for name in json.loads(path.read_text())}
+    names = {re.sub(r"^time/start_.+_s$", "time/start_NAME_s", name) for name in names}
     return {"reward/NAME" if name.startswith("reward/") else name for name in names}
 
 

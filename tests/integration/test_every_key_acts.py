@@ -292,7 +292,7 @@ def task_effect(task: Any) -> Any:
 def logger_effect(logger: Any) -> Any:
     """What the logger asks of the library that it feeds."""
     asked: list[Any] = []
-    fake = SimpleNamespace(define_metric=lambda *_, **__: None, add_text=lambda *_: None, start=lambda: None)
+    fake = SimpleNamespace(define_metric=lambda *_, **__: None, add_text=lambda *_: None, start=lambda: None, transient=True)
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((wandb, "init"), (tensorboard_writer, "SummaryWriter"), (console, "Live")):
             patch.setattr(owner, name, lambda *_, **settings: asked.append(settings) or fake)

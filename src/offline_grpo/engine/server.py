@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import psutil
 
+from offline_grpo import progress
 from offline_grpo.engine.background import in_background
 from offline_grpo.engine.command_line import shown
 from offline_grpo.engine.http import ServerApi
@@ -139,9 +140,9 @@ class Server:
         self._process = ServerProcess(
             command, env=self._launcher.environment(self._env, self._gpus), log_path=log_path, remove=self.scratch
         )
-        self._process.wait_until(
-            lambda: self.api.answers("/health"), timeout_s=self._launcher.start_timeout_s, what=f"{self._launcher.name} at {self.base_url}"
-        )
+        what = f"{self._launcher.name} at {self.base_url}"
+        with progress.phase("start server"):
+            self._process.wait_until(lambda: self.api.answers("/health"), timeout_s=self._launcher.start_timeout_s, what=what)
         log.info("%s is ready at %s after %.0f s; its log: %s", self._launcher.name, self.base_url, time.monotonic() - started, log_path)
 
     def check_alive(self, *, grace_s: float = 0.0) -> None:

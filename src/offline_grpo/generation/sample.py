@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
+from offline_grpo import progress
 from offline_grpo.interfaces import RolloutClient, Task, TextCodec
 from offline_grpo.model.text import cut_at_stop
 from offline_grpo.types import Completion, Problem, Rollout, RolloutGroup, SamplingParams, SamplingRequest
@@ -28,8 +29,12 @@ def sample_groups(
     """
     prompts = [tuple(codec.encode(problem.messages)) for problem, _ in draws]
     requests = (SamplingRequest(prompt, group_size, seed) for prompt, (_, seed) in zip(prompts, draws, strict=True))
+    num_done, num_asked = 0, len(draws) * group_size
+    progress.report(num_done, num_asked, "completions")
     with closing(client.generate(requests, sampling)) as answers:
         for index, completions in answers:
+            num_done += len(completions)
+            progress.report(num_done, num_asked, "completions")
             problem = draws[index][0]
             rollouts = (_score(task, codec, problem, prompts[index], completion, sampling) for completion in completions)
             yield index, RolloutGroup(problem, tuple(rollouts))

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+import os
+
+import rich
+from rich.console import Console
+
+
+def output_console() -> Console:
+    """The one console of the process, so that lines and the live display do not disturb each other.
+
+    A file has 80 columns, whatever the terminal has that the command was typed in; the environment variable COLUMNS changes that.
+    """
+    console = rich.get_console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 80
+    return console
+
 
 def completed_iterations(name: str, iteration: int) -> int:
     """Number of training iterations behind the policy that the metrics of phase `name` describe: the x axis of every plot.

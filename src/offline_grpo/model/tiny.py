@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from offline_grpo import progress as run_progress
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
@@ -65,8 +65,8 @@ class TinyModel:
         require(0 <= self.noise_frac <= 1, "model.tiny.noise_frac", self.noise_frac, "a share of the demonstrations, from 0 to 1")
 
     def prepare(self, task: Task, cache_dir: Path, *, show_progress: bool = False) -> Path:
-        """The folder of this model for this task, see `prepare_tiny_model`; with `show_progress`, lines on stderr say how far it is."""
-        return prepare_tiny_model(self, task, cache_dir, progress=_print_progress if show_progress else None)
+        """The folder of this model for this task, see `prepare_tiny_model`; with `show_progress`, the run's display says how far it is."""
+        return prepare_tiny_model(self, task, cache_dir, progress=_show_progress if show_progress else None)
 
 
 def prepare_tiny_model(settings: TinyModel, task: Task, cache_dir: Path, *, progress: Progress | None = None) -> Path:
@@ -90,7 +90,8 @@ def prepare_tiny_model(settings: TinyModel, task: Task, cache_dir: Path, *, prog
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tiny-", dir=cache_dir, ignore_cleanup_errors=True) as scratch:
         built = Path(scratch) / "model"
-        _build(settings, problems, built, progress)
+        with run_progress.step("warm start", f"building the tiny model (once): warm start of {settings.warm_start_steps} steps"):
+            _build(settings, problems, built, progress)
         try:
             built.rename(folder)
         except OSError:
@@ -158,6 +159,5 @@ def _check_lengths(settings: TinyModel, tokenizer: PreTrainedTokenizerBase, prob
     require(longest <= settings.max_position_embeddings, "model.tiny.max_position_embeddings", settings.max_position_embeddings, fix)
 
 
-def _print_progress(step: int, total: int, loss: float) -> None:
-    if step % 100 == 0 or step == total:
-        print(f"building the tiny model (once): warm start {step}/{total}, loss {loss:.3f} nats per token", file=sys.stderr, flush=True)
+def _show_progress(step: int, total: int, loss: float) -> None:
+    run_progress.report(step, total, "steps")

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
+from offline_grpo import progress
 from offline_grpo.errors import StopRequested
 from offline_grpo.run.config import as_plain, typed
+from offline_grpo.run.describe import describe_batches, describe_staleness
 from offline_grpo.run.engine_spec import check_overrides
 from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.messages import log_to
-from offline_grpo.run.preflight import Plan, describe_batches, describe_staleness, listeners, make_plan
+from offline_grpo.run.preflight import Plan, listeners, make_plan
 from offline_grpo.run.run_dir import ResumePoint, RunDir, discard_fresh, find_resume_point
 from offline_grpo.settings import RunConfig
 
@@ -34,12 +36,14 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
         overrides: of the command line, which `cfg` has in it already.
     """
     fresh = RunDir(output_dir.resolve())
-    with _leaving_no_empty_folder(fresh):
+    with _leaving_no_empty_folder(fresh), progress.followed():
         config, plain = typed(cfg), as_plain(cfg)
         if os.environ.get("RANK", "0") == "0":
             print("offline-grpo: loading ...", flush=True)
-        plan = make_plan(config)
-        ranks = _join(config)
+        with progress.phase("load data"):
+            plan = make_plan(config)
+        with progress.phase("imports"):
+            ranks = _join(config)
         check_overrides(overrides, plan.engine)
         resume = ranks.broadcast(find_resume_point(config.resume, fresh, plain) if ranks.is_main else None)
         run_dir = ranks.broadcast(resume.run_dir if resume is not None else fresh)
@@ -60,18 +64,23 @@ def _join(config: RunConfig) -> Ranks:
 
 
 def _run(plan: Plan, plain: Mapping[str, Any], run_dir: RunDir, resume: ResumePoint | None, ranks: Ranks) -> float | None:
-    from offline_grpo.run.assemble import Start, assemble
+    with progress.phase("imports"):
+        from offline_grpo.run.assemble import Start, assemble
 
     config = plan.config
     stop = StopSignal()
     with stop.installed(), ExitStack() as stack:
         told = listeners(config, run_dir.path) if ranks.is_main else []
+        for listener in told:
+            stack.callback(listener.close)
+        progress.tell(told)
         loop, restored = assemble(Start(plan, plain, run_dir, resume, ranks), stop, told, stack)
         first_iteration = restored.iteration + 1 if restored is not None else 0
         if ranks.is_main:
             run_dir.create()
             log.info("run folder: %s", run_dir.path)
-            log.info(describe_batches(plan))
+            for line in describe_batches(plan):
+                log.info(line)
             num_all = sum(parameter.numel() for parameter in loop.policy.model.parameters())
             log.info("training %s of %s parameters", f"{loop.policy.num_trainable:,}", f"{num_all:,}")
             if staleness := describe_staleness(plan):
@@ -79,7 +88,6 @@ def _run(plan: Plan, plain: Mapping[str, Any], run_dir: RunDir, resume: ResumePo
         if first_iteration > 0:
             log.info("resuming after iteration %d of %d", first_iteration, config.train.iterations)
         for listener in told:
-            stack.callback(listener.close)
             listener.start(plain, config.train.iterations)
         try:
             loop.run(first_iteration, restored.source if restored is not None else None)
@@ -93,8 +101,7 @@ def _run(plan: Plan, plain: Mapping[str, Any], run_dir: RunDir, resume: ResumePo
 
 def _report(run_dir: RunDir) -> float | None:
     """Draw report.png and print the summary from the recorded metrics. Returns the last pass@1."""
-    from rich.console import Console
-
+    from offline_grpo.logger import output_console
     from offline_grpo.report.history import load_history
     from offline_grpo.report.plots import save_report
     from offline_grpo.report.summary import print_summary
@@ -104,7 +111,7 @@ def _report(run_dir: RunDir) -> float | None:
         log.warning("no metrics were recorded (logger=json was left out), so there is no report")
         return None
     save_report(history)
-    print_summary(history, Console())
+    print_summary(history, output_console())
     pass_at_1 = history.series("eval", "pass@1").values
     return float(pass_at_1[-1]) if len(pass_at_1) else None
 

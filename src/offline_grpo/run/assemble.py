@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from offline_grpo import progress
 from offline_grpo.checkpoint.checkpointer import Checkpointer, Restored
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
@@ -62,7 +63,8 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     _check_found_servers(plan, model_id, ranks)
     check_memory(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)
     checkpoint = start.resume.checkpoint if start.resume is not None else None
-    policy = _policy(plan, model_id, checkpoint, ranks)
+    with progress.step("load model", f"loading the model {checkpoint or model_id}"):
+        policy = _policy(plan, model_id, checkpoint, ranks)
     sharding = Replicas(ranks)
     places: dict[str, Any] = {"full_weights": sharding.full_weights, "run_folder": start.run_dir.path, "ranks": ranks}
     training = serving.for_training(plan.engine, plan.weight_sync, policy, gpus=server_gpus(devices), sampling=plan.sampling, **places)
@@ -166,7 +168,8 @@ def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ran
     config = plan.config
     reference = None
     if plan.loss.kl_coef > 0:
-        reference = load_reference(config.model, model_id, policy, layout=plan.layout, precision=config.train.precision)
+        with progress.phase("load reference"):
+            reference = load_reference(config.model, model_id, policy, layout=plan.layout, precision=config.train.precision)
     return Updater(
         policy=policy,
         reference=reference,

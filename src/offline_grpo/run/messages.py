@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import rich
+
 if TYPE_CHECKING:
     from offline_grpo.placement.ranks import Ranks
+
+
+class ToTerminal(logging.Handler):
+    """Prints plain lines, above the live display while there is one, and never breaks them: a path stays in one piece."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        rich.get_console().print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
 
 
 @contextmanager
@@ -25,7 +33,7 @@ def log_to(folder: Path, ranks: Ranks) -> Iterator[None]:
     handlers: list[logging.Handler] = [logging.NullHandler()]
     if ranks.is_main:
         folder.mkdir(parents=True, exist_ok=True)
-        to_terminal = logging.StreamHandler(sys.stdout)
+        to_terminal = ToTerminal()
         to_file = logging.FileHandler(folder / "run.log")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handlers = [to_terminal, to_file]

@@ -263,32 +263,6 @@ def check_context(plan: Plan, encode: Callable[[Sequence[Message]], list[int]], 
     return longest_of_all
 
 
-def describe_batches(plan: Plan) -> str:
-    """The batch arithmetic of an iteration, spelled out."""
-    data, train = plan.config.data, plan.config.train
-    sequences = data.problems_per_iteration * data.rollouts_per_problem
-    per_microbatch = f"{train.batch_size} sequences" if train.batch_size is not None else f"{train.tokens_per_microbatch} tokens"
-    updates = planned_updates_per_iteration(plan.config)
-    return (
-        f"each iteration: {data.problems_per_iteration} problems x {data.rollouts_per_problem} rollouts = {sequences} sequences "
-        f"-> {updates} update{'s' if updates > 1 else ''} of about {sequences * train.epochs // updates} sequences, "
-        f"in microbatches of up to {per_microbatch}; {train.iterations * sequences:,} rollouts in {train.iterations} iterations"
-    )
-
-
-def describe_staleness(plan: Plan) -> str | None:
-    """A warning if rollouts may be older than the policy and the clip ignores it; otherwise None."""
-    interval = plan.weight_sync.interval
-    if interval == 1 or plan.loss.ratio_reference == "rollout":
-        return None
-    age = f"{interval - 1} iteration{'s' if interval > 2 else ''}"
-    return (
-        f"weight_sync.interval={interval}: rollouts may be sampled with weights up to {age} old, and the clip does not limit that, "
-        "because its ratio is to the policy at the start of the iteration (train.loss.ratio_reference=old); to clip it, use "
-        "train.loss.ratio_reference=rollout train.loss.importance_correction=none"
-    )
-
-
 def planned_updates_per_iteration(config: RunConfig) -> int:
     """Updates of an iteration in which no group is dropped; what the learning-rate schedule counts with."""
     train = config.train

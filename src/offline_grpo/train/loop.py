@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from offline_grpo import progress
 from offline_grpo.errors import EngineDied, StopRequested
 from offline_grpo.interfaces import Checkpointer, Deployment, Evaluator, RolloutSource, RunListener, StopSignal
 from offline_grpo.model.policy import Policy
@@ -58,6 +59,7 @@ class Loop:
     ranks: Ranks
     stop: StopSignal
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
+    _start_metrics: dict[str, float] = field(default_factory=dict, init=False)
     _num_recoveries: int = field(default=0, init=False)
     _last_saved: int | None = field(default=None, init=False)
 
@@ -76,6 +78,7 @@ class Loop:
         if self.evaluation is not None and self.evaluation.before_training and first_iteration == 0:
             with self._safe_point(-1):
                 self._log("eval", self._evaluate(self.evaluation, -1), -1)
+        self._start_metrics = progress.start_metrics()
         for iteration in range(first_iteration, self.config.iterations):
             self._iterate(iteration)
 
@@ -91,7 +94,9 @@ class Loop:
         eval_metrics = self._evaluate(evaluation, iteration) if evaluation is not None else None
         with self._phase("checkpoint", iteration):
             pending = self.checkpointer.write(iteration) if self.checkpointer is not None and self.save_due(iteration) else None
-        self._log("train", metrics | time_metrics(self._seconds, metrics) | gpu_memory(self.policy.compute_device), iteration)
+        metrics |= time_metrics(self._seconds, metrics) | self._start_metrics | gpu_memory(self.policy.compute_device)
+        self._start_metrics = {}
+        self._log("train", metrics, iteration)
         if eval_metrics is not None:
             self._log("eval", eval_metrics, iteration)
         if pending is not None:
@@ -121,7 +126,7 @@ class Loop:
 
     def _push_first(self) -> None:
         """Push the first weights: the policy's, or in a resumed run the possibly older ones that the engine served at the checkpoint."""
-        with self.schedule.served_weights(self.policy, self._version) as version:
+        with progress.phase("sync"), self.schedule.served_weights(self.policy, self._version) as version:
             report = self._recovering(self.deployment, lambda: self.deployment.push(self.policy, version=version))
         self.schedule.connected(self.policy, report.version)
         self.source.weights_changed(self.schedule.version)
@@ -179,10 +184,9 @@ class Loop:
 
     @contextmanager
     def _phase(self, name: str, iteration: int) -> Iterator[None]:
-        for listener in self.listeners:
-            listener.phase(name, iteration)
         started = time.perf_counter()
-        yield
+        with progress.phase(name, iteration):
+            yield
         self._seconds[name] = time.perf_counter() - started
 
     def _log(self, name: str, metrics: Metrics, iteration: int) -> None:

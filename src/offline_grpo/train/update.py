@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offline_grpo import progress
 from offline_grpo.errors import NonFiniteError
 from offline_grpo.interfaces import Loss, Sharding
 from offline_grpo.model.policy import Policy
@@ -74,7 +75,10 @@ class Updater:
         torch.manual_seed(derive_seed(self.seed, "dropout", iteration, self.ranks.rank))
         updates = [sequences for _ in range(self.config.epochs) for sequences in self.updates_of(batch)]
         alignment = Alignment()
-        results = [self._update(batch, sequences, iteration, alignment) for sequences in updates]
+        results = []
+        for number, sequences in enumerate(updates):
+            progress.report(number, len(updates), "updates")
+            results.append(self._update(batch, sequences, iteration, alignment))
         applied = [metrics for metrics in results if metrics is not None]
         means = {name: sum(metrics[name] for metrics in applied) / len(applied) for name in (applied[0] if applied else ())}
         means |= alignment.metrics(self.ranks)
@@ -102,9 +106,11 @@ class Updater:
     def _score_all(self, scoring: Scoring, batch: TokenBatch) -> Tensor:
         logprobs = torch.zeros_like(batch.old_logprobs)  # [T]
         mine = share_of_rank(range(batch.num_sequences), batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size)
-        for sequences in self._microbatches(mine, batch):
+        parts = self._microbatches(mine, batch)
+        for number, sequences in enumerate(parts):
             part = scoring.logprobs(batch.select(sequences).to(scoring.device)).cpu()
             logprobs[_positions(batch, sequences)] = part
+            progress.report(number + 1, len(parts), "microbatches scored")
         self.ranks.sum_([logprobs])
         return logprobs
 
@@ -116,7 +122,9 @@ class Updater:
         shares: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.policy.device))
         needs_old_logprobs = self.needs_old_logprobs(batch)
         prepare_for_gradients(self.policy.model)
-        for chosen, counts in self._passes(mine, sequences, batch):
+        passes = list(self._passes(mine, sequences, batch))
+        for number, (chosen, counts) in enumerate(passes):
+            progress.report(number, len(passes), "microbatches")
             part = batch.select(chosen).to(self.policy.device)
             stats: TokenStats = self.policy.scoring(part, entropy_requires_grad=self.loss.entropy_coef != 0)
             if not needs_old_logprobs:

@@ -3,20 +3,37 @@ import io
 import pytest
 from rich.console import Console
 
+from offline_grpo import progress
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger.console import ConsoleLogger
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
-TRAIN = {"reward_mean": 0.4123, "success_rate": 0.375, "loss_total": -0.0123, "kl_divergence": 0.0012, "perf/tokens_per_s": 12345.6}
+TRAIN = {
+    "reward_mean": 0.4123,
+    "success_rate": 0.375,
+    "loss_total": -0.0123,
+    "kl_divergence": 0.0012,
+    "grad_norm": 0.5,
+    "perf/generate_tokens_per_s": 12345.6,
+    "perf/train_tokens_per_s": 34567.8,
+    "perf/tokens_per_s": 1.0,
+}
 EVAL = {"pass@1": 0.25, "pass@1_low": 0.125, "pass@1_high": 0.5, "pass@10": 0.9, "pass@10_low": 0.8, "pass@10_high": 1.0, "mean@1": 0.3}
 
 
-def logger_on(*, terminal: bool) -> tuple[ConsoleLogger, io.StringIO]:
+def logger_on(*, terminal: bool, width: int = 80) -> tuple[ConsoleLogger, io.StringIO]:
     stream = io.StringIO()
     logger = ConsoleLogger(refresh_per_s=50)
-    logger.console = Console(file=stream, force_terminal=terminal, width=140, color_system=None)
+    logger.console = Console(file=stream, force_terminal=terminal, width=width, color_system=None)
     return logger, stream
+
+
+def drawn(logger: ConsoleLogger) -> list[str]:
+    """The lines of the live display."""
+    with logger.console.capture() as capture:
+        logger.console.print(logger._render())
+    return capture.get().splitlines()
 
 
 def test_a_log_file_gets_one_plain_line_per_record() -> None:
@@ -24,27 +41,87 @@ def test_a_log_file_gets_one_plain_line_per_record() -> None:
     assert isinstance(logger, RunListener)
     logger.start({}, 10)
     logger.phase("generate", 0)
+    logger.progress(3, 256, "completions")
     logger.log("eval", EVAL, iteration=-1)
     logger.log("train", TRAIN, iteration=2)
     logger.close()
     before, train = stream.getvalue().splitlines()
-    assert before == "before training | eval | pass@1 0.250 [0.125, 0.500] | pass@10 0.900 [0.800, 1.000]"
-    assert train.startswith("iteration 3/10 | train | reward 0.412 | success 37.5% | loss -0.0123 | KL 0.0012 | tokens/s 12,346 | 0:00:0")
-    assert "\x1b" not in stream.getvalue()
+    assert before == " 0/10  eval  pass@1 0.250 [0.125, 0.500]  pass@10 0.900 [0.800, 1.000]"
+    assert train == " 3/10  reward 0.412  success 0.375  KL 0.0012  gen tok/s 12,346  0:00:00 left"
 
 
-def test_a_terminal_shows_progress_metrics_phase_and_last_evaluation() -> None:
-    logger, stream = logger_on(terminal=True)
-    assert isinstance(logger, RunListener)
-    logger.start({}, 10)
-    logger.log("eval", EVAL, iteration=1)
-    logger.log("train", TRAIN, iteration=1)
-    logger.phase("generate", 2)
-    assert logger._live is not None
-    logger._live.refresh()
-    for text in ("iteration 2/10", "generate", "0.412", "37.5%", "12,346", "left", "eval after iteration 2", "pass@1 0.250 [0.125, 0.500]"):
-        assert text in stream.getvalue()
+def test_a_wide_file_gets_more_and_no_line_is_wider_than_it() -> None:
+    for width in (80, 120, 200):
+        logger, stream = logger_on(terminal=False, width=width)
+        logger.start({}, 1000)
+        logger.log("train", TRAIN, iteration=2)
+        many = {f"pass@{k}{end}": 0.5 for k in (1, 2, 4, 8, 16, 256) for end in ("", "_low", "_high")}
+        logger.log("eval", many | {"sync/frozen": 1.0}, iteration=2)
+        train, *evals = stream.getvalue().splitlines()
+        assert [line for line in (train, *evals) if len(line) > width] == []
+        assert ("train tok/s 34,568" in train) == (width >= 120)
+        assert sum(line.count("pass@") for line in evals) == 6
+        assert "frozen server, not the policy" in evals[-1]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_shows_progress_metrics_phase_and_last_evaluation(width: int) -> None:
+    logger, stream = logger_on(terminal=True, width=width)
+    logger.start({}, 1000)
+    logger.log("train", TRAIN | {"entropy": 0.5, "clip_frac": 0.5, "sync/frozen": 1.0}, iteration=998)
+    logger.log("eval", EVAL, iteration=998)
+    logger.phase("generate", 999)
+    logger.progress(1024, 4096, "completions")
+    lines = drawn(logger)
+    text = "\n".join(lines)
+    for part in (
+        "iteration 999/1000",
+        "elapsed",
+        "left",
+        "generate  1,024/4,096 completions  0:00:00",
+        "0.412",
+        "12,346",
+        "34,568",
+        "frozen",
+    ):
+        assert part in text
+    assert "eval after 999  pass@1 0.250 [0.125, 0.500]  pass@10 0.900 [0.800, 1.000]" in lines
+    assert max(map(len, lines)) <= width
+    assert "…" not in text
     logger.close()
+    assert "…" not in stream.getvalue()
+
+
+def test_the_next_phase_forgets_how_far_the_last_one_was_and_what_is_done_is_not_shown() -> None:
+    logger, _ = logger_on(terminal=True)
+    logger.start({}, 10)
+    logger.phase("train", 0)
+    logger.progress(2, 2, "microbatches scored")
+    logger.progress(1, 2, "updates")
+    logger.progress(0, 1, "microbatches")
+    assert "train  1/2 updates  0:00:00" in "\n".join(drawn(logger))
+    logger.phase("sync", 0)
+    assert "updates" not in "\n".join(drawn(logger))
+    logger.close()
+
+
+def test_loading_is_shown_before_the_run_starts_and_vanishes_if_it_never_does() -> None:
+    logger, stream = logger_on(terminal=True)
+    logger.phase("load model", -1)
+    assert drawn(logger)[-1].strip(" ⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏") == "load model  0:00:00"
+    logger.close()
+    assert stream.getvalue().endswith("\x1b[1A\x1b[2K"), "the line is erased"
+    assert stream.getvalue().count(HIDE_CURSOR) == stream.getvalue().count(SHOW_CURSOR) == 1
+
+
+def test_elapsed_time_counts_from_the_command_on() -> None:
+    with progress.followed():
+        logger, _ = logger_on(terminal=True)
+        logger.start({}, 10)
+        logger.phase("generate", 0)
+        logger._began_s -= 3600
+        assert "1:00:0" in drawn(logger)[0]
+        logger.close()
 
 
 @pytest.mark.parametrize(("iteration", "last_word"), [(1, "done"), (0, "stopped")])
@@ -74,11 +151,11 @@ def test_time_left_is_that_of_recent_iterations(monkeypatch: pytest.MonkeyPatch)
     logger.log("eval", EVAL, iteration=-1)
     for iteration in range(50, 53):  # resumed at 50
         now_s += 20
-        logger.log("eval", EVAL, iteration=iteration)
         now_s += 40
         logger.log("train", TRAIN, iteration=iteration)
+        logger.log("eval", EVAL, iteration=iteration)
     # 47 iterations of a minute are left.
-    assert stream.getvalue().splitlines()[-1].endswith("| 0:47:00 left")
+    assert stream.getvalue().splitlines()[-2].endswith("  0:47:00 left")
 
 
 def test_a_refresh_rate_of_zero_is_refused() -> None:

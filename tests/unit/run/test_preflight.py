@@ -11,8 +11,9 @@ from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.run import app, assemble
 from offline_grpo.run.cli import explain
 from offline_grpo.run.config import typed
+from offline_grpo.run.describe import describe_staleness
 from offline_grpo.run.engine_spec import check_overrides
-from offline_grpo.run.preflight import describe_staleness, make_plan
+from offline_grpo.run.preflight import make_plan
 
 OWN = "generation=vllm_server"
 FOUND = "generation=vllm_server generation.base_url=http://127.0.0.1:1"

@@ -1,0 +1,112 @@
+"""How far a run is: said where the work is done, heard by the run's listeners. Like logging, it needs no handle and goes one way.
+
+What is said outside `followed`, or in another thread, is heard by nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from offline_grpo.interfaces import RunListener
+
+LONG_S = 1.0
+"""A step that took longer says how long, when it is done."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Followed:
+    began_s: float  # in seconds since the epoch
+    listeners: Sequence[RunListener] = ()
+    phases: list[tuple[str, int]] = field(default_factory=list)  # that are open, the innermost last
+    seconds: dict[str, float] = field(default_factory=dict)  # of the start's phases
+
+
+_current: ContextVar[_Followed | None] = ContextVar("followed", default=None)
+_runs_of_this_process = count()
+
+
+@contextmanager
+def followed() -> Iterator[None]:
+    """A run. Inside, progress is told to the listeners that `tell` names.
+
+    The first run of a process began with the process, before its imports; the next job of a sweep in the same process begins here.
+    """
+    began_s = psutil.Process().create_time() if next(_runs_of_this_process) == 0 else time.time()
+    token = _current.set(_Followed(began_s, seconds={"imports": time.time() - began_s}))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def tell(listeners: Sequence[RunListener]) -> None:
+    """These listen from now on."""
+    if (run := _current.get()) is not None:
+        run.listeners = listeners
+
+
+@contextmanager
+def phase(name: str, iteration: int = -1) -> Iterator[None]:
+    """Inside, the run is in phase `name`; afterwards in the one before, if that goes on. Iteration -1 is before the first."""
+    run = _current.get()
+    if run is None:
+        yield
+        return
+    run.phases.append((name, iteration))
+    _tell_phase(run)
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        run.phases.pop()
+        run.seconds[name] = run.seconds.get(name, 0.0) + time.perf_counter() - began
+        if run.phases:
+            _tell_phase(run)
+
+
+@contextmanager
+def step(name: str, message: str) -> Iterator[None]:
+    """A phase of the start that may take long: the log has a line when it begins and, if it was long, another one when it is done."""
+    log.info(message)
+    began = time.perf_counter()
+    with phase(name):
+        yield
+    if (seconds := time.perf_counter() - began) > LONG_S:
+        log.info("%s: done after %.1f s", name, seconds)
+
+
+def report(done: int, total: int, unit: str) -> None:
+    """`done` of `total` "completions", "microbatches", ... of the phase are done."""
+    if (run := _current.get()) is not None:
+        for listener in run.listeners:
+            listener.progress(done, total, unit)
+
+
+def elapsed_s() -> float:
+    """Seconds since the run began."""
+    run = _current.get()
+    return 0.0 if run is None else time.time() - run.began_s
+
+
+def start_metrics() -> dict[str, float]:
+    """What took how long until now, when the first iteration begins."""
+    run = _current.get()
+    parts = {} if run is None else run.seconds
+    return {"time/start_s": elapsed_s()} | {f"time/start_{name.replace(' ', '_')}_s": seconds for name, seconds in parts.items()}
+
+
+def _tell_phase(run: _Followed) -> None:
+    for listener in run.listeners:
+        listener.phase(*run.phases[-1])

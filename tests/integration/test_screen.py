@@ -1,0 +1,76 @@
+"""What a run tells while it goes on, from the command to the table: order of the records, progress inside the phases, width."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from children import SMALL, Heard, draw_nothing
+from factories import compose_config
+
+from offline_grpo.report import plots
+from offline_grpo.run import app
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Any:
+    """Of a run of two iterations with a redirected output: its folder, what listeners heard, and the printed lines."""
+    root = tmp_path_factory.mktemp("screen")
+    overrides = (*SMALL, Heard.override, f"cache_dir={root}/cache", "train.iterations=2", "train.batch_size=4", "generation.batch_size=8")
+    Heard.events.clear()
+    with pytest.MonkeyPatch.context() as patch, (root / "out.txt").open("w") as out:
+        patch.setattr("sys.stdout", out)
+        patch.setattr(plots, "save_report", draw_nothing)
+        app.run(compose_config(*overrides), root / "run")
+    return root / "run", list(Heard.events), (root / "out.txt").read_text().splitlines()
+
+
+def test_training_comes_before_the_evaluation_after_it(run):
+    _, events, _ = run
+    assert [event[1:] for event in events if event[0] == "log"] == [("eval", -1), ("train", 0), ("train", 1), ("eval", 1)]
+
+
+def test_the_start_has_phases_before_the_run_starts(run):
+    _, events, _ = run
+    before = events[: events.index(("start", 2))]
+    assert [event[1] for event in before if event[0] == "phase"] == ["warm start", "load model", "load reference"]
+    assert ("progress", 30, 60, "steps") in before
+
+
+def inside(events: list[Any], phase: str, iteration: int) -> list[Any]:
+    """The progress that was told in a phase."""
+    begin = events.index(("phase", phase, iteration)) + 1
+    end = next((i for i in range(begin, len(events)) if events[i][0] != "progress"), len(events))
+    return [event[1:] for event in events[begin:end]]
+
+
+def test_progress_inside_an_iteration_reaches_its_total(run):
+    _, events, _ = run
+    generated = inside(events, "generate", 0)
+    assert (generated[0], generated[-1]) == ((0, 16, "completions"), (16, 16, "completions"))
+    assert [done for done, *_ in generated] == [0, 4, 8, 12, 16], "as they arrive"
+    assert inside(events, "eval", 1)[-1] == (8, 8, "completions")
+    trained = inside(events, "train", 0)
+    assert [step for step in trained if step[2] == "microbatches scored"][-1] == (4, 4, "microbatches scored")
+    assert [step for step in trained if step[2] == "updates"] == [(0, 2, "updates"), (1, 2, "updates")]
+    assert [step for step in trained if step[2] == "microbatches"] == [(0, 2, "microbatches"), (1, 2, "microbatches")] * 2
+
+
+def test_a_file_has_a_line_per_record_none_wider_than_80_columns_but_for_paths(run):
+    run_dir, _, lines = run
+    assert [line for line in lines if len(line) > 80 and str(run_dir.parent) not in line] == []
+    starts = [line.split()[0:2] for line in lines if "/2 " in line]
+    assert starts == [["0/2", "eval"], ["1/2", "reward"], ["2/2", "reward"], ["2/2", "eval"]]
+    assert any(line.startswith("loading the model ") for line in lines)
+    assert any(line.startswith("building the tiny model (once)") for line in lines)
+
+
+def test_the_first_record_tells_what_the_start_took(run):
+    first, second = (json.loads((run[0] / "metrics" / f"train_iter_00{i}.json").read_text()) for i in range(2))
+    parts = {key: value for key, value in first.items() if key.startswith("time/start_")}
+    assert {"time/start_imports_s", "time/start_load_model_s", "time/start_warm_start_s", "time/start_eval_s"} < parts.keys()
+    assert sum(parts.values()) - parts["time/start_s"] <= parts["time/start_s"]
+    assert not [key for key in second if key.startswith("time/start")]
+    assert first["num_trainable_parameters"] > 1000
+    assert "num_trainable_parameters" not in second

@@ -1,0 +1,82 @@
+"""What is said about progress reaches the listeners of the run, and what a start consists of is measured."""
+
+import logging
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+from offline_grpo import progress
+from offline_grpo.interfaces import RunListener
+
+
+class Heard(RunListener):
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def phase(self, name: str, iteration: int) -> None:
+        self.events.append((name, iteration))
+
+    def progress(self, done: int, total: int, unit: str) -> None:
+        self.events.append((done, total, unit))
+
+
+def test_listeners_hear_of_phases_and_of_how_far_they_are() -> None:
+    heard = Heard()
+    with progress.followed():
+        with progress.phase("load data"):
+            progress.report(1, 2, "files")  # nobody listens yet
+        progress.tell([heard])
+        with progress.phase("generate", 3):
+            progress.report(5, 8, "completions")
+            with progress.phase("start server"):
+                pass
+            progress.report(6, 8, "completions")
+    progress.report(7, 8, "completions")
+    with progress.phase("train", 3):
+        pass
+    assert heard.events == [("generate", 3), (5, 8, "completions"), ("start server", -1), ("generate", 3), (6, 8, "completions")]
+
+
+def test_a_phase_that_fails_is_over() -> None:
+    heard = Heard()
+    with progress.followed():
+        progress.tell([heard])
+        with pytest.raises(ZeroDivisionError), progress.phase("generate", 0):
+            raise ZeroDivisionError
+        with progress.phase("train", 0):
+            pass
+    assert heard.events == [("generate", 0), ("train", 0)]
+
+
+def test_what_the_start_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert progress.start_metrics() == {"time/start_s": 0.0}, "not in a run"
+    with progress.followed():
+        with progress.step("load model", "loading"):
+            time.sleep(0.05)
+        with progress.phase("load model"):
+            time.sleep(0.05)
+        found = progress.start_metrics()
+    assert found.keys() == {"time/start_s", "time/start_imports_s", "time/start_load_model_s"}
+    assert 0.1 <= found["time/start_load_model_s"] <= found["time/start_s"]
+    assert found["time/start_s"] == pytest.approx(found["time/start_imports_s"] + found["time/start_load_model_s"], abs=0.5)
+
+
+def test_the_first_run_of_a_process_began_with_the_process_and_the_next_one_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_runs_of_this_process", iter(range(2)))
+    age_s = time.time() - psutil.Process().create_time()
+    with progress.followed():
+        assert progress.elapsed_s() == pytest.approx(age_s, abs=1)
+    with progress.followed():
+        assert progress.elapsed_s() < 1
+
+
+def test_a_long_step_says_when_it_is_done(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LONG_S", 0.05)
+    with caplog.at_level(logging.INFO), progress.followed():
+        with progress.step("load model", "loading the model A"):
+            time.sleep(0.1)
+        with progress.step("load data", "loading the data"):
+            pass
+    assert caplog.messages == ["loading the model A", "load model: done after 0.1 s", "loading the data"]
