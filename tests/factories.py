@@ -94,6 +94,7 @@ def make_policy(model, tokenizer=None, *, compute_device: torch.device | None = 
 
 SETTINGS = {
     "iterations": 1,
+    "stop_when": None,
     "updates_per_iteration": 1,
     "epochs": 1,
     "batch_size": 100,

@@ -68,8 +68,24 @@ class DataConfig:
 
 
 @dataclass
+class StopWhenConfig:
+    metric: str
+    threshold: float | None
+    patience: int | None
+
+    def __post_init__(self) -> None:
+        require(self.patience is None or self.patience > 0, "train.stop_when.patience", self.patience, "null, or at least 1")
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a run may end before `train.iterations`."""
+        return self.threshold is not None or self.patience is not None
+
+
+@dataclass
 class TrainConfig:
     iterations: int
+    stop_when: StopWhenConfig
     updates_per_iteration: int | None
     epochs: int
     batch_size: int | None
@@ -190,11 +206,20 @@ class EvalConfig:
 class CheckpointConfig:
     enabled: bool
     save_interval: int
-    keep_last_k: int
+    keep_last_k: Any  # a number, or "all": OmegaConf 2.3 cannot nest a union of the two
+    keep_best: str | None
 
     def __post_init__(self) -> None:
         require(self.save_interval >= 0, "checkpoint.save_interval", self.save_interval, "every N iterations, or 0 for the last one only")
-        require(self.keep_last_k > 0, "checkpoint.keep_last_k", self.keep_last_k, "must be at least 1")
+        is_good = self.keep_last_k == "all" or (isinstance(self.keep_last_k, int) and self.keep_last_k > 0)
+        require(is_good, "checkpoint.keep_last_k", self.keep_last_k, "must be at least 1, or all")
+        fix = "no checkpoint is saved with checkpoint.enabled=false"
+        require(self.enabled or self.keep_best is None, "checkpoint.keep_best", self.keep_best, fix)
+
+    @property
+    def num_kept(self) -> int | None:
+        """`keep_last_k` as a number; None for all."""
+        return self.keep_last_k if isinstance(self.keep_last_k, int) else None
 
 
 @dataclass

@@ -27,7 +27,12 @@ SMALL = [
     *("data.problems_per_iteration=8", "data.rollouts_per_problem=8", "generation.max_new_tokens=2"),
     *("eval.num_ids=4", "eval.bootstrap_samples=20", "num_threads=1", "model.device=cpu", "model.tiny.warm_start_steps=5"),
 ]
-IN_OTHER_RUNS = {"kl_penalty_mean", "perf/gpu_memory_gb", "perf/gpu_memory_reserved_gb"}  # with train.loss.kl_placement=reward, on a GPU
+IN_OTHER_RUNS = {
+    "stopped_early",
+    "kl_penalty_mean",
+    "perf/gpu_memory_gb",
+    "perf/gpu_memory_reserved_gb",
+}  # with train.loss.kl_placement=reward, on a GPU
 
 
 @pytest.fixture(scope="module")

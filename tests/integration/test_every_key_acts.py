@@ -114,6 +114,7 @@ BRIEF = "train.iterations=1 eval.enabled=false checkpoint.enabled=false data.pro
 QUICK = "model.tiny.warm_start_steps=2 model.tiny.warm_start_batch_size=4"
 QUERIES = {"0.self_attn.q_proj", "1.self_attn.q_proj"}
 LORA = "model/lora=default"
+FLAT = "train.stop_when.metric=-pass@1 train.stop_when.threshold=-1 train.lr=1e-9"  # reaches nothing, and changes nothing
 GREEDY_BASE = "eval.replicates=1 eval.ks=[1]"
 
 RUNS: dict[str, Acts] = {
@@ -171,6 +172,9 @@ RUNS: dict[str, Acts] = {
     "generation.stop": Acts('generation.stop=["1"]', samples, keeps=prompts),
     "generation.allow_truncated_sampling": Acts(LENIENT, error, base="generation.top_k=2", to=""),
     "train.iterations": Acts("train.iterations=1", lambda run: run.iterations, to=[0]),
+    "train.stop_when.metric": Acts("train.stop_when.metric=-pass@1", lambda run: run.iterations, "train.stop_when.threshold=2", to=[0]),
+    "train.stop_when.threshold": Acts("train.stop_when.threshold=0", lambda run: run.iterations, to=[0]),
+    "train.stop_when.patience": Acts("train.stop_when.patience=1", lambda run: run.iterations, FLAT, to=[0]),
     "train.updates_per_iteration": Acts("train.updates_per_iteration=1", metric("num_updates"), to=1),
     "train.epochs": Acts("train.epochs=2", metric("num_updates"), to=4),
     "train.batch_size": Acts("train.batch_size=3", calls("forward"), keeps=samples),
@@ -236,6 +240,7 @@ RUNS: dict[str, Acts] = {
     "checkpoint.enabled": Acts("checkpoint.enabled=false", checkpoints, to=set()),
     "checkpoint.save_interval": Acts("checkpoint.save_interval=0", checkpoints, to={"iter_001"}),
     "checkpoint.keep_last_k": Acts("checkpoint.keep_last_k=1", checkpoints, to={"iter_001"}),
+    "checkpoint.keep_best": Acts("checkpoint.keep_best=pass@1", checkpoints, "checkpoint.save_interval=0", to={"iter_000", "iter_001"}),
     "model.lora.r": Acts("model.lora.r=4", weights, base=LORA),
     "model.lora.alpha": Acts("model.lora.alpha=64", weights, base=LORA),
     "model.lora.dropout": Acts("model.lora.dropout=0.5", weights, base=LORA, keeps=samples),

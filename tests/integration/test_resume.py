@@ -114,3 +114,21 @@ def test_a_finished_run_resumed_by_path_can_be_made_longer(cache, tmp_path):
     assert run_in_child(fresh, *overrides, f"resume={run_dir}") == 0, printed(fresh)
     assert "resuming with train.iterations=4 (the checkpoint was written with 2)" in printed(fresh)
     assert_same_files(run_dir, whole)
+
+
+def test_a_run_that_stops_early_stops_there_after_a_kill_too(cache, tmp_path):
+    greedy = ("eval.do_sample=false", "eval.replicates=1", "eval.ks=[1]", "eval.interval=1", "checkpoint.save_interval=1")
+    overrides = [cache, *SMALL, *greedy, "train.lr=1e-9", "train.stop_when.patience=2", "checkpoint.keep_best=-pass@1"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run_in_child(whole, *overrides) == 0, printed(whole)
+    assert "stopped early after iteration 2: no better pass@1 than" in printed(whole)
+    assert metrics_of(whole).keys() == {"eval_init.json"} | {f"{name}_iter_00{i}.json" for name in ("train", "eval") for i in (0, 1)}
+    assert [metrics_of(whole)[f"train_iter_00{i}.json"].get("stopped_early") for i in (0, 1)] == [None, 1.0]
+    mishap = {("generate", 1): partial(signal.raise_signal, signal.SIGKILL)}
+    assert run_in_child(killed, *overrides, mishaps=mishap) == -signal.SIGKILL
+    assert run_in_child(tmp_path / "fresh", *overrides, f"resume={killed}") == 0, printed(tmp_path / "fresh")
+    assert metrics_of(killed) == metrics_of(whole)
+    assert weights_of(killed) == weights_of(whole)
+    states = [json.loads((run / "checkpoints" / "iter_001" / "trainer" / "state.json").read_text()) for run in (killed, whole)]
+    assert states[0]["milestones"] == states[1]["milestones"]
+    assert [(run / "checkpoints" / "best").readlink().name for run in (killed, whole)] == ["iter_000"] * 2

@@ -1,11 +1,12 @@
 """Checkpoints: `checkpoints/iter_NNN/` is a standard Hugging Face folder (or a peft adapter) plus the trainer state.
 
     iter_004/  config.json  model.safetensors  tokenizer.json ...      loadable by from_pretrained and vLLM
-               trainer/state.json                                       iteration, counters, schedule, source, the configuration
+               trainer/state.json                                       iteration, counters, schedule, milestones, source, configuration
                trainer/optimizer.pt  trainer/masters.safetensors        optimizer and scaler; fp32 master weights of a 16-bit model
                trainer/served.safetensors                               weights that the engine serves, if older than the model
 
 A checkpoint is written under a hidden name and renamed once it is complete and on disk, so a folder named iter_NNN is always complete.
+With `checkpoint.keep_best`, `checkpoints/best` is a link to the best one.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from offline_grpo.checkpoint.files import FORMAT, latest_checkpoint, list_checkpoints, read_state
+from offline_grpo.checkpoint.files import BEST, FORMAT, latest_checkpoint, list_checkpoints, read_state
 from offline_grpo.errors import CheckpointError, reason_of
 from offline_grpo.interfaces import RolloutSource
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_policy
 from offline_grpo.placement.ranks import Ranks
+from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.push_schedule import PushSchedule
 from offline_grpo.train.update import Updater
 
@@ -39,19 +41,23 @@ class PendingCheckpoint:
 
     hidden: Path
     final: Path
-    keep_last_k: int
+    best: Path | None
+    keep_last_k: int | None
     is_main: bool
 
     def commit(self) -> None:
-        """Rename the checkpoint, then delete all but the newest `keep_last_k`."""
+        """Rename the checkpoint, then delete all but the best one and the newest `keep_last_k`."""
         if not self.is_main:
             return
         if self.final.exists():
             shutil.rmtree(self.final)
+        if self.best is not None:  # before the rename: a run that is killed in between repeats the iteration, and sets the link again
+            _link(self.final.with_name(BEST), self.best.name)
         os.replace(self.hidden, self.final)
         _sync_folder(self.final.parent)
-        for old in list_checkpoints(self.final.parent)[: -self.keep_last_k]:
-            shutil.rmtree(old)
+        for old in list_checkpoints(self.final.parent)[: -self.keep_last_k] if self.keep_last_k is not None else []:
+            if old != self.best:
+                shutil.rmtree(old)
 
 
 @dataclass(frozen=True)
@@ -75,9 +81,10 @@ class Checkpointer:
     updater: Updater
     schedule: PushSchedule
     source: RolloutSource
+    milestones: Milestones
     ranks: Ranks
     config: Mapping[str, Any]
-    keep_last_k: int
+    keep_last_k: int | None
 
     def write(self, iteration: int) -> PendingCheckpoint:
         """Save the state after `iteration`, without the final rename. Called on every process; rank 0 writes.
@@ -87,7 +94,17 @@ class Checkpointer:
         """
         hidden = self.folder / f".writing_iter_{iteration:03d}"
         self.ranks.on_main(lambda: self._write(hidden, iteration))
-        return PendingCheckpoint(hidden, self.folder / f"iter_{iteration:03d}", self.keep_last_k, self.ranks.is_main)
+        best = self.milestones.best_iteration
+        return PendingCheckpoint(
+            hidden,
+            final=self._path(iteration),
+            best=None if best is None else self._path(best),
+            keep_last_k=self.keep_last_k,
+            is_main=self.ranks.is_main,
+        )
+
+    def _path(self, iteration: int) -> Path:
+        return self.folder / f"iter_{iteration:03d}"
 
     def _write(self, hidden: Path, iteration: int) -> None:
         try:
@@ -120,6 +137,7 @@ class Checkpointer:
             "counters": state["counters"],
             "schedule": schedule,
             "source": self.source.state_dict(),
+            "milestones": self.milestones.state_dict(),
             "config": self.config,
         }
         (trainer / "state.json").write_text(json.dumps(record, indent=1, sort_keys=True))
@@ -137,9 +155,21 @@ class Checkpointer:
             self.updater.load_state_dict({**state, "counters": record["counters"]})
             self.policy.masters.load_state_dict(_load_if_there(trainer / "masters.safetensors"))
             self.schedule.load_state_dict(record["schedule"], _load_if_there(trainer / "served.safetensors"))
-            return Restored(int(record["iteration"]), record["source"])
+            self.milestones.load_state_dict(record.get("milestones", {}))  # checkpoints of earlier versions have none
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CheckpointError(f"resume={checkpoint}: its trainer state does not fit this configuration ({reason_of(error)})") from error
+        best = self.milestones.best_iteration
+        if best is not None and not self._path(best).exists():  # an older checkpoint is gone on from, when a later one was the best
+            self.milestones.forget_best()
+        return Restored(int(record["iteration"]), record["source"])
+
+
+def _link(link: Path, target: str) -> None:
+    """A relative link, in place of the one that may be there."""
+    new = link.with_name(f".{link.name}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(target)
+    os.replace(new, link)
 
 
 def _load_if_there(path: Path) -> dict[str, Tensor]:

@@ -10,6 +10,8 @@ from offline_grpo.errors import CheckpointError
 
 FORMAT = 2
 """Format version of `trainer/state.json`; increased when checkpoints of an older version can no longer be read."""
+BEST = "best"
+"""The link to the best checkpoint in a run's `checkpoints` folder, with `checkpoint.keep_best`."""
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -82,6 +82,14 @@ def metrics_with_intervals(table: ReplicateTable, ks: Sequence[int], *, bootstra
     return metrics
 
 
+def metric_names(ks: Sequence[int], replicates: int) -> list[str]:
+    """The metrics of `metrics_with_intervals`, apart from counts and the ends of intervals."""
+    shape = (1, replicates)
+    table = ReplicateTable(np.zeros(shape), np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), np.zeros(shape, np.int64))
+    names = metrics_with_intervals(table, ks, bootstrap_samples=1, seed=0)
+    return [name for name in names if name not in ("tasks", "replicates") and not name.endswith(("_low", "_high"))]
+
+
 def _per_problem(table: ReplicateTable, ks: Sequence[int]) -> dict[str, FloatArray]:
     """Metric name -> its value for each problem, [N]; the metric is their mean."""
     replicates = table.rewards.shape[1]

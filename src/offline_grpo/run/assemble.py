@@ -31,6 +31,7 @@ from offline_grpo.run.preflight import Plan, check_context, planned_updates_per_
 from offline_grpo.run.run_dir import ResumePoint, RunDir
 from offline_grpo.seeding import derive_seed
 from offline_grpo.train.loop import Evaluation, Loop
+from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.push_schedule import PushSchedule
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
@@ -80,24 +81,16 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     schedule = PushSchedule(plan.weight_sync.interval)
     source = make_source(plan, policy, training.client, ranks)
     stack.callback(source.close)
+    milestones = Milestones(config.checkpoint.keep_best, config.train.stop_when)
+    shared: dict[str, Any] = {"policy": policy, "updater": updater, "schedule": schedule, "source": source, "milestones": milestones}
     checkpointer = Checkpointer(
-        folder=start.run_dir.checkpoints,
-        policy=policy,
-        updater=updater,
-        schedule=schedule,
-        source=source,
-        ranks=ranks,
-        config=start.plain,
-        keep_last_k=config.checkpoint.keep_last_k,
+        **shared, folder=start.run_dir.checkpoints, ranks=ranks, config=start.plain, keep_last_k=config.checkpoint.num_kept
     )
     last = config.train.iterations - 1
     loop = Loop(
+        **shared,
         config=config.train,
-        policy=policy,
-        source=source,
-        updater=updater,
         deployment=training,
-        schedule=schedule,
         evaluation=make_evaluation(plan, policy, evaluation, ranks) if config.eval.enabled else None,
         checkpointer=checkpointer if config.checkpoint.enabled else None,
         save_due=lambda i: i == last or _is_multiple(i + 1, config.checkpoint.save_interval),

@@ -10,11 +10,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, require
+from offline_grpo.eval.pass_at_k import metric_names
 from offline_grpo.interfaces import Layout, Loss, LossHead, OptimizerFactory, RunListener, Task
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.run.engine_spec import EngineSpec, evaluation_engine, training_engine
 from offline_grpo.settings import RunConfig
+from offline_grpo.train.milestones import watched_metrics
 from offline_grpo.types import Message, Problem, SamplingParams, Split
 from offline_grpo.weight_sync.requirements import check_requirements
 
@@ -86,6 +88,7 @@ def make_plan(config: RunConfig) -> Plan:
     """
     sampling, node = _split_generation(config.generation)
     eval_sampling = _eval_sampling(config)
+    watched = watched_metrics(config, metric_names(config.eval.ks, config.eval.replicates))
     listeners(config, Path())  # their constructors refuse bad settings
     data = _task_data(config)
     # From here on torch is imported, then transformers. Whatever can be refused without them has been.
@@ -101,6 +104,10 @@ def make_plan(config: RunConfig) -> Plan:
     lora_rank = config.model.lora.r if config.model.lora is not None else None
     check_requirements(weight_sync.name, weight_sync.requires, engine.client_class, lora_rank=lora_rank, base_url=engine.base_url)
     eval_engine = evaluation_engine(config.eval, engine, api_key=node.get("api_key")) if config.eval.enabled else None
+    eval_weight_sync = evaluation_sync(eval_engine, config.eval, weight_sync, lora_rank=lora_rank)
+    for key, metric in watched.items():
+        is_frozen = eval_weight_sync.requires.moves == "nothing"
+        require(not is_frozen, key, metric, "evaluations ask a server that gets no weights (weight_sync=none)")
     return Plan(
         config=config,
         data=data,
@@ -113,7 +120,7 @@ def make_plan(config: RunConfig) -> Plan:
         layout=_layout(config.model.layout),
         head=head,
         weight_sync=weight_sync,
-        eval_weight_sync=evaluation_sync(eval_engine, config.eval, weight_sync, lora_rank=lora_rank),
+        eval_weight_sync=eval_weight_sync,
     )
 
 

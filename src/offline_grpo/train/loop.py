@@ -22,6 +22,7 @@ from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.experience import prepare_batch, rollout_metrics
+from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.push_schedule import PushSchedule
 from offline_grpo.train.resources import gpu_memory, time_metrics
 from offline_grpo.train.update import Updater
@@ -53,6 +54,7 @@ class Loop:
     deployment: Deployment
     schedule: PushSchedule
     evaluation: Evaluation | None
+    milestones: Milestones
     checkpointer: Checkpointer | None
     save_due: Callable[[int], bool]
     listeners: Sequence[RunListener]
@@ -64,7 +66,7 @@ class Loop:
     _last_saved: int | None = field(default=None, init=False)
 
     def run(self, first_iteration: int, source_state: Mapping[str, Any] | None) -> None:
-        """Train until the configured number of iterations, from `first_iteration` on (0 for a new run).
+        """Train until the configured number of iterations, or until `milestones` say stop, from `first_iteration` on (0 for a new run).
 
         Args:
             source_state: what the source returned for the checkpoint that the run goes on from, None for a new run.
@@ -77,9 +79,14 @@ class Loop:
         self.source.start(first_iteration, source_state)
         if self.evaluation is not None and self.evaluation.before_training and first_iteration == 0:
             with self._safe_point(-1):
-                self._log("eval", self._evaluate(self.evaluation, -1), -1)
+                metrics = self._evaluate(self.evaluation, -1)
+                self.milestones.see(metrics, -1)
+                self._log("eval", metrics, -1)
         self._start_metrics = progress.start_metrics()
         for iteration in range(first_iteration, self.config.iterations):
+            if (reason := self.milestones.stop_reason) is not None:
+                log.info("stopped early after iteration %d: %s", iteration, reason)
+                return
             self._iterate(iteration)
 
     def _iterate(self, iteration: int) -> None:
@@ -92,8 +99,12 @@ class Loop:
         with self._phase("sync", iteration):
             metrics |= self._push(force=evaluation is not None)
         eval_metrics = self._evaluate(evaluation, iteration) if evaluation is not None else None
+        is_milestone = eval_metrics is not None and self.milestones.see(eval_metrics, iteration)
         with self._phase("checkpoint", iteration):
-            pending = self.checkpointer.write(iteration) if self.checkpointer is not None and self.save_due(iteration) else None
+            is_due = self.save_due(iteration) or is_milestone
+            pending = self.checkpointer.write(iteration) if self.checkpointer is not None and is_due else None
+        if self.milestones.stop_reason is not None and iteration + 1 < self.config.iterations:
+            metrics |= {"stopped_early": 1.0}
         metrics |= time_metrics(self._seconds, metrics) | self._start_metrics | gpu_memory(self.policy.compute_device)
         self._start_metrics = {}
         self._log("train", metrics, iteration)

@@ -1,6 +1,8 @@
 """Checkpoints: what is in the folder, that it is whole or absent, and what happens when the disk says no."""
 
 import json
+import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,8 @@ from offline_grpo.checkpoint import checkpointer as module
 from offline_grpo.checkpoint.checkpointer import Checkpointer, Restored
 from offline_grpo.checkpoint.files import latest_checkpoint, list_checkpoints
 from offline_grpo.errors import CheckpointError
+from offline_grpo.settings import StopWhenConfig
+from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.push_schedule import PushSchedule
 
 
@@ -21,13 +25,14 @@ class NoTokenizer:
         return None
 
 
-def checkpointer_of(updater, folder, *, keep_last_k=1, interval=1):
+def checkpointer_of(updater, folder, *, keep_last_k=1, interval=1, keep_best=None):
     return Checkpointer(
         folder=folder,
         policy=updater.policy,
         updater=updater,
         schedule=PushSchedule(interval),
         source=SimpleNamespace(state_dict=lambda: {"queue": [1, 2]}),
+        milestones=Milestones(keep_best, StopWhenConfig("pass@1", None, None)),
         ranks=updater.ranks,
         config={"seed": 0},
         keep_last_k=keep_last_k,
@@ -38,11 +43,11 @@ def checkpointer_of(updater, folder, *, keep_last_k=1, interval=1):
 def saved(tmp_path, token_batch):
     """A checkpointer on a policy after one update."""
 
-    def make(dtype=torch.float32, keep_last_k=3):
+    def make(dtype=torch.float32, keep_last_k=3, keep_best=None):
         updater = make_updater(tmp_path, dtype=dtype, precision="bf16" if dtype == torch.bfloat16 else "fp32")
         updater.policy.tokenizer = NoTokenizer()
         updater.run(token_batch, iteration=0)
-        return checkpointer_of(updater, tmp_path / "checkpoints", keep_last_k=keep_last_k), updater
+        return checkpointer_of(updater, tmp_path / "checkpoints", keep_last_k=keep_last_k, keep_best=keep_best), updater
 
     return make
 
@@ -169,3 +174,39 @@ def test_what_the_engine_serves_is_saved_where_it_is_older_than_the_model(saved,
     assert all(torch.equal(p, own[name]) for name, p in updater.policy.trained_parameters().items())
     assert not torch.equal(own["model.norm.weight"], served["model.norm.weight"])
     assert [other.schedule.is_due(force=False) for _ in range(2)] == [False, True], "the second and third opportunity of three"
+
+
+def test_the_best_is_kept_beside_the_newest_and_has_a_link(saved, tmp_path):
+    checkpointer, _ = saved(keep_last_k=1, keep_best="pass@1")
+    folder = tmp_path / "checkpoints"
+    seen = []
+    for iteration, value in enumerate([0.1, 0.3, 0.2, 0.3, 0.4, 0.4]):
+        checkpointer.milestones.see({"pass@1": value}, iteration)
+        checkpointer.write(iteration).commit()
+        seen.append(([path.name for path in list_checkpoints(folder)], os.readlink(folder / "best")))
+    one, three = ["iter_001"], ["iter_001", "iter_003"]
+    assert [names for names, _ in seen] == [["iter_000"], one, ["iter_001", "iter_002"], three, ["iter_004"], ["iter_004", "iter_005"]]
+    assert [link for _, link in seen] == ["iter_000", "iter_001", "iter_001", "iter_001", "iter_004", "iter_004"]
+    AutoModelForCausalLM.from_pretrained(folder / "best")
+    assert latest_checkpoint(folder) == folder / "iter_005"
+
+
+def test_the_best_is_known_after_a_restore_unless_it_is_gone(saved, tmp_path):
+    checkpointer, updater = saved(keep_last_k=9, keep_best="pass@1")
+    for iteration, value in enumerate([0.3, 0.2]):
+        checkpointer.milestones.see({"pass@1": value}, iteration)
+        checkpointer.write(iteration).commit()
+    folder = tmp_path / "checkpoints"
+    for is_there, expected in ((True, 0), (False, None)):
+        if not is_there:
+            shutil.rmtree(folder / "iter_000")
+        other = checkpointer_of(updater, folder, keep_best="pass@1")
+        other.restore(folder / "iter_001")
+        assert other.milestones.best_iteration == expected
+
+
+def test_all_are_kept(saved, tmp_path):
+    checkpointer, _ = saved(keep_last_k=None)
+    for iteration in range(5):
+        checkpointer.write(iteration).commit()
+    assert len(list_checkpoints(tmp_path / "checkpoints")) == 5

@@ -52,6 +52,7 @@ def make_loop(engine: Engine, evaluation: Evaluation | None = None) -> Loop:
         deployment=engine,  # type: ignore[arg-type]
         schedule=PushSchedule(interval=1),
         evaluation=evaluation,
+        milestones=unused,
         checkpointer=None,
         save_due=lambda _: False,
         listeners=[],

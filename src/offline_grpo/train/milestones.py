@@ -1,0 +1,130 @@
+"""What evaluations decide: which checkpoint is the best one so far, and whether the run has reached what it was for.
+
+This module imports no torch: whether a run is finished must be known before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from offline_grpo.errors import require
+from offline_grpo.settings import RunConfig, StopWhenConfig
+
+
+@dataclass
+class Watch:
+    """Follows one evaluation metric. The first of several equal values is the best.
+
+    Args:
+        metric: its name; with a leading minus, lower is better.
+    """
+
+    metric: str
+    best: float | None = None
+    best_iteration: int | None = None
+    last: float | None = None  # after training began
+    num_since_best: int = 0  # evaluations
+
+    @property
+    def key(self) -> str:
+        """The metric without its sign."""
+        return self.metric.removeprefix("-")
+
+    def is_better(self, value: float, than: float) -> bool:
+        """Strictly."""
+        return value < than if self.metric.startswith("-") else value > than
+
+    def see(self, metrics: Mapping[str, float], iteration: int) -> bool:
+        """Take note of an evaluation; iteration -1 is the one before training. Returns whether it is the best so far."""
+        value = metrics[self.key]
+        if iteration >= 0:
+            self.last = value
+        is_best = self.best is None or self.is_better(value, self.best)
+        if is_best:
+            self.best, self.best_iteration, self.num_since_best = value, iteration, 0
+        else:
+            self.num_since_best += 1
+        return is_best
+
+
+class Milestones:
+    """Sees every evaluation of a run; a checkpoint holds its state.
+
+    Args:
+        keep_best: the metric whose best checkpoint is kept, None for none (see `Watch`).
+    """
+
+    def __init__(self, keep_best: str | None, stop_when: StopWhenConfig) -> None:
+        self._stop_when = stop_when
+        self._watches = {"stop_when": Watch(stop_when.metric)} if stop_when.is_active else {}
+        if keep_best is not None:
+            self._watches["keep_best"] = Watch(keep_best)
+
+    def see(self, metrics: Mapping[str, float], iteration: int) -> bool:
+        """Take note of an evaluation. Returns whether the state after `iteration` must be saved: as the best one, or as the last one.
+
+        The evaluation before training is what later ones are compared with for early stopping; it belongs to no checkpoint.
+        """
+        names = [name for name in self._watches if iteration >= 0 or name != "keep_best"]
+        is_best = {name: self._watches[name].see(metrics, iteration) for name in names}
+        return is_best.get("keep_best", False) or self.stop_reason is not None
+
+    @property
+    def best_iteration(self) -> int | None:
+        """Whose checkpoint is the best one so far; None if there is none yet, or nobody asked."""
+        return self._watches["keep_best"].best_iteration if "keep_best" in self._watches else None
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why `train.stop_when` ends the run; None if it does not."""
+        watch, limit, patience = self._watches.get("stop_when"), self._stop_when.threshold, self._stop_when.patience
+        if watch is None or watch.last is None:
+            return None
+        if limit is not None and not watch.is_better(limit, watch.last):
+            return f"{watch.key}={watch.last:.4g} has reached train.stop_when.threshold={limit:g}"
+        if patience is not None and watch.num_since_best >= patience:
+            when = "before training" if watch.best_iteration == -1 else f"after iteration {(watch.best_iteration or 0) + 1}"
+            count = f"{watch.num_since_best} evaluation{'s' if watch.num_since_best > 1 else ''}"
+            return f"no better {watch.key} than {watch.best:.4g} ({when}) in {count}, train.stop_when.patience={patience}"
+        return None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """For the checkpoint, as JSON types."""
+        return {name: asdict(watch) for name, watch in self._watches.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict()`. A metric that was not followed, or another one, has no best value yet."""
+        for name, watch in self._watches.items():
+            if state.get(name, {}).get("metric") == watch.metric:
+                self._watches[name] = Watch(**state[name])
+
+    def forget_best(self) -> None:
+        """The best checkpoint is gone; the next one that is evaluated is the best."""
+        self._watches["keep_best"] = Watch(self._watches["keep_best"].metric)
+
+
+def early_stop_reason(trainer_state: Mapping[str, Any], stop_when: StopWhenConfig) -> str | None:
+    """Why a run with this `trainer/state.json` would not go on under these settings; None if it would."""
+    milestones = Milestones(None, stop_when)
+    milestones.load_state_dict(trainer_state.get("milestones", {}))
+    return milestones.stop_reason
+
+
+def watched_metrics(config: RunConfig, names: Sequence[str]) -> dict[str, str]:
+    """The evaluation metrics that `checkpoint.keep_best` and `train.stop_when` follow, by their keys.
+
+    Args:
+        names: what an evaluation measures.
+
+    Raises:
+        ConfigError: no evaluation will measure one.
+    """
+    watched = {"checkpoint.keep_best": config.checkpoint.keep_best} if config.checkpoint.keep_best is not None else {}
+    if config.train.stop_when.is_active:
+        watched["train.stop_when.metric"] = config.train.stop_when.metric
+    for key, metric in watched.items():
+        require(config.eval.enabled, key, metric, "nothing is measured with eval.enabled=false")
+        require(metric.removeprefix("-") in names, key, metric, f"no such evaluation metric; choose one of {', '.join(names)}")
+    return watched
