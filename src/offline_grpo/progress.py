@@ -44,7 +44,7 @@ def followed() -> Iterator[None]:
     The first run of a process began with the process, before its imports; the next job of a sweep in the same process begins here.
     """
     began_s = psutil.Process().create_time() if next(_runs_of_this_process) == 0 else time.time()
-    token = _current.set(_Followed(began_s, seconds={"imports": time.time() - began_s}))
+    token = _current.set(_Followed(began_s, seconds={"imports and data": time.time() - began_s}))
     try:
         yield
     finally:

@@ -69,7 +69,7 @@ def test_a_file_has_a_line_per_record_none_wider_than_80_columns_but_for_paths(r
 def test_the_first_record_tells_what_the_start_took(run):
     first, second = (json.loads((run[0] / "metrics" / f"train_iter_00{i}.json").read_text()) for i in range(2))
     parts = {key: value for key, value in first.items() if key.startswith("time/start_")}
-    assert {"time/start_imports_s", "time/start_load_model_s", "time/start_warm_start_s", "time/start_eval_s"} < parts.keys()
+    assert {"time/start_imports_and_data_s", "time/start_load_model_s", "time/start_warm_start_s", "time/start_eval_s"} < parts.keys()
     assert sum(parts.values()) - parts["time/start_s"] <= parts["time/start_s"]
     assert not [key for key in second if key.startswith("time/start")]
     assert first["num_trainable_parameters"] > 1000

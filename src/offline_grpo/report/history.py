@@ -17,6 +17,7 @@ from offline_grpo.types import Metrics
 
 FloatArray = NDArray[np.float64]
 FILE_NAME = re.compile(r"(?P<name>train|eval)_(?:iter_(?P<iteration>\d+)|init)\.json")
+START_KEY = re.compile(r"time/start(?:_(.+))?_s")
 PHASES = ("generate", "train", "sync", "eval", "checkpoint")
 """The phases of an iteration, in order; each has a training metric `time/<phase>_s`."""
 
@@ -64,6 +65,16 @@ class History:
             phase: np.array([metrics.get(f"time/{phase}_s", 0.0) for metrics in self.train.values()], dtype=np.float64) for phase in PHASES
         }
         return steps, {phase: values for phase, values in seconds.items() if values.any()}
+
+    def start_seconds(self) -> dict[str, float]:
+        """Seconds before the first iteration, summed over all starts of the run: name of the part -> seconds, "" for the whole."""
+        found: dict[str, float] = {}
+        for metrics in self.train.values():
+            for key in metrics:
+                if match := START_KEY.fullmatch(key):
+                    name = (match[1] or "").replace("_", " ")
+                    found[name] = found.get(name, 0.0) + metrics[key]
+        return found
 
 
 def load_history(run_dir: Path) -> History:

@@ -1,53 +1,93 @@
-"""The table at the end of a run: results, time and output folder."""
+"""The table at the end of a run: results, time, speed and output folder."""
 
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 
+from offline_grpo.logger.lines import folded
 from offline_grpo.report.history import History, Series
+
+LABEL_WIDTH = 16
+RESULT_WIDTH = 20  # of `0.917 [0.895, 0.938]`
+SMALLEST_PART = 0.01  # of the start, to be named
 
 
 def print_summary(history: History, console: Console) -> None:
-    """Print `summary_table`, unless the run recorded no metrics."""
+    """Print `summary_lines`, unless the run recorded no metrics. The folder stays in one piece, however long."""
     if history.train or history.evals:
-        console.print(summary_table(history))
+        for line in summary_lines(history, width=console.width):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def summary_table(history: History) -> Table:
-    """Evaluations (before, after, best), reward (first, last), time per phase, and the folder."""
-    table = Table(title=history.size, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    for k in history.eval_ks():
-        table.add_row(f"pass@{k}", _evaluations(history, f"pass@{k}"))
-    reward = history.series("train", "reward_mean")
-    if len(reward):
-        table.add_row("reward", f"first {reward.values[0]:.3f}   last {reward.values[-1]:.3f}")
-    _, seconds = history.phase_seconds()
-    total_s = sum(float(values.sum()) for values in seconds.values())
-    if total_s > 0:
-        shares = "   ".join(f"{phase} {values.sum() / total_s:.0%}" for phase, values in seconds.items())
-        table.add_row("time", f"{total_s / 60:.1f} min   {shares}")
-    table.add_row("files", str(history.run_dir))
-    return table
+def summary_lines(history: History, *, width: int) -> list[str]:
+    """What was measured before training, at the end and at best; time per phase and of the start; throughput; memory; the folder."""
+    lines = [
+        history.size,
+        "".rjust(LABEL_WIDTH) + "  ".join(["before".ljust(RESULT_WIDTH), "after".ljust(RESULT_WIDTH), "best (iteration)"]),
+    ]
+    lines += [_result(history, "eval", f"pass@{k}", f"pass@{k}") for k in history.eval_ks()]
+    for label, key in (("training reward", "reward_mean"), ("success rate", "success_rate")):
+        if len(history.series("train", key)):
+            lines.append(_result(history, "train", key, label))
+    lines += _time(history, width)
+    lines += _rates(history)
+    return [line.rstrip() for line in [*lines, "files".ljust(LABEL_WIDTH) + str(history.run_dir)]]
 
 
-def _evaluations(history: History, key: str) -> str:
-    """`before 0.20 [..]   after 0.50 [..]   best 0.52 [..] after iteration 8`, with 95 % intervals."""
-    values = history.series("eval", key)
-    low, high = history.series("eval", f"{key}_low"), history.series("eval", f"{key}_high")
+def _result(history: History, name: str, key: str, label: str) -> str:
+    """`pass@1  0.512 [0.479, 0.547]  0.917 [0.895, 0.938]  0.920 (90)`; of training the first, last and best iteration."""
+    values, low, high = (history.series(name, f"{key}{end}") for end in ("", "_low", "_high"))
     best = int(values.values.argmax())
-    when = f"after iteration {values.steps[best]:.0f}" if values.steps[best] > 0 else "before training"
-    parts = [f"best {_with_interval(values, low, high, best)} {when}"]
-    if values.steps[-1] > 0:
-        parts.insert(0, f"after {_with_interval(values, low, high, len(values) - 1)}")
-    if values.steps[0] == 0:
-        parts.insert(0, f"before {_with_interval(values, low, high, 0)}")
-    return "   ".join(parts)
+    step = values.steps[best] + (name == "train")  # in the iteration that begins there
+    first = _with_interval(values, low, high, 0) if values.steps[0] == 0 else ""
+    last = _with_interval(values, low, high, -1) if values.steps[-1] > 0 or name == "train" else ""
+    return label.ljust(LABEL_WIDTH) + "  ".join(
+        [first.ljust(RESULT_WIDTH), last.ljust(RESULT_WIDTH), f"{values.values[best]:.3f} ({step:.0f})"]
+    )
 
 
 def _with_interval(values: Series, low: Series, high: Series, index: int) -> str:
     if not len(values) == len(low) == len(high):
         return f"{values.values[index]:.3f}"
-    return f"{values.values[index]:.3f} \\[{low.values[index]:.3f}, {high.values[index]:.3f}]"  # \[ is not parsed as markup
+    return f"{values.values[index]:.3f} [{low.values[index]:.3f}, {high.values[index]:.3f}]"
+
+
+def _time(history: History, width: int) -> list[str]:
+    _, seconds = history.phase_seconds()
+    start = history.start_seconds()
+    start_s = start.pop("", 0.0)
+    total_s = start_s + sum(float(values.sum()) for values in seconds.values())
+    if total_s == 0:
+        return []
+    shares = {"start": start_s, **{phase: float(values.sum()) for phase, values in seconds.items()}}
+    cells = [duration(total_s), *(f"{phase} {share / total_s:.0%}" for phase, share in shares.items() if share > 0)]
+    lines = _row("time", cells, width)
+    parts = sorted(((name, part) for name, part in start.items() if part >= SMALLEST_PART * start_s), key=lambda pair: -pair[1])
+    if parts:
+        lines += _row("start", [duration(start_s), *(f"{name} {duration(part)}" for name, part in parts)], width)
+    return lines
+
+
+def _rates(history: History) -> list[str]:
+    """Throughput over the whole run: all tokens of a phase by all its seconds. The most memory that the trainer had on its GPU."""
+    cells: list[str] = []
+    for phase, key in (("generate", "num_completion_tokens"), ("train", "num_tokens_trained")):
+        records = [record for record in history.train.values() if key in record and f"time/{phase}_s" in record]
+        if seconds := sum(record[f"time/{phase}_s"] for record in records):
+            cells.append(f"{phase} {sum(record[key] for record in records) / seconds:,.0f} tokens/s")
+    lines = ["throughput".ljust(LABEL_WIDTH) + "  ".join(cells)] if cells else []
+    held, reserved = (history.series("train", f"perf/gpu_memory_{name}gb").values for name in ("", "reserved_"))
+    if len(held) and len(reserved):
+        lines.append("GPU memory".ljust(LABEL_WIDTH) + f"peak {held.max():.1f} GB in tensors, {reserved.max():.1f} GB reserved")
+    return lines
+
+
+def _row(label: str, cells: list[str], width: int) -> list[str]:
+    return folded(label.ljust(LABEL_WIDTH - 2), cells, width=width)
+
+
+def duration(seconds: float) -> str:
+    """`5.2 s`, `3.4 min` or `2.1 h`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

@@ -40,9 +40,9 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
         config, plain = typed(cfg), as_plain(cfg)
         if os.environ.get("RANK", "0") == "0":
             print("offline-grpo: loading ...", flush=True)
-        with progress.phase("load data"):
+        with progress.phase("imports and data"):
             plan = make_plan(config)
-        with progress.phase("imports"):
+        with progress.phase("imports and data"):
             ranks = _join(config)
         check_overrides(overrides, plan.engine)
         resume = ranks.broadcast(find_resume_point(config.resume, fresh, plain) if ranks.is_main else None)
@@ -64,7 +64,7 @@ def _join(config: RunConfig) -> Ranks:
 
 
 def _run(plan: Plan, plain: Mapping[str, Any], run_dir: RunDir, resume: ResumePoint | None, ranks: Ranks) -> float | None:
-    with progress.phase("imports"):
+    with progress.phase("imports and data"):
         from offline_grpo.run.assemble import Start, assemble
 
     config = plan.config

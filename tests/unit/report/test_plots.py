@@ -5,11 +5,14 @@ from typing import Any
 import matplotlib.image
 import numpy as np
 import pytest
+import yaml
 from matplotlib.axes import Axes
 from matplotlib.transforms import Bbox
 
 from offline_grpo.report.history import History
-from offline_grpo.report.plots import draw_report, running_mean, save_report
+from offline_grpo.report.plots import draw_report, save_report
+from offline_grpo.report.run_files import about
+from offline_grpo.report.style import running_mean
 
 
 def synthetic(run_dir: Path, iterations: int, *, with_extras: bool = True) -> History:
@@ -22,6 +25,13 @@ def synthetic(run_dir: Path, iterations: int, *, with_extras: bool = True) -> Hi
         "time/generate_s": 8.0,
         "time/train_s": 4.0,
         "time/eval_s": 2.0,
+        "success_rate": 0.5,
+        "num_groups": 8.0,
+        "num_groups_zero_signal": 2.0,
+        "reward/correct": 0.5,
+        "reward/format": 0.1,
+        "perf/generate_tokens_per_s": 1000.0,
+        "perf/train_tokens_per_s": 2000.0,
     }
     train = {
         i: {"reward_mean": i / 10, "reward_std": 0.5, "kl_divergence": 0.01 * i, "grad_norm": 0.5, "lr": 1e-6}
@@ -45,13 +55,17 @@ def texts(axes: Axes) -> list[str]:
 def test_panels_axes_and_legends(tmp_path: Path) -> None:
     drawn = panels(synthetic(tmp_path, 6))
     assert {title: (axes.get_ylabel(), texts(axes)) for title, axes in drawn.items()} == {
-        "Training reward": ("reward", ["± std over rollouts", "mean"]),
         "Held-out pass@k with 95 % interval": ("share of problems", ["pass@1", "pass@4"]),
+        "Training reward": ("reward", ["± std over rollouts", "mean"]),
+        "Parts of the reward": ("reward", ["correct", "format"]),
+        "Success rate in training": ("share of completions", []),
+        "Groups without signal": ("share of groups", []),
         "KL divergence": ("nats per token", ["policy to reference", "engine to trainer"]),
         "Policy entropy": ("nats per token", []),
         "Clipped tokens": ("share of tokens", []),
         "Completion length": ("tokens", ["mean length", "ended at the token limit (right)"]),
         "Gradient norm and learning rate": ("norm before clipping", ["gradient norm", "learning rate (right)"]),
+        "Throughput of each phase": ("tokens per second", ["generate", "train"]),
         "Time per iteration": ("seconds", ["generate", "train", "eval"]),
     }
     assert {axes.get_xlabel() for axes in drawn.values()} == {"completed iterations"}
@@ -72,7 +86,60 @@ def test_time_bars_stand_on_each_other(tmp_path: Path) -> None:
 def test_what_was_not_recorded_is_said(tmp_path: Path) -> None:
     drawn = panels(synthetic(tmp_path, 3, with_extras=False))
     silent = {title for title, axes in drawn.items() if texts(axes) == ["not recorded"]}
-    assert silent == {"Policy entropy", "Clipped tokens", "Completion length", "Time per iteration"}
+    assert silent == {
+        *("Parts of the reward", "Success rate in training", "Groups without signal", "Completion length"),
+        *("Policy entropy", "Clipped tokens", "Throughput of each phase", "Time per iteration"),
+    }
+
+
+def test_a_kl_that_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
+    history = synthetic(tmp_path, 3)
+    train = {i: {key: value for key, value in metrics.items() if key != "kl_divergence"} for i, metrics in history.train.items()}
+    assert texts(panels(History(tmp_path, train, history.evals))["KL divergence"]) == ["engine to trainer"]
+
+
+def test_groups_without_signal_are_a_share(tmp_path: Path) -> None:
+    assert panels(synthetic(tmp_path, 2))["Groups without signal"].lines[0].get_ydata().tolist() == [0.25, 0.25]
+
+
+def extent(axes: Axes) -> tuple[float, float]:
+    """The lowest and highest point of everything that is drawn in it."""
+    values = [y for line in axes.lines for y in line.get_ydata()]
+    values += [y for drawn in axes.collections for path in drawn.get_paths() for y in path.vertices[:, 1]]
+    values += [y for bar in axes.patches for y in (bar.get_y(), bar.get_y() + bar.get_height())]
+    return min(values), max(values)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 1e-6, -2e5])
+@pytest.mark.parametrize("iterations", [1, 100])
+def test_no_curve_lies_on_an_edge_or_under_a_legend(value: float, iterations: int, tmp_path: Path) -> None:
+    history = synthetic(tmp_path, iterations)
+    train = {i: dict.fromkeys(metrics, value) for i, metrics in history.train.items()}
+    evals = {i: dict.fromkeys(metrics, value) for i, metrics in history.evals.items()}
+    figure = draw_report(History(tmp_path, train, evals))
+    for axes in figure.axes:
+        if "not recorded" in texts(axes):  # no phase took any time
+            continue
+        low, high = axes.get_ylim()
+        found = extent(axes)
+        margin = 0.03 * (high - low)
+        assert low + margin < found[0] <= found[1] < high - margin, axes.get_title(loc="left")
+        if (legend := axes.get_legend()) is not None:
+            assert legend.get_window_extent().y0 >= axes.bbox.y1 - 1, axes.get_title(loc="left")
+
+
+def test_the_title_names_task_model_loss_and_learning_rate(tmp_path: Path) -> None:
+    history = synthetic(tmp_path / "day" / "time", 2)
+    assert [text.get_text() for text in draw_report(history).texts] == ["day/time", "day/time    2 training iterations, 2 evaluations"]
+    hydra = history.run_dir / ".hydra"
+    hydra.mkdir(parents=True)
+    choices = {"task": "gsm8k", "model": "hf", "train/loss": "dapo"}
+    (hydra / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"choices": choices}}}))
+    model = {"train_id": "Qwen/Qwen2.5-0.5B", "lora": {"r": 16}}
+    (hydra / "config.yaml").write_text(yaml.safe_dump({"model": model, "train": {"lr": 1.0e-05}}))
+    assert draw_report(history).texts[0].get_text() == "gsm8k,  Qwen2.5-0.5B,  LoRA rank 16,  dapo,  lr 1e-05"
+    (hydra / "config.yaml").write_text(yaml.safe_dump({"model": {"train_id": None}, "train": {"lr": 3.0e-04}}))
+    assert about(history.run_dir) == "gsm8k,  hf,  dapo,  lr 0.0003"
 
 
 @pytest.mark.parametrize("iterations", [0, 1, 300])
@@ -80,7 +147,7 @@ def test_the_picture_is_drawn_for_short_and_long_runs(tmp_path: Path, iterations
     path = save_report(synthetic(tmp_path, iterations))
     assert path == tmp_path / "report.png"
     pixels = matplotlib.image.imread(path)
-    assert pixels.shape[1] > 2000
+    assert pixels.shape[1] > 1900
     assert pixels[..., :3].std() > 0.02, "something is on it"
 
 
@@ -93,12 +160,17 @@ def test_no_panel_reaches_into_another(factor: float, iterations: int, tmp_path:
     """Their places are fixed; labels of any width have room."""
     history = synthetic(tmp_path, iterations)
     times = {f"time/{phase}_s": 0.1 for phase in ("generate", "train", "sync", "eval", "checkpoint")}
-    train = {i: {key: value * factor for key, value in metrics.items()} | times for i, metrics in history.train.items()}
-    figure = draw_report(History(history.run_dir, train, history.evals))
+    parts = {f"reward/a_part_with_a_long_name_{i}": 0.5 for i in range(9)}
+    train = {i: {key: value * factor for key, value in metrics.items()} | times | parts for i, metrics in history.train.items()}
+    ks = {f"pass@{k}": 0.5 for k in (1, 2, 4, 8, 16, 32, 64)}
+    history = History(history.run_dir, train, {i: metrics | ks for i, metrics in history.evals.items()})
+    figure = draw_report(history)
     boxes: dict[Any, list[Any]] = {}
     for axes in figure.axes:  # twins stand in one place
         boxes.setdefault(axes.get_position().bounds, []).append(axes.get_tightbbox())
     panels = [Bbox.union(found) for found in boxes.values()]
-    assert len(panels) == 8
+    assert len(panels) == 12
+    heads = [text.get_window_extent() for text in figure.texts]
+    assert not [(head, panel) for head in heads for panel in panels if head.overlaps(panel)]
     assert not [(a, b) for a, b in combinations(panels, 2) if a.overlaps(b)]
     assert all(figure.bbox.x0 <= panel.x0 and panel.x1 <= figure.bbox.x1 and figure.bbox.y0 <= panel.y0 for panel in panels)

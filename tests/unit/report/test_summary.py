@@ -7,28 +7,63 @@ from offline_grpo.report.history import History
 from offline_grpo.report.summary import print_summary
 
 
-def printed(history: History) -> str:
+def printed(history: History, width: int = 80) -> list[str]:
     stream = io.StringIO()
-    print_summary(history, Console(file=stream, width=200))
-    return stream.getvalue()
+    print_summary(history, Console(file=stream, width=width))
+    return stream.getvalue().splitlines()
 
 
-def test_before_after_best_reward_time_and_place() -> None:
-    evals = {
-        -1: {"pass@1": 0.2, "pass@1_low": 0.1, "pass@1_high": 0.3},
-        0: {"pass@1": 0.6, "pass@1_low": 0.5, "pass@1_high": 0.7},
-        1: {"pass@1": 0.4, "pass@1_low": 0.3, "pass@1_high": 0.5},
+EVALS = {
+    -1: {"pass@1": 0.2, "pass@1_low": 0.1, "pass@1_high": 0.3},
+    0: {"pass@1": 0.6, "pass@1_low": 0.5, "pass@1_high": 0.7},
+    1: {"pass@1": 0.4, "pass@1_low": 0.3, "pass@1_high": 0.5},
+}
+
+
+def test_before_after_best_time_throughput_and_place() -> None:
+    train = {
+        i: {"reward_mean": 0.25 + i / 2, "success_rate": 0.5, "num_completion_tokens": 900.0, "num_tokens_trained": 600.0}
+        | {"time/generate_s": 90.0, "time/train_s": 30.0}
+        for i in range(2)
     }
-    train = {i: {"reward_mean": 0.25 + i / 2, "time/generate_s": 90.0, "time/train_s": 30.0} for i in range(2)}
-    text = printed(History(Path("/runs/one"), train, evals))
-    assert "before 0.200 [0.100, 0.300]   after 0.400 [0.300, 0.500]   best 0.600 [0.500, 0.700] after iteration 1" in text
-    assert "first 0.250   last 0.750" in text
-    assert "4.0 min   generate 75%   train 25%" in text
-    assert "/runs/one" in text
+    train[0] |= {"time/start_s": 60.0, "time/start_imports_s": 6.0, "time/start_load_model_s": 48.0, "time/start_sync_s": 0.001}
+    assert printed(History(Path("/runs/one"), train, EVALS)) == [
+        "2 training iterations, 3 evaluations",
+        "                before                after                 best (iteration)",
+        "pass@1          0.200 [0.100, 0.300]  0.400 [0.300, 0.500]  0.600 (1)",
+        "training reward 0.250                 0.750                 0.750 (2)",
+        "success rate    0.500                 0.500                 0.500 (1)",
+        "time            5.0 min  start 20%  generate 60%  train 20%",
+        "start           1.0 min  load model 48.0 s  imports 6.0 s",
+        "throughput      generate 10 tokens/s  train 20 tokens/s",
+        "files           /runs/one",
+    ]
+
+
+def test_no_line_is_wider_than_the_terminal_and_the_folder_stays_whole() -> None:
+    parts = ("imports", "load_data", "warm_start", "load_model", "start_server", "load_reference", "sync", "eval")
+    train = {i: {f"time/{phase}_s": 1e5 for phase in ("generate", "train", "sync", "eval", "checkpoint")} for i in range(3)}
+    train[0] |= {"time/start_s": 800.0, **{f"time/start_{part}_s": 100.0 for part in parts}}
+    train[1] |= {"perf/gpu_memory_gb": 70.25, "perf/gpu_memory_reserved_gb": 79.0}
+    folder = Path("/" + "long/" * 30)
+    lines = printed(History(folder, train, {1999: EVALS[1]}))
+    assert [line for line in lines if len(line) > 80] == [f"files           {folder}"]
+    assert "GPU memory      peak 70.2 GB in tensors, 79.0 GB reserved" in lines
+    assert sum(line.count("1.7 min") for line in lines) == 8
+
+
+def test_the_starts_of_a_resumed_run_are_added() -> None:
+    train = {0: {"time/start_s": 3.0, "time/start_eval_s": 1.0, "time/train_s": 4.0}, 5: {"time/start_s": 2.0, "time/train_s": 1.0}}
+    assert "time            10.0 s  start 50%  train 50%" in printed(History(Path("/r"), train, {}))
 
 
 def test_a_run_without_evaluation_or_metrics() -> None:
-    text = printed(History(Path("/runs/two"), {0: {"reward_mean": 0.5}}, {}))
-    assert "first 0.500   last 0.500" in text
-    assert "pass@" not in text
-    assert printed(History(Path("/runs/three"), {}, {})) == ""
+    lines = printed(History(Path("/runs/two"), {0: {"reward_mean": 0.5}}, {}))
+    assert "training reward 0.500                 0.500                 0.500 (1)" in lines
+    assert not [line for line in lines if line.startswith(("pass@", "time", "start", "throughput", "GPU"))]
+    assert printed(History(Path("/runs/three"), {}, {})) == []
+
+
+def test_a_run_that_was_only_evaluated_before_training() -> None:
+    lines = printed(History(Path("/runs/four"), {}, {-1: EVALS[-1]}))
+    assert "pass@1          0.200 [0.100, 0.300]                        0.200 (0)" in lines
