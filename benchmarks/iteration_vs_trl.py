@@ -30,6 +30,7 @@ from common import Target, Timings, write_result
 from hydra import compose, initialize_config_dir
 from trl_arm import WARMUP_BLOCKS, Interleave, MethodTimes, make_trainer
 
+from offline_grpo.generation.judging import Judgement
 from offline_grpo.interfaces import RunListener
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.assemble import Start, assemble
@@ -119,7 +120,7 @@ def trl_trainer(ours: OurArm, callbacks: list[Any], **settings: Any) -> Any:
 
     def reward(completions: Sequence[Any], problem_id: Sequence[str], **_: Any) -> list[float | None]:
         texts = [completion[0]["content"] for completion in completions]
-        return [task.score(problems[key], text).reward for key, text in zip(problem_id, texts, strict=True)]
+        return [Judgement(task, problems[key], text).result().reward for key, text in zip(problem_id, texts, strict=True)]
 
     rows = [{"prompt": [dict(message) for message in p.messages], "problem_id": p.problem_id} for p in train]
     trainer = make_trainer(str(policy.model.name_or_path), policy.tokenizer, rows, reward, callbacks, **(trl_settings(plan) | settings))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sysconfig
+import traceback
+from pathlib import Path
 
 
 class GrpoError(Exception):
@@ -30,6 +33,10 @@ class CheckpointError(GrpoError):
     """A checkpoint could not be written or read."""
 
 
+class ScoreError(GrpoError):
+    """A completion could not be scored: the code that judges it raised, or returned something else than a score."""
+
+
 class NonFiniteError(GrpoError):
     """Too many updates in a row had a non-finite loss or gradient."""
 
@@ -46,6 +53,18 @@ class StopRequested(Exception):
 def reason_of(error: Exception) -> str:
     """The first line of another library's error, for use in our own message."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def place_of(error: BaseException) -> str:
+    """Where a user's code raised, as ` (my_module.py, line 3, in reward)`; "" where no code but the package's and Python's own did.
+
+    What that code calls in turn is not named.
+    """
+    own = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<frozen")
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = next((f.filename for f in frames if not f.filename.startswith(own) or "site-packages" in f.filename), None)
+    last = next((frame for frame in reversed(frames) if frame.filename == foreign), None)
+    return "" if last is None else f" ({Path(last.filename).name}, line {last.lineno}, in {last.name})"
 
 
 def require(condition: bool, key: str, value: object, fix: str) -> None:

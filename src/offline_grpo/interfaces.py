@@ -5,7 +5,7 @@ This file is longer than others may be, so that all of them are on one page.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, runtime_checkable
 
@@ -37,11 +37,12 @@ class Task(Protocol):
     """Problems with answers that a program can check."""
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """All problems of a split, in a fixed order; the sequence may be lazy. The two splits share no prompt."""
+        """All problems of a split, in a fixed order; the sequence may be lazy."""
         ...
 
-    def score(self, problem: Problem, text: str) -> Score:
-        """Judge a completion's text, free of special tokens. A pure function; whatever the model wrote, it never raises."""
+    def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
+        """Judge a completion's text, free of special tokens. A pure function, which may be async; whatever the model wrote, it should
+        not raise."""
         ...
 
 

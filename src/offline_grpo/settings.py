@@ -157,7 +157,7 @@ class EvalConfig:
     tolerance_nats: float
     location: str
     interval: int
-    num_ids: int
+    num_ids: Any  # int, "all" or None: OmegaConf 2.3 cannot merge a union of several types
     id_seed_start: int
     ids: list[int]
     replicates: int
@@ -173,8 +173,12 @@ class EvalConfig:
     stop: list[str]
 
     def __post_init__(self) -> None:
-        for name in ("interval", "batch_size", "num_ids", "replicates", "bootstrap_samples", "max_new_tokens"):
+        for name in ("interval", "batch_size", "replicates", "bootstrap_samples", "max_new_tokens"):
             require(getattr(self, name) > 0, f"eval.{name}", getattr(self, name), "must be at least 1")
+        is_number = type(self.num_ids) is int and self.num_ids > 0
+        require(
+            is_number or self.num_ids in (None, "all"), "eval.num_ids", self.num_ids, "must be at least 1, all, or null for at most 256"
+        )
         require(self.timeout_s > 0, "eval.timeout_s", self.timeout_s, "must be above 0")
         require(self.max_retries >= 0, "eval.max_retries", self.max_retries, "must be 0 or more")
         require(self.tolerance_nats > 0, "eval.tolerance_nats", self.tolerance_nats, "must be above 0")

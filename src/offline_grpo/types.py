@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a mistake in the configuration is found without torch, whose import takes seconds
     import torch
@@ -47,6 +47,7 @@ class Problem:
     problem_id: str
     messages: tuple[Message, ...]
     answer: str
+    fields: Mapping[str, Any] = field(default_factory=dict)  # the rest of its row in a data set, for reward functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +244,7 @@ class TokenBatch:
 @dataclass(frozen=True, slots=True)
 class BatchTotals:
     """Sizes of the whole optimizer batch, over all microbatches and processes: the denominators of every loss and metric.
-
-    Dividing by these, and summing over microbatches and processes, makes the gradient independent of how the batch was split.
-    """
+    Dividing by these, and summing over both, makes the gradient independent of how the batch was split."""
 
     num_completion_tokens: int
     num_sequences: int

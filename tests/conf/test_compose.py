@@ -15,7 +15,7 @@ from hydra.errors import ConfigCompositionException
 from offline_grpo.run.build import check_settings, resolve
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.engine_spec import CLIENT_RUNTIME
-from offline_grpo.run.preflight import SOURCE_RUNTIME
+from offline_grpo.run.task_data import SOURCE_RUNTIME
 from offline_grpo.settings import RunConfig
 
 OPTIONS = sorted(
@@ -29,7 +29,7 @@ RUNTIME = dict.fromkeys([*CLIENT_RUNTIME, *SOURCE_RUNTIME, "output_dir"])
 
 def overrides_for(option):
     group = str(option.parent)
-    extra = ["model.train_id=some/model"] if str(option) == "model/hf" else []
+    extra = {"model/hf": ["model.train_id=some/model"], "task/dataset": ["task.path=my.jsonl"]}.get(str(option), [])
     return [f"{group}=[{option.name}]" if group == "logger" else f"{group}={option.name}", *extra]
 
 

@@ -91,13 +91,13 @@ NASTY_TEXTS = [
 def task_twins(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Task, Task]:
     """A task, built twice."""
     overrides = []
-    if request.param == "gsm8k":
+    if request.param in ("gsm8k", "dataset"):
         for split, first in (("train", 0), ("test", 500)):
             rows = [
                 {"question": f"What is {i} and 1?", "answer": f"{i} and 1 is {i + 1}.\n#### {i + 1}"} for i in range(first, first + 250)
             ]
             (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        overrides = [f"task.path={tmp_path}"]
+        overrides = [f"task.path={tmp_path}", "task.prompt_field=question"]
     first, second = (make("task", request.param, *overrides, protocol=Task) for _ in range(2))
     return first, second
 

@@ -307,6 +307,21 @@ def logger_effect(logger: Any) -> Any:
     return [{name: value for name, value in settings.items() if isinstance(value, (str, int, float, list))} for settings in asked]
 
 
+ROWS = {
+    "path": "@other",
+    "name": "socratic",
+    "train_split": "test",
+    "eval_split": "train",
+    "eval_frac": 0.0,
+    "prompt_field": "answer",
+    "answer_field": "question",
+    "system_prompt": "Think.",
+    "prompt_template": "Q: {question}",
+    "answer_kind": "text",
+    "format_weight": 0.5,
+    "reward": "operator:index",
+    "correct_threshold": float("inf"),
+}
 LOSS = {
     "clip_low": 0.5,
     "clip_high": 0.5,
@@ -361,18 +376,8 @@ BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "train/optimizer=adamw_8bit": (adamw_8bit_effect, ADAMW),
     "train/optimizer=adafactor": (optimizer_effect, {"lr": 0.1, "weight_decay": 0.5, "scale_parameter": True, "relative_step": True}),
     "task=sat": (task_effect, {"difficulty": 0.9, "max_solution_frac": 0.1, "system_prompt": "Think."}),
-    "task=gsm8k": (
-        task_effect,
-        {
-            "path": "@other",
-            "name": "socratic",
-            "train_split": "test",
-            "eval_split": "train",
-            "system_prompt": "Think.",
-            "prompt_template": "Q: {question}",
-            "format_weight": 0.5,
-        },
-    ),
+    "task=gsm8k": (task_effect, ROWS),
+    "task=dataset": (task_effect, ROWS),
     "logger=[console]": (logger_effect, {"console.refresh_per_s": 9}),
     "logger=[wandb]": (
         logger_effect,
@@ -562,7 +567,8 @@ def test_another_target_is_looked_for(key: str, run: Laboratory) -> None:
 def test_a_component_changes_with_each_setting(choice: str, tmp_path: Path) -> None:
     effect, changes = BUILT[choice]
     group = choice.partition("=")[0].replace("/", ".")
-    cfg = compose_config(choice, f"task.path={word_problems(tmp_path / 'here', 0)}") if choice == "task=gsm8k" else compose_config(choice)
+    rows = [f"task.path={word_problems(tmp_path / 'here', 0)}", "task.name=main", "task.prompt_field=question"]
+    cfg = compose_config(choice, *rows) if choice in ("task=gsm8k", "task=dataset") else compose_config(choice)
     other = str(word_problems(tmp_path / "other", 100))
     for name, value in changes.items():
         part, _, setting = name.partition(".") if group == "logger" else ("", "", name)

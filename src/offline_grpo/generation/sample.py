@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
 from offline_grpo import progress
+from offline_grpo.generation.judging import Judgement
 from offline_grpo.interfaces import RolloutClient, Task, TextCodec
 from offline_grpo.model.text import cut_at_stop
 from offline_grpo.types import Completion, Problem, Rollout, RolloutGroup, SamplingParams, SamplingRequest
@@ -22,22 +24,37 @@ def sample_groups(
 ) -> Iterator[tuple[int, RolloutGroup]]:
     """Sample `group_size` completions of each problem, score them, and yield the index of each draw with its group, in any order.
 
-    A group is scored as soon as its completions are there, while the engine goes on with the others.
+    A group is scored as soon as its completions are there, while the engine goes on with the others. Scores that have to be waited for are
+    waited for together.
 
     Args:
         draws: problems, each with the seed of its first completion (see `SamplingRequest`).
+
+    Raises:
+        ScoreError: a completion could not be scored.
     """
     prompts = [tuple(codec.encode(problem.messages)) for problem, _ in draws]
     requests = (SamplingRequest(prompt, group_size, seed) for prompt, (_, seed) in zip(prompts, draws, strict=True))
     num_done, num_asked = 0, len(draws) * group_size
     progress.report(num_done, num_asked, "completions")
-    with closing(client.generate(requests, sampling)) as answers:
-        for index, completions in answers:
-            num_done += len(completions)
-            progress.report(num_done, num_asked, "completions")
-            problem = draws[index][0]
-            rollouts = (_score(task, codec, problem, prompts[index], completion, sampling) for completion in completions)
-            yield index, RolloutGroup(problem, tuple(rollouts))
+    waiting: list[tuple[int, list[_Answer]]] = []
+    try:
+        with closing(client.generate(requests, sampling)) as answers:
+            for index, completions in answers:
+                num_done += len(completions)
+                progress.report(num_done, num_asked, "completions")
+                problem = draws[index][0]
+                group = [_judge(task, codec, problem, completion, sampling) for completion in completions]
+                if all(answer.judgement.is_done for answer in group):
+                    yield index, _group(problem, prompts[index], group, sampling)
+                else:
+                    waiting.append((index, group))
+        for index, group in waiting:
+            yield index, _group(draws[index][0], prompts[index], group, sampling)
+    finally:
+        for _, group in waiting:
+            for answer in group:
+                answer.judgement.cancel()
 
 
 def sample_in_order(
@@ -60,9 +77,23 @@ def complete_in_order(client: RolloutClient, requests: Sequence[SamplingRequest]
     return [completions[index] for index in range(len(requests))]
 
 
-def _score(
-    task: Task, codec: TextCodec, problem: Problem, prompt_ids: Sequence[int], completion: Completion, sampling: SamplingParams
-) -> Rollout:
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    completion: Completion
+    text: str
+    judgement: Judgement
+
+
+def _judge(task: Task, codec: TextCodec, problem: Problem, completion: Completion, sampling: SamplingParams) -> _Answer:
     text = cut_at_stop(codec.decode(completion.token_ids), sampling.stop)
-    score = task.score(problem, text)
-    return Rollout.of_one_turn(prompt_ids, completion, temperature=sampling.temperature, text=text, score=score)
+    return _Answer(completion, text, Judgement(task, problem, text))
+
+
+def _group(problem: Problem, prompt_ids: Sequence[int], answers: Sequence[_Answer], sampling: SamplingParams) -> RolloutGroup:
+    rollouts = (
+        Rollout.of_one_turn(
+            prompt_ids, answer.completion, temperature=sampling.temperature, text=answer.text, score=answer.judgement.result()
+        )
+        for answer in answers
+    )
+    return RolloutGroup(problem, tuple(rollouts))

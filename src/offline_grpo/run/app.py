@@ -14,10 +14,10 @@ from omegaconf import DictConfig
 from offline_grpo import progress
 from offline_grpo.errors import StopRequested
 from offline_grpo.run.config import as_plain, typed
-from offline_grpo.run.describe import describe_batches, describe_staleness
+from offline_grpo.run.describe import describe_batches, describe_data, describe_staleness
 from offline_grpo.run.engine_spec import check_overrides
 from offline_grpo.run.interrupt import StopSignal
-from offline_grpo.run.messages import log_to
+from offline_grpo.run.messages import kept_for_log, log_to
 from offline_grpo.run.preflight import Plan, listeners, make_plan
 from offline_grpo.run.run_dir import ResumePoint, RunDir, discard_fresh, find_resume_point
 from offline_grpo.settings import RunConfig
@@ -36,7 +36,7 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
         overrides: of the command line, which `cfg` has in it already.
     """
     fresh = RunDir(output_dir.resolve())
-    with _leaving_no_empty_folder(fresh), progress.followed():
+    with _leaving_no_empty_folder(fresh), progress.followed(), kept_for_log():
         config, plain = typed(cfg), as_plain(cfg)
         if os.environ.get("RANK", "0") == "0":
             print("offline-grpo: loading ...", flush=True)
@@ -79,7 +79,7 @@ def _run(plan: Plan, plain: Mapping[str, Any], run_dir: RunDir, resume: ResumePo
         if ranks.is_main:
             run_dir.create()
             log.info("run folder: %s", run_dir.path)
-            for line in describe_batches(plan):
+            for line in (*describe_data(plan.data, config.data.problems_per_iteration), *describe_batches(plan)):
                 log.info(line)
             num_all = sum(parameter.numel() for parameter in loop.policy.model.parameters())
             log.info("training %s of %s parameters", f"{loop.policy.num_trainable:,}", f"{num_all:,}")

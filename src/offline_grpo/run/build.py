@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
+import sys
 import types
 from collections.abc import Mapping
 from dataclasses import is_dataclass
@@ -41,9 +43,11 @@ def build(node: Mapping[str, Any], *, key: str, protocol: type | None = None, **
 
 
 def resolve(node: Mapping[str, Any], key: str) -> Any:
-    """Import the class or function that a node's `_target_` names."""
+    """Import the class or function that a node's `_target_` names; code beside the working directory is found too."""
     if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
         raise ConfigError(f"{key}={node}: needs a _target_, the dotted path of the component's class")
+    if os.getcwd() not in sys.path:  # a script's own folder is, and a console script has neither
+        sys.path.append(os.getcwd())
     try:
         target = hydra.utils.get_object(node["_target_"])
     except (ImportError, ValueError, AttributeError, InstantiationException) as error:

@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 from offline_grpo.run.preflight import Plan, planned_updates_per_iteration
+from offline_grpo.run.task_data import TaskData
+
+
+def describe_data(data: TaskData, problems_per_iteration: int) -> list[str]:
+    """The problems of a run, and what may be unexpected about them."""
+    num_train = None if data.train is None else len(data.train)
+    training = "no" if num_train is None else f"{num_train:,}"
+    lines = [f"data: {training} training problems, {len(data.held_out):,} held-out problems"]
+    if data.num_dropped:
+        lines.append(f"left out of training: {data.num_dropped:,} problems with prompts that are held out")
+    if num_train is not None and problems_per_iteration > num_train:
+        lines.append(f"data.problems_per_iteration={problems_per_iteration} is more: an iteration repeats problems")
+    return lines
 
 
 def describe_batches(plan: Plan) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,14 +22,29 @@ class ToTerminal(logging.Handler):
         rich.get_console().print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
 
 
+_early = MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+
+
+@contextmanager
+def kept_for_log() -> Iterator[None]:
+    """Keep messages until `log_to` knows the run's folder. Those of a start that is refused are forgotten: its error says enough."""
+    package = logging.getLogger("offline_grpo")
+    package.setLevel(logging.INFO)
+    package.propagate = False
+    package.addHandler(_early)
+    try:
+        yield
+    finally:
+        package.removeHandler(_early)
+        _early.buffer.clear()
+
+
 @contextmanager
 def log_to(folder: Path, ranks: Ranks) -> Iterator[None]:
     """Write the package's messages to run.log and, as plain lines, to the terminal. Only rank 0 writes."""
     from transformers.utils.logging import disable_progress_bar
 
     package = logging.getLogger("offline_grpo")
-    package.setLevel(logging.INFO)
-    package.propagate = False
     disable_progress_bar()  # transformers' bars for loading and saving would disturb the live display
     handlers: list[logging.Handler] = [logging.NullHandler()]
     if ranks.is_main:
@@ -37,8 +53,11 @@ def log_to(folder: Path, ranks: Ranks) -> Iterator[None]:
         to_file = logging.FileHandler(folder / "run.log")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handlers = [to_terminal, to_file]
+    package.removeHandler(_early)
     for handler in handlers:
         package.addHandler(handler)
+        for record in _early.buffer:
+            handler.handle(record)
     try:
         yield
     finally:

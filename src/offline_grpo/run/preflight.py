@@ -12,33 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.pass_at_k import metric_names
-from offline_grpo.interfaces import Layout, Loss, LossHead, OptimizerFactory, RunListener, Task
-from offline_grpo.run.build import build, check_settings, resolve
+from offline_grpo.interfaces import Layout, Loss, LossHead, OptimizerFactory, RunListener
+from offline_grpo.run.build import build, check_settings
 from offline_grpo.run.engine_spec import EngineSpec, evaluation_engine, training_engine
+from offline_grpo.run.task_data import TaskData, task_data
 from offline_grpo.settings import RunConfig
 from offline_grpo.train.milestones import watched_metrics
-from offline_grpo.types import Message, Problem, SamplingParams, Split
+from offline_grpo.types import Message, SamplingParams
 from offline_grpo.weight_sync.requirements import check_requirements
 
 if TYPE_CHECKING:
     from offline_grpo.placement.devices import Devices
     from offline_grpo.weight_sync.strategy import WeightSync
-
-SOURCE_RUNTIME = ("client", "task", "problems", "codec", "sampling", "rank", "world_size")
-"""Names under which a rollout source's constructor may ask for objects that exist only once the model is loaded."""
-
-MAX_PROBLEMS = 1_000_000
-ENDLESS_TASK_PROBLEMS = 10_000
-"""What `data.num_train_seeds: null` means for a task that makes problems from seeds without end."""
-
-
-@dataclass(frozen=True)
-class TaskData:
-    """A task and its problems; `train` is None where the rollout source needs none."""
-
-    task: Task
-    train: Sequence[Problem] | None
-    held_out: Sequence[Problem]
 
 
 @dataclass(frozen=True)
@@ -90,7 +75,7 @@ def make_plan(config: RunConfig) -> Plan:
     eval_sampling = _eval_sampling(config)
     watched = watched_metrics(config, metric_names(config.eval.ks, config.eval.replicates))
     listeners(config, Path())  # their constructors refuse bad settings
-    data = _task_data(config)
+    data = task_data(config)
     # From here on torch is imported, then transformers. Whatever can be refused without them has been.
     loss = build(config.train.loss, key="train.loss", protocol=Loss)
     optimizer = build(config.train.optimizer, key="train.optimizer", protocol=OptimizerFactory)
@@ -185,64 +170,6 @@ def _eval_sampling(config: RunConfig) -> SamplingParams:
     if not config.eval.do_sample:
         values["temperature"] = 0.0
     return _sampling(values, "eval")
-
-
-def _task_data(config: RunConfig) -> TaskData:
-    source = resolve(config.rollouts, "rollouts")
-    settings = {name: value for name, value in config.rollouts.items() if name != "_target_"}
-    runtime = SOURCE_RUNTIME if source.needs_problems else [name for name in SOURCE_RUNTIME if name != "problems"]
-    check_settings(source, settings, "rollouts", given_at_runtime=dict.fromkeys(runtime))
-    task = build(config.task, key="task", protocol=Task)
-    train = _train_problems(task, config) if source.needs_problems else None
-    held_out = _eval_problems(task, config) if config.eval.enabled else []
-    _check_no_overlap(train or [], held_out)
-    return TaskData(task, train, held_out)
-
-
-def _train_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
-    available = task.problems(Split.TRAIN)
-    first = config.data.train_seed_start
-    count = config.data.num_train_seeds
-    if count is None:
-        last = len(available) if len(available) <= MAX_PROBLEMS else first + ENDLESS_TASK_PROBLEMS
-        return _slice(available, range(first, last), "data.train_seed_start", first)
-    return _slice(available, range(first, first + count), "data.num_train_seeds", count)
-
-
-def _eval_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
-    available = task.problems(Split.EVAL)
-    if config.eval.ids:
-        return _slice(available, config.eval.ids, "eval.ids", config.eval.ids)
-    first = config.eval.id_seed_start
-    return _slice(available, range(first, first + config.eval.num_ids), "eval.num_ids", config.eval.num_ids)
-
-
-def _slice(available: Sequence[Problem], indices: Sequence[int], key: str, value: object) -> Sequence[Problem]:
-    if not indices:
-        raise ConfigError(f"{key}={value}: no problem is left, the task has {len(available)}")
-    ends = (indices[0], indices[-1]) if isinstance(indices, range) else (min(indices), max(indices))
-    if ends[0] < 0 or ends[1] >= len(available):
-        raise ConfigError(f"{key}={value}: asks for problem {ends[1]} and the task has {len(available)} (0 to {len(available) - 1})")
-    if len(indices) > MAX_PROBLEMS:
-        raise ConfigError(
-            f"{key}={value}: {len(indices):,} problems are more than {MAX_PROBLEMS:,}; set data.num_train_seeds to a number below that"
-        )
-    return [available[i] for i in indices]
-
-
-def _check_no_overlap(train: Sequence[Problem], held_out: Sequence[Problem]) -> None:
-    prompts = {_prompt_key(problem): problem for problem in train}
-    for problem in held_out:
-        twin = prompts.get(_prompt_key(problem))
-        if twin is not None:
-            raise ConfigError(
-                f"eval.id_seed_start: held-out problem {problem.problem_id} has the prompt of training problem {twin.problem_id}; "
-                "choose ranges (data.train_seed_start, data.num_train_seeds, eval.id_seed_start, eval.num_ids) or files that do not overlap"
-            )
-
-
-def _prompt_key(problem: Problem) -> tuple[tuple[str, str], ...]:
-    return tuple((message["role"], message["content"]) for message in problem.messages)
 
 
 def check_context(plan: Plan, encode: Callable[[Sequence[Message]], list[int]], context: int | None) -> int:

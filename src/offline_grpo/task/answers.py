@@ -12,6 +12,9 @@ MAX_ANSWER_CHARS = 80
 MAX_SYMBOLS = 8
 """Answers that are longer, or have more signs, brackets and fractions, count as wrong: parsing time grows exponentially with these."""
 
+MAX_FORMULA_SYMBOLS = 14
+"""The same for formulas, which have more of them; what they may contain is limited in other ways."""
+
 _NUMBER_TAIL_CHARS = 1000
 
 
@@ -70,6 +73,55 @@ def is_same_number(reference: str, answer: str) -> bool:
     return math_verify.verify(_parse_number(reference), _parse_number(answer), timeout_seconds=None)
 
 
+def reference_answer(text: str) -> str:
+    r"""The answer in a data set's solution: what follows the last `####`, else the content of the last `\boxed{}`, else all of it."""
+    _, marker, tail = text.rpartition("####")
+    if marker:
+        return tail.strip()
+    boxed = last_boxed(text)
+    return text.strip() if boxed is None else boxed
+
+
+def marked_answer(text: str) -> str | None:
+    r"""What a completion marks as its answer: the last `\boxed{}`, else the last `<answer>` block, else what follows the last `####`."""
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return boxed
+    block = last_tagged(text, "answer")
+    if block is not None:
+        return block.content.strip()
+    _, marker, tail = text.rpartition("####")
+    return tail.strip() if marker else None
+
+
+def is_same_value(reference: str, answer: str) -> bool:
+    r"""True if two answers are equal in value, as `0.5` and `\frac{1}{2}` or `x^2-1` and `(x-1)(x+1)`, or are the same words.
+
+    Words may differ in letter case, blanks, `$` around them and `\text{}`. math-verify compares the rest, if it is short: see
+    `is_same_number` for why.
+    """
+    if _plain_words(reference) == _plain_words(answer):
+        return True
+    if max(len(reference), len(answer)) > MAX_ANSWER_CHARS:
+        return False
+    return is_same_number(reference, answer) or _is_same_formula(reference, answer)
+
+
+@lru_cache(maxsize=4096)
+def _is_same_formula(reference: str, answer: str) -> bool:
+    parsed = [_parse_formula(reference), _parse_formula(answer)]
+    if not all(parsed):
+        return False
+    import math_verify
+
+    return math_verify.verify(parsed[0], parsed[1], timeout_seconds=None)
+
+
+def _plain_words(answer: str) -> str:
+    unwrapped = re.sub(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox) *\{([^{}]*)\}", r"\1", answer)
+    return " ".join(unwrapped.strip().strip("$").rstrip(".").split()).casefold()
+
+
 @lru_cache(maxsize=4096)
 def _parse_number(answer: str) -> list[Any]:
     """SymPy forms of a numeric answer; an empty list if the answer is not numeric."""
@@ -79,6 +131,20 @@ def _parse_number(answer: str) -> list[Any]:
     import math_verify
 
     # math-verify warns about the missing timeout; `_is_short_arithmetic` makes it unnecessary.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return math_verify.parse(rf"\boxed{{{plain}}}", fallback_mode="no_fallback", parsing_timeout=0)
+
+
+@lru_cache(maxsize=4096)
+def _parse_formula(answer: str) -> list[Any]:
+    """SymPy forms of a short formula; an empty list if it is none."""
+    plain = answer.replace("\N{MINUS SIGN}", "-").strip().strip("$").strip()
+    plain = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[,;:! ]", " ", plain)
+    plain = re.sub(r"^[A-Za-z] *=", "", plain).strip()
+    if len(plain) > MAX_ANSWER_CHARS or not _is_short_formula(plain):
+        return []
+    import math_verify
+
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify.parse(rf"\boxed{{{plain}}}", fallback_mode="no_fallback", parsing_timeout=0)
 
@@ -100,3 +166,16 @@ def _is_short_arithmetic(plain: str) -> bool:
     symbol = r"[+\-*/=(){}]|\\(?:[dt]?frac|times|cdot|div|approx|left|right)(?![A-Za-z])"
     is_arithmetic = re.fullmatch(rf"(?:[0-9., ]|{symbol})+", plain) is not None
     return is_arithmetic and "**" not in plain.replace(" ", "") and len(re.findall(symbol, plain)) <= MAX_SYMBOLS
+
+
+def _is_short_formula(plain: str) -> bool:
+    """True for arithmetic with single letters, roots, small powers, pairs and intervals: no words, no towers of powers, no functions, no equations."""
+    symbol = r"[+\-*/()\[\]{}^]|\\(?:[dt]?frac|sqrt|pi|infty|cup|times|cdot|div)(?![A-Za-z])"
+    is_formula = re.fullmatch(rf"(?:[0-9., ]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|{symbol})+", plain) is not None
+    compact = plain.replace(" ", "")
+    # 10^{-12} and x^9, but of brackets, whose powers are multiplied out, only (x+1)^4
+    powers = re.findall(r"(?<=[0-9])\^(?:-?[0-9]|\{-?[0-9]{1,2}\})(?![0-9^])", compact)
+    powers += re.findall(r"(?<=[A-Za-z])\^(?:-?[0-9A-Za-z]|\{-?[0-9A-Za-z]\})(?![0-9^])", compact)
+    powers += re.findall(r"(?<=[)}\]])\^(?:[1-4]|\{-?[1-4]\})(?![0-9^])", compact)
+    is_small = "**" not in compact and len(powers) == compact.count("^")
+    return is_formula and is_small and len(re.findall(symbol, plain)) <= MAX_FORMULA_SYMBOLS

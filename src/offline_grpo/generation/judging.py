@@ -1,0 +1,140 @@
+"""Scores completions, at once or in the background, and says which one could not be scored."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import threading
+import time
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+
+from offline_grpo.errors import GrpoError, ScoreError, StopRequested, place_of, reason_of
+from offline_grpo.interfaces import Task
+from offline_grpo.types import Problem, Score
+
+MAX_CONCURRENT = 64
+"""How many async scores are awaited at a time: what they ask, such as a server with another model, has limits too."""
+
+SLOW_S = 10.0
+"""A score that takes longer is named in a warning, once in a process, while it is still awaited."""
+
+_SHOWN_CHARS = 200
+
+log = logging.getLogger(__name__)
+
+
+class Judgement:
+    """The score of one completion. A task's `score` is called at once; if it is async, it is awaited in the background.
+
+    Args:
+        text: the completion without special tokens.
+
+    Raises:
+        ScoreError: the task raised, or returned something else than a score. `result` raises it where the score is async.
+    """
+
+    def __init__(self, task: Task, problem: Problem, text: str) -> None:
+        self._problem, self._text = problem, text
+        with self._named(), _slow.watched(problem, text):
+            score = task.score(problem, text)
+            self._future = asyncio.run_coroutine_threadsafe(_awaited(score), _loop()) if inspect.isawaitable(score) else None
+            self._score = _checked(score) if self._future is None else None
+
+    @property
+    def is_done(self) -> bool:
+        return self._future is None or self._future.done()
+
+    def result(self) -> Score:
+        """The score, as soon as it is there."""
+        if self._score is None:
+            assert self._future is not None
+            with self._named(), _slow.watched(self._problem, self._text):
+                self._score = _checked(self._future.result())
+        return self._score
+
+    def cancel(self) -> None:
+        """Give up waiting."""
+        if self._future is not None:
+            self._future.cancel()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """One line that names problem and completion, instead of a traceback from inside code of the user's own."""
+        about = about_completion(self._problem, self._text)
+        try:
+            yield
+        except ScoreError as error:
+            raise ScoreError(f"{error}; {about}") from error
+        except (GrpoError, StopRequested):
+            raise
+        except Exception as error:  # whatever that code raises
+            reason = f"{type(error).__name__}: {reason_of(error)}{place_of(error)}"
+            raise ScoreError(f"a completion cannot be scored, {reason}; {about}; HYDRA_FULL_ERROR=1 shows the traceback") from error
+
+
+def about_completion(problem: Problem, text: str) -> str:
+    """`problem train-3, completion '...'`"""
+    shown = repr(text) if len(text) <= _SHOWN_CHARS else repr(text[:_SHOWN_CHARS]) + "..."
+    return f"problem {problem.problem_id}, completion {shown}"
+
+
+def _checked(score: object) -> Score:
+    if not isinstance(score, Score):
+        raise ScoreError(f"the task's score returned {score!r:.80}; it must be an offline_grpo.types.Score")
+    for name, value in (("reward", score.reward), *score.parts.items()):
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ScoreError(f"the task's score has {name}={value!r:.80}; it must be a finite number")
+    return score
+
+
+async def _awaited(score: Awaitable[Score]) -> Score:
+    async with _room():
+        return await score
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One event loop for the life of the process, because clients that async code makes once belong to the loop that they were used in."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="scores", daemon=True).start()
+    return loop
+
+
+@cache
+def _room() -> asyncio.Semaphore:
+    return asyncio.Semaphore(MAX_CONCURRENT)
+
+
+@dataclass
+class _SlowScores:
+    """Warns about a score that takes longer than `SLOW_S`. A thread looks on, because the code that is slow may never return."""
+
+    _current: tuple[float, Problem, str] | None = field(default=None, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+
+    @contextmanager
+    def watched(self, problem: Problem, text: str) -> Iterator[None]:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look_on, name="slow scores", daemon=True)
+            self._thread.start()
+        self._current = (time.monotonic(), problem, text)
+        try:
+            yield
+        finally:
+            self._current = None
+
+    def _look_on(self) -> None:
+        while True:
+            time.sleep(SLOW_S / 4)
+            current = self._current
+            if current is not None and time.monotonic() - current[0] > SLOW_S:
+                log.warning("a score takes more than %.0f s: %s", SLOW_S, about_completion(*current[1:]))
+                return
+
+
+_slow = _SlowScores()

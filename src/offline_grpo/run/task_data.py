@@ -1,0 +1,107 @@
+"""A run's problems: those that it trains on, and those that it evaluates on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.interfaces import Task
+from offline_grpo.run.build import build, check_settings, resolve
+from offline_grpo.settings import RunConfig
+from offline_grpo.types import Problem, Split
+
+SOURCE_RUNTIME = ("client", "task", "problems", "codec", "sampling", "rank", "world_size")
+"""Names under which a rollout source's constructor may ask for objects that exist only once the model is loaded."""
+
+MAX_PROBLEMS = 1_000_000
+ENDLESS_TASK_PROBLEMS = 10_000
+"""What `data.num_train_seeds: null` means for a task that makes problems from seeds without end."""
+EVAL_PROBLEMS = 256
+"""What `eval.num_ids: null` means for a task that has more: enough for intervals of a few per cent."""
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """A task and its problems; `train` is None where the rollout source needs none."""
+
+    task: Task
+    train: Sequence[Problem] | None
+    held_out: Sequence[Problem]
+    num_dropped: int = 0  # training problems left out, because their prompts are held out
+
+
+def task_data(config: RunConfig) -> TaskData:
+    """The task and its problems.
+
+    Raises:
+        ConfigError: settings of the task or of the source of rollouts, or a choice of problems that the task does not have.
+    """
+    source = resolve(config.rollouts, "rollouts")
+    settings = {name: value for name, value in config.rollouts.items() if name != "_target_"}
+    runtime = SOURCE_RUNTIME if source.needs_problems else [name for name in SOURCE_RUNTIME if name != "problems"]
+    check_settings(source, settings, "rollouts", given_at_runtime=dict.fromkeys(runtime))
+    task = build(config.task, key="task", protocol=Task)
+    train = _train_problems(task, config) if source.needs_problems else None
+    held_out = _eval_problems(task, config) if config.eval.enabled else []
+    if train is None or not config.eval.enabled:
+        return TaskData(task, train, held_out)
+    kept = _without_held_out(train, task, held_out)
+    return TaskData(task, kept, held_out, num_dropped=len(train) - len(kept))
+
+
+def _train_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
+    available = task.problems(Split.TRAIN)
+    first = config.data.train_seed_start
+    count = config.data.num_train_seeds
+    if count is None:
+        last = len(available) if len(available) <= MAX_PROBLEMS else first + ENDLESS_TASK_PROBLEMS
+        return _slice(available, range(first, last), "data.train_seed_start", first)
+    return _slice(available, range(first, first + count), "data.num_train_seeds", count)
+
+
+def _eval_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
+    available = task.problems(Split.EVAL)
+    if config.eval.ids:
+        return _slice(available, config.eval.ids, "eval.ids", config.eval.ids)
+    first, wanted = config.eval.id_seed_start, config.eval.num_ids
+    left = max(len(available) - first, 0)
+    if isinstance(wanted, int):
+        return _slice(available, range(first, first + wanted), "eval.num_ids", wanted)
+    count = left if wanted == "all" else min(left, EVAL_PROBLEMS)
+    key, value = ("eval.id_seed_start", first) if left == 0 else ("eval.num_ids", wanted)
+    return _slice(available, range(first, first + count), key, value)
+
+
+def _slice(available: Sequence[Problem], indices: Sequence[int], key: str, value: object) -> Sequence[Problem]:
+    if not indices:
+        raise ConfigError(f"{key}={value}: no problem is left, the task has {len(available)}")
+    ends = (indices[0], indices[-1]) if isinstance(indices, range) else (min(indices), max(indices))
+    if ends[0] < 0 or ends[1] >= len(available):
+        fix = "; eval.num_ids=all takes every one" if key == "eval.num_ids" else ""
+        raise ConfigError(f"{key}={value}: asks for problem {ends[1]} and the task has {len(available)} (0 to {len(available) - 1}){fix}")
+    if len(indices) > MAX_PROBLEMS:
+        fix = "data.num_train_seeds" if key.startswith("data.") else "eval.num_ids"
+        raise ConfigError(f"{key}={value}: {len(indices):,} problems are more than {MAX_PROBLEMS:,}; set {fix} to a number below that")
+    return [available[i] for i in indices]
+
+
+def _without_held_out(train: Sequence[Problem], task: Task, held_out: Sequence[Problem]) -> Sequence[Problem]:
+    """The training problems whose prompts are not in the evaluation's split: what is evaluated on must stay what it is.
+
+    Of a split without end, only those that the run evaluates on are looked at.
+    """
+    available = task.problems(Split.EVAL)
+    prompts = {_prompt_key(problem): problem for problem in (available if len(available) <= MAX_PROBLEMS else held_out)}
+    kept = [problem for problem in train if _prompt_key(problem) not in prompts]
+    if not kept:
+        first = train[0].problem_id
+        raise ConfigError(
+            f"eval.id_seed_start: every training problem is held out too ({first} as {prompts[_prompt_key(train[0])].problem_id}); choose "
+            "ranges (data.train_seed_start, data.num_train_seeds, eval.id_seed_start, eval.num_ids), splits or files that differ"
+        )
+    return train if len(kept) == len(train) else kept
+
+
+def _prompt_key(problem: Problem) -> tuple[tuple[str, str], ...]:
+    return tuple((message["role"], message["content"]) for message in problem.messages)

@@ -1,0 +1,179 @@
+"""Problems from a data set, of your own or from the Hugging Face Hub: a prompt and an answer in each row."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
+from typing import Any
+
+from offline_grpo.errors import ConfigError, require
+from offline_grpo.reward.functions import Rewards, load_rewards
+from offline_grpo.task.answers import is_same_number, is_same_value, last_boxed, last_number, marked_answer, reference_answer
+from offline_grpo.task.rows import Row, check_spec, held_out_split, messages_or_text, read_split, text_field
+from offline_grpo.types import Message, Problem, Score, Split
+
+ANSWER_KINDS = ("auto", "text", "regex")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    r"""Rows with a prompt and an answer. `Score.parts`, unless `reward` names functions of your own:
+
+        correct     1.0 if the completion's answer is the row's
+        format      `format_weight` if there is a `\boxed{}` and it is not empty
+
+    Ids are `train-i` and `eval-i`, where i is the row's number in its split, from 0. The first call of `problems` reads the rows, once.
+
+    Args:
+        path, name, train_split: see `rows.read_split`.
+        eval_split: the split to evaluate on; None is `test` or `validation`, or without these `eval_frac` of the rows of `train_split`,
+            those whose prompts come first in the order of a fixed hash.
+        prompt_field: the field with the prompt: text, or a list of chat messages.
+        answer_field: the field with the answer: text or a number. None, or no such field, if `reward` needs none.
+        system_prompt: the system message, or None for no system message.
+        prompt_template: the user message; `{PROMPT_FIELD}` is replaced by the prompt. None is the prompt alone.
+        answer_kind: how answers are compared, see `is_right`.
+        reward: functions that score completions, see `load_rewards`; None compares answers.
+        correct_threshold: with `reward`, the least reward of a completion that counts as correct.
+
+    Raises:
+        ConfigError: a value is malformed. `problems` raises it if the data cannot be read or a row is malformed.
+    """
+
+    path: str
+    name: str | None
+    train_split: str
+    eval_split: str | None
+    eval_frac: float
+    prompt_field: str
+    answer_field: str | None
+    system_prompt: str | None
+    prompt_template: str | None
+    answer_kind: str
+    format_weight: float
+    reward: Any
+    correct_threshold: float
+
+    def __post_init__(self) -> None:
+        require(bool(self.path.strip()), "task.path", repr(self.path), "set it to a local file or folder, or to a Hub id")
+        check_spec("task.train_split", self.train_split)
+        if self.eval_split is not None:
+            check_spec("task.eval_split", self.eval_split)
+        require(0 < self.eval_frac < 1, "task.eval_frac", self.eval_frac, "must lie strictly between 0 and 1")
+        fix = "is blank; set it to null to send no system message"
+        require(self.system_prompt is None or bool(self.system_prompt.strip()), "task.system_prompt", repr(self.system_prompt), fix)
+        place = f"{{{self.prompt_field}}}"
+        fix = f"must contain {place}, which is replaced by the field {self.prompt_field} (task.prompt_field)"
+        require(self.prompt_template is None or place in self.prompt_template, "task.prompt_template", repr(self.prompt_template), fix)
+        require(self.answer_kind in ANSWER_KINDS, "task.answer_kind", self.answer_kind, f"must be one of {', '.join(ANSWER_KINDS)}")
+        require(0 <= self.format_weight < float("inf"), "task.format_weight", self.format_weight, "must be 0 or more")
+        require(isfinite(self.correct_threshold), "task.correct_threshold", self.correct_threshold, "must be a finite number")
+        if self._rewards is None and self.answer_field is None:
+            raise ConfigError("task.answer_field=None: name the field with the answer, or set task.reward")
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """All problems of a split, in the order of the data."""
+        return self._splits[split]
+
+    def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
+        """Compare the answer of a completion with the row's, or ask the reward functions."""
+        if self._rewards is not None:
+            return self._rewards.score(problem, text)
+        is_correct = is_right(self.answer_kind, problem.answer, text)
+        parts = {"correct": float(is_correct), "format": self.format_weight if last_boxed(text) else 0.0}
+        return Score(reward=sum(parts.values()), is_correct=is_correct, parts=parts)
+
+    @cached_property
+    def _rewards(self) -> Rewards | None:
+        return None if self.reward is None else load_rewards(self.reward, self.correct_threshold)
+
+    @cached_property
+    def _splits(self) -> Mapping[Split, Sequence[Problem]]:
+        train = self._load(self.train_split, Split.TRAIN)
+        spec = self.eval_split or held_out_split(self.path, self.name)
+        if spec is not None:
+            return {Split.TRAIN: train, Split.EVAL: self._load(spec, Split.EVAL)}
+        chosen = self._first_in_hash_order([_hash_of(problem.messages) for problem in train])
+        parts: dict[Split, list[Problem]] = {split: [] for split in Split}
+        for problem in train:
+            parts[Split.EVAL if _hash_of(problem.messages) in chosen else Split.TRAIN].append(problem)
+        log.info("held out: %d of %d rows, without a split for it (task.eval_frac=%s)", len(parts[Split.EVAL]), len(train), self.eval_frac)
+        return parts
+
+    def _first_in_hash_order(self, hashes: Sequence[str]) -> set[str]:
+        """The prompts that are held out. All rows with the same prompt are on the same side, whatever their order and whatever is added."""
+        different = sorted(set(hashes))
+        if len(different) < 2:
+            raise ConfigError(f"task.path={self.path}: has {len(different)} prompt to train on and to evaluate on; it needs 2 or more")
+        return set(different[: max(1, round(self.eval_frac * len(different)))])
+
+    def _load(self, spec: str, split: Split) -> list[Problem]:
+        rows = read_split(self.path, self.name, spec, f"task.{split}_split")
+        problems = [self._problem(f"{split}-{row.index}", row) for row in rows]
+        if self._rewards is not None:
+            for problem in problems:
+                self._rewards.check(problem)
+        return problems
+
+    def _problem(self, problem_id: str, row: Row) -> Problem:
+        prompt = messages_or_text(row, self.prompt_field, "task.prompt_field")
+        if isinstance(prompt, str):
+            # Not str.format: templates and prompts may contain other braces.
+            text = prompt if self.prompt_template is None else self.prompt_template.replace(f"{{{self.prompt_field}}}", prompt)
+            prompt = [{"role": "user", "content": text}]
+        elif self.prompt_template is not None:
+            fix = "is for prompts of text, and here they are lists of messages; set it to null"
+            raise ConfigError(f"task.prompt_template={self.prompt_template!r}: {fix} ({row.where} field {self.prompt_field})")
+        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        if system and prompt[0]["role"] == "system":
+            raise ConfigError(f"task.system_prompt={self.system_prompt!r}: {row.where} has a system message of its own; set it to null")
+        fields = {str(key): value for key, value in row.value.items() if key not in (self.prompt_field, self.answer_field)}
+        return Problem(problem_id, (*system, *prompt), self._answer(row), fields)
+
+    def _answer(self, row: Row) -> str:
+        if self.answer_field is None or (self._rewards is not None and row.value.get(self.answer_field) is None):
+            return ""
+        text = text_field(row, self.answer_field, "task.answer_field")
+        if self._rewards is not None:
+            return text
+        answer = reference_answer(text) if self.answer_kind == "auto" else text.strip()
+        if not answer:
+            raise ConfigError(f"{row.where} has no final answer in the field {self.answer_field!r} (task.answer_field): {text!r:.120}")
+        if self.answer_kind == "regex":
+            try:
+                re.compile(answer)
+            except re.error as error:
+                raise ConfigError(
+                    f"{row.where} has no regular expression in the field {self.answer_field!r} ({error}): {answer!r}"
+                ) from error
+        return answer
+
+
+def is_right(kind: str, reference: str, text: str) -> bool:
+    r"""Whether a completion has the reference as its answer: what it marks as its answer, or, without a mark, all of it.
+
+    Args:
+        kind: "auto": equal in value if both are numbers or formulas, otherwise the same words. Without a mark the last number of the
+            completion counts too. "text": the same characters, but for blanks around them. "regex": the reference is a regular expression
+            that is found somewhere in the completion.
+    """
+    if kind == "regex":
+        return re.search(reference, text) is not None
+    marked = marked_answer(text)
+    answer = text.strip() if marked is None else marked
+    if kind == "text":
+        return answer == reference
+    number = last_number(text) if marked is None else None
+    return is_same_value(reference, answer) or (number is not None and is_same_number(reference, number))
+
+
+def _hash_of(messages: Sequence[Message]) -> str:
+    content = "\0".join(f"{message['role']}\0{message['content']}" for message in messages)
+    return hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()
