@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import multiprocessing
@@ -67,6 +68,17 @@ class Mishaps(RunListener):
 
     def phase(self, name: str, iteration: int) -> None:
         self.planned.pop((name, iteration), lambda: None)()
+
+
+class StopsRun(RunListener):
+    """Asks the run in folder `name` to stop, as its second iteration begins to sample."""
+
+    def __init__(self, output_dir: Path, name: str) -> None:
+        self.is_meant = output_dir.name == name
+
+    def phase(self, name: str, iteration: int) -> None:
+        if self.is_meant and (name, iteration) == ("generate", 1):
+            signal.raise_signal(signal.SIGTERM)
 
 
 class Heard(RunListener):
@@ -175,7 +187,11 @@ def _command(folder: str, script: str, words: list[str], outputs: str) -> None:
     os.chdir(folder)
     os.environ["HF_HUB_OFFLINE"] = "1"
     sys.argv = [script, *words]
-    runpy.run_path(script, run_name="__main__")
+    atexit._clear()  # the server's; a process of multiprocessing would not run its own either
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
 
 
 def printed(output_dir: Path) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from children import SMALL, Heard, draw_nothing
+from children import SMALL, Heard, draw_nothing, run_command
 from factories import compose_config
 
 from offline_grpo.report import plots
 from offline_grpo.run import app
+
+SCRIPT = Path(__file__).parents[2] / "run_grpo.py"
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +77,15 @@ def test_the_first_record_tells_what_the_start_took(run):
     assert not [key for key in second if key.startswith("time/start")]
     assert first["num_trainable_parameters"] > 1000
     assert "num_trainable_parameters" not in second
+
+
+def test_a_sweep_that_is_stopped_has_its_table(tmp_path, run):
+    """Of the runs so far: one is done, one was stopped, and the third never began."""
+    stops = "+logger.stops={_target_:children.StopsRun,name:'1'}"
+    small = (*SMALL, f"cache_dir={run[0].parent}/cache", "train.iterations=2", "eval.interval=1", stops)
+    result = run_command(tmp_path / "cwd", SCRIPT, "--multirun", f"hydra.sweep.dir={tmp_path}/sweep", *small, "seed=0,1,2")
+    assert result.returncode == 143, result.stderr
+    lines = result.stdout.splitlines()
+    assert "1 configuration, 2 runs, best mean final pass@1 first" in lines
+    assert "run 1: stopped at 1/2" in lines
+    assert {path.name for path in (tmp_path / "sweep").iterdir()} == {"0", "1", "multirun.yaml", "summary.csv", "summary.md", "sweep.png"}

@@ -1,53 +1,26 @@
-"""The table of a sweep, best run first: `python -m offline_grpo.report.sweep multirun/DATE/TIME`."""
+"""The table and the picture of a sweep, best configuration first: `python -m offline_grpo.report.sweep multirun/DATE/TIME`."""
 
 from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import yaml
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from offline_grpo.errors import ConfigError, GrpoError
-from offline_grpo.report.history import load_history
+from offline_grpo.logger import output_console
+from offline_grpo.report.configurations import Configuration, configurations, short_overrides
+from offline_grpo.report.sweep_run import NUMBER_COLUMNS, SweepRun, read_run
 
-NUMBER_COLUMNS = ("pass@1", "pass@1_low", "pass@1_high", "best_pass@1", "reward_mean", "minutes")  # of summary.csv
-TEXT_COLUMNS = ("pass@1 [95 %]", "best", "reward", "minutes", "status")  # of summary.md and the terminal
-
-
-@dataclass(frozen=True, slots=True)
-class SweepRun:
-    """One run of a sweep: its overrides and its results. A result that was not measured is None."""
-
-    name: str
-    overrides: dict[str, str]
-    status: str
-    final_pass_at_1: float | None
-    final_low: float | None
-    final_high: float | None
-    best_pass_at_1: float | None
-    reward: float | None
-    minutes: float | None
-
-    @property
-    def numbers(self) -> tuple[float | None, ...]:
-        """The values of NUMBER_COLUMNS."""
-        return (self.final_pass_at_1, self.final_low, self.final_high, self.best_pass_at_1, self.reward, self.minutes)
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The values of TEXT_COLUMNS."""
-        has_interval = self.final_low is not None and self.final_high is not None
-        interval = f" [{self.final_low:.3f}, {self.final_high:.3f}]" if has_interval else ""
-        best, reward = _text(self.best_pass_at_1, ".3f"), _text(self.reward, ".3f")
-        return (_text(self.final_pass_at_1, ".3f") + interval, best, reward, _text(self.minutes, ".1f"), self.status)
+CONFIGURATION_COLUMNS = ("configuration", "runs", "pass@1 [95 %]", "best", "reward", "min")
+RUN_COLUMNS = ("pass@1 [95 %]", "best", "reward", "minutes", "status")
+ALIKE = "all alike"
+GAP = 2
+RUNS_WIDTH = 7  # then the list of runs folds
 
 
 def sweep_table(multirun_dir: Path) -> list[SweepRun]:
@@ -59,108 +32,112 @@ def sweep_table(multirun_dir: Path) -> list[SweepRun]:
     run_dirs = sorted(path.parent.parent for path in multirun_dir.rglob(".hydra/overrides.yaml"))
     if not run_dirs:
         raise ConfigError(f"{multirun_dir}: contains no runs (folders with .hydra/overrides.yaml); give the folder of a --multirun")
-    runs = [_read_run(run_dir, run_dir.relative_to(multirun_dir).as_posix()) for run_dir in run_dirs]
+    runs = [read_run(run_dir, run_dir.relative_to(multirun_dir).as_posix()) for run_dir in run_dirs]
     return sorted(runs, key=lambda run: (run.final_pass_at_1 is None, -(run.final_pass_at_1 or 0.0)))
 
 
-def save_summary(multirun_dir: Path, runs: Sequence[SweepRun]) -> tuple[Path, Path]:
-    """Write `summary.csv` (full precision, for programs) and `summary.md` (for people) into the sweep's folder."""
+def print_sweep(multirun_dir: Path, console: Console) -> None:
+    """Print the sweep's table, and save tables and picture beside the runs."""
+    runs = sweep_table(multirun_dir)
+    found = configurations(runs)
+    rows = _rows(found)
+    widths = [max(map(len, column)) for column in zip(CONFIGURATION_COLUMNS, *rows, strict=True)]
+    widths[1] = min(widths[1], RUNS_WIDTH)
+    room = console.width - sum(widths[1:]) - GAP * (len(widths) - 1)
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+    for name in CONFIGURATION_COLUMNS:
+        folds, longest = name in ("configuration", "runs"), RUNS_WIDTH if name == "runs" else None
+        table.add_column(Text(name), overflow="fold", no_wrap=not folds, max_width=longest)
+    for overrides, row in zip(short_overrides(found), rows, strict=True):
+        table.add_row(Text(_folded(overrides, room)), *(Text(cell) for cell in row[1:]))
+    several = any(len(each.runs) > 1 for each in found)
+    lines = [
+        f"{_count(len(found), 'configuration')}, {_count(len(runs), 'run')}, best {'mean ' if several else ''}final pass@1 first",
+        *(["means over runs that differ in the seed alone, with 95 % intervals"] if several else []),
+    ]
+    saved = save_summary(multirun_dir, runs, found)
+    unfinished = [f"run {run.name}: {run.status}" for run in sorted(runs, key=lambda run: run.name) if not run.is_done]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(table)
+    for line in [*unfinished, *map(str, saved)]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def save_summary(multirun_dir: Path, runs: Sequence[SweepRun], found: Sequence[Configuration]) -> list[Path]:
+    """Write `summary.csv` (a row per run, in full precision), `summary.md` (both tables) and, if pass@1 was measured, `sweep.png`."""
+    from offline_grpo.report.sweep_plot import save_sweep_plot  # matplotlib takes long to import
+
     csv_path, markdown_path = multirun_dir / "summary.csv", multirun_dir / "summary.md"
-    keys = _overridden_keys(runs)
+    keys = list(dict.fromkeys(key for run in runs for key in run.overrides))
     with csv_path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["run", *keys, "status", *NUMBER_COLUMNS])
         writer.writerows([run.name, *(run.overrides.get(key, "") for key in keys), run.status, *run.numbers] for run in runs)
-    header, rows = _text_rows(runs)
-    lines = [header, ["---"] * len(header), *rows]
-    markdown_path.write_text("".join(_markdown_row(line) for line in lines))
-    return csv_path, markdown_path
+    lines = [*_markdown(CONFIGURATION_COLUMNS, _rows(found)), "\n", *_markdown(*_run_rows(runs))]
+    markdown_path.write_text("".join(lines))
+    picture = save_sweep_plot(multirun_dir, found)
+    return [csv_path, markdown_path, *([picture] if picture is not None else [])]
 
 
-def print_sweep(multirun_dir: Path, console: Console) -> None:
-    """Print the sweep's table and save it beside the runs."""
-    runs = sweep_table(multirun_dir)
-    header, rows = _text_rows(runs)
-    table = Table(title=f"{len(runs)} runs, best final pass@1 first", title_justify="left", box=SIMPLE)
-    for name in header:
-        is_override = name not in ("run", *TEXT_COLUMNS)  # only these cells can be long
-        table.add_column(Text(name), overflow="fold", no_wrap=not is_override, min_width=min(len(name), 10))
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
-    for path in save_summary(multirun_dir, runs):
-        console.print(str(path), markup=False, highlight=False, soft_wrap=True)
+def _folded(overrides: Mapping[str, str], width: int) -> str:
+    """An override per line; the value on a line of its own where the two are too wide."""
+    pairs = [(f"{name}=", value) for name, value in overrides.items()]
+    return "\n".join(name + value if len(name + value) <= width else f"{name}\n  {value}" for name, value in pairs) or ALIKE
 
 
-def _overridden_keys(runs: Sequence[SweepRun]) -> list[str]:
-    return list(dict.fromkeys(key for run in runs for key in run.overrides))
+def _rows(found: Sequence[Configuration]) -> list[list[str]]:
+    """Cells of CONFIGURATION_COLUMNS."""
+    return [
+        [
+            ", ".join(f"{key}={value}" for key, value in each.overrides.items()) or ALIKE,
+            " ".join(run.name for run in each.runs),
+            _interval(each.pass_at_1, each.low, each.high),
+            _text(each.mean("best_pass_at_1"), ".3f"),
+            _text(each.mean("reward"), ".3f"),
+            _text(each.mean("minutes"), ".1f"),
+        ]
+        for each in found
+    ]
 
 
-def _text_rows(runs: Sequence[SweepRun]) -> tuple[list[str], list[list[str]]]:
+def _run_rows(runs: Sequence[SweepRun]) -> tuple[list[str], list[list[str]]]:
     """Header and rows. Columns: the run, each override that differs between runs, the results."""
-    keys = [key for key in _overridden_keys(runs) if len(runs) == 1 or len({run.overrides.get(key) for run in runs}) > 1]
-    rows = [[run.name, *(run.overrides.get(key, "") for key in keys), *run.texts] for run in runs]
-    return ["run", *keys, *TEXT_COLUMNS], rows
+    keys = list(dict.fromkeys(key for run in runs for key in run.overrides))
+    keys = [key for key in keys if len(runs) == 1 or len({run.overrides.get(key) for run in runs}) > 1]
+    rows = [[run.name, *(run.overrides.get(key, "") for key in keys), *_results(run)] for run in runs]
+    return ["run", *keys, *RUN_COLUMNS], rows
+
+
+def _results(run: SweepRun) -> list[str]:
+    """Cells of RUN_COLUMNS; the interval is over the run's problems."""
+    best, reward, minutes = _text(run.best_pass_at_1, ".3f"), _text(run.reward, ".3f"), _text(run.minutes, ".1f")
+    return [_interval(run.final_pass_at_1, run.final_low, run.final_high), best, reward, minutes, run.status]
+
+
+def _interval(value: float | None, low: float | None, high: float | None) -> str:
+    return _text(value, ".3f") + (f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else "")
 
 
 def _text(number: float | None, form: str) -> str:
     return "" if number is None else format(number, form)
 
 
-def _markdown_row(cells: Sequence[str]) -> str:
-    escaped = (cell.replace("|", "\\|") for cell in cells)
-    return f"| {' | '.join(escaped)} |\n"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _read_run(run_dir: Path, name: str) -> SweepRun:
-    history = load_history(run_dir)
-    final_low, final_high = (_last(history.series("eval", f"pass@1_{end}").values) for end in ("low", "high"))
-    pass_at_1 = history.series("eval", "pass@1").values
-    _, seconds = history.phase_seconds()
-    return SweepRun(
-        name=name,
-        overrides=_read_overrides(run_dir),
-        status=_status(run_dir, num_done=max(history.train, default=-1) + 1),
-        final_pass_at_1=_last(pass_at_1),
-        final_low=final_low,
-        final_high=final_high,
-        best_pass_at_1=float(pass_at_1.max()) if len(pass_at_1) else None,
-        reward=_last(history.series("train", "reward_mean").values),
-        minutes=sum(float(values.sum()) for values in seconds.values()) / 60 if seconds else None,
-    )
-
-
-def _last(values: Sequence[float] | Any) -> float | None:
-    return float(values[-1]) if len(values) else None
-
-
-def _status(run_dir: Path, *, num_done: int) -> str:
-    """`done`, `stopped at 3/10`, or `no metrics` for a run that never finished an iteration."""
-    if num_done == 0:
-        return "no metrics"
-    config = _read_yaml(run_dir / ".hydra" / "config.yaml")
-    wanted = config["train"]["iterations"]
-    return "done" if num_done >= wanted else f"stopped at {num_done}/{wanted}"
-
-
-def _read_overrides(run_dir: Path) -> dict[str, str]:
-    """`["train.lr=1e-6", "task=sat"]` -> {"train.lr": "1e-6", "task": "sat"}; `~key` deletes and has no value."""
-    overrides = _read_yaml(run_dir / ".hydra" / "overrides.yaml") or []
-    return {key: value for key, _, value in (str(override).partition("=") for override in overrides)}
-
-
-def _read_yaml(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise GrpoError(f"{path}: cannot be read ({error})") from error
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return [f"| {' | '.join(cells)} |\n" for cells in escaped]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.report.sweep", description="Compare the runs of a sweep.")
     parser.add_argument("multirun_dir", type=Path, help="folder of a --multirun, for example multirun/2026-01-31/12-00-00")
-    console = Console()
+    console = output_console()
     try:
         print_sweep(parser.parse_args(arguments).multirun_dir, console)
     except GrpoError as error:

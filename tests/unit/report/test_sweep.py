@@ -48,8 +48,18 @@ def test_runs_are_ordered_by_final_pass_at_1_and_failures_come_last(multirun_dir
 
 def test_the_table_is_printed_and_saved_for_programs_and_people(multirun_dir: Path) -> None:
     stream = io.StringIO()
-    print_sweep(multirun_dir, Console(file=stream, width=200))
-    assert "0.500 [0.375, 0.625]" in stream.getvalue()
+    print_sweep(multirun_dir, Console(file=stream, width=80))
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert lines[:6] == [
+        "3 configurations, 3 runs, best final pass@1 first",
+        "configuration  runs  pass@1 [95 %]  best   reward  min",
+        "lr=1e-6        0     0.500          0.625  0.750   3.0",
+        "lr=5e-6        2     0.750          0.750  0.500   1.5",
+        "lr=1e-5        1",
+        "run 1: no metrics",
+    ]
+    assert lines[6] == "run 2: stopped at 1/2"
+    assert (multirun_dir / "sweep.png").stat().st_size > 10_000
     with (multirun_dir / "summary.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["run"], row["task"], row["train.lr"], row["pass@1"]) for row in rows] == [
@@ -58,9 +68,37 @@ def test_the_table_is_printed_and_saved_for_programs_and_people(multirun_dir: Pa
         ("1", "sat", "1e-5", ""),
     ]
     lines = (multirun_dir / "summary.md").read_text().splitlines()
-    assert lines[0] == "| run | train.lr | pass@1 [95 %] | best | reward | minutes | status |", "task is the same for all"
-    assert lines[3] == "| 0 | 1e-6 | 0.500 [0.375, 0.625] | 0.625 | 0.750 | 3.0 | done |"
-    assert lines[4] == "| 1 | 1e-5 |  |  |  |  | no metrics |"
+    assert lines[2] == "| train.lr=1e-6 | 0 | 0.500 | 0.625 | 0.750 | 3.0 |"
+    runs = lines[6:]
+    assert runs[0] == "| run | train.lr | pass@1 [95 %] | best | reward | minutes | status |", "task is the same for all"
+    assert runs[3] == "| 0 | 1e-6 | 0.500 [0.375, 0.625] | 0.625 | 0.750 | 3.0 | done |"
+    assert runs[4] == "| 1 | 1e-5 |  |  |  |  | no metrics |"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_line_of_the_table_is_wider_than_the_terminal_and_nothing_is_cut(tmp_path: Path, width: int) -> None:
+    long = ["train.loss.importance_correction=token_truncate", f"model.train_id=/models/{'long/' * 20}end"]
+    for i in range(12):
+        make_run(tmp_path / str(i), [*long, f"seed={i % 6}", f"train.lr={i // 6}e-6"], [0.25, 0.5 + i / 100], num_train=2)
+    make_run(tmp_path / "12", ["task=sat"], [0.25, 1.0], num_train=2)
+    stream = io.StringIO()
+    print_sweep(tmp_path, Console(file=stream, width=width))
+    lines = [line for line in stream.getvalue().splitlines() if not line.startswith(str(tmp_path))]
+    assert max(map(len, lines)) <= width
+    text = "".join(line.split("  ")[0] if line.startswith("importance") else line.strip() for line in lines)
+    assert "importance_correction=" in text
+    assert "token_truncate" in text
+    assert "\u2026" not in text
+    assert sum(line.count("[0.") for line in lines) == 2, "an interval for each configuration with several seeds"
+    assert "means over runs that differ in the seed alone, with 95 % intervals" in lines
+
+
+def test_a_run_that_stopped_early_is_done(tmp_path: Path) -> None:
+    make_run(tmp_path / "0", ["task=sat"], [0.25, 0.75], num_train=1)
+    path = tmp_path / "0" / "metrics" / "train_iter_000.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"stopped_early": 1.0}))
+    [run] = sweep_table(tmp_path)
+    assert run.is_done
 
 
 def test_command_line(multirun_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,5 +111,9 @@ def test_command_line(multirun_dir: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_hydra_callback_prints_the_table_of_its_sweep(multirun_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    SweepSummary().on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(multirun_dir)}}}))
+    callback = SweepSummary()
+    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(multirun_dir)}}})
+    callback.on_multirun_start(config)
+    assert capsys.readouterr().out == ""
+    callback.on_multirun_end(config)
     assert "3 runs" in capsys.readouterr().out

@@ -1,0 +1,113 @@
+"""The configurations of a sweep: runs that differ in the seed alone, and what they have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from offline_grpo.report.history import FloatArray
+from offline_grpo.report.sweep_run import SweepRun
+
+NOT_COMPARED = ("seed", "resume")
+"""Overrides that make no other configuration."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Runs with the same overrides but for the seed.
+
+    Args:
+        overrides: those in which the sweep's configurations differ; all of them where there is only one.
+        runs: sorted by name.
+    """
+
+    overrides: dict[str, str]
+    runs: tuple[SweepRun, ...]
+
+    @property
+    def counted(self) -> list[SweepRun]:
+        """The runs that means are over: those that are done, or all where none is, of which pass@1 was measured."""
+        done = [run for run in self.runs if run.is_done]
+        return [run for run in done or self.runs if len(run.pass_at_1)]
+
+    def mean(self, name: str) -> float | None:
+        """The mean of a result of SweepRun over `counted`; None where it was not measured."""
+        values = [value for run in self.counted if (value := getattr(run, name)) is not None]
+        return sum(values) / len(values) if values else None
+
+    @property
+    def pass_at_1(self) -> float | None:
+        """The mean of the last pass@1."""
+        return self.mean("final_pass_at_1")
+
+    @property
+    def low(self) -> float | None:
+        """Lower end of its interval; None with one run."""
+        return self._bound(0)
+
+    @property
+    def high(self) -> float | None:
+        """Upper end of its interval; None with one run."""
+        return self._bound(1)
+
+    def _bound(self, end: int) -> float | None:
+        if len(self.counted) < 2:
+            return None
+        values = np.array([run.final_pass_at_1 for run in self.counted], dtype=np.float64)
+        return float(share_interval(values[:, None])[end][0])
+
+    def curve(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Completed iterations [R], pass@1 of the runs there [N, R], and its mean [R], where all counted runs were evaluated."""
+        tables = [dict(zip(run.pass_at_1.steps.tolist(), run.pass_at_1.values.tolist(), strict=True)) for run in self.counted]
+        steps = sorted(set.intersection(*map(set, tables))) if tables else []
+        values = np.array([[table[step] for step in steps] for table in tables], dtype=np.float64).reshape(len(tables), len(steps))
+        return np.array(steps, dtype=np.float64), values, values.mean(0) if tables else np.zeros(0)
+
+
+def configurations(runs: Sequence[SweepRun]) -> list[Configuration]:
+    """Group runs by all overrides except NOT_COMPARED: best mean pass@1 first, then unfinished ones, unmeasured ones last."""
+    groups: dict[tuple[tuple[str, str], ...], list[SweepRun]] = {}
+    for run in runs:
+        key = tuple(sorted((key, value) for key, value in run.overrides.items() if key not in NOT_COMPARED))
+        groups.setdefault(key, []).append(run)
+    shared = set.intersection(*(set(key) for key in groups)) if len(groups) > 1 else set()
+    found = [
+        Configuration(
+            {key: value for key, value in chosen[0].overrides.items() if key not in NOT_COMPARED and (key, value) not in shared},
+            tuple(sorted(chosen, key=lambda run: (len(run.name), run.name))),
+        )
+        for chosen in groups.values()
+    ]
+    return sorted(found, key=lambda each: (each.pass_at_1 is None, not any(run.is_done for run in each.runs), -(each.pass_at_1 or 0.0)))
+
+
+def short_overrides(found: Sequence[Configuration]) -> list[dict[str, str]]:
+    """The overrides of each, with keys by their last part (`lr` for `train.lr`) where that is one key's alone."""
+    keys = list(dict.fromkeys(key for each in found for key in each.overrides))
+    leaves = [key.rpartition(".")[2] for key in keys]
+    names = {key: leaf if leaves.count(leaf) == 1 else key for key, leaf in zip(keys, leaves, strict=True)}
+    return [{names[key]: value for key, value in each.overrides.items()} for each in found]
+
+
+def share_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """95 % interval of the mean of shares over N >= 2 runs, [N, R] -> ([R], [R]): mean ± t * s / sqrt(N), cut at 0 and 1.
+
+    Student's t with N - 1 degrees of freedom, because the spread is estimated from few runs (Student 1908, "The probable error of a mean").
+    A bootstrap over two or three values has too few different resamples, and is too narrow.
+    """
+    count = len(values)
+    half = t_975(count - 1) * values.std(0, ddof=1) / math.sqrt(count)
+    mean = values.mean(0)
+    return np.maximum(mean - half, 0.0), np.minimum(mean + half, 1.0)
+
+
+def t_975(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t: from tables up to 4 degrees of freedom, then by the series of Abramowitz & Stegun 26.7.5."""
+    if freedom <= 4:
+        return (12.7062, 4.3027, 3.1824, 2.7764)[freedom - 1]
+    z = 1.959964
+    terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    return sum(term / freedom**power for power, term in enumerate(terms))

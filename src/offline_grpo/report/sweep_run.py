@@ -1,0 +1,86 @@
+"""One run of a sweep: its overrides and its results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offline_grpo.report.history import Series, load_history
+from offline_grpo.report.run_files import read_yaml
+
+NUMBER_COLUMNS = ("pass@1", "pass@1_low", "pass@1_high", "best_pass@1", "reward_mean", "minutes")  # of summary.csv
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRun:
+    """A result that was not measured is None."""
+
+    name: str
+    overrides: dict[str, str]
+    status: str
+    pass_at_1: Series
+    final_low: float | None
+    final_high: float | None
+    reward: float | None
+    minutes: float | None
+
+    @property
+    def is_done(self) -> bool:
+        return self.status == "done"
+
+    @property
+    def final_pass_at_1(self) -> float | None:
+        return _last(self.pass_at_1.values)
+
+    @property
+    def best_pass_at_1(self) -> float | None:
+        return float(self.pass_at_1.values.max()) if len(self.pass_at_1) else None
+
+    @property
+    def numbers(self) -> tuple[float | None, ...]:
+        """The values of NUMBER_COLUMNS."""
+        return (self.final_pass_at_1, self.final_low, self.final_high, self.best_pass_at_1, self.reward, self.minutes)
+
+
+def read_run(run_dir: Path, name: str) -> SweepRun:
+    """The run in a folder of a sweep.
+
+    Raises:
+        GrpoError: a file of it cannot be read.
+    """
+    history = load_history(run_dir)
+    final_low, final_high = (_last(history.series("eval", f"pass@1_{end}").values) for end in ("low", "high"))
+    _, seconds = history.phase_seconds()
+    total_s = sum(float(values.sum()) for values in seconds.values()) + history.start_seconds().get("", 0.0)
+    num_done = max(history.train, default=-1) + 1
+    stopped_early = num_done > 0 and "stopped_early" in history.train[num_done - 1]
+    return SweepRun(
+        name=name,
+        overrides=_read_overrides(run_dir),
+        status="done" if stopped_early else _status(run_dir, num_done),
+        pass_at_1=history.series("eval", "pass@1"),
+        final_low=final_low,
+        final_high=final_high,
+        reward=_last(history.series("train", "reward_mean").values),
+        minutes=total_s / 60 if seconds else None,
+    )
+
+
+def _last(values: Sequence[float] | Any) -> float | None:
+    return float(values[-1]) if len(values) else None
+
+
+def _status(run_dir: Path, num_done: int) -> str:
+    """`done`, `stopped at 3/10`, or `no metrics` for a run that never finished an iteration."""
+    if num_done == 0:
+        return "no metrics"
+    wanted = read_yaml(run_dir / ".hydra" / "config.yaml")["train"]["iterations"]
+    return "done" if num_done >= wanted else f"stopped at {num_done}/{wanted}"
+
+
+def _read_overrides(run_dir: Path) -> dict[str, str]:
+    """`["train.lr=1e-6", "task=sat"]` -> {"train.lr": "1e-6", "task": "sat"}; `~key` deletes and has no value."""
+    overrides = read_yaml(run_dir / ".hydra" / "overrides.yaml") or []
+    return {key: value for key, _, value in (str(override).partition("=") for override in overrides)}
