@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import signal
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -65,6 +67,13 @@ def place_of(error: BaseException) -> str:
     foreign = next((f.filename for f in frames if not f.filename.startswith(own) or "site-packages" in f.filename), None)
     last = next((frame for frame in reversed(frames) if frame.filename == foreign), None)
     return "" if last is None else f" ({Path(last.filename).name}, line {last.lineno}, in {last.name})"
+
+
+def no_such_key(key: str, known: Iterable[str]) -> ConfigError:
+    """The error about a key that the schema does not have; names the most similar one that it has, or all."""
+    names = list(known)
+    similar = difflib.get_close_matches(key.rpartition(".")[2], names, n=1, cutoff=0.5)
+    return ConfigError(f"{key}: no such key; " + (f"did you mean {similar[0]}?" if similar else f"it may be one of {', '.join(names)}"))
 
 
 def require(condition: bool, key: str, value: object, fix: str) -> None:

@@ -252,7 +252,7 @@ class RunConfig:
     placement: PlacementConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig
-    logger: Any
+    logger: Any = None
     engine: Any = None
 
     def __post_init__(self) -> None:

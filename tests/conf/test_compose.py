@@ -129,6 +129,12 @@ REFUSED_WITHOUT_TORCH = {
     "logger.console.refresh_per_s=0": "logger.console.refresh_per_s=0: must be above 0",
     "logger=[wandb] logger.wandb.mode=loud": "logger.wandb.mode=loud: must be one of",
     "rollouts.none=1": "rollouts.none",
+    "+train.foo=1": "train.foo: no such key; it may be one of iterations, ",
+    "+model.lora.rank=1 model/lora=default": "model.lora.rank: no such key; it may be one of r, ",
+    "+some/group=x": "some/group: no such key; ",
+    "+resum=x": "resum: no such key; did you mean resume?",
+    "generation=vllm_server generation.base_url=foo": "generation.base_url=foo: must begin with http:// or https://",
+    "eval.backend=vllm_server eval.base_url=http://": "eval.base_url=http://: must begin with http:// or https:// and name a host",
 }
 
 

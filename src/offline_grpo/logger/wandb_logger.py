@@ -22,7 +22,7 @@ class WandbLogger(RunListener):
     """Logs `train/...` and `eval/...`; the x axis is completed iterations. A resumed run continues the same wandb run.
 
     Raises:
-        ConfigError: the project is missing, or the mode is unknown.
+        ConfigError: the project is missing, the mode is unknown, or there is no API key to be online with.
     """
 
     output_dir: Path
@@ -39,9 +39,17 @@ class WandbLogger(RunListener):
             raise ConfigError(f"logger.wandb.mode={self.mode}: must be one of {', '.join(MODES)}")
         if not self.project:
             raise ConfigError(f"logger.wandb.project={self.project}: set the project of the run, for example offline-grpo")
+        if self.mode == "online":
+            import wandb  # slow to import (a second), and most runs do not need it
+
+            if not wandb.login(prompt=False):
+                raise ConfigError(
+                    "logger.wandb.mode=online: Weights & Biases has no API key of yours; run `wandb login`, set WANDB_API_KEY, or use "
+                    "logger.wandb.mode=offline and `wandb sync` later"
+                )
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
-        import wandb  # slow to import (a second), and most runs do not need it
+        import wandb
 
         self._run = wandb.init(
             dir=self.output_dir,

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
 from offline_grpo.model.dtypes import torch_dtype
@@ -88,6 +89,16 @@ def load_tokenizer(model_id: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def check_weights(folder: str | Path, fix: str) -> None:
+    """Raise ConfigError, with `fix`, if a local folder has a safetensors file that is cut short or damaged; a hub id is let through."""
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path}: is damaged ({reason_of(error)}); {fix}") from error
+
+
 def load_policy(
     config: ModelConfig,
     model_id: str,
@@ -115,6 +126,9 @@ def load_policy(
     dtype = torch_dtype(precision)
     adapter = checkpoint if checkpoint is not None and config.lora is not None else None
     weights = str(checkpoint) if checkpoint is not None and config.lora is None else model_id
+    check_weights(model_id, "download it again, or name another model.train_id")
+    if checkpoint is not None:
+        check_weights(checkpoint, "resume from another checkpoint of the run, resume=RUN/checkpoints/iter_NNN")
     model = _load_causal_lm(weights, config, torch.device("cpu") if shares_weights else device, dtype)
     model = prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing, adapter=adapter)
     with _refused_where_it_does_not_run(unwrapped(model), "model.train_id"):
@@ -154,6 +168,7 @@ def prepare(
 def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, layout: Layout | None, precision: str) -> Scoring:
     """The frozen reference: the policy's own base model under LoRA, else a second copy in the same precision. Raises as `load_policy`."""
     reference_id = config.ref_id or model_id
+    check_weights(reference_id, "download it again, or name another model.ref_id")
     scoring = policy.scoring
     if config.lora is not None and reference_id == model_id:
         return Scoring(policy.model, scoring.layout, scoring.head, logits=scoring.logits, without_adapter=True)
@@ -198,6 +213,8 @@ def _load_causal_lm(model_id: str, config: ModelConfig, device: torch.device, dt
     attention = attention_of(AutoConfig.from_pretrained(model_id), config.attn_implementation)
     try:
         model = AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype, attn_implementation=attention)
+    except SafetensorError as error:  # in the hub's cache; see `check_weights` for folders
+        raise ConfigError(f"{model_id}: its weights are damaged ({reason_of(error)}); download it again") from error
     except (ImportError, ValueError) as error:  # kernels that are not installed, or a name that transformers does not know
         if "attention" not in str(error).lower() and "attn" not in str(error):
             raise

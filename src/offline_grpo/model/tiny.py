@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,9 +23,12 @@ from offline_grpo import progress as run_progress
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.load import check_weights
 from offline_grpo.model.text import encode
 from offline_grpo.model.warm_start import Progress, warm_start
 from offline_grpo.types import Problem, Split
+
+log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 """Raise it when the same settings would give another model: folders built before are then no longer found."""
@@ -86,7 +91,10 @@ def prepare_tiny_model(settings: TinyModel, task: Task, cache_dir: Path, *, prog
         raise ConfigError(f"task={type(task).__name__}: the tiny model learns integer answers only; use task=arithmetic or model=hf")
     folder = cache_dir / f"tiny-{_content_hash(settings, problems)}"
     if folder.exists():
-        return folder
+        if _is_whole(folder):
+            return folder
+        log.warning("%s is damaged and is built again", folder)
+        shutil.rmtree(folder, ignore_errors=True)
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tiny-", dir=cache_dir, ignore_cleanup_errors=True) as scratch:
         built = Path(scratch) / "model"
@@ -99,6 +107,17 @@ def prepare_tiny_model(settings: TinyModel, task: Task, cache_dir: Path, *, prog
             if not folder.exists():
                 raise
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the files of a cached model can be read; a full disk or a power cut may have cut them short."""
+    try:
+        check_weights(folder, "")
+        for path in folder.glob("*.json"):
+            json.loads(path.read_text())
+    except (ConfigError, OSError, ValueError):
+        return False
+    return (folder / "model.safetensors").exists()
 
 
 def _content_hash(settings: TinyModel, problems: Sequence[Problem]) -> str:

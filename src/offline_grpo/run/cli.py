@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
+import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
@@ -16,7 +17,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from offline_grpo.errors import ConfigError, GrpoError, StopRequested
+from offline_grpo.errors import ConfigError, GrpoError, StopRequested, no_such_key
+from offline_grpo.run import config
 from offline_grpo.run.build import sweep_hint
 from offline_grpo.run.launch import start_missing_processes
 
@@ -48,6 +50,7 @@ def exit_with(main: Callable[[], object]) -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise instead of printing and exiting with 1
     try:
         main()
+        sys.stdout.flush()
     except EXPECTED as error:
         leave(error)
     except ValueError as error:
@@ -55,6 +58,13 @@ def exit_with(main: Callable[[], object]) -> NoReturn:
             raise
         nulls = ", ".join(word for word in sys.argv[1:] if word.endswith("=null"))
         leave(ConfigError(f"{nulls}: a group needs one of its options; remove the override to use the default"))
+    except BrokenPipeError:  # whoever read our output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would write to it again on the way out
+        sys.exit(128 + signal.SIGPIPE)
+    except OSError as error:
+        if run_job.__code__ in {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}:
+            raise
+        leave(_no_folder(error))
     sys.exit(max(_failed_jobs, default=0))
 
 
@@ -68,6 +78,12 @@ def run_job(job: Callable[[], T]) -> T | None:
         _print(f"error in job {HydraConfig.get().job.num} of the sweep: {error}")
         _failed_jobs.append(error.exit_code)
         return None
+
+
+def _no_folder(error: OSError) -> ConfigError:
+    """Hydra makes the folder of a run before it calls the job, and of a sweep before it starts jobs."""
+    key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(sys.argv) else "hydra.run.dir"
+    return ConfigError(f"{key}: {error.filename} cannot be made or written ({error.strerror}); choose a folder that you can write to")
 
 
 def leave(error: BaseException) -> NoReturn:
@@ -90,10 +106,11 @@ def explain(error: BaseException) -> str:
     """A Hydra or OmegaConf error as one line that names key, value and fix."""
     if isinstance(error, OverrideParseException):
         return f"{error.override}: is not an override; write KEY=VALUE, GROUP=OPTION or +NEWKEY=VALUE, quoted for the shell"
-    if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file is not None:
+    if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
-        choices = ", ".join(choice for choice in error.options if not choice.startswith("_"))
-        return f"{group}={option}: no such option; choose one of {choices}"
+        options = error.options or sorted(path.stem for path in (config.folder() / group).glob("*.yaml"))  # Hydra has none for a list
+        choices = ", ".join(choice for choice in options if not choice.startswith("_"))
+        return f"{group}={option}: no such option; " + (f"choose one of {choices}" if choices else f"there is no group {group}")
     cause: BaseException = error
     while cause.__cause__ is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__
@@ -104,10 +121,7 @@ def explain(error: BaseException) -> str:
     parent = cause.parent_node
     group, _, name = str(key).rpartition(".")
     if re.match("Key '.*' (not in|is not in struct)", text) and isinstance(parent, DictConfig):
-        known = [str(child) for child in parent]
         if key in RENAMED:
             return f"{key}: no such key; the setting is {RENAMED[key]}"
-        similar = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        choices = f"did you mean {similar[0]}?" if similar else f"it may be one of {', '.join(known)}"
-        return f"{key}: no such key; {choices}"
+        return str(no_such_key(str(key), [str(child) for child in parent if child != "hydra"]))
     return f"{key}: {text}{sweep_hint(group, name, getattr(cause, 'value', None))}"

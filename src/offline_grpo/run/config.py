@@ -6,13 +6,14 @@ This module imports no torch, so that `--help`, `--cfg job` and most refusals co
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, no_such_key
 from offline_grpo.model.dtypes import TORCH_NAMES
 from offline_grpo.settings import RunConfig
 
@@ -38,11 +39,27 @@ def typed(cfg: DictConfig) -> RunConfig:
     Accepts a re-read `.hydra/config.yaml` too: the schema is merged in.
     """
     node = cfg if OmegaConf.get_type(cfg) is RunConfig else OmegaConf.merge(OmegaConf.structured(RunConfig), cfg)
+    assert isinstance(node, DictConfig)
+    _refuse_unknown(node)
     for key in sorted(OmegaConf.missing_keys(node)):
         raise ConfigError(f"{key}: has no value; set {key}=...")
     config = OmegaConf.to_object(node)
     assert isinstance(config, RunConfig)
     return config
+
+
+def _refuse_unknown(node: DictConfig, prefix: str = "") -> None:
+    """`+KEY=VALUE` adds keys that the schema does not have."""
+    schema = OmegaConf.get_type(node)
+    if schema is None or not is_dataclass(schema):  # a component's settings, see run/build.py
+        return
+    known = [field.name for field in fields(schema)]
+    for name in node:
+        if name not in known:
+            raise no_such_key(f"{prefix}{name}", known)
+        child = node._get_node(name)
+        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+            _refuse_unknown(child, f"{prefix}{name}.")
 
 
 def as_plain(cfg: DictConfig) -> Mapping[str, Any]:

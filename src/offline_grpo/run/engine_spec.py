@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from offline_grpo.engine.server import Launcher, plain_url
 from offline_grpo.errors import ConfigError, require
@@ -136,6 +137,15 @@ def check_overrides(overrides: Sequence[str], training: EngineSpec) -> None:
                 f"{setting}: {where}, so this would do nothing; leave it out, or let the run start a server (generation=vllm_server "
                 "generation.base_url=null)"
             )
+
+
+def check_url(key: str, url: str | None) -> None:
+    """Raise ConfigError if `url` is none that a client can ask; None is let through."""
+    if url is None:
+        return
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{key}={url}: must begin with http:// or https:// and name a host, for example http://127.0.0.1:8000")
 
 
 def is_same_url(url: str, other: str | None) -> bool:

@@ -14,7 +14,7 @@ from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.pass_at_k import metric_names
 from offline_grpo.interfaces import Layout, Loss, LossHead, OptimizerFactory, RunListener
 from offline_grpo.run.build import build, check_settings
-from offline_grpo.run.engine_spec import EngineSpec, evaluation_engine, training_engine
+from offline_grpo.run.engine_spec import EngineSpec, check_url, evaluation_engine, training_engine
 from offline_grpo.run.task_data import TaskData, task_data
 from offline_grpo.settings import RunConfig
 from offline_grpo.train.milestones import watched_metrics
@@ -74,6 +74,8 @@ def make_plan(config: RunConfig) -> Plan:
     sampling, node = _split_generation(config.generation)
     eval_sampling = _eval_sampling(config)
     watched = watched_metrics(config, metric_names(config.eval.ks, config.eval.replicates))
+    check_url("generation.base_url", node.get("base_url"))
+    check_url("eval.base_url", config.eval.base_url)
     listeners(config, Path())  # their constructors refuse bad settings
     data = task_data(config)
     # From here on torch is imported, then transformers. Whatever can be refused without them has been.

@@ -6,12 +6,13 @@ import pytest
 import torch
 from architectures import ZOO
 from factories import make_rollout
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.lm_head import TiledHead
-from offline_grpo.model.load import attention_of, context_length, load_policy
+from offline_grpo.model.load import attention_of, check_weights, context_length, load_policy
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.settings import ModelConfig
@@ -97,3 +98,13 @@ def test_angles_that_depend_on_the_batch_limit_its_length(name, rope, expected):
     length = {key: value for key, value in rope.items() if key == "original_max_position_embeddings" and name == "phi3"}
     settings = {**ZOO[name].settings, **length, "rope_parameters": {"rope_theta": 10000.0, **rope}}
     assert context_length(AutoConfig.for_model(name, **settings)) == expected
+
+
+def test_damaged_weights_are_named_by_their_file(tmp_path):
+    whole, cut = tmp_path / "whole.safetensors", tmp_path / "model-00002-of-00002.safetensors"
+    save_file({"weight": torch.zeros(9)}, whole)
+    check_weights(tmp_path, "fix it")
+    cut.write_bytes(whole.read_bytes()[:-4])
+    with pytest.raises(ConfigError, match=rf"^{cut}: is damaged \(.*\); fix it$"):
+        check_weights(tmp_path, "fix it")
+    check_weights("some/hub-id", "fix it")

@@ -311,3 +311,12 @@ def test_show_progress_says_how_far_it_is(tmp_path):
         assert listener.said == ["warm start", (1, 2, "steps"), (2, 2, "steps")]
         replace(SMALL, warm_start_steps=2).prepare(TASK, tmp_path, show_progress=True)
         assert len(listener.said) == 3, "it is there already"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+def test_a_cached_model_that_was_cut_short_is_built_again(tmp_path, file):
+    folder = prepare(tmp_path)
+    whole = (folder / file).read_bytes()
+    (folder / file).write_bytes(whole[: len(whole) // 2])
+    assert prepare(tmp_path) == folder
+    assert (folder / file).read_bytes() == whole
