@@ -43,10 +43,15 @@ class NonFiniteError(GrpoError):
     """Too many updates in a row had a non-finite loss or gradient."""
 
 
-class StopRequested(Exception):
-    """A signal asked the run to stop. `exit_code` is 128 + the signal's number, as in a shell."""
+class StopRequested(BaseException):
+    """A signal asked the run to stop. `exit_code` is 128 + the signal's number, as in a shell. `is_reported` once the run has said
+    where it stopped.
+
+    No `Exception`, as KeyboardInterrupt is none: it may be raised anywhere, also where a library catches every error.
+    """
 
     def __init__(self, signal_number: int) -> None:
+        self.is_reported = False
         self.signal_name = signal.Signals(signal_number).name
         self.exit_code = 128 + signal_number
         super().__init__(self.signal_name)

@@ -374,26 +374,26 @@ class PendingCheckpoint(Protocol):
 class Checkpointer(Protocol):
     """Saves everything that the next iteration depends on."""
 
-    def write(self, iteration: int) -> PendingCheckpoint:
-        """Save the state after `iteration`. Called on every process.
+    def write(self, iteration: int, *, owes_evaluation: bool = False) -> PendingCheckpoint:
+        """Save the state after `iteration`, whose evaluation was interrupted if it is owed. Called on every process.
 
-        Raises:
-            offline_grpo.errors.CheckpointError: it could not be written, on any process; earlier checkpoints are intact.
+        Raises `CheckpointError`, on every process, where it cannot be written; earlier checkpoints are intact.
         """
         ...
 
 
 class StopSignal(Protocol):
-    """Whether somebody asked the run to stop."""
+    """Whether somebody asked the run to stop: `is_requested` once a signal came."""
 
     @property
-    def is_requested(self) -> bool:
-        """True once a signal came."""
-        ...
+    def is_requested(self) -> bool: ...
 
     def interruptible(self, allowed: bool = True) -> AbstractContextManager[None]:
         """Inside, a signal raises StopRequested at once, if `allowed`; elsewhere it waits."""
         ...
+
+    def hold(self, waits_for: str) -> None:
+        """From here to the end of the block a signal waits for the end of what this text names."""
 
     def raise_now(self) -> NoReturn:
         """Raise StopRequested, also where the signal came to another process of the run."""

@@ -1,11 +1,15 @@
 """A run that dies anywhere and is resumed ends with the files of a run that did not die."""
 
 import json
+import re
 import signal
+from dataclasses import replace
 from functools import partial
 
 import pytest
 from children import SMALL, Kill, Mishaps, metrics_of, printed, run_in_child, weights_of
+
+from offline_grpo.checkpoint.files import latest_checkpoint
 
 SMALL = (*SMALL, Mishaps.override)
 STEP, SCORE = "torch.optim:AdamW.step", "offline_grpo.task.arithmetic:Arithmetic.score"
@@ -18,8 +22,8 @@ KILLS = {
     "after the updates": ("sync", 3),
     "syncing": Kill("offline_grpo.weight_sync.in_process:InProcess.apply", 4),
     "evaluating": ("eval", 3),
-    "writing the first checkpoint": Kill("offline_grpo.run.app:torch.save", 1, "after"),
-    "writing the second checkpoint": Kill("offline_grpo.run.app:torch.save", 2, "after"),
+    "writing the first checkpoint": Kill("offline_grpo.checkpoint.checkpointer:torch.save", 1, "after"),
+    "writing the second checkpoint": Kill("offline_grpo.checkpoint.checkpointer:torch.save", 2, "after"),
     "between metrics": Kill("offline_grpo.logger.json_logger:JsonLogger.log", 4),
     "before the checkpoint counts": Kill("offline_grpo.checkpoint.checkpointer:PendingCheckpoint.commit", 1),
     "after the checkpoint counts": Kill("offline_grpo.checkpoint.checkpointer:PendingCheckpoint.commit", 1, "after"),
@@ -88,21 +92,57 @@ def test_killed_and_resumed_ends_with_the_same_files(phase, uninterrupted, cache
     assert not list(tmp_path.rglob(".writing*")) or not had_checkpoint
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize(
-    ("where", "count"), [("offline_grpo.task.arithmetic:Arithmetic.score", 70), (STEP, 5)], ids=["sampling", "updating"]
-)
-def test_a_signal_saves_and_says_how_to_go_on(number, code, where, count, uninterrupted, cache, tmp_path):
+FORWARD = "offline_grpo.model.scoring:Scoring.forward"
+# The 4 iterations: an evaluation of 8 answers, and in each 16 answers (SCORE), 2 scoring passes (FORWARD; policy and reference), 2 updates
+# (FORWARD and STEP each). Evaluations of 8 answers after the second and the fourth.
+STOPS = {
+    # what is under way -> where the signal comes, the number of the last complete iteration, what is said
+    "sampling the fourth": (Kill(SCORE, 8 + 3 * 16 + 8 + 5), 3, "stopping"),
+    "before the first step of the third": (Kill(STEP, 5, "before"), 3, "stopping after the updates of iteration 3"),
+    "in the second update of the third": (Kill(STEP, 6), 3, "stopping after the updates of iteration 3"),
+    "scoring the third": (Kill(FORWARD, 2 * 4 + 2), 2, "stopping"),
+    "in the first backward pass of the third": (Kill("offline_grpo.loss.base:PolicyGradientLoss.__call__", 5), 2, "stopping"),
+    "evaluating after the second": (Kill(SCORE, 8 + 2 * 16 + 5), 2, "stopping"),
+    "evaluating after the last": (Kill(SCORE, 8 + 4 * 16 + 8 + 5), 4, "stopping"),
+}
+
+
+@pytest.mark.parametrize("under_way", STOPS)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(under_way, uninterrupted, cache, tmp_path):
+    kill, num_complete, line = STOPS[under_way]
     stopped, fresh = tmp_path / "stopped", tmp_path / "fresh"
-    # In the last iteration's sampling (after three of 16 answers, two evaluations of 8), or in the updates before it: either way the third
-    # iteration is the last one to count, and it would not have been saved by itself.
-    kill = Kill(where, count, number=number)
-    assert run_in_child(stopped, cache, *SMALL, kill=kill) == code, printed(stopped)
-    assert f"stopped by {signal.Signals(number).name}; go on with resume={stopped}" in printed(stopped)
+    assert run_in_child(stopped, cache, *SMALL, kill=replace(kill, number=signal.SIGINT)) == 130, printed(stopped)
+    assert f"Ctrl-C: {line}" in printed(stopped)
+    assert f"stopped by SIGINT; go on with resume={stopped}" in printed(stopped)
+    assert latest_checkpoint(stopped / "checkpoints").name == f"iter_{num_complete - 1:03d}"
+    assert len(list(stopped.glob("metrics/train*"))) == num_complete
     assert run_in_child(fresh, cache, f"resume={stopped}", *SMALL) == 0, printed(fresh)
     assert not fresh.exists()
-    assert metrics_of(stopped)["train_iter_002.json"] == metrics_of(uninterrupted)["train_iter_002.json"]
-    assert metrics_of(stopped)["train_iter_003.json"] == metrics_of(uninterrupted)["train_iter_003.json"]
+    assert metrics_of(stopped) == metrics_of(uninterrupted)
+    assert weights_of(stopped).items() >= weights_of(uninterrupted).items()
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [Kill("offline_grpo.checkpoint.checkpointer:torch.save", 2, "after"), Kill("matplotlib.figure:Figure.savefig", 1)],
+    ids=["last checkpoint", "report"],
+)
+def test_a_signal_in_the_last_seconds_loses_nothing(kill, uninterrupted, cache, tmp_path):
+    run_dir = tmp_path / "run"
+    draws = kill.where.startswith("matplotlib")
+    assert run_in_child(run_dir, cache, *SMALL, kill=replace(kill, number=signal.SIGTERM), draws=draws) == 0, printed(run_dir)
+    assert re.search("SIGTERM: stopping after the (record of iteration 4|report; the run is complete);", printed(run_dir))
+    assert_same_files(run_dir, uninterrupted)
+    assert re.search("^pass@1", printed(run_dir), re.MULTILINE)
+
+
+def test_a_signal_before_anything_is_saved_says_that_and_leaves_no_folder(tmp_path):
+    run_dir = tmp_path / "run"
+    kill = Kill(STEP, 3, number=signal.SIGTERM)
+    assert run_in_child(run_dir, f"cache_dir={tmp_path}/cache", *SMALL, kill=kill) == 143, printed(run_dir)
+    assert printed(run_dir).splitlines()[-2:] == ["SIGTERM: stopping", "stopped by SIGTERM; nothing was saved"]
+    assert not run_dir.exists()
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_a_finished_run_resumed_by_path_can_be_made_longer(cache, tmp_path):

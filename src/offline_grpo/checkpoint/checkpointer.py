@@ -62,10 +62,12 @@ class PendingCheckpoint:
 
 @dataclass(frozen=True)
 class Restored:
-    """Values from a checkpoint that `restore` does not load itself: the iteration, and the state of the rollout source."""
+    """Values from a checkpoint that `restore` does not load itself: the iteration, the state of the rollout source, and whether the
+    evaluation after the iteration was interrupted."""
 
     iteration: int
     source: Mapping[str, Any]
+    owes_evaluation: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +88,17 @@ class Checkpointer:
     config: Mapping[str, Any]
     keep_last_k: int | None
 
-    def write(self, iteration: int) -> PendingCheckpoint:
+    def write(self, iteration: int, *, owes_evaluation: bool = False) -> PendingCheckpoint:
         """Save the state after `iteration`, without the final rename. Called on every process; rank 0 writes.
+
+        Args:
+            owes_evaluation: see `interfaces.Checkpointer.write`.
 
         Raises:
             CheckpointError: on every process, if the folder cannot be written (full disk, permissions). Earlier checkpoints stay intact.
         """
         hidden = self.folder / f".writing_iter_{iteration:03d}"
-        self.ranks.on_main(lambda: self._write(hidden, iteration))
+        self.ranks.on_main(lambda: self._write(hidden, iteration, owes_evaluation))
         best = self.milestones.best_iteration
         return PendingCheckpoint(
             hidden,
@@ -106,11 +111,11 @@ class Checkpointer:
     def _path(self, iteration: int) -> Path:
         return self.folder / f"iter_{iteration:03d}"
 
-    def _write(self, hidden: Path, iteration: int) -> None:
+    def _write(self, hidden: Path, iteration: int, owes_evaluation: bool) -> None:
         try:
             shutil.rmtree(hidden, ignore_errors=True)
             (hidden / "trainer").mkdir(parents=True)
-            self._write_into(hidden, iteration)
+            self._write_into(hidden, iteration, owes_evaluation)
             for path in sorted(hidden.rglob("*")):
                 _sync_file(path)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk as their own errors
@@ -122,7 +127,7 @@ class Checkpointer:
                 "Free some space or fix the folder's permissions, then continue with resume=auto"
             ) from error
 
-    def _write_into(self, folder: Path, iteration: int) -> None:
+    def _write_into(self, folder: Path, iteration: int, owes_evaluation: bool) -> None:
         save_policy(self.policy, self.policy.causal_lm.named_parameters(), folder)
         trainer = folder / "trainer"
         state = self.updater.state_dict()
@@ -134,6 +139,7 @@ class Checkpointer:
         record = {
             "format": FORMAT,
             "iteration": iteration,
+            "owes_evaluation": owes_evaluation,
             "counters": state["counters"],
             "schedule": schedule,
             "source": self.source.state_dict(),
@@ -155,13 +161,13 @@ class Checkpointer:
             self.updater.load_state_dict({**state, "counters": record["counters"]})
             self.policy.masters.load_state_dict(_load_if_there(trainer / "masters.safetensors"))
             self.schedule.load_state_dict(record["schedule"], _load_if_there(trainer / "served.safetensors"))
-            self.milestones.load_state_dict(record.get("milestones", {}))  # checkpoints of earlier versions have none
+            self.milestones.load_state_dict(record["milestones"])
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CheckpointError(f"resume={checkpoint}: its trainer state does not fit this configuration ({reason_of(error)})") from error
         best = self.milestones.best_iteration
         if best is not None and not self._path(best).exists():  # an older checkpoint is gone on from, when a later one was the best
             self.milestones.forget_best()
-        return Restored(int(record["iteration"]), record["source"])
+        return Restored(int(record["iteration"]), record["source"], record["owes_evaluation"])
 
 
 def _link(link: Path, target: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from offline_grpo.errors import CheckpointError
 
-FORMAT = 2
+FORMAT = 3
 """Format version of `trainer/state.json`; increased when checkpoints of an older version can no longer be read."""
 BEST = "best"
 """The link to the best checkpoint in a run's `checkpoints` folder, with `checkpoint.keep_best`."""

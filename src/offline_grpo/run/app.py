@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from offline_grpo import progress
+from offline_grpo.checkpoint.files import latest_checkpoint
 from offline_grpo.errors import StopRequested
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_batches, describe_data, describe_staleness
@@ -36,7 +37,7 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
         overrides: of the command line, which `cfg` has in it already.
     """
     fresh = RunDir(output_dir.resolve())
-    with _leaving_no_empty_folder(fresh), progress.followed(), kept_for_log():
+    with StopSignal.listening() as stop, _leaving_no_empty_folder(fresh), progress.followed(), kept_for_log():
         config, plain = typed(cfg), as_plain(cfg)
         if os.environ.get("RANK", "0") == "0":
             print("offline-grpo: loading ...", flush=True)
@@ -48,7 +49,12 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
         resume = ranks.broadcast(find_resume_point(config.resume, fresh, plain) if ranks.is_main else None)
         run_dir = ranks.broadcast(resume.run_dir if resume is not None else fresh)
         with log_to(run_dir.path, ranks):
-            return _run(plan, plain, run_dir, resume, ranks)
+            try:
+                return _run(plan, plain, run_dir, resume, ranks, stop)
+            except StopRequested as signal:
+                log.warning("stopped by %s; %s", signal.signal_name, _where_to_go_on(run_dir))
+                signal.is_reported = True
+                raise
 
 
 def _join(config: RunConfig) -> Ranks:
@@ -63,13 +69,17 @@ def _join(config: RunConfig) -> Ranks:
     return Ranks(use_cpu=resolve_device(config.model.device).type == "cpu")
 
 
-def _run(plan: Plan, plain: Mapping[str, Any], run_dir: RunDir, resume: ResumePoint | None, ranks: Ranks) -> float | None:
+def _where_to_go_on(run_dir: RunDir) -> str:
+    checkpoint = latest_checkpoint(run_dir.checkpoints)
+    return "nothing was saved" if checkpoint is None else f"go on with resume={run_dir.path}"
+
+
+def _run(plan: Plan, plain: Mapping[str, Any], run_dir: RunDir, resume: ResumePoint | None, ranks: Ranks, stop: StopSignal) -> float | None:
     with progress.phase("imports and data"):
         from offline_grpo.run.assemble import Start, assemble
 
     config = plan.config
-    stop = StopSignal()
-    with stop.installed(), ExitStack() as stack:
+    with ExitStack() as stack:
         told = listeners(config, run_dir.path) if ranks.is_main else []
         for listener in told:
             stack.callback(listener.close)
@@ -89,14 +99,14 @@ def _run(plan: Plan, plain: Mapping[str, Any], run_dir: RunDir, resume: ResumePo
             log.info("resuming after iteration %d of %d", first_iteration, config.train.iterations)
         for listener in told:
             listener.start(plain, config.train.iterations)
-        try:
-            loop.run(first_iteration, restored.source if restored is not None else None)
-        except StopRequested as signal:
-            for listener in told:
-                listener.close()
-            log.warning("stopped by %s; go on with resume=%s", signal.signal_name, run_dir.path)
-            raise
-    return _report(run_dir) if ranks.is_main else None
+        with stop.held("the start of the loop"):
+            if restored is None:
+                loop.run(0, None)
+            else:
+                loop.run(first_iteration, restored.source, owes_evaluation=restored.owes_evaluation)
+            stop.hold("the report; the run is complete")
+            stack.close()
+            return _report(run_dir) if ranks.is_main else None
 
 
 def _report(run_dir: RunDir) -> float | None:

@@ -1,28 +1,68 @@
-"""Handles SIGINT and SIGTERM: the run stops where the weights match a whole number of iterations, saves and reports it."""
+"""Handles SIGINT and SIGTERM: says at once that the run stops and what it waits for, and stops it where nothing is lost.
+
+Imports nothing that takes time, so that the signals can be handled from the first moment on.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
+import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from offline_grpo.errors import StopRequested
 
+HANDLED = (signal.SIGINT, signal.SIGTERM)
+REPEAT_S = 1.0
+"""A second signal within this time is the first one again: the terminal sends a Ctrl-C to all processes, and launchers pass it on."""
+
+log = logging.getLogger(__name__)
+
+
+def end_at_once() -> None:
+    """Until `StopSignal` listens: Ctrl-C ends the process in one line instead of a traceback, from wherever it is."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        os.write(2, b"\nstopped before the run began; nothing was saved\n")
+        os._exit(128 + number)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end)
+
 
 class StopSignal:
-    """Turns the first SIGINT or SIGTERM into a stop request; a second one ends the process at once, as without this handler.
+    """Turns the first SIGINT or SIGTERM into a `StopRequested`; a second one ends the process at once, as without this handler.
 
-    Inside `interruptible()` the request interrupts at once, because the work there can be discarded. Elsewhere it takes effect at the next
-    `check()`.
+    The exception is raised where the signal arrives, except while the run is held (`held`, `hold`) and outside of `interruptible` in it.
+    A thread says so within a moment, whatever the main thread is busy with: a backward pass in C++ may take it many seconds.
     """
+
+    _listening: ClassVar[StopSignal | None] = None
 
     def __init__(self) -> None:
         self._received: int | None = None
-        self._is_interruptible = False
+        self._received_s = 0.0
+        self._waits_for: str | None = None
         self._previous: dict[int, Any] = {}
+        self._acknowledged = threading.Event()
+
+    @classmethod
+    @contextmanager
+    def listening(cls) -> Iterator[StopSignal]:
+        """The handler that this process has already, or a new one for the time of the block."""
+        if cls._listening is not None:
+            yield cls._listening
+            return
+        stop = cls()
+        with stop.installed():
+            yield stop
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -32,27 +72,49 @@ class StopSignal:
         stays ignored: a shell script that starts a run with `&` does that to SIGINT, because Ctrl-C is meant for the script's foreground.
         SIGTERM stops such a run.
         """
-        if threading.current_thread() is threading.main_thread():
-            handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
-            self._previous = {number: signal.signal(number, self._handle) for number in handled}
+        with ExitStack() as stack:
+            if threading.current_thread() is threading.main_thread():
+                StopSignal._listening = self
+                handled = [number for number in HANDLED if signal.getsignal(number) is not signal.SIG_IGN]
+                stack.enter_context(self._acknowledging())
+                self._previous = {number: signal.signal(number, self._handle) for number in handled}
+            try:
+                yield
+            finally:
+                StopSignal._listening = None
+                self._restore()
+
+    @contextmanager
+    def held(self, waits_for: str) -> Iterator[None]:
+        """For work that a signal has to wait for, except in `interruptible` parts of it.
+
+        Args:
+            waits_for: what the run stops after, for people.
+        """
+        before, self._waits_for = self._waits_for, waits_for
         try:
             yield
         finally:
-            self._restore()
+            self._waits_for = before
+
+    def hold(self, waits_for: str) -> None:
+        """From here to the end of the enclosing block a signal waits for this."""
+        self._waits_for = waits_for
 
     @contextmanager
     def interruptible(self, allowed: bool = True) -> Iterator[None]:
-        """For code whose results can be lost without harm, such as sampling.
+        """For parts of held work whose results can be lost without harm, such as sampling.
 
-        With `allowed=False` (several processes), the request waits for `check`.
+        With `allowed=False` (several processes), a signal waits on.
         """
-        self._is_interruptible = allowed
+        before = self._waits_for
         try:
             if allowed:
+                self._waits_for = None
                 self.check()
             yield
         finally:
-            self._is_interruptible = False
+            self._waits_for = before
 
     @property
     def is_requested(self) -> bool:
@@ -61,19 +123,57 @@ class StopSignal:
     def check(self) -> None:
         """Raise StopRequested if a signal has arrived."""
         if self._received is not None:
-            raise StopRequested(self._received)
+            self.raise_now()
 
     def raise_now(self) -> NoReturn:
         """Raise StopRequested because this process, or another one of the run, received a signal."""
-        raise StopRequested(self._received if self._received is not None else signal.SIGTERM)
+        if self._received is None:
+            raise StopRequested(signal.SIGTERM)
+        self._acknowledged.wait(timeout=1)  # so that what is said next comes after it
+        raise StopRequested(self._received)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self._received = number
-        self._restore()
-        if self._is_interruptible:
-            self.check()
+        if self._received is None:
+            self._received, self._received_s = number, time.monotonic()
+            if self._waits_for is None:
+                self.check()
+        elif time.monotonic() - self._received_s > REPEAT_S:
+            self._previous = {}
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
+
+    @contextmanager
+    def _acknowledging(self) -> Iterator[None]:
+        """Python writes the number of each signal that arrives into a socket; a thread reads it there."""
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._acknowledge, args=(reader,), name="acknowledges signals", daemon=True).start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            writer.close()
+
+    def _acknowledge(self, reader: socket.socket) -> None:
+        with reader:  # to its end: Python complains if nobody listens to a later signal
+            while numbers := reader.recv(1):
+                if numbers[0] in HANDLED and not self._acknowledged.is_set():
+                    self._say(numbers[0])
+                    self._acknowledged.set()
+
+    def _say(self, number: int) -> None:
+        if os.environ.get("RANK", "0") != "0":
+            return
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        after = f" after {self._waits_for}; a second one ends it at once" if self._waits_for else ""
+        line = f"{name}: stopping{after}"
+        if logging.getLogger("offline_grpo").handlers:
+            log.warning(line)
+        else:  # before run.log is there
+            print(line, file=sys.stderr)

@@ -16,9 +16,13 @@ config.register()  # at import, because processes that a sweep's launcher starts
 
 def job(cfg: DictConfig) -> float | None:
     """Run once. Returns the last held-out pass@1, which sweepers maximise."""
+    return cli.run_job(lambda: _run(cfg))
+
+
+def _run(cfg: DictConfig) -> float | None:
     from offline_grpo.run import app
 
-    return cli.run_job(lambda: app.run(cfg, Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().overrides.task))
+    return app.run(cfg, Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().overrides.task)
 
 
 def main() -> NoReturn:

@@ -4,6 +4,9 @@
 
 The checkpoint is written before the metrics (so that they can tell how long it took) but counts only after them: a run that is killed
 anywhere goes on from the last checkpoint, repeats what came after it, and ends with the same files.
+
+A signal stops the run where the weights are those of a whole number of iterations: until the first optimizer step of an iteration what
+the iteration has done so far is thrown away, and an evaluation that is cut short is owed to the run that goes on.
 """
 
 from __future__ import annotations
@@ -65,23 +68,26 @@ class Loop:
     _num_recoveries: int = field(default=0, init=False)
     _last_saved: int | None = field(default=None, init=False)
 
-    def run(self, first_iteration: int, source_state: Mapping[str, Any] | None) -> None:
+    def run(self, first_iteration: int, source_state: Mapping[str, Any] | None, *, owes_evaluation: bool = False) -> None:
         """Train until the configured number of iterations, or until `milestones` say stop, from `first_iteration` on (0 for a new run).
 
         Args:
             source_state: what the source returned for the checkpoint that the run goes on from, None for a new run.
+            owes_evaluation: the evaluation before `first_iteration` was interrupted, and comes first.
 
         Raises:
             StopRequested: a signal came; the state after the last complete iteration has been saved.
         """
         self._last_saved = first_iteration - 1 if first_iteration > 0 else None
-        self._push_first()
+        with self._interruptible():
+            self._push_first()
         self.source.start(first_iteration, source_state)
         if self.evaluation is not None and self.evaluation.before_training and first_iteration == 0:
-            with self._safe_point(-1):
-                metrics = self._evaluate(self.evaluation, -1)
-                self.milestones.see(metrics, -1)
-                self._log("eval", metrics, -1)
+            self._evaluate_alone(self.evaluation, -1)
+        if self.evaluation is not None and owes_evaluation:
+            self._evaluate_alone(self.evaluation, first_iteration - 1)
+            if self.checkpointer is not None:
+                self.checkpointer.write(first_iteration - 1).commit()  # again: it may be the best one now
         self._start_metrics = progress.start_metrics()
         for iteration in range(first_iteration, self.config.iterations):
             if (reason := self.milestones.stop_reason) is not None:
@@ -89,21 +95,38 @@ class Loop:
                 return
             self._iterate(iteration)
 
+    def _evaluate_alone(self, evaluation: Evaluation, iteration: int) -> None:
+        with self._interruptible():
+            metrics = self._evaluate(evaluation, iteration)
+        self.milestones.see(metrics, iteration)
+        self._log("eval", metrics, iteration)
+
     def _iterate(self, iteration: int) -> None:
         self._seconds = {}
-        with self._safe_point(iteration), self._phase("generate", iteration):
-            groups = self._sample("train", iteration, self.deployment, lambda: self.source.next(iteration))
-        with self._phase("train", iteration):
-            metrics = rollout_metrics(groups) | self._train(groups, iteration)
+        number = iteration + 1
+        with self._safe_point(iteration):
+            with self._phase("generate", iteration):
+                groups = self._sample("train", iteration, self.deployment, lambda: self.source.next(iteration))
+            with self._phase("train", iteration):
+                metrics = rollout_metrics(groups) | self._train(groups, iteration)
         evaluation = self.evaluation if self.evaluation is not None and self.evaluation.is_due(iteration) else None
+        self.stop.hold(f"the weight sync of iteration {number}")
         with self._phase("sync", iteration):
             metrics |= self._push(force=evaluation is not None)
-        eval_metrics = self._evaluate(evaluation, iteration) if evaluation is not None else None
+        eval_metrics, stopped = None, None
+        try:
+            if evaluation is not None:
+                with self._interruptible():
+                    eval_metrics = self._evaluate(evaluation, iteration)
+        except StopRequested as signal:
+            stopped = signal
+        self.stop.hold(f"the record of iteration {number}")
         is_milestone = eval_metrics is not None and self.milestones.see(eval_metrics, iteration)
         with self._phase("checkpoint", iteration):
-            is_due = self.save_due(iteration) or is_milestone
-            pending = self.checkpointer.write(iteration) if self.checkpointer is not None and is_due else None
-        if self.milestones.stop_reason is not None and iteration + 1 < self.config.iterations:
+            pending = None
+            if self.checkpointer is not None and (self.save_due(iteration) or is_milestone or stopped is not None):
+                pending = self.checkpointer.write(iteration, owes_evaluation=stopped is not None)
+        if self.milestones.stop_reason is not None and number < self.config.iterations:
             metrics |= {"stopped_early": 1.0}
         metrics |= time_metrics(self._seconds, metrics) | self._start_metrics | gpu_memory(self.policy.compute_device)
         self._start_metrics = {}
@@ -113,6 +136,8 @@ class Loop:
         if pending is not None:
             pending.commit()
             self._last_saved = iteration
+        if stopped is not None:
+            raise stopped
 
     def _train(self, groups: Sequence[RolloutGroup], iteration: int) -> dict[str, float]:
         batch, metrics = prepare_batch(groups, self.updater, self.config)
@@ -121,7 +146,7 @@ class Loop:
         if batch is None:
             return metrics | {"num_updates": 0.0}
         metrics["num_tokens_trained"] = float(batch.completion_mask.sum()) * self.config.epochs
-        return metrics | self.updater.run(batch, iteration=iteration)
+        return metrics | self.updater.run(batch, iteration=iteration, before_step=lambda: self._commit_to(iteration))
 
     def _evaluate(self, evaluation: Evaluation, iteration: int) -> Metrics:
         evaluator, deployment, cycle = evaluation.evaluator, evaluation.deployment, iteration + 1
@@ -171,6 +196,7 @@ class Loop:
             return action()
         except EngineDied as death:
             self._num_recoveries += 1
+            self.stop.hold("the recovery of the server")  # the policy may have other weights meanwhile
             log.warning("%s Serving the weights again.", death)
             if deployment is self.deployment:
                 with self.schedule.served_weights(self.policy, self._version) as version:
@@ -180,18 +206,33 @@ class Loop:
                 deployment.recover(self.policy, version=self._version)
             return action()
 
+    def _commit_to(self, iteration: int) -> None:
+        """The weights change from here on: the last place to stop before the iteration is complete."""
+        self._stop_if_requested()
+        self.stop.hold(f"the updates of iteration {iteration + 1}")
+
     @contextmanager
     def _safe_point(self, iteration: int) -> Iterator[None]:
         """Work that a signal may interrupt: the weights are still those after the previous iteration, and are saved if they are not yet."""
         try:
-            if self.ranks.any(self.stop.is_requested):
-                self.stop.raise_now()
-            with self.stop.interruptible(allowed=self.ranks.world_size == 1):
+            with self._interruptible():
                 yield
         except StopRequested:
             if self.checkpointer is not None and iteration > 0 and self._last_saved != iteration - 1:
+                log.info("saving the state after iteration %d", iteration)
                 self.checkpointer.write(iteration - 1).commit()
             raise
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Work that a signal may cut short. Several processes must all stop at the same place, which is the beginning."""
+        self._stop_if_requested()
+        with self.stop.interruptible(allowed=self.ranks.world_size == 1):
+            yield
+
+    def _stop_if_requested(self) -> None:
+        if self.ranks.any(self.stop.is_requested):
+            self.stop.raise_now()
 
     @contextmanager
     def _phase(self, name: str, iteration: int) -> Iterator[None]:

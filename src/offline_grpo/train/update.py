@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,10 +67,13 @@ class Updater:
     def __post_init__(self) -> None:
         self._peak_lrs: list[float | None] = [group["lr"] for group in self.optimizer.param_groups]
 
-    def run(self, batch: TokenBatch, *, iteration: int) -> dict[str, float]:
+    def run(self, batch: TokenBatch, *, iteration: int, before_step: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Every update of an iteration on `batch` (CPU tensors, the same on every process). Returns metrics averaged over updates.
 
         `batch.old_logprobs` and `ref_logprobs` are filled in by `score`, where this iteration needs them.
+
+        Args:
+            before_step: called once, before the first step; up to there the weights and the optimizer are those of the last iteration.
         """
         torch.manual_seed(derive_seed(self.seed, "dropout", iteration, self.ranks.rank))
         updates = [sequences for _ in range(self.config.epochs) for sequences in self.updates_of(batch)]
@@ -78,7 +81,7 @@ class Updater:
         results = []
         for number, sequences in enumerate(updates):
             progress.report(number, len(updates), "updates")
-            results.append(self._update(batch, sequences, iteration, alignment))
+            results.append(self._update(batch, sequences, iteration, alignment, before_step if number == 0 else None))
         applied = [metrics for metrics in results if metrics is not None]
         means = {name: sum(metrics[name] for metrics in applied) / len(applied) for name in (applied[0] if applied else ())}
         means |= alignment.metrics(self.ranks)
@@ -114,7 +117,9 @@ class Updater:
         self.ranks.sum_([logprobs])
         return logprobs
 
-    def _update(self, batch: TokenBatch, sequences: Sequence[int], iteration: int, alignment: Alignment) -> dict[str, float] | None:
+    def _update(
+        self, batch: TokenBatch, sequences: Sequence[int], iteration: int, alignment: Alignment, before_step: Callable[[], None] | None
+    ) -> dict[str, float] | None:
         """One optimizer step on these sequences and its metrics; None if loss or gradient was not finite and the step was refused."""
         self._set_lr()
         totals = totals_of(batch, sequences, max_new_tokens=self.max_new_tokens)
@@ -139,6 +144,8 @@ class Updater:
         metrics = self._sum_over_ranks(shares)
         metrics["grad_norm"] = self._gradient_norm()
         is_finite = all(map(math.isfinite, metrics.values()))
+        if before_step is not None:
+            before_step()
         if is_finite:
             self.scaler.step(self.optimizer)
             self.policy.masters.publish()

@@ -1,11 +1,18 @@
 """What SIGINT and SIGTERM do, and when."""
 
+import hashlib
+import logging
 import os
 import signal
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 
 from offline_grpo.errors import StopRequested
+from offline_grpo.run import interrupt
 from offline_grpo.run.interrupt import StopSignal
 
 
@@ -20,42 +27,90 @@ def dispositions():
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def said():
+    """Message and time of what the package logs."""
+    lines = []
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            lines.append((record.getMessage(), time.monotonic()))
+
+    handler, package = Lines(), logging.getLogger("offline_grpo")
+    package.addHandler(handler)
+    yield lines
+    package.removeHandler(handler)
+
+
 def send(number):
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_waits_for_the_next_check(number, exit_code):
+@pytest.mark.parametrize(("number", "exit_code", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")])
+def test_a_signal_stops_at_once_and_says_so(number, exit_code, name, said):
     stop = StopSignal()
-    with stop.installed():
-        stop.check()
+    with stop.installed(), pytest.raises(StopRequested) as caught:
         send(number)
-        assert stop.is_requested
-        with pytest.raises(StopRequested) as caught:
-            stop.check()
+        pytest.fail("went on")
     assert caught.value.exit_code == exit_code
+    assert [line for line, _ in said] == [f"{name}: stopping"]
 
 
-def test_interruptible_code_is_cut_short():
+def test_held_work_is_waited_for_and_named(said):
+    stop = StopSignal()
+    with stop.installed(), stop.held("the start"):
+        stop.hold("the updates of iteration 3")
+        send(signal.SIGINT)
+        assert stop.is_requested
+        with pytest.raises(StopRequested):
+            stop.check()
+    assert [line for line, _ in said] == ["Ctrl-C: stopping after the updates of iteration 3; a second one ends it at once"]
+
+
+def test_a_signal_is_acknowledged_while_the_main_thread_is_busy_outside_of_python(said):
+    stop = StopSignal()
+    with stop.installed(), stop.held("the hash"):
+        sender = threading.Timer(0.1, send, [signal.SIGTERM])
+        sender.start()
+        ended = sent = time.monotonic()
+        while ended - sent < 0.5:  # one call, as long as a backward pass may be
+            hashlib.pbkdf2_hmac("sha512", b"x", b"y", 1_000_000)
+            ended = time.monotonic()
+        sender.join()
+    [(line, at)] = said
+    assert line == "SIGTERM: stopping after the hash; a second one ends it at once"
+    assert at < ended
+
+
+def test_interruptible_parts_of_held_work_are_cut_short():
     stop, reached = StopSignal(), []
-    with stop.installed(), pytest.raises(StopRequested), stop.interruptible():
+    with stop.installed(), stop.held("it"), pytest.raises(StopRequested), stop.interruptible():
         send(signal.SIGTERM)
         reached.append("the next line")
     assert reached == []
 
 
+def test_parts_that_may_not_be_cut_short_are_held(said):
+    stop = StopSignal()
+    with stop.installed(), stop.held("it"), stop.interruptible(allowed=False):
+        send(signal.SIGTERM)
+    assert stop.is_requested
+
+
 def test_a_signal_from_before_stops_interruptible_code_at_its_door():
     stop = StopSignal()
-    with stop.installed():
+    with stop.installed(), stop.held("it"):
         send(signal.SIGTERM)
         with pytest.raises(StopRequested), stop.interruptible():
             pytest.fail("entered")
 
 
-def test_the_second_signal_acts_as_if_nobody_listened():
+def test_the_second_signal_acts_as_if_nobody_listened_but_not_the_same_one_passed_on(monkeypatch):
     stop = StopSignal()
-    with stop.installed():
+    with stop.installed(), stop.held("it"):
         send(signal.SIGINT)
+        send(signal.SIGINT)  # by torchrun, which got the Ctrl-C too
+        monkeypatch.setattr(interrupt, "REPEAT_S", 0)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
 
@@ -67,11 +122,18 @@ def test_handlers_are_given_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_one_handler_serves_the_process():
+    with StopSignal.listening() as outer, StopSignal.listening() as inner:
+        assert inner is outer
+    with StopSignal.listening() as later:
+        assert later is not outer
+
+
 @pytest.mark.parametrize(("ignored", "other"), [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
 def test_an_ignored_signal_stays_ignored(ignored, other):
     signal.signal(ignored, signal.SIG_IGN)
     stop = StopSignal()
-    with stop.installed():
+    with stop.installed(), stop.held("it"):
         with stop.interruptible():
             send(ignored)
         assert not stop.is_requested
@@ -79,3 +141,13 @@ def test_an_ignored_signal_stays_ignored(ignored, other):
         assert stop.is_requested
         send(ignored)  # would end the process if it had been given a handler or the default
     assert signal.getsignal(ignored) is signal.SIG_IGN
+
+
+def test_ctrl_c_before_anything_listens_is_one_line():
+    program = (
+        "import os, signal; signal.signal(2, signal.default_int_handler)\n"
+        "from offline_grpo.run.interrupt import end_at_once; end_at_once(); os.kill(os.getpid(), 2)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.split("\n") == ["", "stopped before the run began; nothing was saved", ""]

@@ -10,6 +10,7 @@ import pytest
 
 from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.placement.ranks import Ranks
+from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.train.loop import Evaluation, Loop
 from offline_grpo.train.push_schedule import PushSchedule
 from offline_grpo.types import SyncReport
@@ -57,7 +58,7 @@ def make_loop(engine: Engine, evaluation: Evaluation | None = None) -> Loop:
         save_due=lambda _: False,
         listeners=[],
         ranks=Ranks(use_cpu=True),
-        stop=unused,
+        stop=StopSignal(),
     )
 
 
