@@ -17,6 +17,7 @@ from offline_grpo.errors import StopRequested
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_batches, describe_data, describe_staleness
 from offline_grpo.run.engine_spec import check_overrides
+from offline_grpo.run.environment import record_start
 from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.messages import kept_for_log, log_to
 from offline_grpo.run.preflight import Plan, listeners, make_plan
@@ -88,6 +89,7 @@ def _run(plan: Plan, plain: Mapping[str, Any], run_dir: RunDir, resume: ResumePo
         first_iteration = restored.iteration + 1 if restored is not None else 0
         if ranks.is_main:
             run_dir.create()
+            record_start(run_dir.path)
             log.info("run folder: %s", run_dir.path)
             for line in (*describe_data(plan.data, config.data.problems_per_iteration), *describe_batches(plan)):
                 log.info(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -10,6 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from offline_grpo.run import cli, config
+from offline_grpo.run.help import help_text
 
 config.register()  # at import, because processes that a sweep's launcher starts import this module for `job`
 
@@ -27,4 +29,7 @@ def _run(cfg: DictConfig) -> float | None:
 
 def main() -> NoReturn:
     """Compose the configuration from `conf/` and the command line, run, and exit."""
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(help_text(config.folder(), [word for word in sys.argv[1:] if not word.startswith("-") and "=" not in word]))
+        sys.exit()
     cli.exit_with(hydra.main(version_base="1.3", config_path=str(config.folder()), config_name="config")(job))

@@ -1,6 +1,6 @@
 """The folder of a run, and the search for the run that `resume` refers to.
 
-outputs/DATE/TIME/  .hydra/  run.log  metrics/{train,eval}_iter_NNN.json  checkpoints/iter_NNN/  report.png
+outputs/DATE/TIME/  .hydra/  run.log  environment.json  metrics/{train,eval}_iter_NNN.json  checkpoints/iter_NNN/  report.png
 """
 
 from __future__ import annotations

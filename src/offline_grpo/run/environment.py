@@ -1,0 +1,66 @@
+"""What a run was started by, and with: its `environment.json` has an entry for each start, the resumed ones included."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+FILE = "environment.json"
+
+
+def record_start(run_folder: Path) -> None:
+    """Add this start to the file in the run's folder: command, working directory, git commit and versions."""
+    path = run_folder / FILE
+    starts = json.loads(path.read_text()) if path.exists() else []
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps([*starts, this_start()], indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+def this_start() -> dict[str, Any]:
+    """The entry of this process. `git` is null where the code is not in a repository, as in an installed wheel."""
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(sys.orig_argv),
+        "folder": str(Path.cwd()),
+        "host": platform.node(),
+        "git": git_state(Path(__file__).parent),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions(),
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit of the code in `folder`, and whether tracked files differ from it; None if git does not track it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if not git("ls-files", "."):  # an environment inside another project's repository
+            return None
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Versions of this package and of what it asks for, extras included where they are installed."""
+    found = {}
+    for requirement in ["offline-grpo", *(metadata.requires("offline-grpo") or []), "sglang"]:
+        name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
