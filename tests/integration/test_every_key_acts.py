@@ -297,7 +297,9 @@ def task_effect(task: Any) -> Any:
 def logger_effect(logger: Any) -> Any:
     """What the logger asks of the library that it feeds."""
     asked: list[Any] = []
-    fake = SimpleNamespace(define_metric=lambda *_, **__: None, add_text=lambda *_: None, start=lambda: None, transient=True)
+    writer = SimpleNamespace(add_summary=lambda *_: None)
+    methods: Any = {"define_metric": lambda *_, **__: None, "add_text": lambda *_: None, "start": lambda: None}
+    fake = SimpleNamespace(**methods, file_writer=writer, transient=True)
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((wandb, "init"), (tensorboard_writer, "SummaryWriter"), (console, "Live")):
             patch.setattr(owner, name, lambda *_, **settings: asked.append(settings) or fake)
@@ -387,6 +389,7 @@ BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
             "wandb.entity": "team",
             "wandb.group": "sweep",
             "wandb.name": "first",
+            "wandb.notes": "why",
             "wandb.tags": ["new"],
         },
     ),

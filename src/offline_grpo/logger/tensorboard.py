@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from offline_grpo.interfaces import RunListener
-from offline_grpo.logger import completed_iterations
+from offline_grpo.logger import completed_iterations, tagged
 from offline_grpo.types import Metrics
+
+HPARAM_METRICS = ("eval/pass@1", "eval/reward_mean_all", "train/reward_mean", "train/success_rate")
+"""What the table of hyperparameters shows of each run, at its end."""
 
 
 @dataclass
@@ -23,20 +26,36 @@ class TensorBoardLogger(RunListener):
 
     output_dir: Path
     flush_s: int
+    _end: Any = field(default=None, init=False, repr=False)
     _writer: Any = field(default=None, init=False, repr=False)
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter  # slow to import (seconds), and most runs do not need it
+        from torch.utils.tensorboard.summary import hparams  # slow to import (seconds), and most runs do not need it
+        from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer = SummaryWriter(str(self.output_dir / "tensorboard"), flush_secs=self.flush_s)
         self._writer.add_text("config", f"```json\n{json.dumps(config, indent=2, default=str)}\n```")
+        # Not `add_hparams`: that would make a run of its own for each call.
+        experiment, begin, self._end = hparams(_leaves(config), dict.fromkeys(HPARAM_METRICS, 0.0))
+        for summary in (experiment, begin):
+            self._writer.file_writer.add_summary(summary)
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
         step = completed_iterations(name, iteration)
-        for key, value in metrics.items():
-            self._writer.add_scalar(f"{name}/{key}", value, global_step=step)
+        for key, value in tagged(name, metrics).items():
+            self._writer.add_scalar(key, value, global_step=step)
 
     def close(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
+            writer.file_writer.add_summary(self._end)
             writer.close()
+
+
+def _leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value, of the kinds that TensorBoard's table of hyperparameters takes."""
+    if isinstance(node, Mapping):
+        return {key: value for name, child in node.items() for key, value in _leaves(child, f"{prefix}.{name}" if prefix else name).items()}
+    if node is None:
+        return {}
+    return {prefix: node if isinstance(node, (bool, int, float, str)) else str(node)}

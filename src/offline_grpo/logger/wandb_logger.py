@@ -5,21 +5,33 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import RunListener
-from offline_grpo.logger import completed_iterations
+from offline_grpo.logger import completed_iterations, sweep_folder, tagged
 from offline_grpo.types import Metrics
 
 MODES = ("online", "offline", "disabled")
 STEP_METRIC = "iteration"
+SUMMARIES = {
+    "max": (
+        *("eval/pass@*", "eval/pass_ordered@*", "eval/mean@*", "eval/best@*", "eval/success_rate_all", "eval/reward_mean_all"),
+        *("train/reward_mean", "train/success_rate", "train/kl_divergence", "train/grad_norm", "train/perf/gpu_memory*"),
+    ),
+    "min": ("eval/truncated_frac", "train/truncated_frac", "train/entropy", "train/num_groups_trained"),
+}
+"""What W&B's table of runs shows beside the last value."""
 
 
 @dataclass
 class WandbLogger(RunListener):
     """Logs `train/...` and `eval/...`; the x axis is completed iterations. A resumed run continues the same wandb run.
+
+    Args:
+        group: "auto" is the folder of the sweep that the run belongs to, and no group outside a sweep.
 
     Raises:
         ConfigError: the project is missing, the mode is unknown, or there is no API key to be online with.
@@ -31,7 +43,9 @@ class WandbLogger(RunListener):
     entity: str | None
     group: str | None
     name: str | None
+    notes: str | None
     tags: list[str]
+    _defined: set[str] = field(default_factory=set, init=False, repr=False)
     _run: Any = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -56,8 +70,9 @@ class WandbLogger(RunListener):
             mode=self.mode,  # pyright: ignore[reportArgumentType]  # one of MODES
             project=self.project,
             entity=self.entity,
-            group=self.group,
+            group=self._group(),
             name=self.name,
+            notes=self.notes,
             tags=self.tags,
             config=dict(config),
             id=self._stable_run_id(),
@@ -65,16 +80,29 @@ class WandbLogger(RunListener):
         )
         # wandb's own step can only increase, but a resumed run logs some iterations again.
         self._run.define_metric(STEP_METRIC, hidden=True)
-        for name in ("train", "eval"):
-            self._run.define_metric(f"{name}/*", step_metric=STEP_METRIC)
+        for section in ("train", "eval", "eval_intervals"):
+            self._run.define_metric(f"{section}/*", step_metric=STEP_METRIC)
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
-        self._run.log({STEP_METRIC: completed_iterations(name, iteration)} | {f"{name}/{key}": value for key, value in metrics.items()})
+        shown = tagged(name, metrics)
+        for key in shown.keys() - self._defined:  # each by its name: of two patterns that fit, W&B takes any
+            self._defined.add(key)
+            for best, patterns in SUMMARIES.items():
+                if any(fnmatchcase(key, pattern) for pattern in patterns):
+                    self._run.define_metric(key, step_metric=STEP_METRIC, summary=f"{best},last")
+        self._run.log({STEP_METRIC: completed_iterations(name, iteration)} | shown)
 
     def close(self) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.finish()
+
+    def _group(self) -> str | None:
+        """`2026-01-31_12-00-00-000000` for `multirun/2026-01-31/12-00-00-000000/3`."""
+        if self.group != "auto":
+            return self.group
+        folder = sweep_folder(self.output_dir)
+        return None if folder is None else "_".join(folder.parts[-2:])
 
     def _stable_run_id(self) -> str:
         path = self.output_dir / "wandb_run_id"

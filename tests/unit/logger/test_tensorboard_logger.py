@@ -1,6 +1,8 @@
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import api_pb2
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger.tensorboard import TensorBoardLogger
@@ -9,8 +11,8 @@ from offline_grpo.logger.tensorboard import TensorBoardLogger
 def test_event_files_hold_prefixed_metrics_against_completed_iterations(tmp_path: Path) -> None:
     logger = TensorBoardLogger(output_dir=tmp_path, flush_s=10)
     assert isinstance(logger, RunListener)
-    logger.start({"train": {"lr": 0.5}}, 2)
-    logger.log("eval", {"pass@1": 0.25}, iteration=-1)
+    logger.start({"train": {"lr": 0.5, "ks": [1, 4], "batch_size": None}, "seed": 3}, 2)
+    logger.log("eval", {"pass@1": 0.25, "pass@1_low": 0.125, "pass@1_high": 0.375}, iteration=-1)
     for iteration in range(2):
         logger.log("train", {"time/generate_s": 1.5 + iteration}, iteration=iteration)
         logger.log("eval", {"pass@1": 0.5 + iteration / 4}, iteration=iteration)
@@ -20,4 +22,13 @@ def test_event_files_hold_prefixed_metrics_against_completed_iterations(tmp_path
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("eval/pass@1")] == [(0, 0.25), (1, 0.5), (2, 0.75)]
     assert [(event.step, event.value) for event in events.Scalars("train/time/generate_s")] == [(0, 1.5), (1, 2.5)]
+    assert [event.value for event in events.Scalars("eval_intervals/pass@1_low")] == [0.125]
+    assert not [tag for tag in events.Tags()["scalars"] if tag.startswith("eval/pass@1_")]
+    plugins = events.PluginTagToContent("hparams")
+    session = HParamsPluginData.FromString(plugins["_hparams_/session_start_info"]).session_start_info
+    values = {name: value.number_value or value.string_value for name, value in session.hparams.items()}
+    assert values == {"train.lr": 0.5, "train.ks": "[1, 4]", "seed": 3.0}
+    experiment = HParamsPluginData.FromString(plugins["_hparams_/experiment"]).experiment
+    assert "eval/pass@1" in [info.name.tag for info in experiment.metric_infos], "the tag of the curve: the table shows its last value"
+    assert HParamsPluginData.FromString(plugins["_hparams_/session_end_info"]).session_end_info.status == api_pb2.STATUS_SUCCESS
     assert b'"lr": 0.5' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]

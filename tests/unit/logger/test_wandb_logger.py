@@ -1,16 +1,21 @@
+import json
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import wandb
+from wandb.proto import wandb_internal_pb2
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger.wandb_logger import WandbLogger
 
+EVAL = {"pass@1": 0.25, "pass@1_low": 0.125, "pass@1_high": 0.375}
+
 
 def make(output_dir: Path, **changes: Any) -> WandbLogger:
-    settings = {"mode": "offline", "project": "p", "entity": None, "group": "g", "name": "n", "tags": ["t"]}
+    settings = {"mode": "offline", "project": "p", "entity": None, "group": "g", "name": "n", "notes": "why", "tags": ["t"]}
     return WandbLogger(output_dir=output_dir, **(settings | changes))
 
 
@@ -30,22 +35,93 @@ def test_offline_files_lie_in_the_run_folder_and_hold_the_metrics(tmp_path: Path
     logger = make(tmp_path)
     assert isinstance(logger, RunListener)
     logger.start({"train": {"lr": 0.5}}, 1)
-    run = logger._run
-    assert (run.project, run.group, run.name, run.tags, run.config["train"]) == ("p", "g", "n", ("t",), {"lr": 0.5})
-    logger.log("eval", {"pass@1": 0.25}, iteration=-1)
-    logger.log("train", {"time/generate_s": 1.5}, iteration=0)
-    logger.log("eval", {"pass@1": 0.75}, iteration=0)
-    summary = dict(run.summary)
+    logger.log("eval", EVAL | {"pass@1": 0.75}, iteration=-1)
+    logger.log("train", {"time/generate_s": 1.5, "clip_low_frac": 0.1, "entropy": 0.25}, iteration=0)
+    logger.log("eval", EVAL, iteration=0)
+    logger.log("train", {"time/generate_s": 2.5, "clip_low_frac": 0.1, "entropy": 0.5}, iteration=1)
     logger.close()
     logger.close()
-    assert (summary["train/time/generate_s"], summary["eval/pass@1"], summary["iteration"]) == (1.5, 0.75, 1)
     [file] = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    assert file.stat().st_size > 0
+    records = stored(file)
+    [stored_run] = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    named = (stored_run.project, stored_run.run_group, stored_run.display_name, stored_run.notes, list(stored_run.tags))
+    assert named == ("p", "g", "n", "why", ["t"])
+    rows = [{(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in r.history.item} for r in records]
+    rows = [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows if row]
+    assert rows[0] == {"iteration": 0, "eval/pass@1": 0.75, "eval_intervals/pass@1_low": 0.125, "eval_intervals/pass@1_high": 0.375}
+    assert rows[1] == {"iteration": 0, "train/time/generate_s": 1.5, "train/clip_low_frac": 0.1, "train/entropy": 0.25}
+    assert (rows[2]["iteration"], rows[2]["eval/pass@1"]) == (1, 0.25)
+    metrics = {record.metric.name or record.metric.glob_name: record.metric for record in records if record.HasField("metric")}
+    assert metrics["eval/pass@1"].summary.max
+    assert metrics["eval/pass@1"].summary.last
+    assert metrics["train/entropy"].summary.min
+    assert {"train/*", "eval/*", "eval_intervals/*"} < metrics.keys()
+
+
+def test_the_table_of_runs_has_the_best_beside_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = make(tmp_path)
+    logger.start({}, 1)
+    for iteration, value in enumerate((0.25, 0.75, 0.5)):
+        logger.log("eval", {"pass@1": value, "tasks": value}, iteration=iteration)
+        logger.log("train", {"entropy": value}, iteration=iteration)
+    summary = logger._run.summary
+    assert dict(summary["eval/pass@1"]) == {"max": 0.75, "last": 0.5}
+    assert dict(summary["train/entropy"]) == {"min": 0.25, "last": 0.5}
+    assert summary["eval/tasks"] == 0.5
+    logger.close()
+
+
+@pytest.mark.parametrize(
+    ("group", "mode", "subdir", "expected"),
+    [
+        ("auto", "MULTIRUN", "${hydra.job.num}", "day_time"),
+        ("auto", "MULTIRUN", "all/${hydra.job.num}", "2026_day"),
+        ("auto", "RUN", "${hydra.job.num}", None),
+        ("mine", "MULTIRUN", "${hydra.job.num}", "mine"),
+        (None, "MULTIRUN", "${hydra.job.num}", None),
+    ],
+)
+def test_the_group_of_a_run(
+    group: str | None, mode: str, subdir: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "2026" / "day" / "time" / "3"
+    (run_dir / ".hydra").mkdir(parents=True)
+    (run_dir / ".hydra" / "hydra.yaml").write_text(f"hydra: {{mode: {mode}, sweep: {{dir: x, subdir: '{subdir}'}}}}")
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(wandb, "init", lambda **arguments: started.append(arguments) or FakeRun())
+    make(run_dir, group=group).start({}, 1)
+    assert started[0]["group"] == expected
+
+
+def test_a_run_that_hydra_did_not_start_has_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(wandb, "init", lambda **arguments: started.append(arguments) or FakeRun())
+    make(tmp_path, group="auto").start({}, 1)
+    assert started[0]["group"] is None
+
+
+def stored(file: Path) -> list[Any]:
+    """The records in a file of W&B: protocol buffers in the log format of LevelDB, behind 7 bytes that name the file's kind."""
+    data, position, records, parts = file.read_bytes(), 7, [], b""
+    while position + 7 <= len(data):
+        room = 32768 - position % 32768
+        if room < 7:  # a block's rest is too short for a header
+            position += room
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            records.append(wandb_internal_pb2.Record.FromString(parts))
+            parts = b""
+    return records
 
 
 def test_a_resumed_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(wandb, "init", lambda **arguments: started.append(arguments) or FakeRun())
+    monkeypatch.setattr(wandb, "login", lambda **_: True)
     for output_dir in (tmp_path / "a", tmp_path / "a", tmp_path / "b"):
         make(output_dir, mode="online").start({}, 1)
     first, resumed, other = (arguments["id"] for arguments in started)
