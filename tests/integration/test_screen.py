@@ -50,7 +50,9 @@ def inside(events: list[Any], phase: str, iteration: int) -> list[Any]:
 
 def test_progress_inside_an_iteration_reaches_its_total(run):
     _, events, _ = run
-    generated = inside(events, "generate", 0)
+    inside_batches = [step for step in inside(events, "generate", 0) if step[2] == "tokens"]
+    assert inside_batches[:2] == [(1, 8, "tokens"), (2, 8, "tokens")]
+    generated = [step for step in inside(events, "generate", 0) if step[2] == "completions"]
     assert (generated[0], generated[-1]) == ((0, 16, "completions"), (16, 16, "completions"))
     assert [done for done, *_ in generated] == [0, 4, 8, 12, 16], "as they arrive"
     assert inside(events, "eval", 1)[-1] == (8, 8, "completions")

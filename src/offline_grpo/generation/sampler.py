@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from offline_grpo import progress
 from offline_grpo.types import Completion, FinishReason, SamplingParams
 
 
@@ -138,6 +139,7 @@ class RowEnds(StoppingCriteria):
 
     def __call__(self, input_ids: torch.LongTensor, scores: object, **kwargs: object) -> torch.BoolTensor:
         draws = self._draws
+        progress.report(draws.step, draws.step + draws.num_steps_left, "tokens")  # of each completion of the batch
         draws.num_tokens[draws.rows] += ~draws.ended[draws.rows]
         ended = draws.ended[draws.rows] | torch.isin(input_ids[:, -1], self._eos_ids)  # [R]
         if self._stop:

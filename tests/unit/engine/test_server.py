@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,6 +20,7 @@ from engines import COMMAND_LINE
 from inside_vllm import load_extension
 from scripted_server import Reply, Request, ScriptedServer
 
+from offline_grpo import progress
 from offline_grpo.engine.server import Server, reachable
 from offline_grpo.engine.vllm import EXTENSION_FOLDER, VllmEngine
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
@@ -88,7 +90,12 @@ def test_start(servers: list[Server], tmp_path: Path) -> None:
     server = own(servers, tmp_path, gpus=[1], args={"a": 1, "b": 1}, env={"V": "w"})
     assert server.is_managed
     assert server.pid is None
-    server.start("some/model", args={"b": 2})
+    said: list[Any] = []
+    with progress.followed():
+        progress.tell([SimpleNamespace(phase=lambda *event: said.append(event))])  # type: ignore[list-item]
+        server.start("some/model", args={"b": 2})
+        assert progress.start_metrics()["time/start_start_server_s"] > 0
+    assert said == [("start server", -1)]
     answer = server.api.get("/anything")
     assert answer["argv"] == [server.base_url.rpartition(":")[2], "some/model", "a=1", "b=2"]
     assert answer["extra"] == "{'V': 'w'} [1]"

@@ -124,11 +124,11 @@ def test_elapsed_time_counts_from_the_command_on() -> None:
         logger.close()
 
 
-@pytest.mark.parametrize(("iteration", "last_word"), [(1, "done"), (0, "stopped")])
-def test_the_cursor_comes_back_however_the_run_ends(iteration: int, last_word: str) -> None:
+@pytest.mark.parametrize(("iteration", "early", "last_word"), [(1, {}, "done"), (0, {}, "stopped"), (0, {"stopped_early": 1.0}, "done")])
+def test_the_cursor_comes_back_however_the_run_ends(iteration: int, early: dict[str, float], last_word: str) -> None:
     logger, stream = logger_on(terminal=True)
     logger.start({}, 2)
-    logger.log("train", TRAIN, iteration=iteration)
+    logger.log("train", TRAIN | early, iteration=iteration)
     logger.close()
     logger.close()
     output = stream.getvalue()
