@@ -44,7 +44,7 @@ class History:
     @property
     def size(self) -> str:
         """`10 training iterations, 6 evaluations`."""
-        return f"{_count(len(self.train), 'training iteration')}, {_count(len(self.evals), 'evaluation')}"
+        return f"{count(len(self.train), 'training iteration')}, {count(len(self.evals), 'evaluation')}"
 
     def series(self, name: str, key: str) -> Series:
         """Metric `key` of phase `name` ("train" or "eval") at the iterations that recorded it; may be empty."""
@@ -92,7 +92,8 @@ def load_history(run_dir: Path) -> History:
     return History(run_dir, train=dict(sorted(records["train"].items())), evals=dict(sorted(records["eval"].items())))
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """`1 run`, `3 runs`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

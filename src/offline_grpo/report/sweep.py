@@ -14,6 +14,7 @@ from rich.text import Text
 from offline_grpo.errors import ConfigError, GrpoError
 from offline_grpo.logger import output_console
 from offline_grpo.report.configurations import Configuration, configurations, short_overrides
+from offline_grpo.report.history import count
 from offline_grpo.report.sweep_run import NUMBER_COLUMNS, SweepRun, read_run
 
 CONFIGURATION_COLUMNS = ("configuration", "runs", "pass@1 [95 %]", "best", "reward", "min")
@@ -52,7 +53,7 @@ def print_sweep(multirun_dir: Path, console: Console) -> None:
         table.add_row(Text(_folded(overrides, room)), *(Text(cell) for cell in row[1:]))
     several = any(len(each.runs) > 1 for each in found)
     lines = [
-        f"{_count(len(found), 'configuration')}, {_count(len(runs), 'run')}, best {'mean ' if several else ''}final pass@1 first",
+        f"{count(len(found), 'configuration')}, {count(len(runs), 'run')}, best {'mean ' if several else ''}final pass@1 first",
         *(["means over runs that differ in the seed alone, with 95 % intervals"] if several else []),
     ]
     saved = save_summary(multirun_dir, runs, found)
@@ -121,10 +122,6 @@ def _interval(value: float | None, low: float | None, high: float | None) -> str
 
 def _text(number: float | None, form: str) -> str:
     return "" if number is None else format(number, form)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
