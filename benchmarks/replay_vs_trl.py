@@ -40,7 +40,7 @@ from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.settings import TrainConfig
+from offline_grpo.settings import StopWhenConfig, TrainConfig
 from offline_grpo.train.experience import prepare_batch
 from offline_grpo.train.optimizer import AdamW
 from offline_grpo.train.sharding import Replicas
@@ -100,6 +100,7 @@ class OurArm:
         self._batches = batches
         self._config = TrainConfig(
             iterations=1,
+            stop_when=StopWhenConfig("pass@1", None, None),
             updates_per_iteration=1,
             epochs=1,
             batch_size=None,

@@ -115,7 +115,7 @@ class ScriptedServer:
                 path=url.path,
                 query=parse_qs(url.query),
                 headers=dict(handler.headers),
-                body=json.loads(content) if content else None,
+                body=_parsed(content) if content else None,
                 connection=handler.client_address[1],
                 is_gone=lambda: _is_closed(handler.connection),
             )
@@ -133,6 +133,14 @@ class ScriptedServer:
             _send(handler, reply)
         except OSError:
             handler.close_connection = True  # the client did not wait
+
+
+def _parsed(content: bytes) -> Any:
+    """JSON, or the list of a JSON value on each line."""
+    try:
+        return json.loads(content)
+    except ValueError:
+        return [json.loads(line) for line in content.splitlines()]
 
 
 def _send(handler: BaseHTTPRequestHandler, reply: Reply) -> None:

@@ -14,8 +14,11 @@ BEST = "best"
 """The link to the best checkpoint in a run's `checkpoints` folder, with `checkpoint.keep_best`."""
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
+def read_state(checkpoint: Path, *, key: str = "resume") -> dict[str, Any]:
     """`trainer/state.json` of a checkpoint.
+
+    Args:
+        key: what named the checkpoint, for messages.
 
     Raises:
         CheckpointError: the file is missing, or not from this pipeline.
@@ -24,9 +27,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"resume={checkpoint}: no readable trainer/state.json, so this is not a checkpoint to resume from") from error
+        raise CheckpointError(f"{key}={checkpoint}: no readable trainer/state.json, so this is not a checkpoint of a run") from error
     if record.get("format") != FORMAT:
-        raise CheckpointError(f"resume={checkpoint}: written in format {record.get('format')}, this version reads format {FORMAT}")
+        raise CheckpointError(f"{key}={checkpoint}: written in format {record.get('format')}, this version reads format {FORMAT}")
     return record
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.eval.pass_at_k import ReplicateTable, check_ks, metrics_with_intervals
-from offline_grpo.generation.sample import sample_in_order
+from offline_grpo.generation.sample import sample_groups
 from offline_grpo.interfaces import RolloutClient, Task, TextCodec
 from offline_grpo.seeding import derive_seed
-from offline_grpo.types import FinishReason, Metrics, Problem, RolloutGroup, SamplingParams
+from offline_grpo.types import FinishReason, Metrics, Problem, Rollout, RolloutGroup, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +52,23 @@ class PassAtKEvaluator:
 
     def sample(self, client: RolloutClient, *, cycle: int) -> list[RolloutGroup]:
         """See `Evaluator.sample`. One group of `replicates` rollouts per problem."""
+        return [group for _, group in sorted(self.groups(client, cycle=cycle), key=lambda pair: pair[0])]
+
+    def groups(self, client: RolloutClient, *, cycle: int) -> Iterator[tuple[int, RolloutGroup]]:
+        """This process's groups, each with its index among them, as soon as all of its completions are judged."""
         mine = self.problems[self.rank :: self.world_size]
         draws = [
             (problem, derive_seed(self.seed_base, cycle, problem.problem_id, replicate))
             for problem in mine
             for replicate in range(self.replicates)
         ]
-        singles = sample_in_order(client, self.task, self.codec, draws, self.sampling, group_size=1)
-        rollouts = [rollout for single in singles for rollout in single.rollouts]
-        n = self.replicates
-        return [RolloutGroup(problem, tuple(rollouts[i * n : (i + 1) * n])) for i, problem in enumerate(mine)]
+        rollouts: dict[int, dict[int, Rollout]] = defaultdict(dict)
+        for draw, single in sample_groups(client, self.task, self.codec, draws, self.sampling, group_size=1):
+            index, replicate = divmod(draw, self.replicates)
+            rollouts[index][replicate] = single.rollouts[0]
+            if len(rollouts[index]) == self.replicates:
+                done = rollouts.pop(index)
+                yield index, RolloutGroup(mine[index], tuple(done[i] for i in range(self.replicates)))
 
     def metrics(self, groups: Sequence[RolloutGroup], *, cycle: int) -> Metrics:
         """See `Evaluator.metrics`."""

@@ -78,12 +78,12 @@ def context_length(config: PretrainedConfig) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def load_tokenizer(model_id: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(model_id: str, *, key: str = "model.train_id") -> PreTrainedTokenizerBase:
     """The tokenizer saved beside the model, with a padding token (EOS where it has none: padding is never trained on)."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_id)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.train_id={model_id}: has no tokenizer that can be loaded ({str(error).splitlines()[0]})") from error
+        raise ConfigError(f"{key}={model_id}: has no tokenizer that can be loaded ({str(error).splitlines()[0]})") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -129,7 +129,7 @@ def load_policy(
     check_weights(model_id, "download it again, or name another model.train_id")
     if checkpoint is not None:
         check_weights(checkpoint, "resume from another checkpoint of the run, resume=RUN/checkpoints/iter_NNN")
-    model = _load_causal_lm(weights, config, torch.device("cpu") if shares_weights else device, dtype)
+    model = load_causal_lm(weights, config.attn_implementation, torch.device("cpu") if shares_weights else device, dtype)
     model = prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing, adapter=adapter)
     with _refused_where_it_does_not_run(unwrapped(model), "model.train_id"):
         scoring = Scoring(model, choose_layout(layout, device, dtype), head, logits=measure_logit_transform(unwrapped(model)))
@@ -172,7 +172,8 @@ def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, layout
     scoring = policy.scoring
     if config.lora is not None and reference_id == model_id:
         return Scoring(policy.model, scoring.layout, scoring.head, logits=scoring.logits, without_adapter=True)
-    model, key = _load_causal_lm(reference_id, config, policy.device, torch_dtype(precision)).requires_grad_(False), "model.ref_id"
+    key, dtype = "model.ref_id", torch_dtype(precision)
+    model = load_causal_lm(reference_id, config.attn_implementation, policy.device, dtype).requires_grad_(False)
     with _refused_where_it_does_not_run(model, key):
         reference = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model, key=key))
         is_like_policy = type(model) is type(policy.causal_lm)  # what holds for one holds for the other, and is said once
@@ -209,17 +210,26 @@ def attention_of(model_config: PretrainedConfig, wanted: str) -> str | None:
     return wanted
 
 
-def _load_causal_lm(model_id: str, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    attention = attention_of(AutoConfig.from_pretrained(model_id), config.attn_implementation)
+def load_causal_lm(model_id: str, attn_implementation: str, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The model in eval mode.
+
+    Args:
+        attn_implementation: see `attention_of`.
+        dtype: None is that of the weights.
+
+    Raises:
+        ConfigError: attention that is not there.
+    """
+    attention = attention_of(AutoConfig.from_pretrained(model_id), attn_implementation)
     try:
-        model = AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype or "auto", attn_implementation=attention)
     except SafetensorError as error:  # in the hub's cache; see `check_weights` for folders
         raise ConfigError(f"{model_id}: its weights are damaged ({reason_of(error)}); download it again") from error
     except (ImportError, ValueError) as error:  # kernels that are not installed, or a name that transformers does not know
         if "attention" not in str(error).lower() and "attn" not in str(error):
             raise
         reason = " ".join(str(error).split())
-        raise ConfigError(f"model.attn_implementation={config.attn_implementation}: {reason}; use auto or eager") from error
+        raise ConfigError(f"model.attn_implementation={attn_implementation}: {reason}; use auto or eager") from error
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]  # transformers' decorated signature
 
 

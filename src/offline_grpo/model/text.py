@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offline_grpo.types import Message
@@ -10,6 +11,21 @@ from offline_grpo.types import Message
 if TYPE_CHECKING:  # see types.py
     from transformers import GenerationConfig
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class TokenizerCodec:
+    """A `TextCodec` of a tokenizer alone, for a model that is not trained."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """See `encode`."""
+        return encode(self.tokenizer, messages)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """See `decode`."""
+        return decode(self.tokenizer, token_ids)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:

@@ -70,14 +70,31 @@ def _exit_with(main: Callable[[], object]) -> NoReturn:
             raise
         nulls = ", ".join(word for word in sys.argv[1:] if word.endswith("=null"))
         leave(ConfigError(f"{nulls}: a group needs one of its options; remove the override to use the default"))
-    except BrokenPipeError:  # whoever read our output, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would write to it again on the way out
-        sys.exit(128 + signal.SIGPIPE)
+    except BrokenPipeError:
+        _leave_closed_pipe()
     except OSError as error:
         if run_job.__code__ in {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}:
             raise
         leave(_no_folder(error))
     sys.exit(max(_failed_jobs, default=0))
+
+
+def run_command(main: Callable[[], None]) -> NoReturn:
+    """Run the `main` of a command without Hydra's own, and exit; errors are told as by `exit_with`."""
+    try:
+        main()
+        sys.stdout.flush()
+    except EXPECTED as error:
+        leave(error)
+    except BrokenPipeError:
+        _leave_closed_pipe()
+    sys.exit(0)
+
+
+def _leave_closed_pipe() -> NoReturn:
+    """Whoever read our output, such as `head`, has ended."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would write to it again on the way out
+    sys.exit(128 + signal.SIGPIPE)
 
 
 def run_job(job: Callable[[], T]) -> T | None:

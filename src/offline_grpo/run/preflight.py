@@ -72,7 +72,7 @@ def make_plan(config: RunConfig) -> Plan:
         ConfigError: the first thing that is wrong, with key, value and fix.
     """
     sampling, node = _split_generation(config.generation)
-    eval_sampling = _eval_sampling(config)
+    eval_sampling = evaluation_sampling(config)
     watched = watched_metrics(config, metric_names(config.eval.ks, config.eval.replicates))
     check_url("generation.base_url", node.get("base_url"))
     check_url("eval.base_url", config.eval.base_url)
@@ -166,7 +166,8 @@ def _truncated_sampling_message(sampling: SamplingParams) -> str:
     )
 
 
-def _eval_sampling(config: RunConfig) -> SamplingParams:
+def evaluation_sampling(config: RunConfig) -> SamplingParams:
+    """How evaluations draw completions: the settings of the group `eval`."""
     names = [field.name for field in fields(SamplingParams)]
     values = {name: getattr(config.eval, name) for name in names}
     if not config.eval.do_sample:

@@ -43,7 +43,7 @@ def task_data(config: RunConfig) -> TaskData:
     check_settings(source, settings, "rollouts", given_at_runtime=dict.fromkeys(runtime))
     task = build(config.task, key="task", protocol=Task)
     train = _train_problems(task, config) if source.needs_problems else None
-    held_out = _eval_problems(task, config) if config.eval.enabled else []
+    held_out = held_out_problems(task, config) if config.eval.enabled else []
     if train is None or not config.eval.enabled:
         return TaskData(task, train, held_out)
     kept = _without_held_out(train, task, held_out)
@@ -60,7 +60,8 @@ def _train_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
     return _slice(available, range(first, first + count), "data.num_train_seeds", count)
 
 
-def _eval_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
+def held_out_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
+    """The problems that evaluations ask."""
     available = task.problems(Split.EVAL)
     if config.eval.ids:
         return _slice(available, config.eval.ids, "eval.ids", config.eval.ids)

@@ -1,0 +1,76 @@
+"""A model folder for others: what transformers, peft and inference servers load, without a run's trainer state."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from offline_grpo.checkpoint.pretrained import ModelSource
+from offline_grpo.errors import CheckpointError, ConfigError, reason_of
+from offline_grpo.model.dtypes import torch_dtype
+
+
+def export_model(source: ModelSource, out: Path, *, merge: bool, dtype: str | None, card: str) -> None:
+    """Write the folder `out`, completely or not at all.
+
+    Args:
+        merge: add an adapter to its base; otherwise the adapter is written alone.
+        dtype: format of the weights, None leaves it as it was trained.
+        card: what README.md will say.
+
+    Raises:
+        ConfigError: `out` is in the way, or the settings contradict each other.
+        CheckpointError: `out` cannot be written.
+    """
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ConfigError(f"OUT={out}: is there already and not empty; name a new folder")
+    if source.adapter is not None and not merge and dtype is not None:
+        raise ConfigError(f"--dtype={dtype}: an adapter is written as it is; use it with --merge")
+    hidden = out.with_name(f".writing_{out.name}")
+    try:
+        shutil.rmtree(hidden, ignore_errors=True)
+        hidden.mkdir(parents=True)
+        _write(source, hidden, merge=merge, dtype=dtype)
+        (hidden / "README.md").write_text(card)
+        hidden.replace(out)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk as their own errors
+        raise CheckpointError(f"OUT={out}: could not be written ({reason_of(error)}); nothing is left there") from error
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _write(source: ModelSource, folder: Path, *, merge: bool, dtype: str | None) -> None:
+    own = Path(source.adapter or source.weights)
+    is_changed = dtype is not None or (source.adapter is not None and merge)
+    if own.is_dir() and not is_changed:
+        for path in own.iterdir():
+            if path.is_file() and path.name != "README.md":  # peft writes one without content
+                shutil.copyfile(path, folder / path.name)
+        return
+    model = source.load(device=torch.device("cpu"), merge=True)
+    model.to(torch_dtype(dtype) if dtype is not None else model.dtype)  # type: ignore[arg-type]
+    model.save_pretrained(str(folder))
+    source.tokenizer().save_pretrained(str(folder))
+
+
+def push_to_hub(folder: Path, repo: str, *, private: bool) -> str:
+    """Upload an exported folder. Returns its URL.
+
+    Raises:
+        ConfigError: nobody is logged in, the Hub refuses, or it cannot be reached; the folder stays.
+    """
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    api = HfApi()
+    try:
+        url = api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(repo_id=url.repo_id, folder_path=str(folder))
+    except (LocalTokenNotFoundError, HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
+        fix = "log in with `uv run hf auth login`, and look at the name: USER/MODEL"
+        raise ConfigError(f"--push-to-hub={repo}: {reason_of(error)}; {fix}. The folder {folder} is complete") from error
+    return str(url)

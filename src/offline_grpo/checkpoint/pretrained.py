@@ -1,0 +1,141 @@
+"""A model by whatever name people have for it: a Hub id, a Hugging Face folder, a peft adapter, a checkpoint, a run folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
+
+from offline_grpo.checkpoint.files import BEST, latest_checkpoint, read_state
+from offline_grpo.errors import ConfigError, reason_of
+from offline_grpo.model.adapters import LanguageModel
+from offline_grpo.model.dtypes import torch_dtype
+from offline_grpo.model.load import load_causal_lm, load_tokenizer, read_model_config
+
+KEY = "MODEL"
+"""What messages call the name that was given."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model is, found but not loaded.
+
+    Args:
+        name: as it was given.
+        weights: folder or Hub id of a causal language model; of an adapter, that of its base.
+        adapter: folder or Hub id of a peft adapter; None for a whole model.
+        checkpoint: the folder of one that a run wrote, None for a model from elsewhere.
+        state: its `trainer/state.json`.
+    """
+
+    name: str
+    weights: str
+    adapter: str | None
+    checkpoint: Path | None
+    state: Mapping[str, Any] | None
+
+    @property
+    def run_folder(self) -> Path | None:
+        """Of the run that wrote the checkpoint."""
+        return None if self.checkpoint is None else self.checkpoint.parent.parent
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """The resolved configuration of the run that wrote the checkpoint."""
+        return None if self.state is None else self.state["config"]
+
+    @property
+    def trained_dtype(self) -> torch.dtype | None:
+        """What the run computed in; None for a model from elsewhere."""
+        return None if self.config is None else torch_dtype(self.config["train"]["precision"])
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The one beside the weights, or else that of the base."""
+        local = Path(self.adapter) if self.adapter is not None else None
+        has_own = local is not None and (local / "tokenizer_config.json").exists()
+        return load_tokenizer(str(local) if has_own else self.weights, key=KEY)
+
+    def load(
+        self, *, device: torch.device, dtype: torch.dtype | None = None, attn_implementation: str = "auto", merge: bool = False
+    ) -> LanguageModel:
+        """The model in eval mode, frozen.
+
+        Args:
+            dtype: None is that of the run that trained it; of another model, that of its weights.
+            merge: add an adapter to the base's weights, in fp32, and round the sum to `dtype` once.
+
+        Raises:
+            ConfigError: the weights cannot be loaded, or the adapter does not fit its base.
+        """
+        try:
+            model = load_causal_lm(self.weights, attn_implementation, device, dtype or self.trained_dtype).requires_grad_(False)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise ConfigError(f"{KEY}={self.name}: the weights in {self.weights} cannot be loaded ({reason_of(error)})") from error
+        if self.adapter is None:
+            return model
+        from peft import PeftModel
+
+        own = model.dtype
+        try:
+            adapted = PeftModel.from_pretrained(model.float() if merge else model, self.adapter)
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+            raise ConfigError(f"{KEY}={self.name}: its adapter does not fit the base {self.weights} ({reason_of(error)})") from error
+        if not merge:
+            return adapted.eval()
+        return adapted.merge_and_unload().to(own).eval()  # type: ignore[return-value, operator]
+
+
+def find_model(name: str) -> ModelSource:
+    """Find out what `name` is. Of a run folder, the best checkpoint is taken if the run kept it, else the newest.
+
+    Raises:
+        ConfigError: no model has this name, or it cannot be reached.
+        CheckpointError: a checkpoint of another format.
+    """
+    folder = Path(name).expanduser()
+    if (folder / "checkpoints").is_dir():
+        best = folder / "checkpoints" / BEST
+        found = best if best.exists() else latest_checkpoint(folder / "checkpoints")
+        if found is None:
+            raise ConfigError(f"{KEY}={name}: a run without a checkpoint; give a checkpoint, a model folder or a Hugging Face id")
+        folder = found
+    is_checkpoint = (folder / "trainer").is_dir()
+    checkpoint = folder.resolve() if is_checkpoint else None
+    place = str(checkpoint or folder) if folder.exists() else name
+    base = _base_of_adapter(place)
+    if base is None:
+        read_model_config(place, KEY)
+    else:
+        _check_base(name, base)
+    state = read_state(checkpoint, key=KEY) if checkpoint is not None else None
+    return ModelSource(name, weights=base or place, adapter=place if base is not None else None, checkpoint=checkpoint, state=state)
+
+
+def _base_of_adapter(place: str) -> str | None:
+    """What the adapter at `place` was trained on; None where there is no adapter."""
+    try:
+        found = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        file = cached_file(place, ADAPTER_CONFIG_NAME, **found)
+        return json.loads(Path(file).read_text())["base_model_name_or_path"] if file is not None else None
+    except OSError:
+        return None  # no such model at all, which `read_model_config` tells
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"{KEY}={place}: its {ADAPTER_CONFIG_NAME} cannot be read ({reason_of(error)})") from error
+
+
+def _check_base(name: str, base: str) -> None:
+    try:
+        read_model_config(base, KEY)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{KEY}={name}: an adapter, and its base model {base} is not there; bring it back, or name where it is now under "
+            f"base_model_name_or_path in {ADAPTER_CONFIG_NAME}"
+        ) from error

@@ -1,0 +1,54 @@
+"""Results of every problem as JSON lines: what each model wrote and what it scored, one file for each model and set of problems."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from offline_grpo.types import RolloutGroup
+
+
+def record_of(index: int, group: RolloutGroup) -> dict[str, Any]:
+    """One problem: prompt, reference answer, and its replicates in the order in which they were seeded."""
+    problem = group.problem
+    assert problem is not None
+    replicates = [
+        {
+            "reward": rollout.score.reward,
+            "is_correct": rollout.score.is_correct,
+            "parts": dict(rollout.score.parts),
+            "num_tokens": rollout.num_sampled,
+            "finish_reason": rollout.finish_reason.value,
+            "text": rollout.text,
+        }
+        for rollout in group.rollouts
+    ]
+    messages = [dict(message) for message in problem.messages]
+    return {"index": index, "problem_id": problem.problem_id, "messages": messages, "answer": problem.answer, "replicates": replicates}
+
+
+class Records:
+    """Appends a line for each problem as soon as it is judged, so that an interruption loses none; see `recording`."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def add(self, index: int, group: RolloutGroup) -> None:
+        """Write the problem's line."""
+        self._file.write(json.dumps(record_of(index, group), ensure_ascii=False) + "\n")
+        self._file.flush()
+
+
+@contextmanager
+def recording(path: Path) -> Iterator[Records]:
+    """Lines come in the order in which engines answer; where the block ends well they are put into the order of the problems."""
+    with path.open("w") as file:
+        yield Records(file)
+    lines = sorted(path.read_text().splitlines(keepends=True), key=lambda line: json.loads(line)["index"])
+    ordered = path.with_suffix(".tmp")
+    ordered.write_text("".join(lines))
+    os.replace(ordered, path)

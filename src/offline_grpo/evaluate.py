@@ -1,0 +1,111 @@
+"""`python -m offline_grpo.evaluate MODEL... [GROUP=OPTION] [KEY=VALUE]...`: pass@k of models on held-out problems, and which is better."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from string import ascii_uppercase
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.run import cli
+
+EPILOG = """
+Values with commas make several sets of problems: task=arithmetic,gsm8k. The settings of a checkpoint are those of its run; what the command
+line says comes on top. With several models, each is compared with the first one on the same problems.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(prog="python -m offline_grpo.evaluate", description=__doc__, epilog=EPILOG)
+    parser.add_argument(
+        "words", metavar="MODEL|KEY=VALUE", nargs="+", help="checkpoint, run, model folder, adapter or Hub id; or a setting"
+    )
+    parser.add_argument("--out", type=Path, help="folder for the results (default: outputs/evaluate/DATE/TIME)")
+    return parser
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Evaluate, print the table, and leave results.json and a file of records for each model and set."""
+    options = parser().parse_args(arguments)
+    names = [word for word in options.words if "=" not in word or Path(word).exists()]
+    words = [word for word in options.words if word not in names]
+    if not names:
+        raise ConfigError("MODEL: none is named; give a checkpoint, a run, a model folder or a Hugging Face id")
+    if len(names) > len(ascii_uppercase):
+        raise ConfigError(f"MODEL: {len(names)} are named; evaluate at most {len(ascii_uppercase)} at a time")
+    for word in words:
+        if word.lstrip("+").startswith(("eval.backend", "eval.base_url", "eval.weight_sync")):
+            raise ConfigError(f"{word}: evaluations that are no part of a run ask what generation names, such as generation=vllm_server")
+    out = options.out or Path("outputs/evaluate") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ConfigError(f"--out={out}: is there already and not empty; name a new folder")
+    log, to_terminal = logging.getLogger("offline_grpo"), logging.StreamHandler(sys.stderr)
+    log.setLevel(logging.INFO)
+    log.addHandler(to_terminal)
+    try:
+        _evaluate(dict(zip(ascii_uppercase, names, strict=False)), words, out)
+    finally:
+        log.removeHandler(to_terminal)
+
+
+def _evaluate(names: dict[str, str], words: list[str], out: Path) -> None:
+    from transformers.utils.logging import disable_progress_bar
+
+    from offline_grpo.checkpoint.pretrained import find_model
+    from offline_grpo.run.evaluation import Results, engine_spec, evaluate
+    from offline_grpo.run.held_out import held_out_sets, saved_overrides
+    from offline_grpo.run.run_dir import discard_fresh
+
+    disable_progress_bar()
+    models = {letter: find_model(name) for letter, name in names.items()}
+    run_folder = next((source.run_folder for source in models.values() if source.run_folder is not None), None)
+    base = saved_overrides(run_folder, words)
+    if base:
+        print(f"settings of {run_folder}, and on top of them the command line's", file=sys.stderr)
+    sets = held_out_sets(base, words)
+    engine_spec(sets[0].config, len(models))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out={out}: cannot be made ({error.strerror})") from error
+    results = Results()
+    try:
+        evaluate(models, sets, out, results)
+    finally:
+        named = {letter: str(source.checkpoint or source.name) for letter, source in models.items()}
+        record = {"models": named, "overrides": [*base, *words], "sets": {each.name: each.plain for each in sets}, **results.as_plain()}
+        if any(out.iterdir()):
+            (out / "results.json").write_text(json.dumps(record, indent=1) + "\n")
+        discard_fresh(out)  # if no problem was asked
+        if out.exists():
+            _print(named, sets[0].config.eval.ks, results, out)
+
+
+def _print(models: dict[str, str], ks: Sequence[int], results: object, out: Path) -> None:
+    from offline_grpo.eval.table import comparison_lines, results_table, truncation_lines
+    from offline_grpo.run.evaluation import Results
+
+    assert isinstance(results, Results)
+    if results.metrics:
+        lines = results_table(models, results.metrics, ks)
+        first = next(iter(models))
+        comparisons = comparison_lines(first, results.comparisons)
+        lines += ["", *comparisons] if comparisons else []
+        print("\n".join([*lines, *truncation_lines(results.metrics)]))
+    end = "" if results.is_complete else " (not complete: the problems that were judged are there)"
+    print(f"\nfiles  {out}{end}")
+
+
+def main() -> None:
+    """The command."""
+    cli.run_command(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""`python -m offline_grpo.export CHECKPOINT OUT`: a model folder that others can load, with a model card."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.run import cli
+
+PACKAGES = ("offline-grpo", "torch", "transformers", "peft")
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(prog="python -m offline_grpo.export", description=__doc__)
+    parser.add_argument(
+        "model", metavar="CHECKPOINT", help="checkpoints/iter_NNN, a run folder (its best or newest checkpoint), or an adapter"
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write; new or empty")
+    parser.add_argument(
+        "--merge", action=argparse.BooleanOptionalAction, help="add an adapter to its base (the default), or write the adapter alone"
+    )
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="format of the weights; as trained if left out")
+    parser.add_argument("--push-to-hub", metavar="USER/MODEL", help="upload the folder to the Hugging Face Hub too")
+    parser.add_argument("--private", action="store_true", help="make the new repository on the Hub private")
+    return parser
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Export, and say what was written."""
+    options = parser().parse_args(arguments)
+
+    from transformers.utils.logging import disable_progress_bar
+
+    from offline_grpo.checkpoint.export import export_model, push_to_hub
+    from offline_grpo.checkpoint.pretrained import find_model
+    from offline_grpo.report.history import load_history
+    from offline_grpo.report.model_card import model_card
+
+    disable_progress_bar()
+    source = find_model(options.model)
+    if options.merge is not None and source.adapter is None:
+        raise ConfigError(f"--{'' if options.merge else 'no-'}merge: {options.model} is a whole model, not an adapter; leave it out")
+    merge = options.merge is not False
+    card = model_card(
+        options.out.resolve().name,
+        state=source.state,
+        history=load_history(source.run_folder) if source.run_folder is not None else None,
+        base=(source.adapter and source.weights) or (source.config or {}).get("model", {}).get("train_id"),
+        is_adapter=source.adapter is not None and not merge,
+        versions=[f"{name} {version(name)}" for name in PACKAGES],
+    )
+    export_model(source, options.out, merge=merge, dtype=options.dtype, card=card)
+    what = "the adapter of" if source.adapter is not None and not merge else "the model of"
+    print(f"wrote {what} {source.checkpoint or source.name} to {options.out}")
+    if options.push_to_hub is not None:
+        print(f"pushed it to {push_to_hub(options.out, options.push_to_hub, private=options.private)}")
+
+
+def main() -> None:
+    """The command."""
+    cli.run_command(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The README.md of an exported model: what it was trained on, how, and what it reached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from offline_grpo.report.history import History
+from offline_grpo.types import Metrics
+
+
+def model_card(
+    title: str, *, state: Mapping[str, Any] | None, history: History | None, base: str | None, is_adapter: bool, versions: Sequence[str]
+) -> str:
+    """The card, in Markdown with the Hub's header.
+
+    Args:
+        state: `trainer/state.json` of the checkpoint; None for a model that no run of ours trained.
+        history: of the run, None where its metrics are not there.
+        base: the model that training started from.
+        versions: packages, such as "torch 2.9".
+    """
+    parts = [_header(base, is_adapter=is_adapter), f"# {title}"]
+    if state is None:
+        return "\n\n".join([*parts, "Exported by offline-grpo; not trained by it."]) + "\n"
+    config, num_iterations = state["config"], state["iteration"] + 1
+    model = f"`{base}`" if base is not None else "a small model, built and warm-started by the run itself"
+    parts.append(
+        f"{'A LoRA adapter for' if is_adapter else 'Trained from'} {model} with Group Relative Policy Optimization (GRPO) by offline-grpo: "
+        f"{num_iterations} iterations, {state['counters']['num_updates']} updates."
+    )
+    parts += ["## Data", _data(config)]
+    if history is not None and history.evals:
+        parts += ["## Evaluation", _evaluation(history, state["iteration"], config)]
+    parts += ["## Licence", "Not stated yet: add `license:` to the header. The terms of the base model and of the data apply."]
+    parts += ["## Software", ", ".join(versions) + "."]
+    parts += ["## Configuration", f"```yaml\n{yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True).rstrip()}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _header(base: str | None, *, is_adapter: bool) -> str:
+    fields: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers", "pipeline_tag": "text-generation"}
+    fields["tags"] = ["grpo", "reinforcement-learning", "offline-grpo"]
+    if base is not None and not Path(base).exists():  # the Hub takes ids alone
+        fields["base_model"] = base
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
+
+
+def _data(config: Mapping[str, Any]) -> str:
+    task = {name: value for name, value in config["task"].items() if name != "_target_"}
+    name = config["task"]["_target_"].rpartition(".")[2]
+    lines = [f"Task `{name}`, {config['data']['problems_per_iteration']} problems per iteration with "]
+    lines[0] += f"{config['data']['rollouts_per_problem']} completions each:"
+    return "\n".join([*lines, "", "```yaml", yaml.safe_dump(task, sort_keys=False, allow_unicode=True).rstrip(), "```"])
+
+
+def _evaluation(history: History, iteration: int, config: Mapping[str, Any]) -> str:
+    """A table of the evaluations before training and at this checkpoint."""
+    measured = {name: history.evals[i] for name, i in (("before training", -1), ("this checkpoint", iteration)) if i in history.evals}
+    if not measured:
+        return "This checkpoint was not evaluated by its run."
+    keys = [f"pass@{k}" for k in history.eval_ks()] + ["reward_mean_all", "completion_tokens_mean"]
+    some = next(iter(measured.values()))
+    lines = [
+        f"{some['tasks']:.0f} held-out problems, {some['replicates']:.0f} completions each at temperature "
+        f"{config['eval']['temperature']:g}; in brackets 95 % bootstrap intervals over problems.",
+        "",
+        "| | " + " | ".join(measured) + " |",
+        "|---|" + "---|" * len(measured),
+    ]
+    lines += [f"| {key} | " + " | ".join(_cell(metrics, key) for metrics in measured.values()) + " |" for key in keys]
+    return "\n".join(lines)
+
+
+def _cell(metrics: Metrics, key: str) -> str:
+    if key not in metrics:
+        return ""
+    low, high = metrics.get(f"{key}_low"), metrics.get(f"{key}_high")
+    return f"{metrics[key]:.3f}" + (f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else "")

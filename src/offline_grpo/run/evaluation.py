@@ -1,0 +1,165 @@
+"""Evaluates models on sets of held-out problems, without training: what `offline_grpo.evaluate` does."""
+
+from __future__ import annotations
+
+import logging
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import GenerationConfig
+
+from offline_grpo.checkpoint.export import export_model
+from offline_grpo.checkpoint.pretrained import ModelSource
+from offline_grpo.engine.engine import engine_of
+from offline_grpo.engine.server import Server
+from offline_grpo.errors import ConfigError
+from offline_grpo.eval.evaluator import PassAtKEvaluator
+from offline_grpo.eval.paired import PairedResult, compare
+from offline_grpo.eval.records import recording
+from offline_grpo.interfaces import RolloutClient
+from offline_grpo.model.dtypes import torch_dtype
+from offline_grpo.model.load import resolve_device
+from offline_grpo.model.text import TokenizerCodec, end_ids
+from offline_grpo.run.build import build
+from offline_grpo.run.engine_spec import EngineSpec, training_engine
+from offline_grpo.run.held_out import HeldOut
+from offline_grpo.seeding import derive_seed
+from offline_grpo.settings import RunConfig
+from offline_grpo.types import Metrics, RolloutGroup, SamplingParams
+
+log = logging.getLogger(__name__)
+
+CYCLE = 0  # of the seeds: those of a run's evaluation before training
+
+
+@dataclass
+class Results:
+    """What was measured so far: (model, set) -> metrics and right answers [N]; every model's first comparison is with the first one."""
+
+    metrics: dict[tuple[str, str], Metrics] = field(default_factory=dict)
+    num_correct: dict[tuple[str, str], Any] = field(default_factory=dict)
+    comparisons: dict[tuple[str, str], PairedResult] = field(default_factory=dict)
+    is_complete: bool = False
+
+    def as_plain(self) -> dict[str, Any]:
+        """For results.json."""
+        return {
+            "is_complete": self.is_complete,
+            "metrics": [{"model": model, "set": name, **metrics} for (model, name), metrics in self.metrics.items()],
+            "compared_with_the_first": [{"model": m, "set": name, **asdict(result)} for (m, name), result in self.comparisons.items()],
+        }
+
+
+def engine_spec(config: RunConfig, num_models: int) -> EngineSpec:
+    """What samples: the group `generation`, without the settings that say how training samples.
+
+    Raises:
+        ConfigError: no such client, a server that is not installed, or one that is running for several models.
+    """
+    names = {*SamplingParams.__dataclass_fields__, "allow_truncated_sampling"}
+    spec = training_engine(config, {name: value for name, value in config.generation.items() if name not in names})
+    if spec.needs_server and spec.base_url is not None and num_models > 1:
+        raise ConfigError(
+            f"generation.base_url={spec.base_url}: that server has one model and {num_models} are named; evaluate one at a time"
+        )
+    if spec.launcher is not None:
+        spec.launcher.check_installed()
+    return spec
+
+
+def evaluate(models: Mapping[str, ModelSource], sets: Sequence[HeldOut], out: Path, results: Results) -> None:
+    """Ask every model every problem. Fills `results` as it goes, so that they are there after an interruption too.
+
+    Args:
+        models: by the short names that the results call them.
+        out: the folder for the records and for a server's log.
+    """
+    spec = engine_spec(sets[0].config, len(models))
+    for letter, source in models.items():
+        with _served(source, sets[0], spec, out) as (client, codec):
+            for number, held_out in enumerate(sets, 1):
+                log.info(
+                    "%s on %s: %d problems, %d completions each",
+                    letter,
+                    held_out.name,
+                    len(held_out.problems),
+                    _settings(held_out).replicates,
+                )
+                _evaluate(letter, client, codec, held_out, out / _file_name(letter, number, held_out.name), results)
+    results.is_complete = True
+
+
+def _file_name(letter: str, number: int, set_name: str) -> str:
+    """Of a model's records on a set; the number keeps sets apart whose names differ in other signs than letters."""
+    return f"{letter}-{number}-{re.sub(r'[^a-zA-Z0-9_.=-]+', '_', set_name)}.jsonl"
+
+
+def _settings(held_out: HeldOut) -> Any:
+    return held_out.config.eval
+
+
+def _evaluate(letter: str, client: RolloutClient, codec: TokenizerCodec, held_out: HeldOut, records_file: Path, results: Results) -> None:
+    settings = _settings(held_out)
+    evaluator = PassAtKEvaluator(
+        task=held_out.task,
+        problems=held_out.problems,
+        codec=codec,
+        sampling=held_out.sampling,
+        ks=settings.ks,
+        replicates=settings.replicates,
+        seed_base=settings.seed_base,
+        bootstrap_samples=settings.bootstrap_samples,
+        rank=0,
+        world_size=1,
+    )
+    groups: dict[int, RolloutGroup] = {}
+    with recording(records_file) as records:
+        for index, group in evaluator.groups(client, cycle=CYCLE):
+            groups[index] = group
+            records.add(index, group)
+    ordered = [groups[index] for index in range(len(groups))]
+    key = (letter, held_out.name)
+    results.metrics[key] = evaluator.metrics(ordered, cycle=CYCLE)
+    results.num_correct[key] = np.array([sum(r.score.is_correct for r in group.rollouts) for group in ordered])
+    first = next(iter(results.num_correct))[0]
+    if letter != first:
+        pair = (results.num_correct[first, held_out.name], results.num_correct[key])
+        seed = derive_seed(settings.seed_base, "paired")
+        results.comparisons[key] = compare(*pair, settings.replicates, bootstrap_samples=settings.bootstrap_samples, seed=seed)
+
+
+@contextmanager
+def _served(source: ModelSource, held_out: HeldOut, spec: EngineSpec, out: Path) -> Iterator[tuple[RolloutClient, TokenizerCodec]]:
+    """A client that samples from the model: in this process, or from a server that is started with it."""
+    tokenizer, config = source.tokenizer(), held_out.config
+    with ExitStack() as stack:
+        runtime: dict[str, Any] = {"tokenizer": tokenizer, "server": None}
+        place = source.weights
+        if spec.needs_server:
+            runtime["server"] = Server(base_url=spec.base_url, api_key=spec.api_key, launcher=spec.launcher, log_dir=out)
+            if source.adapter is not None and spec.base_url is None:
+                place = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".merged_", dir=out))) / "model")
+                export_model(source, Path(place), merge=True, dtype=None, card="")
+            runtime["eos_ids"] = end_ids(_generation_config(source.weights), tokenizer)
+        else:
+            dtype = source.trained_dtype or torch_dtype(config.train.precision)
+            attention = config.model.attn_implementation
+            runtime["model"] = source.load(device=resolve_device(config.model.device), dtype=dtype, attn_implementation=attention)
+        client = build(spec.client_node, key="generation", protocol=RolloutClient, **runtime)
+        engine = engine_of(client, held_out.sampling)
+        stack.callback(engine.stop)
+        engine.start(place, {})
+        yield client, TokenizerCodec(tokenizer)
+
+
+def _generation_config(model: str) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except OSError:
+        return None  # a model without one

@@ -1,0 +1,90 @@
+"""Sets of held-out problems for a command line of `offline_grpo.evaluate`: `task=arithmetic,gsm8k eval.replicates=8`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.interfaces import Task
+from offline_grpo.run import config as conf
+from offline_grpo.run.build import build
+from offline_grpo.run.preflight import evaluation_sampling
+from offline_grpo.run.task_data import held_out_problems
+from offline_grpo.settings import RunConfig
+from offline_grpo.types import Problem, SamplingParams
+
+OF_TRAINING_ALONE = ("resume", "logger", "checkpoint", "hydra", "rollouts", "eval.backend", "eval.base_url", "eval.weight_sync")
+"""Overrides of a run that say nothing about the evaluation of its checkpoints."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One set: its name, what it is made of, and how completions are drawn."""
+
+    name: str
+    config: RunConfig
+    plain: Mapping[str, Any]
+    task: Task
+    problems: Sequence[Problem]
+    sampling: SamplingParams
+
+
+def saved_overrides(run_folder: Path | None, words: Sequence[str]) -> list[str]:
+    """The overrides of the run that wrote a checkpoint, but for those that do not matter or that `words` replace."""
+    path = run_folder / ".hydra" / "overrides.yaml" if run_folder is not None else None
+    if path is None or not path.exists():
+        return []
+    groups = {key for key, value in (_split(word) for word in words) if (conf.folder() / key).is_dir() and value}
+    left_out = {*OF_TRAINING_ALONE, *groups, *(("engine", "weight_sync") if "generation" in groups else ())}
+    saved = yaml.safe_load(path.read_text()) or []
+    return [word for word in saved if not any(_split(word)[0] == key or _split(word)[0].startswith(f"{key}.") for key in left_out)]
+
+
+def held_out_sets(base: Sequence[str], words: Sequence[str]) -> list[HeldOut]:
+    """A set for every combination of the values that `words` give, as in a sweep; one if each key has one value.
+
+    Args:
+        base: overrides that come before those of the command line.
+
+    Raises:
+        ConfigError: what makes no set, or a key that cannot differ between sets. Hydra's own errors for what cannot be composed.
+    """
+    conf.register()
+    choices = []
+    for override in OverridesParser.create().parse_overrides(list(words)):
+        key = override.get_key_element()
+        if not override.is_sweep_override():
+            choices.append([(str(override.input_line), "")])
+            continue
+        if not (key == "task" or key.startswith(("task.", "eval."))):
+            raise ConfigError(f"{override.input_line}: sets of problems can differ in task and eval alone; give one value")
+        choices.append([(f"{key}={value}", value if key == "task" else f"{key}={value}") for value in override.sweep_string_iterator()])
+    with initialize_config_dir(config_dir=str(conf.folder()), version_base="1.3"):
+        return [_held_out([*base, *(word for word, _ in each)], [name for _, name in each if name]) for each in product(*choices)]
+
+
+def _held_out(overrides: list[str], names: Iterable[str]) -> HeldOut:
+    cfg = compose("config", overrides=overrides)
+    config = conf.typed(cfg)
+    task = build(config.task, key="task", protocol=Task)
+    return HeldOut(
+        name=" ".join(names) or type(task).__name__.lower(),
+        config=config,
+        plain=conf.as_plain(cfg),
+        task=task,
+        problems=held_out_problems(task, config),
+        sampling=evaluation_sampling(config),
+    )
+
+
+def _split(word: str) -> tuple[str, str]:
+    key, _, value = word.lstrip("+~").partition("=")
+    return key, value

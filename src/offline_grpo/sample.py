@@ -1,0 +1,90 @@
+"""`python -m offline_grpo.sample MODEL PROMPT`: print what a model writes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.run import cli
+
+if TYPE_CHECKING:
+    from offline_grpo.checkpoint.pretrained import ModelSource
+
+DEFAULT_LENGTH = 256
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(prog="python -m offline_grpo.sample", description=__doc__)
+    parser.add_argument(
+        "model", metavar="MODEL", help="checkpoint, run folder (its best or newest checkpoint), model folder, adapter or Hub id"
+    )
+    parser.add_argument("prompt", metavar="PROMPT", help="the user's message; - reads it from stdin")
+    parser.add_argument("-n", type=int, default=1, metavar="N", help="number of completions (default: 1)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most probable token (default: 1)")
+    parser.add_argument("--max-new-tokens", type=int, help=f"longest completion (default: as the run trained, else {DEFAULT_LENGTH})")
+    parser.add_argument("--system", help="system message")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same completions (default: 0)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    return parser
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Sample and print."""
+    options = parser().parse_args(arguments)
+    if options.n < 1:
+        raise ConfigError(f"-n={options.n}: must be at least 1")
+    if options.temperature < 0:
+        raise ConfigError(f"--temperature={options.temperature}: must be 0 or more")
+    if options.raw and options.system is not None:
+        raise ConfigError("--system: there are no messages with --raw; put the text into the prompt")
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if not prompt.strip():
+        raise ConfigError("PROMPT: is empty; give the text that the model shall answer")
+    for index, text in enumerate(_complete(options, prompt)):
+        print(f"{'' if index == 0 else chr(10)}--- {index + 1}\n{text}" if options.n > 1 else text)
+
+
+def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
+    from transformers.utils.logging import disable_progress_bar
+
+    from offline_grpo.checkpoint.pretrained import find_model
+    from offline_grpo.generation.transformers_client import TransformersClient
+    from offline_grpo.model.load import context_length, read_model_config, resolve_device
+    from offline_grpo.model.text import TokenizerCodec
+    from offline_grpo.types import SamplingParams, SamplingRequest
+
+    disable_progress_bar()
+    device = resolve_device(options.device)
+    source = find_model(options.model)
+    codec = TokenizerCodec(source.tokenizer())
+    messages = [{"role": "system", "content": options.system}] if options.system is not None else []
+    prompt_ids = codec.tokenizer.encode(prompt) if options.raw else codec.encode([*messages, {"role": "user", "content": prompt}])
+    room = (context_length(read_model_config(source.weights, "MODEL")) or sys.maxsize) - len(prompt_ids)
+    length = options.max_new_tokens if options.max_new_tokens is not None else min(_length(source), room)
+    if not 0 < length <= room:
+        raise ConfigError(
+            f"--max-new-tokens={length}: must be 1 to {room}, because the prompt has {len(prompt_ids)} tokens of the model's context"
+        )
+    client = TransformersClient(model=source.load(device=device), tokenizer=codec.tokenizer, batch_size=options.n)
+    request = SamplingRequest(tuple(prompt_ids), options.n, options.seed)
+    [(_, completions)] = client.generate([request], SamplingParams(length, temperature=options.temperature))
+    return [codec.decode(completion.token_ids) for completion in completions]
+
+
+def _length(source: ModelSource) -> int:
+    config: Any = source.config
+    return DEFAULT_LENGTH if config is None else config["generation"]["max_new_tokens"]
+
+
+def main() -> None:
+    """The command."""
+    cli.run_command(run)
+
+
+if __name__ == "__main__":
+    main()

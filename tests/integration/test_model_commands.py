@@ -1,0 +1,191 @@
+"""`offline_grpo.evaluate`, `.export` and `.sample` on the checkpoints of one small run, as people call them."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from children import SMALL, metrics_of, printed, run_in_child
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from offline_grpo import evaluate, export, sample
+from offline_grpo.errors import ConfigError
+from offline_grpo.task.arithmetic import Arithmetic
+
+GREEDY = "--temperature=0"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folder of a LoRA run, as `run_grpo.py` leaves it, and its base model."""
+    root = tmp_path_factory.mktemp("trained")
+    run = root / "run"
+    words = [*SMALL, f"cache_dir={root}/cache", "model/lora=default", "train.lr=0.02", "train.iterations=2", "checkpoint.keep_best=pass@1"]
+    assert run_in_child(run, *words) == 0, printed(run)
+    (run / ".hydra").mkdir()
+    (run / ".hydra" / "overrides.yaml").write_text(json.dumps([*words, "resume=auto"]))
+    [base] = (root / "cache").glob("tiny-*")
+    return run, base
+
+
+@pytest.fixture(scope="module")
+def evaluated(trained: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """results.json of base and best checkpoint on two sets, and its folder."""
+    run, base = trained
+    out = tmp_path_factory.mktemp("evaluated") / "out"
+    evaluate.run([str(base), str(run / "checkpoints" / "best"), 'task.operations=["+"],["-"]', f"--out={out}"])
+    return json.loads((out / "results.json").read_text()), out
+
+
+def of(results: dict[str, Any], model: str, number: int) -> dict[str, Any]:
+    """The metrics of a model on the set of this number, from 0."""
+    return [entry for entry in results["metrics"] if entry["model"] == model][number]
+
+
+def test_the_base_has_what_its_run_measured_before_training(trained: tuple[Path, Path], evaluated: tuple[dict[str, Any], Path]) -> None:
+    """With the run's own settings, which the command line did not repeat, and its seeds."""
+    results, _ = evaluated
+    before = metrics_of(trained[0])["eval_init.json"]
+    assert results["is_complete"]
+    assert {name: of(results, "A", 0)[name] for name in before} == before
+    assert of(results, "A", 1) != of(results, "A", 0)
+
+
+def test_every_problem_has_a_record(evaluated: tuple[dict[str, Any], Path]) -> None:
+    results, out = evaluated
+    assert len(list(out.glob("*.jsonl"))) == 4
+    for model in "AB":
+        [file] = out.glob(f"{model}-1-*.jsonl")
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [line["index"] for line in lines] == [0, 1, 2, 3]
+        scored = [
+            Arithmetic(49, ["+"], 0.2, "{a}{op}{b}=", 0.5).score(_problem(line), r["text"]) for line in lines for r in line["replicates"]
+        ]
+        assert [r["reward"] for line in lines for r in line["replicates"]] == [score.reward for score in scored]
+        right = [sum(r["is_correct"] for r in line["replicates"]) for line in lines]
+        assert of(results, model, 0)["pass@1"] == pytest.approx(sum(right) / 8)
+
+
+def _problem(line: dict[str, Any]) -> Any:
+    from offline_grpo.types import Problem
+
+    return Problem(line["problem_id"], tuple(line["messages"]), line["answer"])
+
+
+def test_models_are_compared_problem_by_problem(evaluated: tuple[dict[str, Any], Path]) -> None:
+    results, _ = evaluated
+    compared = results["compared_with_the_first"]
+    assert [entry["model"] for entry in compared] == ["B", "B"]
+    for number, entry in enumerate(compared):
+        difference = of(results, "B", number)["pass@1"] - of(results, "A", number)["pass@1"]
+        assert entry["difference"] == pytest.approx(difference)
+        assert 0 < entry["p_value"] <= 1
+        assert entry["num_problems"] == 4
+
+
+def test_an_interruption_keeps_what_was_judged(
+    trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged, score = [], Arithmetic.score
+
+    def interrupted(self: Arithmetic, *args: Any) -> Any:
+        judged.append(args)
+        if len(judged) == 6:
+            raise KeyboardInterrupt
+        return score(self, *args)
+
+    monkeypatch.setattr(Arithmetic, "score", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.run([str(trained[0]), f"--out={tmp_path}/out"])
+    [file] = (tmp_path / "out").glob("*.jsonl")
+    assert 1 <= len(file.read_text().splitlines()) < 4
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["is_complete"] is False
+    assert "not complete" in capsys.readouterr().out
+
+
+def test_the_table_fits_80_columns(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    evaluate.run([str(trained[1]), str(trained[1]), "eval.num_ids=3", "eval.max_new_tokens=1"])
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    assert "B - A on arithmetic: +0.000 [+0.000, +0.000], p = 1.0000" in out
+    assert "of the completions were cut; raise eval.max_new_tokens" in out
+    [folder] = tmp_path.glob("outputs/evaluate/*/*")
+    assert lines[-1] == f"files  {folder.relative_to(tmp_path)}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["task=arithmetic"], "MODEL: none is named"),
+        (["/no/such"], "MODEL=/no/such: no such folder"),
+        (["@base", "train.lr=1,2"], "train.lr=1,2: sets of problems can differ in task and eval alone"),
+        (["@base", "eval.base_url=http://127.0.0.1:1"], "eval.base_url=http://127.0.0.1:1: evaluations that are no part of a run"),
+        (
+            ["@base", "@base", "generation=vllm_server", "generation.base_url=http://127.0.0.1:1"],
+            "that server has one model and 2 are named",
+        ),
+        (["@base", "eval.num_ids=0"], "eval.num_ids=0"),
+    ],
+)
+def test_refusals_leave_nothing(
+    words: list[str], message: str, trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        evaluate.run([word.replace("@base", str(trained[1])) for word in words])
+    assert message in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_exported_run_says_what_its_checkpoint_says(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, base = trained
+    export.run([str(run), str(tmp_path / "out")])
+    assert capsys.readouterr().out.startswith(f"wrote the model of {run}/checkpoints/iter_00")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| pass@1 |" in card
+    assert "before training" in card
+    assert "num_train_seeds: 200" in card
+    with pytest.raises(ConfigError, match=r"--no-merge: .* is a whole model"):
+        export.run([str(base), str(tmp_path / "other"), "--no-merge"])
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("12+13="))
+    sample.run([str(run), "-", GREEDY])
+    sample.run([str(tmp_path / "out"), "12+13=", GREEDY])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "12+13="}], add_generation_prompt=True, return_tensors="pt")
+    ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
+    expected = tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :], skip_special_tokens=True)
+    assert capsys.readouterr().out.splitlines() == [expected, expected]
+
+
+def test_sampling(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    base = str(trained[1])
+    sample.run([base, "1+2=", "-n", "3", "--max-new-tokens=4"])
+    several = capsys.readouterr().out
+    assert [line for line in several.splitlines() if line.startswith("---")] == ["--- 1", "--- 2", "--- 3"]
+    sample.run([base, "1+2=", "-n", "3", "--max-new-tokens=4"])
+    assert capsys.readouterr().out == several, "the same seed, the same completions"
+    sample.run([base, "1+2=", "--raw", GREEDY, "--max-new-tokens=1"])
+    assert len(capsys.readouterr().out.strip()) <= 1
+    for words, message in (
+        ([base, "  "], "PROMPT: is empty"),
+        ([base, "x", "-n", "0"], "-n=0: must be at least 1"),
+        ([base, "x", "--temperature=-1"], "--temperature=-1.0: must be 0 or more"),
+        ([base, "x", "--raw", "--system=y"], "--system: there are no messages with --raw"),
+        ([base, "1" * 600], "--max-new-tokens=-"),
+        ([base, "1", "--max-new-tokens=9999"], "--max-new-tokens=9999: must be 1 to"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            sample.run(words)
+        assert message in str(refused.value)

@@ -1,0 +1,184 @@
+"""Exported folders hold the model that was trained: its logits are those of transformers and peft themselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ZOO
+from factories import make_qwen2
+from peft import LoraConfig, PeftModel, get_peft_model
+from scripted_server import Reply, Request, ScriptedServer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from offline_grpo.checkpoint.export import export_model, push_to_hub
+from offline_grpo.checkpoint.files import FORMAT
+from offline_grpo.checkpoint.pretrained import find_model
+from offline_grpo.errors import CheckpointError, ConfigError
+from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.report.history import History
+from offline_grpo.report.model_card import model_card
+
+IDS = torch.arange(4, 20)[None]
+CPU = torch.device("cpu")
+
+
+def checkpoint(folder: Path, model: Any, precision: str = "fp32") -> Path:
+    """What a run leaves, as far as an export reads it."""
+    (folder / "trainer").mkdir(parents=True)
+    model.save_pretrained(str(folder))
+    build_char_tokenizer(512).save_pretrained(str(folder))
+    config = {"train": {"precision": precision}, "model": {"train_id": None}}
+    (folder / "trainer" / "state.json").write_text(json.dumps({"format": FORMAT, "config": config}))
+    return folder
+
+
+def adapted(tmp_path: Path, base: Any) -> Any:
+    """A LoRA policy on a saved base, with adapters that do something."""
+    base.save_pretrained(str(tmp_path / "base"))
+    build_char_tokenizer(512).save_pretrained(str(tmp_path / "base"))
+    torch.manual_seed(0)
+    policy = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(r=4, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    return policy.eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits.float()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt2", "cohere"])
+def test_a_merged_adapter_is_the_policy(name: str, tmp_path: Path) -> None:
+    policy = adapted(tmp_path, ZOO[name].build())
+    source = find_model(str(checkpoint(tmp_path / "run" / "checkpoints" / "iter_000", policy)))
+    export_model(source, tmp_path / "out", merge=True, dtype=None, card="card")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(merged), logits(policy), atol=1e-4, rtol=1e-4)
+    assert (logits(merged) - logits(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))).abs().max() > 0.1
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
+    assert not names & {"trainer", "adapter_config.json"}
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == build_char_tokenizer(512).chat_template
+    assert (tmp_path / "out" / "README.md").read_text() == "card"
+
+
+def test_an_adapter_alone(tmp_path: Path) -> None:
+    policy = adapted(tmp_path, make_qwen2())
+    source = find_model(str(checkpoint(tmp_path / "iter_000", policy)))
+    export_model(source, tmp_path / "out", merge=False, dtype=None, card="card")
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), str(tmp_path / "out"))
+    assert torch.equal(logits(again), logits(policy))
+    assert not (tmp_path / "out" / "trainer").exists()
+    assert find_model(str(tmp_path / "out")).adapter == str(tmp_path / "out"), "what is exported is a model again"
+    with pytest.raises(ConfigError, match="--dtype=bf16: an adapter is written as it is"):
+        export_model(source, tmp_path / "other", merge=False, dtype="bf16", card="")
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_a_whole_model(dtype: str | None, tmp_path: Path) -> None:
+    """Of a run in bf16 the weights that it computed with, not the fp32 masters."""
+    policy = make_qwen2(vocab_size=97).to(torch.bfloat16 if dtype is None else torch.float32)
+    source = find_model(str(checkpoint(tmp_path / "iter_000", policy, precision="bf16" if dtype is None else "fp32")))
+    export_model(source, tmp_path / "out", merge=True, dtype=dtype, card="")
+    out = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert out.dtype == torch.bfloat16
+    expected = {name: tensor.to(torch.bfloat16) for name, tensor in policy.state_dict().items()}
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in out.state_dict().items())
+
+
+def test_what_is_no_model_or_in_the_way_is_refused(tmp_path: Path) -> None:
+    source = find_model(str(checkpoint(tmp_path / "iter_000", make_qwen2(vocab_size=97))))
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "mine").touch()
+    with pytest.raises(ConfigError, match=r"OUT=.*full: is there already and not empty"):
+        export_model(source, full, merge=True, dtype=None, card="")
+    with pytest.raises(ConfigError, match=r"MODEL=.*full: cannot be loaded"):
+        find_model(str(full))
+    with pytest.raises(ConfigError, match=r"MODEL=/no/such: no such folder"):
+        find_model("/no/such")
+    with pytest.raises(CheckpointError, match=r"OUT=/proc/out: could not be written"):
+        export_model(source, Path("/proc/out"), merge=True, dtype=None, card="")
+    (tmp_path / "iter_000" / "trainer" / "state.json").write_text('{"format": 1}')
+    with pytest.raises(CheckpointError, match=r"MODEL=.*iter_000: written in format 1, this version reads format"):
+        find_model(str(tmp_path / "iter_000"))
+    (full / "adapter_config.json").write_text('{"base_model_name_or_path": "/gone"}')
+    with pytest.raises(ConfigError, match=r"MODEL=.*full: an adapter, and its base model /gone is not there"):
+        find_model(str(full))
+    (full / "adapter_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"its adapter_config.json cannot be read"):
+        find_model(str(full))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="a run without a checkpoint"):
+        find_model(str(tmp_path / "run"))
+
+
+def test_broken_weights_are_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_qwen2(vocab_size=97).save_pretrained(str(folder))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=r"model: its weights are damaged"):
+        find_model(str(folder)).load(device=CPU)
+
+
+def test_a_push_sends_the_files_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "README.md").write_text("# card")
+    (folder / "config.json").write_text("{}")
+    paths, committed = [], []
+
+    def hub(request: Request) -> Reply:
+        paths.append(request.path)
+        if request.path == "/api/repos/create":
+            return Reply({"url": f"{server.base_url}/me/m"})
+        if "preupload" in request.path:
+            return Reply(
+                {"files": [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in request.body["files"]]}
+            )
+        if "/commit/" in request.path:
+            committed.append(request.body)
+            return Reply({"commitUrl": f"{server.base_url}/me/m/commit/1", "commitOid": "1" * 40})
+        return Reply({})
+
+    with ScriptedServer(hub) as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.base_url)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_x")
+        assert push_to_hub(folder, "me/m", private=True) == f"{server.base_url}/me/m"
+    assert "/api/repos/create" in paths
+    assert "config.json" in str(committed)
+    assert "README.md" in str(committed)
+    with ScriptedServer(lambda _: Reply({"error": "who are you?"}, status=401)) as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.base_url)
+        with pytest.raises(ConfigError, match=r"--push-to-hub=me/m: .*401.*; log in with `uv run hf auth login`.*out is complete"):
+            push_to_hub(folder, "me/m", private=True)
+
+
+def test_the_card_tells_base_data_results_and_configuration() -> None:
+    config = {
+        "model": {"train_id": "some/base"},
+        "task": {"_target_": "offline_grpo.task.gsm8k.GSM8K", "path": "openai/gsm8k"},
+        "data": {"problems_per_iteration": 8, "rollouts_per_problem": 4},
+        "eval": {"temperature": 0.7},
+    }
+    state = {"config": config, "iteration": 9, "counters": {"num_updates": 20}}
+    evals = {i: {"pass@1": 0.1 * (i + 2), "pass@1_low": 0.05, "pass@1_high": 0.2, "tasks": 5.0, "replicates": 2.0} for i in (-1, 9, 19)}
+    history = History(Path("run"), train={}, evals=evals)
+    card = model_card("m", state=state, history=history, base="some/base", is_adapter=False, versions=["torch 2"])
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "base_model: some/base\n" in card.split("---")[1]
+    assert "license" not in card.split("---")[1], "left to the user"
+    assert "10 iterations, 20 updates" in card
+    assert "| pass@1 | 0.100 [0.050, 0.200] | 1.100 [0.050, 0.200] |" in card
+    assert "path: openai/gsm8k" in card
+    assert "rollouts_per_problem: 4" in card
+    assert "not trained by it" in model_card("m", state=None, history=None, base=None, is_adapter=False, versions=[])
