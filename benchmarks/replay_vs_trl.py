@@ -154,7 +154,7 @@ class OurArm:
 
     def update(self) -> dict[str, float]:
         """Make one update on the next stored batch."""
-        batch, _ = prepare_batch(self._batches[self._next % len(self._batches)], self.updater, self._config)
+        batch, _, _ = prepare_batch(self._batches[self._next % len(self._batches)], self.updater, self._config)
         assert batch is not None
         self._next += 1
         return self.updater.run(batch, iteration=self._next)

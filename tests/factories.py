@@ -34,7 +34,9 @@ from offline_grpo.types import (
     Completion,
     CompletionStream,
     FinishReason,
+    Problem,
     Rollout,
+    RolloutGroup,
     SamplingParams,
     SamplingRequest,
     Score,
@@ -174,6 +176,14 @@ def make_rollout(
     """A rollout of one turn."""
     whole = completion if isinstance(completion, Completion) else make_completion(completion)
     return Rollout.of_one_turn(prompt, whole, temperature=temperature, text="", score=Score(reward, False, {}))
+
+
+def make_group(*answers: tuple[str, float]) -> RolloutGroup:
+    """A group of texts, each with its reward; 1 is correct."""
+    problem = Problem("p", ({"role": "user", "content": "2+2="},), "4")
+    scores = [(text, Score(reward, reward == 1.0, {"correct": reward})) for text, reward in answers]
+    rollouts = [Rollout.of_one_turn((1, 2), make_completion((3,)), temperature=1.0, text=text, score=score) for text, score in scores]
+    return RolloutGroup(problem, tuple(rollouts))
 
 
 def prompt_of(rollout: Rollout) -> tuple[int, ...]:

@@ -352,8 +352,8 @@ class RunListener(Protocol):
     def progress(self, done: int, total: int, unit: str) -> None:
         """`done` of the phase's `total` "completions", "microbatches", ... are done, as far as this process knows."""
 
-    def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, iteration: int) -> None:
-        """The groups that phase `name` ("train" or "eval") sampled, of all processes, before anything is dropped."""
+    def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, advantages: Sequence[Sequence[float]] | None, iteration: int) -> None:
+        """What phase `name` ("train" or "eval") sampled, on all processes, before any is dropped; advantages in training only."""
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
         """The metrics of phase `name` ("train" or "eval"). Iteration -1 is the evaluation before any training."""

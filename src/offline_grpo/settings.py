@@ -254,6 +254,7 @@ class RunConfig:
     checkpoint: CheckpointConfig
     logger: Any = None
     engine: Any = None
+    samples: Any = None
 
     def __post_init__(self) -> None:
         require(self.num_threads is None or self.num_threads > 0, "num_threads", self.num_threads, "at least 1, or null for one per core")

@@ -88,7 +88,7 @@ def judged(group: RolloutGroup) -> RolloutGroup:
 def test_a_training_epoch(bench: Bench, groups: list[RolloutGroup]) -> None:
     before = {name: p.detach().clone() for name, p in bench.policy.model.named_parameters()}
     updater = make_updater(bench.plan, bench.policy, str(bench.folder / "model"), RunDir(bench.folder), bench.ranks, Replicas(bench.ranks))
-    batch, _ = prepare_batch([judged(group) for group in groups], updater, bench.plan.config.train)
+    batch, _, _ = prepare_batch([judged(group) for group in groups], updater, bench.plan.config.train)
     assert batch is not None
     metrics = updater.run(batch, iteration=0)
     assert metrics["num_updates"] == 1

@@ -11,7 +11,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ import rich.console
 import torch
 import wandb
 import yaml
-from factories import CONF, compose_config, make_batch, prompt_of, sampled
+from factories import CONF, compose_config, make_batch, make_group, prompt_of, sampled
 from laboratory import Laboratory, Trace
 from omegaconf import OmegaConf
 from serving_effects import Asked, ask, assembled, engine_effect, make_policy, sync_effect
@@ -32,13 +32,14 @@ from torch.utils.tensorboard import writer as tensorboard_writer
 from transformers import Qwen2Config
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.logger import console
+from offline_grpo.logger import console, output_console
+from offline_grpo.logger.samples import Samples
 from offline_grpo.placement.devices import server_gpus
 from offline_grpo.run import gpu_memory
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.gpu_memory import check_memory
-from offline_grpo.run.preflight import make_plan
+from offline_grpo.run.preflight import listeners, make_plan
 from offline_grpo.train.advantage import group_advantages
 from offline_grpo.types import BatchTotals, Split, TokenStats
 
@@ -241,6 +242,7 @@ RUNS: dict[str, Acts] = {
     "checkpoint.save_interval": Acts("checkpoint.save_interval=0", checkpoints, to={"iter_001"}),
     "checkpoint.keep_last_k": Acts("checkpoint.keep_last_k=1", checkpoints, to={"iter_001"}),
     "checkpoint.keep_best": Acts("checkpoint.keep_best=pass@1", checkpoints, "checkpoint.save_interval=0", to={"iter_000", "iter_001"}),
+    "samples.per_iteration": Acts("samples.per_iteration=0", lambda run: {name for name in run.files if "samples" in name}, to=set()),
     "model.lora.r": Acts("model.lora.r=4", weights, base=LORA),
     "model.lora.alpha": Acts("model.lora.alpha=64", weights, base=LORA),
     "model.lora.dropout": Acts("model.lora.dropout=0.5", weights, base=LORA, keeps=samples),
@@ -298,14 +300,17 @@ def logger_effect(logger: Any) -> Any:
     """What the logger asks of the library that it feeds."""
     asked: list[Any] = []
     writer = SimpleNamespace(add_summary=lambda *_: None)
-    methods: Any = {"define_metric": lambda *_, **__: None, "add_text": lambda *_: None, "start": lambda: None}
+    methods: Any = {"define_metric": lambda *_, **__: None, "start": lambda: None}
     fake = SimpleNamespace(**methods, file_writer=writer, transient=True)
+    fake.add_text = lambda name, text, **_: asked.append({name: text})
+    fake.log = lambda values: asked.append({"rows": len(values["eval/samples"].data)})
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((wandb, "init"), (tensorboard_writer, "SummaryWriter"), (console, "Live")):
             patch.setattr(owner, name, lambda *_, **settings: asked.append(settings) or fake)
         if hasattr(logger, "console"):
             logger.console = rich.console.Console(force_terminal=True)
         logger.start({}, 1)
+        logger.rollouts("eval", [make_group(("a", 0.0), ("b", 1.0))], advantages=None, iteration=0)
     return [{name: value for name, value in settings.items() if isinstance(value, (str, int, float, list))} for settings in asked]
 
 
@@ -391,9 +396,10 @@ BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
             "wandb.name": "first",
             "wandb.notes": "why",
             "wandb.tags": ["new"],
+            "wandb.samples": 1,
         },
     ),
-    "logger=[tensorboard]": (logger_effect, {"tensorboard.flush_s": 99}),
+    "logger=[tensorboard]": (logger_effect, {"tensorboard.flush_s": 99, "tensorboard.samples": 0}),
     "engine=vllm": (
         engine_effect,
         COMMAND_LINE
@@ -467,10 +473,18 @@ def evaluation_sync_effect(overrides: str) -> Any:
     return assembled(plan, make_policy(), Path("/nowhere"), ranks)[1]._strategy
 
 
+def printed_samples(overrides: str) -> str:
+    with output_console().capture() as printed:
+        [listener] = [x for x in listeners(typed(compose_config(*overrides.split())), Path("/nowhere")) if isinstance(x, Samples)]
+        replace(listener, per_iteration=0).rollouts("eval", [make_group(("a", 0.0))], advantages=None, iteration=0)
+    return printed.get()
+
+
 OWN_SERVER = "generation=vllm_server weight_sync=reload"
 EVAL_SERVER = "eval.backend=vllm_server eval.base_url=@here"
 ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "engine": (launcher_effect, OWN_SERVER, "engine=sglang"),
+    "samples.on_console": (printed_samples, "", "samples.on_console=1"),
     "placement.engine_devices": (placement_effect, f"{OWN_SERVER} placement.check_memory=false", "placement.engine_devices=[0]"),
     "placement.check_memory": (placement_effect, "", "placement.check_memory=false"),
     "eval.backend": (evaluation_effect, EVAL_SERVER, "eval.backend=sglang_server"),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations, tagged
-from offline_grpo.types import Metrics
+from offline_grpo.logger.samples import Advantages, chosen, record
+from offline_grpo.types import Metrics, RolloutGroup
 
 HPARAM_METRICS = ("eval/pass@1", "eval/reward_mean_all", "train/reward_mean", "train/success_rate")
 """What the table of hyperparameters shows of each run, at its end."""
@@ -22,10 +23,12 @@ class TensorBoardLogger(RunListener):
 
     Args:
         flush_s: longest time that values are buffered in memory before they are written, in seconds.
+        samples: how many completions of each evaluation are written as text.
     """
 
     output_dir: Path
     flush_s: int
+    samples: int
     _end: Any = field(default=None, init=False, repr=False)
     _writer: Any = field(default=None, init=False, repr=False)
 
@@ -44,6 +47,13 @@ class TensorBoardLogger(RunListener):
         step = completed_iterations(name, iteration)
         for key, value in tagged(name, metrics).items():
             self._writer.add_scalar(key, value, global_step=step)
+
+    def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int) -> None:
+        """The samples of an evaluation, as text."""
+        if name == "eval" and self.samples:
+            records = [record(*sample) for sample in chosen(groups, advantages, self.samples)]
+            text = "\n\n".join(json.dumps(line, indent=1) for line in records)
+            self._writer.add_text("eval/samples", f"```json\n{text}\n```", global_step=completed_iterations(name, iteration))
 
     def close(self) -> None:
         writer, self._writer = self._writer, None

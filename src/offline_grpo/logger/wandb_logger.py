@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import Any
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations, sweep_folder, tagged
-from offline_grpo.types import Metrics
+from offline_grpo.logger.samples import Advantages, chosen, prompt_text, record, utf8
+from offline_grpo.types import Metrics, RolloutGroup
 
 MODES = ("online", "offline", "disabled")
 STEP_METRIC = "iteration"
@@ -45,6 +46,7 @@ class WandbLogger(RunListener):
     name: str | None
     notes: str | None
     tags: list[str]
+    samples: int
     _defined: set[str] = field(default_factory=set, init=False, repr=False)
     _run: Any = field(default=None, init=False, repr=False)
 
@@ -91,6 +93,19 @@ class WandbLogger(RunListener):
                 if any(fnmatchcase(key, pattern) for pattern in patterns):
                     self._run.define_metric(key, step_metric=STEP_METRIC, summary=f"{best},last")
         self._run.log({STEP_METRIC: completed_iterations(name, iteration)} | shown)
+
+    def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int) -> None:
+        """A table of the samples of an evaluation."""
+        if name == "train" or not self.samples:
+            return
+        import wandb
+
+        records = [record(*sample) for sample in chosen(groups, advantages, self.samples)]
+        table = wandb.Table(columns=["prompt", "completion", "answer", "reward", "is_correct", "problem_id"])
+        for r in records:
+            texts = (utf8(text) for text in (prompt_text(r), r["completion"], r["answer"] or ""))
+            table.add_data(*texts, r["reward"], r["is_correct"], r["problem_id"])
+        self._run.log({STEP_METRIC: completed_iterations(name, iteration), "eval/samples": table})
 
     def close(self) -> None:
         run, self._run = self._run, None

@@ -112,13 +112,14 @@ def make_plan(config: RunConfig) -> Plan:
 
 
 def listeners(config: RunConfig, run_folder: Path) -> list[RunListener]:
-    """The components of the group `logger`. They write nothing before they are started.
+    """The components of the groups `logger` and `samples`. They write nothing before they are started.
 
     Raises:
         ConfigError: see `build`, and their constructors.
     """
-    nodes = config.logger or {}
-    return [build(node, key=f"logger.{name}", protocol=RunListener, output_dir=run_folder) for name, node in nodes.items()]
+    nodes = {f"logger.{name}": node for name, node in (config.logger or {}).items()}
+    nodes |= {} if config.samples is None else {"samples": config.samples}
+    return [build(node, key=key, protocol=RunListener, output_dir=run_folder) for key, node in nodes.items()]
 
 
 def _layout(value: str | Mapping[str, Any]) -> Layout | None:

@@ -17,7 +17,7 @@ from typing import Any
 from offline_grpo.checkpoint.files import latest_checkpoint, read_state
 from offline_grpo.errors import CheckpointError, ConfigError
 
-IGNORED_ON_RESUME = ("resume", "logger", "num_threads", "cache_dir")
+IGNORED_ON_RESUME = ("resume", "logger", "samples", "num_threads", "cache_dir")
 """Top-level keys that may differ between a run and its continuation; they do not count when configurations are compared."""
 
 log = logging.getLogger(__name__)

@@ -169,7 +169,7 @@ def _is_short_arithmetic(plain: str) -> bool:
 
 
 def _is_short_formula(plain: str) -> bool:
-    """True for arithmetic with single letters, roots, small powers, pairs and intervals: no words, no towers of powers, no functions, no equations."""
+    """True for arithmetic with single letters, roots, small powers, pairs and intervals: no words, towers or equations."""
     symbol = r"[+\-*/()\[\]{}^]|\\(?:[dt]?frac|sqrt|pi|infty|cup|times|cdot|div)(?![A-Za-z])"
     is_formula = re.fullmatch(rf"(?:[0-9., ]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|{symbol})+", plain) is not None
     compact = plain.replace(" ", "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import compress, islice
 from statistics import fmean, pstdev
 
 from offline_grpo.errors import ConfigError
@@ -14,8 +14,11 @@ from offline_grpo.train.update import Updater
 from offline_grpo.types import FinishReason, RolloutGroup, TokenBatch
 
 
-def prepare_batch(groups: Sequence[RolloutGroup], updater: Updater, config: TrainConfig) -> tuple[TokenBatch | None, dict[str, float]]:
-    """The batch of an iteration, scored by the policy and the reference where it needs that, and metrics of its advantages.
+def prepare_batch(
+    groups: Sequence[RolloutGroup], updater: Updater, config: TrainConfig
+) -> tuple[TokenBatch | None, list[list[float]], dict[str, float]]:
+    """The batch of an iteration, scored by the policy and the reference where it needs that, the advantage of every rollout of every group
+    (of advantages per token their mean), and metrics of them.
 
     None in place of a batch where no group is left to train on.
     """
@@ -30,17 +33,18 @@ def prepare_batch(groups: Sequence[RolloutGroup], updater: Updater, config: Trai
         rewards = _subtract(rewards, penalties)
         metrics["kl_penalty_mean"] = fmean(penalties)
     advantages = _advantages(groups, rewards, updater)
+    per_rollout = [_per_rollout(group, own) for group, own in zip(groups, advantages, strict=True)]
     is_silent = zero_signal_groups([_numbers(group, own) for group, own in zip(groups, advantages, strict=True)])
     keep = [not (config.drop_zero_signal_groups and silent) for silent in is_silent]
     metrics |= {"num_groups": float(len(groups)), "num_groups_zero_signal": float(sum(is_silent)), "num_groups_trained": float(sum(keep))}
     flat = [advantage for group, kept in zip(advantages, keep, strict=True) for advantage in group if kept]
     chosen = _sequences_of_groups(groups, keep)
     if not chosen or not bool(batch.completion_mask.any()):
-        return None, metrics
+        return None, per_rollout, metrics
     batch = with_advantages(batch.select(chosen) if len(chosen) < batch.num_sequences else batch, flat)
     numbers = [n for group, own, kept in zip(groups, advantages, keep, strict=True) if kept for n in _numbers(group, own)]
     metrics |= {"advantage_mean": fmean(numbers), "advantage_std": pstdev(numbers)}
-    return batch if updater.loss.kl_in_reward else updater.score(batch), metrics
+    return batch if updater.loss.kl_in_reward else updater.score(batch), per_rollout, metrics
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -82,6 +86,12 @@ def _numbers(group: RolloutGroup, advantages: Sequence[float | Sequence[float]])
         return [advantage for advantage in advantages if isinstance(advantage, float)]
     pairs = zip(group.advantages, group.rollouts, strict=True)
     return [value for row, rollout in pairs for value, is_sampled in zip(row, rollout.is_sampled, strict=True) if is_sampled]
+
+
+def _per_rollout(group: RolloutGroup, advantages: Sequence[float | Sequence[float]]) -> list[float]:
+    """One number per rollout: its advantage, or the mean of those of its sampled tokens."""
+    pairs = zip(advantages, group.rollouts, strict=True)
+    return [sum(compress(own, r.is_sampled)) / max(r.num_sampled, 1) if isinstance(own, Sequence) else own for own, r in pairs]
 
 
 def _with_logprobs_of(whole: TokenBatch, batch: TokenBatch) -> TokenBatch:

@@ -106,7 +106,7 @@ class Loop:
         number = iteration + 1
         with self._safe_point(iteration):
             with self._phase("generate", iteration):
-                groups = self._sample("train", iteration, self.deployment, lambda: self.source.next(iteration))
+                groups = self._sample(self.deployment, lambda: self.source.next(iteration))
             with self._phase("train", iteration):
                 metrics = rollout_metrics(groups) | self._train(groups, iteration)
         evaluation = self.evaluation if self.evaluation is not None and self.evaluation.is_due(iteration) else None
@@ -140,7 +140,9 @@ class Loop:
             raise stopped
 
     def _train(self, groups: Sequence[RolloutGroup], iteration: int) -> dict[str, float]:
-        batch, metrics = prepare_batch(groups, self.updater, self.config)
+        batch, advantages, metrics = prepare_batch(groups, self.updater, self.config)
+        for listener in self.listeners:
+            listener.rollouts("train", groups, advantages=advantages, iteration=iteration)
         if iteration == 0:
             metrics["num_trainable_parameters"] = float(self.policy.num_trainable)
         if batch is None:
@@ -153,7 +155,9 @@ class Loop:
         with self._phase("eval", iteration):
             if deployment is not self.deployment:
                 deployment.push(self.policy, version=self._version)
-            groups = self._sample("eval", iteration, deployment, lambda: evaluator.sample(deployment.client, cycle=cycle))
+            groups = self._sample(deployment, lambda: evaluator.sample(deployment.client, cycle=cycle))
+            for listener in self.listeners:
+                listener.rollouts("eval", groups, advantages=None, iteration=iteration)
             return {**evaluator.metrics(groups, cycle=cycle), **frozen_metric(deployment)}
 
     @property
@@ -177,7 +181,7 @@ class Loop:
             report = SyncReport(version=self.schedule.version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
         return report.metrics() | frozen_metric(self.deployment) | {"sync/num_recoveries": float(self._num_recoveries)}
 
-    def _sample(self, name: str, iteration: int, deployment: Deployment, share: Callable[[], list[RolloutGroup]]) -> list[RolloutGroup]:
+    def _sample(self, deployment: Deployment, share: Callable[[], list[RolloutGroup]]) -> list[RolloutGroup]:
         """The groups of all processes, each of which samples its `share`, from the weights of the last push and no others."""
 
         def sample() -> list[RolloutGroup]:
@@ -185,10 +189,7 @@ class Loop:
             deployment.check_served()
             return groups
 
-        groups = self._recovering(deployment, sample)
-        for listener in self.listeners:
-            listener.rollouts(name, groups, iteration=iteration)
-        return groups
+        return self._recovering(deployment, sample)
 
     def _recovering(self, deployment: Deployment, action: Callable[[], T]) -> T:
         """Run `action`; if the engine dies, recover it and run `action` once more, from the same state. A second death ends the run."""

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+from factories import make_group
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -9,7 +10,7 @@ from offline_grpo.logger.tensorboard import TensorBoardLogger
 
 
 def test_event_files_hold_prefixed_metrics_against_completed_iterations(tmp_path: Path) -> None:
-    logger = TensorBoardLogger(output_dir=tmp_path, flush_s=10)
+    logger = TensorBoardLogger(output_dir=tmp_path, flush_s=10, samples=1)
     assert isinstance(logger, RunListener)
     logger.start({"train": {"lr": 0.5, "ks": [1, 4], "batch_size": None}, "seed": 3}, 2)
     logger.log("eval", {"pass@1": 0.25, "pass@1_low": 0.125, "pass@1_high": 0.375}, iteration=-1)
@@ -32,3 +33,18 @@ def test_event_files_hold_prefixed_metrics_against_completed_iterations(tmp_path
     assert "eval/pass@1" in [info.name.tag for info in experiment.metric_infos], "the tag of the curve: the table shows its last value"
     assert HParamsPluginData.FromString(plugins["_hparams_/session_end_info"]).session_end_info.status == api_pb2.STATUS_SUCCESS
     assert b'"lr": 0.5' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_samples_of_evaluations_are_text(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(output_dir=tmp_path, flush_s=10, samples=1)
+    logger.start({}, 2)
+    groups = [make_group(("\ud800 <b>", 0.0), ("second", 0.0))]
+    logger.rollouts("train", groups, advantages=[[0.0, 0.0]], iteration=1)
+    logger.rollouts("eval", groups, advantages=None, iteration=1)
+    logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    [event] = events.Tensors("eval/samples/text_summary")
+    assert event.step == 2
+    assert b'"completion": "\\ud800 <b>"' in event.tensor_proto.string_val[0]
+    assert b"second" not in event.tensor_proto.string_val[0]

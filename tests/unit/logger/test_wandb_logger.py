@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import wandb
+from factories import make_group
 from wandb.proto import wandb_internal_pb2
 
 from offline_grpo.errors import ConfigError
@@ -15,7 +16,7 @@ EVAL = {"pass@1": 0.25, "pass@1_low": 0.125, "pass@1_high": 0.375}
 
 
 def make(output_dir: Path, **changes: Any) -> WandbLogger:
-    settings = {"mode": "offline", "project": "p", "entity": None, "group": "g", "name": "n", "notes": "why", "tags": ["t"]}
+    settings = {"mode": "offline", "project": "p", "entity": None, "group": "g", "name": "n", "notes": "why", "tags": ["t"], "samples": 2}
     return WandbLogger(output_dir=output_dir, **(settings | changes))
 
 
@@ -99,6 +100,17 @@ def test_a_run_that_hydra_did_not_start_has_no_group(tmp_path: Path, monkeypatch
     monkeypatch.setattr(wandb, "init", lambda **arguments: started.append(arguments) or FakeRun())
     make(tmp_path, group="auto").start({}, 1)
     assert started[0]["group"] is None
+
+
+def test_samples_of_evaluations_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = make(tmp_path)
+    logger.start({}, 1)
+    logger.rollouts("train", [make_group(("not this", 0.0))], advantages=[[0.0]], iteration=0)
+    logger.rollouts("eval", [make_group(("\ud800", 0.0), ("[bold]", 1.0))], advantages=None, iteration=0)
+    [file] = (tmp_path / "wandb").glob("offline-run-*/files/media/table/eval/*.json")
+    assert json.loads(file.read_text())["data"] == [["2+2=", "[bold]", "4", 1.0, True, "p"], ["2+2=", "\\ud800", "4", 0.0, False, "p"]]
+    logger.close()
 
 
 def stored(file: Path) -> list[Any]:

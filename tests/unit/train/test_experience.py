@@ -54,11 +54,12 @@ def test_advantages_of_the_source_are_used_token_by_token(tmp_path):
         group(TWO_TURNS, make_rollout([4], [3, 2]), advantages=given),
         group(make_rollout([4], [3], reward=1.0), make_rollout([4], [2], reward=0.0)),
     ]
-    batch, metrics = prepare_batch(groups, make_updater(tmp_path), make_updater(tmp_path).config)
+    batch, advantages, metrics = prepare_batch(groups, make_updater(tmp_path), make_updater(tmp_path).config)
     assert batch is not None
     ours = 0.5 / (0.5**0.5 + 1e-4)  # (reward - mean) / (sample std + 1e-4)
     assert batch.advantages.tolist() == pytest.approx([0, 1, 2, 0, 0, -1, -2, 0, 0.5, 0.5, 0, ours, 0, -ours])
     assert metrics["advantage_mean"] == pytest.approx((1 + 2 - 1 - 2 + 0.5 + 0.5) / 8)
+    assert advantages == [pytest.approx([0.0, 0.5]), pytest.approx([ours, -ours])]  # means of 1, 2, -1, -2 and of 0.5, 0.5
     assert metrics["num_groups_zero_signal"] == 0
 
 
@@ -67,6 +68,7 @@ def test_given_advantages_that_are_zero_where_it_counts_are_no_signal(tmp_path):
     updater = make_updater(tmp_path)
     assert prepare_batch([silent], updater, updater.config) == (
         None,
+        [[0.0]],
         {"num_groups": 1.0, "num_groups_zero_signal": 1.0, "num_groups_trained": 0.0},
     )
 
@@ -86,7 +88,7 @@ def test_a_truncated_completion_pays_its_penalty_although_its_tokens_are_not_tra
     updater.reference = make_scoring(make_qwen2(initializer_range=0.2))
     cut = make_rollout([4], make_completion([3, 2, 5], reason=FinishReason.LENGTH), reward=1.0)
     whole = make_rollout([4], [6, 7], reward=0.0)
-    batch, metrics = prepare_batch([group(cut, whole)], updater, updater.config)
+    batch, _, metrics = prepare_batch([group(cut, whole)], updater, updater.config)
     assert batch is not None
 
     everything = build_batch([cut, whole], mask_truncated=False)

@@ -82,7 +82,7 @@ def test_a_death_is_recovered_from_and_counted(caplog: pytest.LogCaptureFixture)
 
 
 def sampled(loop: Loop, engine: Engine, share: Callable[[], list[Any]]) -> list[Any]:
-    return loop._sample("train", 0, engine, share)  # type: ignore[arg-type]
+    return loop._sample(engine, share)  # type: ignore[arg-type]
 
 
 def test_sampling_is_repeated_too() -> None:

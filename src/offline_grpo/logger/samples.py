@@ -1,0 +1,127 @@
+"""What the model writes: a few completions of every iteration in files, and of every evaluation on the console."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from offline_grpo.errors import require
+from offline_grpo.interfaces import RunListener
+from offline_grpo.logger import output_console
+from offline_grpo.types import Rollout, RolloutGroup
+
+Advantages = Sequence[Sequence[float]]
+"""The advantage of each rollout of each group; of one that has an advantage per token, their mean."""
+
+_SHOWN_CHARS = 400
+
+
+@dataclass(frozen=True)
+class Samples(RunListener):
+    """Writes `samples/iter_000.jsonl`, ... and, for evaluations, `samples/eval_init.jsonl`, `samples/eval_iter_009.jsonl`, ...
+
+    A file is complete or absent, and the same again if a resumed run repeats the iteration.
+
+    Args:
+        per_iteration: how many completions a file has, see `chosen`; "all" is every one, 0 writes no files.
+        on_console: how many completions are printed at each evaluation.
+    """
+
+    output_dir: Path
+    per_iteration: int | str
+    on_console: int
+
+    def __post_init__(self) -> None:
+        is_count = isinstance(self.per_iteration, int) and self.per_iteration >= 0
+        require(is_count or self.per_iteration == "all", "samples.per_iteration", self.per_iteration, "a number, 0 for none, or all")
+        require(self.on_console >= 0, "samples.on_console", self.on_console, "must be 0 or more")
+
+    def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int) -> None:
+        if self.per_iteration != 0:
+            count = None if self.per_iteration == "all" else int(self.per_iteration)
+            self._write(name, iteration, [record(*sample) | {"iteration": iteration} for sample in chosen(groups, advantages, count)])
+        if name == "eval" and self.on_console:
+            samples = [record(*sample) for sample in chosen(groups, advantages, self.on_console)]
+            print_samples(output_console(), samples, "before training" if iteration == -1 else f"after iteration {iteration + 1}")
+
+    def _write(self, name: str, iteration: int, records: Sequence[Mapping[str, Any]]) -> None:
+        folder = self.output_dir / "samples"
+        folder.mkdir(parents=True, exist_ok=True)
+        suffix = "init" if iteration == -1 else f"iter_{iteration:03d}"
+        path = folder / f"{'eval_' if name == 'eval' else ''}{suffix}.jsonl"
+        lines = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in records)
+        temporary = path.with_suffix(".jsonl.tmp")
+        temporary.write_text(utf8(lines), encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def chosen(
+    groups: Sequence[RolloutGroup], advantages: Advantages | None, count: int | None
+) -> Iterator[tuple[RolloutGroup, Rollout, float | None]]:
+    """The best and the worst completion of the first problems, those first whose rewards differ; every one if `count` is None."""
+    indexed = list(enumerate(groups))
+    if count is None:
+        picks = [(i, j) for i, group in indexed for j in range(len(group.rollouts))]
+    else:
+        rewards = [[rollout.score.reward for rollout in group.rollouts] for group in groups]
+        order = sorted((i for i, _ in indexed), key=lambda i: max(rewards[i]) == min(rewards[i]))
+        ends = [(i, j) for i in order for j in (rewards[i].index(max(rewards[i])), rewards[i].index(min(rewards[i])))]
+        picks = list(dict.fromkeys(ends))[:count]
+    for i, j in picks:
+        yield groups[i], groups[i].rollouts[j], None if advantages is None else advantages[i][j]
+
+
+def record(group: RolloutGroup, rollout: Rollout, advantage: float | None) -> dict[str, Any]:
+    """A completion as a line of JSON. Prompt and answer are null without a problem, the advantage in evaluations."""
+    problem = group.problem
+    return {
+        "problem_id": None if problem is None else problem.problem_id,
+        "prompt": None if problem is None else [dict(message) for message in problem.messages],
+        "answer": None if problem is None else problem.answer,
+        "completion": rollout.text,
+        "reward": rollout.score.reward,
+        "parts": dict(rollout.score.parts),
+        "advantage": advantage,
+        "is_correct": rollout.score.is_correct,
+        "finish_reason": str(rollout.finish_reason),
+        "num_tokens": rollout.num_sampled,
+    }
+
+
+def prompt_text(sample: Mapping[str, Any]) -> str:
+    """The last message of a record's prompt."""
+    return sample["prompt"][-1]["content"] if sample["prompt"] else ""
+
+
+def utf8(text: str) -> str:
+    """The text with an escape for each half of a surrogate pair, which UTF-8 has no bytes for; JSON has the same escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def print_samples(console: Console, samples: Sequence[Mapping[str, Any]], when: str) -> None:
+    """Prompt, completion and reward of each record, folded to the console's width."""
+    for number, sample in enumerate(samples, start=1):
+        verdict = "correct" if sample["is_correct"] else "wrong"
+        title = f"sample {number}/{len(samples)} {when} | {verdict} | reward {sample['reward']:.3f}"
+        console.print(title, markup=False, highlight=False, emoji=False)
+        grid = Table.grid(padding=(0, 2), pad_edge=True)
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for label, text in (("prompt", prompt_text(sample)), ("wrote", sample["completion"]), ("answer", sample["answer"] or "")):
+            grid.add_row(label, Text(visible(text)))
+        console.print(grid)
+
+
+def visible(text: str) -> str:
+    """A text for one cell of a terminal: its beginning and end, with escapes for what does not print."""
+    middle = _SHOWN_CHARS // 2
+    short = text if len(text) <= _SHOWN_CHARS else f"{text[:middle]} ... {text[-middle:]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
