@@ -113,7 +113,7 @@ def test_a_refused_job_does_not_stop_the_sweep_but_shows_in_its_exit_code(tmp_pa
     assert "Traceback" not in done.stderr
     assert [(row["run"], row["data.rollouts_per_problem"], row["status"]) for row in rows] == [("1", "4", "done")]
     assert "train_iter_000.json" in metrics_of(sweep_dir / "1")
-    assert "1 runs, best final pass@1 first" in done.stdout
+    assert "1 run, best final pass@1 first" in done.stdout
 
 
 def test_a_sweep_without_runs_has_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

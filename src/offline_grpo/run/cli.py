@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested, no_such_key
-from offline_grpo.run import config
+from offline_grpo.run import config, sweep_jobs
 from offline_grpo.run.build import sweep_hint
 from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.launch import start_missing_processes
@@ -33,8 +33,6 @@ EXPECTED = (GrpoError, StopRequested, KeyboardInterrupt, HydraException, OmegaCo
 
 RENAMED = {"model.packing": "model.layout", "model/layout": "model.layout"}
 """What people write, and the key that they mean. With a layout of their own, model/layout is a group."""
-
-_failed_jobs: list[int] = []
 
 
 def exit_with(main: Callable[[], object]) -> NoReturn:
@@ -76,7 +74,7 @@ def _exit_with(main: Callable[[], object]) -> NoReturn:
         if run_job.__code__ in {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}:
             raise
         leave(_no_folder(error))
-    sys.exit(max(_failed_jobs, default=0))
+    sys.exit(max(sweep_jobs.exit_codes, default=0))
 
 
 def run_command(main: Callable[[], None]) -> NoReturn:
@@ -111,7 +109,7 @@ def run_job(job: Callable[[], T]) -> T | None:
         if not is_sweep or not isinstance(error, GrpoError):
             leave(error)
         _print(f"error in job {HydraConfig.get().job.num} of the sweep: {error}")
-        _failed_jobs.append(error.exit_code)
+        sweep_jobs.record_failure(error.exit_code)
         return None
 
 

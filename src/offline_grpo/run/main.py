@@ -10,7 +10,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from offline_grpo.run import cli, config
+from offline_grpo.run import cli, config, sweep_jobs
 from offline_grpo.run.help import help_text
 
 config.register()  # at import, because processes that a sweep's launcher starts import this module for `job`
@@ -18,7 +18,8 @@ config.register()  # at import, because processes that a sweep's launcher starts
 
 def job(cfg: DictConfig) -> float | None:
     """Run once. Returns the last held-out pass@1, which sweepers maximise."""
-    return cli.run_job(lambda: _run(cfg))
+    with sweep_jobs.numbered_lines():
+        return cli.run_job(lambda: _run(cfg))
 
 
 def _run(cfg: DictConfig) -> float | None:

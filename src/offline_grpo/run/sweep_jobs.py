@@ -1,0 +1,72 @@
+"""The jobs of a `--multirun`, wherever a launcher runs them: their exit codes, and whose a line on the shared terminal is."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, TextIO
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+FAILED = ".failed_jobs"
+"""Folder in that of a sweep, while it lasts: a file for each job that failed, with its exit code. Jobs may be other processes."""
+
+exit_codes: list[int] = []
+"""Of the failed jobs of the sweeps that this process has ended."""
+
+
+def record_failure(exit_code: int) -> None:
+    """Say that the current job of a sweep has failed."""
+    config = HydraConfig.get()
+    folder = Path(config.sweep.dir) / FAILED
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / str(config.job.num)).write_text(str(exit_code))
+
+
+class SweepJobs(Callback):
+    """Enabled in `conf/config.yaml`. Reads the exit codes where the sweep was started, and removes the folder of one that ran no job."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        folder = Path(config.hydra.sweep.dir)
+        exit_codes.extend(int(path.read_text()) for path in (folder / FAILED).glob("*"))
+        shutil.rmtree(folder / FAILED, ignore_errors=True)
+        if exit_codes and {path.name for path in folder.iterdir()} <= {"multirun.yaml", ".submitit"}:
+            shutil.rmtree(folder)
+            for parent in (folder.parent, folder.parent.parent):
+                if parent.is_dir() and not any(parent.iterdir()):
+                    parent.rmdir()
+
+
+@contextmanager
+def numbered_lines() -> Iterator[None]:
+    """Where jobs run at the same time, begin each line that this one prints with its number, and have no live display."""
+    config = HydraConfig.get()
+    if config.mode is not RunMode.MULTIRUN or config.launcher._target_.endswith(".BasicLauncher"):
+        yield
+        return
+    with redirect_stdout(NumberedLines(sys.stdout, config.job.num)), redirect_stderr(NumberedLines(sys.stderr, config.job.num)):
+        yield
+
+
+class NumberedLines(io.TextIOBase):
+    """Passes whole lines on to `stream`, each after `[NUMBER] `, in one write, so that those of several processes do not mix."""
+
+    def __init__(self, stream: TextIO, number: int) -> None:
+        self._stream, self._number, self._rest = stream, number, ""
+
+    def write(self, text: str, /) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        if lines:
+            self._stream.write("".join(f"[{self._number}] {line}\n" for line in lines))
+            self._stream.flush()
+        return len(text)
+
+    def fileno(self) -> int:
+        return self._stream.fileno()

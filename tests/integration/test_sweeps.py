@@ -1,0 +1,102 @@
+"""Launchers and the Optuna sweeper of the extra `sweeps`; the slow ones need it: `uv run --group test --extra sweeps pytest -m slow`."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from factories import compose_with_hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from offline_grpo.run import sweep_jobs
+from offline_grpo.run.sweep_jobs import NumberedLines, SweepJobs, record_failure
+
+ROOT = Path(__file__).parents[2]
+
+
+def multirun(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A sweep of small runs, and its folder."""
+    command = [sys.executable, str(ROOT / "run_grpo.py"), "--multirun", *words, f"hydra.sweep.dir={folder / 'sweep'}"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done, folder / "sweep"
+
+
+def runs(sweep: Path) -> set[str]:
+    """The jobs that have trained to the end."""
+    return {path.parent.parent.name for path in sweep.glob("*/metrics/train_iter_000.json")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "package"), [("joblib", "joblib"), ("submitit_local", "submitit")])
+def test_a_launcher_runs_all_jobs_and_the_exit_code_is_that_of_the_worst(tmp_path: Path, launcher: str, package: str) -> None:
+    pytest.importorskip(f"hydra_plugins.hydra_{package}_launcher")
+    done, sweep = multirun(tmp_path, f"hydra/launcher={launcher}", "experiment=smoke", "seed=0,1", "train.lr=1e-3,-1")
+    assert done.returncode == 2, done.stderr
+    assert runs(sweep) == {"0", "2"}
+    assert not (sweep / sweep_jobs.FAILED).exists()
+    assert "1 configuration, 2 runs" in done.stdout
+    if launcher == "joblib":
+        assert re.search(r"^\[0\] run folder: ", done.stdout, re.MULTILINE)
+        assert re.search(r"^\[3\] error in job 3 of the sweep: train.lr=-1.0: ", done.stderr, re.MULTILINE)
+        assert not re.search(r"^run folder: ", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_optuna_searches_for_the_best_pass_at_1(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    done, sweep = multirun(tmp_path, "experiment=[smoke,search]", "hydra.sweeper.n_trials=2")
+    assert done.returncode == 0, done.stderr
+    assert runs(sweep) == {"0", "1"}
+    best = yaml.safe_load((sweep / "optimization_results.yaml").read_text())
+    assert best["best_params"].keys() == {"train.lr", "data.rollouts_per_problem"}
+    assert "2 configurations, 2 runs" in done.stdout
+
+
+def test_slurm_composes() -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    assert compose_with_hydra("hydra/launcher=submitit_slurm", "hydra.launcher.gpus_per_node=1").seed == 0
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Path]:
+    """As in job 3 of a sweep, whose folder this is."""
+    folder = tmp_path / "multirun" / "day" / "time"
+    folder.mkdir(parents=True)
+    HydraConfig.instance().cfg = OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}, "job": {"num": 3}}})  # type: ignore[assignment]
+    yield folder
+    HydraConfig.instance().cfg = None
+
+
+def test_failures_of_other_processes_reach_the_one_that_started_the_sweep(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_jobs, "exit_codes", [])
+    record_failure(2)
+    (job / "multirun.yaml").touch()
+    (job / "0").mkdir()
+    SweepJobs().on_multirun_end(HydraConfig.instance().cfg)  # type: ignore[arg-type]
+    assert sweep_jobs.exit_codes == [2]
+    assert {path.name for path in job.iterdir()} == {"multirun.yaml", "0"}
+
+
+def test_a_sweep_whose_jobs_were_all_refused_leaves_no_folder(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_jobs, "exit_codes", [])
+    record_failure(2)
+    (job / "multirun.yaml").touch()
+    SweepJobs().on_multirun_end(HydraConfig.instance().cfg)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_of_parallel_jobs_have_their_number() -> None:
+    stream = io.StringIO()
+    lines = NumberedLines(stream, 3)
+    print("one\ntw", end="", file=lines)
+    assert stream.getvalue() == "[3] one\n"
+    print("o", file=lines)
+    assert stream.getvalue() == "[3] one\n[3] two\n"
+    assert not lines.isatty()

@@ -1,0 +1,87 @@
+"""`python -m offline_grpo.check` on machines that have and lack things."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from offline_grpo import check
+from offline_grpo.run import machine
+
+SMI = "NVIDIA H100 80GB HBM3, 81559, 80000, 570.86\nNVIDIA H100 80GB HBM3, 81559, 100, 570.86\n"
+Version = namedtuple("Version", ["major", "minor", "micro"])
+
+
+def put_on_path(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """A `nvidia-smi` of this content is the only program that is found."""
+    file = folder / "nvidia-smi"
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+
+def found(name: str) -> machine.Finding:
+    return next(one for one in machine.findings(Path.cwd() / "outputs") if one.name == name)
+
+
+def test_gpus_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_on_path(tmp_path, monkeypatch, f"printf '{SMI}'")
+    first, second = machine.find_gpus()
+    assert (first.name, round(first.total_gib), round(second.free_gib, 1), first.driver) == ("NVIDIA H100 80GB HBM3", 80, 0.1, "570.86")
+    assert found("GPU 1").text == "NVIDIA H100 80GB HBM3, 0 of 80 GiB free, driver 570.86"
+    assert machine.presets([first])[-1][0].endswith("experiment=gsm8k_qwen2_5_1_5b")
+
+
+@pytest.mark.parametrize("script", ["exit 9", "echo 'NVIDIA-SMI has failed'", "echo 'GPU, [N/A], [N/A], 1'"])
+def test_a_driver_that_fails_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    put_on_path(tmp_path, monkeypatch, script)
+    assert machine.find_gpus() == []
+    assert found("GPU").state == "missing"
+    assert machine.presets([]) == [("uv run run_grpo.py", "tiny model, CPU or GPU")]
+
+
+def test_what_is_missing_is_told_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "cannot be reached" in found("Hub").text
+    assert found("W&B").fix == "wandb login"
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    (tmp_path / "netrc").chmod(0o600)
+    assert found("W&B").state == "ok"
+    monkeypatch.setattr(machine, "_version", {"vllm": "0.19.1"}.get)
+    assert (found("vLLM").state, found("vLLM").text) == ("missing", "0.19.1; 0.25 to 0.32 is supported")
+    assert found("torch").state == "error"
+    monkeypatch.setattr(sys, "version_info", Version(3, 10, 1))
+    assert found("Python").state == "error"
+
+
+def test_it_fits_one_screen_and_imports_no_torch_without_a_gpu(tmp_path: Path) -> None:
+    code = "import sys; from offline_grpo import check; code = check.main(sys.argv[1:]); sys.exit(9 if 'torch' in sys.modules else code)"
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 23
+    assert max(len(line) for line in lines) <= 80
+    assert lines[-1] == "  uv run run_grpo.py   # tiny model, CPU or GPU"
+
+
+def test_json_has_findings_and_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {one["name"] for one in told["findings"]} >= {"Python", "torch", "vLLM", "SGLang", "disk", "ports", "Hub", "W&B"}
+    assert told["presets"][0] == "uv run run_grpo.py"
+    assert "torch" in told["packages"]
