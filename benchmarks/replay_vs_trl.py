@@ -43,6 +43,7 @@ from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import StopWhenConfig, TrainConfig
 from offline_grpo.train.experience import prepare_batch
 from offline_grpo.train.optimizer import AdamW
+from offline_grpo.train.schedule import LrSchedule
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
 from offline_grpo.types import Completion, FinishReason, Problem, Rollout, RolloutGroup, Score
@@ -146,7 +147,7 @@ class OurArm:
             ranks=(ranks := Ranks(use_cpu=True)),
             sharding=Replicas(ranks),
             max_new_tokens=MAX_LENGTH,
-            planned_updates=1,
+            lr_schedule=LrSchedule(kind="constant", num_updates=1, warmup_steps=0),
             seed=0,
             failure_dir=Path(),
         )

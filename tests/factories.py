@@ -28,6 +28,7 @@ from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, register
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.optimizer import AdamW
+from offline_grpo.train.schedule import LrSchedule
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
 from offline_grpo.types import (
@@ -149,7 +150,7 @@ def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, **settings) -> Upd
         ranks=ranks,
         sharding=Replicas(ranks),
         max_new_tokens=20,
-        planned_updates=4,
+        lr_schedule=LrSchedule(kind=config.schedule, num_updates=4, warmup_steps=config.warmup_steps),
         seed=0,
         failure_dir=tmp_path,
     )

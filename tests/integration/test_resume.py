@@ -5,13 +5,16 @@ import re
 import signal
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
-from children import SMALL, Kill, Mishaps, metrics_of, printed, run_in_child, weights_of
+import yaml
+from children import SMALL, Kill, Mishaps, metrics_of, printed, run_command, run_in_child, weights_of
 
 from offline_grpo.checkpoint.files import latest_checkpoint
 
 SMALL = (*SMALL, Mishaps.override)
+ROOT = Path(__file__).parents[2]
 STEP, SCORE = "torch.optim:AdamW.step", "offline_grpo.task.arithmetic:Arithmetic.score"
 KILLS = {
     "building the model": Kill("offline_grpo.model.tiny:TinyModel.prepare", 1),
@@ -113,7 +116,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(under_way, uninterr
     stopped, fresh = tmp_path / "stopped", tmp_path / "fresh"
     assert run_in_child(stopped, cache, *SMALL, kill=replace(kill, number=signal.SIGINT)) == 130, printed(stopped)
     assert f"Ctrl-C: {line}" in printed(stopped)
-    assert f"stopped by SIGINT; go on with resume={stopped}" in printed(stopped)
+    assert f"stopped by SIGINT; go on with: uv run run_grpo.py resume={stopped}" in printed(stopped)
     assert latest_checkpoint(stopped / "checkpoints").name == f"iter_{num_complete - 1:03d}"
     assert len(list(stopped.glob("metrics/train*"))) == num_complete
     assert run_in_child(fresh, cache, f"resume={stopped}", *SMALL) == 0, printed(fresh)
@@ -152,8 +155,34 @@ def test_a_finished_run_resumed_by_path_can_be_made_longer(cache, tmp_path):
     assert run_in_child(whole, *overrides) == 0, printed(whole)
     assert run_in_child(run_dir, *overrides, "train.iterations=2") == 0, printed(run_dir)
     assert run_in_child(fresh, *overrides, f"resume={run_dir}") == 0, printed(fresh)
-    assert "resuming with train.iterations=4 (the checkpoint was written with 2)" in printed(fresh)
+    assert "changed: train.iterations=4 (was 2)" in printed(fresh)
     assert_same_files(run_dir, whole)
+    assert run_in_child(fresh, *overrides, f"resume={run_dir}") == 0, printed(fresh)
+    assert re.search(r"^finished: 4 of 4 iterations; longer: .* resume=\S+ train.iterations=8$", printed(fresh), re.MULTILINE)
+    assert run_in_child(fresh, *overrides, f"resume={run_dir}", "train.precision=bf16", "train.iterations=6") == 2
+    assert "error: train.precision=bf16: the run that goes on has fp32, and its weights and masters" in printed(fresh)
+    assert_same_files(run_dir, whole)
+
+
+def test_a_command_goes_on_with_the_configuration_of_its_run(cache, tmp_path):
+    """The line that the run printed when it was stopped, and more iterations."""
+    run_dir, words = tmp_path / "a run", (*SMALL[:-1], "train/loss=dapo", "eval.enabled=false")
+    first = run_command(tmp_path, ROOT / "run_grpo.py", cache, *words, "train.iterations=2", f"hydra.run.dir='{run_dir}'")
+    assert first.returncode == 0, first.stderr
+    again = run_command(tmp_path, ROOT / "run_grpo.py", "resume='a run'", "train.iterations=4", "train.lr=1e-5")
+    assert again.returncode == 0, again.stderr
+    assert "changed: train.iterations=4 (was 2), train.lr=1e-05 (was 0.0003)" in again.stdout
+    assert "learning rate: goes on at 1e-05 at update 4 and falls to 0 at update 8 (linear)" in again.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["a run"]
+    lrs = [metrics["lr"] for metrics in metrics_of(run_dir).values()]
+    assert lrs == pytest.approx([2.25e-4, 0.75e-4, 0.75e-5, 0.25e-5])
+    config, starts = (yaml.safe_load((run_dir / ".hydra" / f"{name}.yaml").read_text()) for name in ("config", "starts"))
+    assert config["train"]["loss"]["_target_"].endswith("DAPO")
+    assert config["train"]["iterations"] == 4
+    assert config["eval"]["max_new_tokens"] == "${generation.max_new_tokens}"
+    assert [start.get("after_iteration") for start in starts] == [None, 2]
+    assert starts[1]["changes"]["train.iterations"] == [2, 4]
+    assert yaml.safe_load((run_dir / ".hydra" / "config_first.yaml").read_text())["train"]["iterations"] == 2
 
 
 def test_a_run_that_stops_early_stops_there_after_a_kill_too(cache, tmp_path):

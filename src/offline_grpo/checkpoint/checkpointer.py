@@ -141,6 +141,7 @@ class Checkpointer:
             "iteration": iteration,
             "owes_evaluation": owes_evaluation,
             "counters": state["counters"],
+            "lr_schedule": self.updater.lr_schedule.state_dict(),
             "schedule": schedule,
             "source": self.source.state_dict(),
             "milestones": self.milestones.state_dict(),

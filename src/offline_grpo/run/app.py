@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
 from offline_grpo import progress
-from offline_grpo.checkpoint.files import latest_checkpoint
 from offline_grpo.errors import StopRequested
+from offline_grpo.run import going_on
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_batches, describe_data, describe_staleness
 from offline_grpo.run.engine_spec import check_overrides
@@ -44,16 +44,20 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
             print("offline-grpo: loading ...", flush=True)
         with progress.phase("imports and data"):
             plan = make_plan(config)
+        check_overrides(overrides, plan.engine)
+        resume = find_resume_point(config.resume, fresh, plain) if os.environ.get("RANK", "0") == "0" else None
+        resume = going_on.checked(resume, config, plain) if resume is not None else None
         with progress.phase("imports and data"):
             ranks = _join(config)
-        check_overrides(overrides, plan.engine)
-        resume = ranks.broadcast(find_resume_point(config.resume, fresh, plain) if ranks.is_main else None)
-        run_dir = ranks.broadcast(resume.run_dir if resume is not None else fresh)
+        resume, run_dir = ranks.broadcast((resume, resume.run_dir if resume is not None else fresh))
         with log_to(run_dir.path, ranks):
+            if resume is not None and going_on.is_finished(resume, config):
+                log.info(going_on.describe_finished(resume, config))
+                return _report(run_dir) if ranks.is_main else None
             try:
-                return _run(plan, plain, run_dir, resume, ranks, stop)
+                return _run(plan, cfg, run_dir, resume, ranks, stop, overrides)
             except StopRequested as signal:
-                log.warning("stopped by %s; %s", signal.signal_name, _where_to_go_on(run_dir))
+                log.warning("stopped by %s; %s", signal.signal_name, going_on.where(run_dir))
                 signal.is_reported = True
                 raise
 
@@ -70,23 +74,19 @@ def _join(config: RunConfig) -> Ranks:
     return Ranks(use_cpu=resolve_device(config.model.device).type == "cpu")
 
 
-def _where_to_go_on(run_dir: RunDir) -> str:
-    checkpoint = latest_checkpoint(run_dir.checkpoints)
-    return "nothing was saved" if checkpoint is None else f"go on with resume={run_dir.path}"
-
-
-def _run(plan: Plan, plain: Mapping[str, Any], run_dir: RunDir, resume: ResumePoint | None, ranks: Ranks, stop: StopSignal) -> float | None:
+def _run(
+    plan: Plan, cfg: DictConfig, run_dir: RunDir, resume: ResumePoint | None, ranks: Ranks, stop: StopSignal, overrides: Sequence[str]
+) -> float | None:
     with progress.phase("imports and data"):
         from offline_grpo.run.assemble import Start, assemble
 
-    config = plan.config
+    config, plain = plan.config, as_plain(cfg)
     with ExitStack() as stack:
         told = listeners(config, run_dir.path) if ranks.is_main else []
         for listener in told:
             stack.callback(listener.close)
         progress.tell(told)
         loop, restored = assemble(Start(plan, plain, run_dir, resume, ranks), stop, told, stack)
-        first_iteration = restored.iteration + 1 if restored is not None else 0
         if ranks.is_main:
             run_dir.create()
             record_start(run_dir.path)
@@ -97,15 +97,16 @@ def _run(plan: Plan, plain: Mapping[str, Any], run_dir: RunDir, resume: ResumePo
             log.info("training %s of %s parameters", f"{loop.policy.num_trainable:,}", f"{num_all:,}")
             if staleness := describe_staleness(plan):
                 log.warning(staleness)
-        if first_iteration > 0:
-            log.info("resuming after iteration %d of %d", first_iteration, config.train.iterations)
+            for line in going_on.describe(resume, config) if resume is not None else ():
+                log.info(line)
+            going_on.record(run_dir, cfg, overrides, resume)
         for listener in told:
             listener.start(plain, config.train.iterations)
         with stop.held("the start of the loop"):
             if restored is None:
                 loop.run(0, None)
             else:
-                loop.run(first_iteration, restored.source, owes_evaluation=restored.owes_evaluation)
+                loop.run(restored.iteration + 1, restored.source, owes_evaluation=restored.owes_evaluation)
             stop.hold("the report; the run is complete")
             stack.close()
             return _report(run_dir) if ranks.is_main else None

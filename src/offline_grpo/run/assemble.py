@@ -27,7 +27,7 @@ from offline_grpo.run import serving
 from offline_grpo.run.build import build
 from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.interrupt import StopSignal
-from offline_grpo.run.preflight import Plan, check_context, planned_updates_per_iteration
+from offline_grpo.run.preflight import Plan, check_context, fresh_schedule
 from offline_grpo.run.run_dir import ResumePoint, RunDir
 from offline_grpo.seeding import derive_seed
 from offline_grpo.train.loop import Evaluation, Loop
@@ -78,6 +78,8 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     sharding.prepare(policy)
     policy.make_masters()
     updater = make_updater(plan, policy, model_id, start.run_dir, ranks, sharding)
+    if start.resume is not None and start.resume.lr_schedule is not None:
+        updater.lr_schedule = start.resume.lr_schedule
     schedule = PushSchedule(plan.weight_sync.interval)
     source = make_source(plan, policy, training.client, ranks)
     stack.callback(source.close)
@@ -173,7 +175,7 @@ def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ran
         ranks=ranks,
         sharding=sharding,
         max_new_tokens=plan.sampling.max_new_tokens,
-        planned_updates=config.train.iterations * planned_updates_per_iteration(config),
+        lr_schedule=fresh_schedule(config),
         seed=config.seed,
         failure_dir=run_dir.path,
     )

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested, no_such_key
-from offline_grpo.run import config, sweep_jobs
+from offline_grpo.run import config, resume, sweep_jobs
 from offline_grpo.run.build import sweep_hint
 from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.launch import start_missing_processes
@@ -51,14 +51,16 @@ def exit_with(main: Callable[[], object]) -> NoReturn:
 def _exit_with(main: Callable[[], object]) -> NoReturn:
     start_missing_processes()
     if os.environ.get("RANK", "0") != "0":
-        place = next((i for i, word in enumerate(sys.argv[1:], 1) if re.match(r"~|\+*[^-=]+=", word)), len(sys.argv))
+        place = next((i for i, word in enumerate(sys.argv[1:], 1) if resume.OVERRIDE.match(word)), len(sys.argv))
         sys.argv[place:place] = ["hydra.run.dir=.", "hydra.output_subdir=null"]  # argparse needs all overrides in one place
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns about kernels that are not used
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        sys.argv[1:] = resume.arguments(sys.argv[1:])
         main()
         sys.exit(0)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise instead of printing and exiting with 1
     try:
+        sys.argv[1:] = resume.arguments(sys.argv[1:])
         main()
         sys.stdout.flush()
     except EXPECTED as error:

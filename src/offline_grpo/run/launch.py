@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
+
+_typed = sys.argv[1:]  # before anything is added to it
 
 
 def start_missing_processes() -> None:
@@ -43,3 +46,21 @@ def asked_for(command: Sequence[str]) -> int:
             text = value or following
             return int(text) if text.isdigit() else 1
     return 1
+
+
+def typed_command() -> list[str]:
+    """How this process was launched, without options and overrides: `uv run --extra vllm accelerate launch run_grpo.py`.
+
+    It is the command line of the outermost process that ends as this one's does.
+    """
+    script, found = Path(sys.argv[0]), ["uv", "run", "run_grpo.py"]
+    for process in (psutil.Process(), *psutil.Process().parents()):
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            break
+        place = len(words) - len(_typed)
+        if place < 1 or words[place:] != _typed or os.path.basename(words[place - 1]) not in (script.name, script.parent.name):
+            break
+        found = words[:place]
+    return found

@@ -10,7 +10,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from offline_grpo.run import cli, config, sweep_jobs
+from offline_grpo.run import cli, config, resume, sweep_jobs
 from offline_grpo.run.help import help_text
 
 config.register()  # at import, because processes that a sweep's launcher starts import this module for `job`
@@ -25,7 +25,7 @@ def job(cfg: DictConfig) -> float | None:
 def _run(cfg: DictConfig) -> float | None:
     from offline_grpo.run import app
 
-    return app.run(cfg, Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().overrides.task)
+    return app.run(resume.own_configuration(cfg), Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().overrides.task)
 
 
 def main() -> NoReturn:

@@ -18,6 +18,7 @@ from offline_grpo.run.engine_spec import EngineSpec, check_url, evaluation_engin
 from offline_grpo.run.task_data import TaskData, task_data
 from offline_grpo.settings import RunConfig
 from offline_grpo.train.milestones import watched_metrics
+from offline_grpo.train.schedule import LrSchedule
 from offline_grpo.types import Message, SamplingParams
 from offline_grpo.weight_sync.requirements import check_requirements
 
@@ -199,6 +200,12 @@ def check_context(plan: Plan, encode: Callable[[Sequence[Message]], list[int]], 
                 f"context of {context}; use {key}.max_new_tokens={max(1, context - longest)} or less"
             )
     return longest_of_all
+
+
+def fresh_schedule(config: RunConfig) -> LrSchedule:
+    """How the learning rate goes in a run that is not resumed."""
+    num_updates = config.train.iterations * planned_updates_per_iteration(config)
+    return LrSchedule(kind=config.train.schedule, num_updates=num_updates, warmup_steps=config.train.warmup_steps)
 
 
 def planned_updates_per_iteration(config: RunConfig) -> int:

@@ -10,12 +10,13 @@ import logging
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from offline_grpo.checkpoint.files import latest_checkpoint, read_state
 from offline_grpo.errors import CheckpointError, ConfigError
+from offline_grpo.train.schedule import LrSchedule
 
 IGNORED_ON_RESUME = ("resume", "logger", "samples", "num_threads", "cache_dir")
 """Top-level keys that may differ between a run and its continuation; they do not count when configurations are compared."""
@@ -58,10 +59,19 @@ class RunDir:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The run to resume, and the checkpoint to resume from."""
+    """The run to resume, the checkpoint to resume from, what its `trainer/state.json` says, and, once that was checked (`going_on.py`),
+    what differs now and how the learning rate goes on."""
 
     run_dir: RunDir
     checkpoint: Path
+    state: Mapping[str, Any]
+    changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # see `changed_keys`
+    lr_schedule: LrSchedule | None = None
+
+    @property
+    def num_done(self) -> int:
+        """Complete iterations."""
+        return self.state["iteration"] + 1
 
 
 def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:
@@ -84,14 +94,13 @@ def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, An
     checkpoint = path if (path / "trainer").is_dir() else latest_checkpoint(path / "checkpoints")
     if checkpoint is None:
         raise ConfigError(f"resume={resume}: no checkpoint there; give a run folder, one of its checkpoints/iter_NNN, or auto")
-    _log_changes(read_state(checkpoint)["config"], config)
-    return ResumePoint(RunDir(checkpoint.parent.parent), checkpoint)
+    return ResumePoint(RunDir(checkpoint.parent.parent), checkpoint, read_state(checkpoint))
 
 
 def _newest_alike(fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:
     own = latest_checkpoint(fresh.checkpoints)
     if own is not None:  # the user chose the folder, as in a job that the scheduler requeues
-        return ResumePoint(fresh, own)
+        return ResumePoint(fresh, own, read_state(own))
     for run in _earlier_runs(fresh.path):
         checkpoint = latest_checkpoint(run / "checkpoints")
         if checkpoint is None:
@@ -101,9 +110,9 @@ def _newest_alike(fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | Non
         except CheckpointError as error:
             log.warning("%s; skipped", error)
             continue
-        is_unfinished = state["iteration"] + 1 < config["train"]["iterations"]
+        is_unfinished = state["iteration"] + 1 < config["train"]["iterations"] or state["owes_evaluation"]
         if is_unfinished and not changed_keys(state["config"], config):
-            return ResumePoint(RunDir(run), checkpoint)
+            return ResumePoint(RunDir(run), checkpoint, state)
     return None
 
 
@@ -126,11 +135,6 @@ def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(node, Mapping) or not node:
         return {prefix: node}
     return {key: value for name, child in node.items() for key, value in _flat(child, f"{prefix}.{name}" if prefix else str(name)).items()}
-
-
-def _log_changes(saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    for key, (old, new) in changed_keys(saved, config).items():
-        log.warning("resuming with %s=%s (the checkpoint was written with %s)", key, new, old)
 
 
 def discard_fresh(folder: Path) -> None:

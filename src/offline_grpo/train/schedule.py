@@ -3,19 +3,73 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from offline_grpo.errors import ConfigError
 
 
-def lr_scale(update: int, *, num_updates: int, warmup_steps: int, schedule: str) -> float:
-    """What the peak learning rate is multiplied by at update 0, 1, ...; above 0 at every one of the `num_updates` updates.
+@dataclass(frozen=True, kw_only=True)
+class LrSchedule:
+    """What the peak learning rate is multiplied by at an update: `schedule(update)`.
 
     The warm-up rises linearly, (update + 1) / warmup_steps, so that the first update moves. `linear` and `cosine` then fall
     towards 0, which they would reach at update `num_updates`.
 
-    Example: warmup_steps=2, num_updates=4, linear: 0.5, 1, 1, 0.5.
+    Example: kind="linear", num_updates=4, warmup_steps=2: 0.5, 1, 1, 0.5.
+
+    Args:
+        kind: constant | linear | cosine.
+        num_updates: that the whole run plans, counted from its beginning.
+        first: the update at which this schedule begins; above 0 if the run was given another one when it was resumed.
+        scale: of the whole curve: where the earlier schedule was at `first`.
+        warms_up: whether the warm-up comes first; not where the learning rate goes on from an earlier schedule.
     """
-    if update < warmup_steps:
-        return (update + 1) / warmup_steps
-    if schedule == "constant":
-        return 1.0
-    progress = min(1.0, (update - warmup_steps) / max(1, num_updates - warmup_steps))
-    return 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+
+    kind: str
+    num_updates: int
+    warmup_steps: int
+    first: int = 0
+    scale: float = 1.0
+    warms_up: bool = True
+
+    def __call__(self, update: int) -> float:
+        """The factor at `update`, 0 being the run's first; above 0 at every update up to `num_updates`."""
+        done, warmup_steps = update - self.first, self.warmup_steps if self.warms_up else 0
+        if done < warmup_steps:
+            return self.scale * (done + 1) / warmup_steps
+        if self.kind == "constant":
+            return self.scale
+        progress = min(1.0, (done - warmup_steps) / max(1, self.num_updates - self.first - warmup_steps))
+        return self.scale * (1.0 - progress if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+    def continuing(self, earlier: LrSchedule, update: int, *, restart: bool, warms_up: bool) -> LrSchedule:
+        """The schedule of a run that goes on at `update`, where it had `earlier` and its settings now ask for this one.
+
+        With the same settings it is `earlier` itself. With others the learning rate goes on from where it is: the curve of the new kind,
+        scaled to begin there, over the updates that are left.
+
+        Args:
+            restart: begin anew at the peak instead, because the user has set one.
+            warms_up: with `restart`, warm up to it.
+
+        Raises:
+            ConfigError: the earlier schedule has come to its end, and there is nothing left to fall from.
+        """
+        if restart:
+            return replace(self, first=update, warms_up=warms_up)
+        if (self.kind, self.num_updates, self.warmup_steps) == (earlier.kind, earlier.num_updates, earlier.warmup_steps):
+            return earlier
+        if earlier.warms_up and update - earlier.first < earlier.warmup_steps:
+            return replace(self, first=earlier.first, scale=earlier.scale)
+        scale = earlier(update)
+        if scale == 0.0:
+            raise ConfigError(
+                f"train.iterations: the {earlier.kind} schedule of this run has come to its end, where the learning rate is 0; "
+                "say what it is from now on, such as train.lr=1e-4 (it falls from there to 0 again, unless train.schedule=constant)"
+            )
+        return replace(self, first=update, scale=scale, warms_up=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The arguments, for the checkpoint, as JSON types."""
+        return asdict(self)

@@ -28,7 +28,7 @@ from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.alignment import Alignment
 from offline_grpo.train.batch import microbatches, share_of_rank, split_updates, totals_of
-from offline_grpo.train.schedule import lr_scale
+from offline_grpo.train.schedule import LrSchedule
 from offline_grpo.types import TokenBatch, TokenStats
 
 
@@ -59,7 +59,7 @@ class Updater:
     ranks: Ranks
     sharding: Sharding
     max_new_tokens: int
-    planned_updates: int
+    lr_schedule: LrSchedule
     seed: int
     failure_dir: Path
     counters: UpdateCounters = field(default_factory=UpdateCounters)
@@ -201,12 +201,7 @@ class Updater:
         )
 
     def _set_lr(self) -> None:
-        scale = lr_scale(
-            self.counters.num_updates,
-            num_updates=self.planned_updates,
-            warmup_steps=self.config.warmup_steps,
-            schedule=self.config.schedule,
-        )
+        scale = self.lr_schedule(self.counters.num_updates)
         for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
             if peak is not None:  # None: an optimizer that sets its own (Adafactor's relative_step)
                 group["lr"] = peak * scale
@@ -220,8 +215,11 @@ class Updater:
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(), "counters": vars(self.counters).copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict()`."""
+        """Restore `state_dict()`. The optimizer's settings stay those of the configuration."""
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
         self.scaler.load_state_dict(state["scaler"])
         self.counters = UpdateCounters(**state["counters"])
 

@@ -13,7 +13,7 @@ CONFIG = {"train": {"lr": 1e-3, "iterations": 10}, "resume": None, "seed": 0}
 def make_run(path, iteration, config=CONFIG):
     trainer = path / "checkpoints" / f"iter_{iteration:03d}" / "trainer"
     trainer.mkdir(parents=True)
-    (trainer / "state.json").write_text(json.dumps({"format": 3, "iteration": iteration, "config": config}))
+    (trainer / "state.json").write_text(json.dumps({"format": 3, "iteration": iteration, "owes_evaluation": False, "config": config}))
     return RunDir(path)
 
 

@@ -1,0 +1,131 @@
+"""A run that goes on from a checkpoint: what may differ now, how its learning rate goes on, whether it is finished, and its record."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from offline_grpo.checkpoint.files import latest_checkpoint
+from offline_grpo.errors import ConfigError
+from offline_grpo.run import launch, resume
+from offline_grpo.run.preflight import fresh_schedule
+from offline_grpo.run.run_dir import ResumePoint, RunDir, changed_keys
+from offline_grpo.settings import RunConfig
+from offline_grpo.train.milestones import early_stop_reason
+from offline_grpo.train.schedule import LrSchedule
+
+FIXED = {
+    "model.train_id": "its weights are those of another model",
+    "model.tiny": "its weights are those of another model",
+    "model.lora": "its adapters have another shape",
+    "task._target_": "it was trained on another task",
+    "rollouts._target_": "its rollouts come from another source",
+    "train.optimizer._target_": "its optimizer has another state",
+    "train.precision": "its weights and masters have another format",
+    "train.train_layer_indices": "it trains other weights",
+}
+"""What a run cannot change on its way, and why."""
+
+
+def checked(point: ResumePoint, config: RunConfig, plain: Mapping[str, Any]) -> ResumePoint:
+    """The point with what differs now and how the learning rate goes on.
+
+    Raises:
+        ConfigError: a change that this run cannot take.
+    """
+    changes = changed_keys(point.state["config"], plain)
+    for key, (old, new) in changes.items():
+        reason = next((why for fixed, why in FIXED.items() if key == fixed or key.startswith(f"{fixed}.")), None)
+        if reason is not None:
+            raise ConfigError(
+                f"{key}={new}: the run that goes on has {old}, and {reason}; leave {key} out, or start a new run from its weights: "
+                f"model=hf model.train_id={point.checkpoint} without resume"
+            )
+    if config.train.iterations < point.num_done:
+        raise ConfigError(
+            f"train.iterations={config.train.iterations}: the checkpoint has {point.num_done} iterations already; "
+            "give more, or resume=RUN/checkpoints/iter_NNN, an earlier one"
+        )
+    typed = resume.typed_keys()
+    schedule = fresh_schedule(config)
+    if not is_finished(point, config):
+        schedule = schedule.continuing(
+            LrSchedule(**point.state["lr_schedule"]),
+            point.state["counters"]["num_updates"],
+            restart=bool(typed & {"train.lr", "train.optimizer.lr"}),
+            warms_up="train.warmup_steps" in typed,
+        )
+    return replace(point, changes=changes, lr_schedule=schedule)
+
+
+def is_finished(point: ResumePoint, config: RunConfig) -> bool:
+    """Whether there is nothing left to do."""
+    is_over = point.num_done >= config.train.iterations or early_stop_reason(point.state, config.train.stop_when) is not None
+    return is_over and not point.state["owes_evaluation"]
+
+
+def describe(point: ResumePoint, config: RunConfig) -> list[str]:
+    """What is said about a run that goes on."""
+    lines = [f"going on after iteration {point.num_done} of {config.train.iterations}, from {point.checkpoint}"]
+    if point.changes:
+        lines.append("changed: " + ", ".join(f"{key}={new} (was {old})" for key, (old, new) in point.changes.items()))
+    earlier, now = LrSchedule(**point.state["lr_schedule"]), point.lr_schedule
+    if now is not None and now != earlier:
+        update = point.state["counters"]["num_updates"]
+        falls = "stays there" if now.kind == "constant" else f"falls to 0 at update {now.num_updates} ({now.kind})"
+        lines.append(f"learning rate: goes on at {config.train.lr * now(update):.3g} at update {update} and {falls}")
+    return lines
+
+
+def describe_finished(point: ResumePoint, config: RunConfig) -> str:
+    """That a run is finished, and how it is made longer."""
+    schedule = LrSchedule(**point.state["lr_schedule"])
+    further = [f"train.iterations={2 * config.train.iterations}"]
+    if schedule(point.state["counters"]["num_updates"]) == 0:
+        further.append(f"train.lr={config.train.lr:g}")
+    early = early_stop_reason(point.state, config.train.stop_when)
+    why = f": {early}" if early is not None else ""
+    return f"finished: {point.num_done} of {config.train.iterations} iterations{why}; longer: {command(point.run_dir, *further)}"
+
+
+def command(run_dir: RunDir, *overrides: str) -> str:
+    """The command line that goes on with a run, launched as this process was."""
+    path = run_dir.path
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return shlex.join([*launch.typed_command(), f"resume={resume.quoted(path)}", *overrides])
+
+
+def where(run_dir: RunDir) -> str:
+    """How to go on with a run that was stopped."""
+    checkpoint = latest_checkpoint(run_dir.checkpoints)
+    return "nothing was saved" if checkpoint is None else f"go on with: {command(run_dir)}"
+
+
+def record(run_dir: RunDir, cfg: DictConfig, overrides: Sequence[str], point: ResumePoint | None) -> None:
+    """Add this start to `.hydra/starts.yaml`. If it changed the configuration, `.hydra/` describes the new one; the first one is kept as
+    `config_first.yaml` and `overrides_first.yaml`."""
+    folder = run_dir.path / ".hydra"
+    if not folder.is_dir():  # a run that Hydra did not start
+        return
+    start: dict[str, Any] = {"time": datetime.now().isoformat(timespec="seconds"), "overrides": list(overrides)}
+    if point is not None:
+        start |= {"after_iteration": point.num_done, "changes": {key: list(pair) for key, pair in point.changes.items()}}
+    with (folder / "starts.yaml").open("a") as file:
+        yaml.safe_dump([start], file, sort_keys=False)
+    if point is None or not point.changes:
+        return
+    content = {"config": OmegaConf.to_yaml(cfg), "overrides": OmegaConf.to_yaml([w for w in overrides if not w.startswith("resume=")])}
+    for name, text in content.items():
+        path, first = folder / f"{name}.yaml", folder / f"{name}_first.yaml"
+        if path.exists() and not first.exists():
+            shutil.copy(path, first)
+        path.write_text(text)

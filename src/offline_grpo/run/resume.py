@@ -1,0 +1,182 @@
+"""`resume=PATH` starts from that run's own configuration, not from the defaults: what is typed now is applied on top of it.
+
+Before Hydra reads the command line, `arguments` puts the run's own overrides in front of the typed ones, so that groups are chosen as they
+were. Then `own_configuration` takes the configuration that the run stored, and changes only what the typed overrides change. So a run goes
+on with what it had, also where `conf/` is another one today. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from offline_grpo.checkpoint.files import latest_checkpoint
+from offline_grpo.errors import ConfigError
+from offline_grpo.report.run_files import read_yaml
+
+OVERRIDE = re.compile(r"~|\+*[^-=]+=")
+"""How a word of the command line begins that is an override and not an option."""
+FIXED_GROUPS = ("model", "model/lora", "task", "rollouts", "train/optimizer")
+KeyPath = tuple[str, ...]
+
+_typed: list[str] = []  # the overrides of this start, once `arguments` has put those of the run before them
+
+
+def run_folder(resume: str) -> Path | None:
+    """The folder of the run that `resume=PATH` names, by itself or by one of its checkpoints; None if there is no checkpoint."""
+    path = Path(resume).expanduser().resolve()
+    if (path / "trainer").is_dir():
+        return path.parent.parent
+    return path if latest_checkpoint(path / "checkpoints") is not None else None
+
+
+def arguments(words: Sequence[str]) -> list[str]:
+    """The command line with what it needs of the run that `resume=PATH` names; any other one as it is."""
+    place = next((i for i, word in enumerate(words) if OVERRIDE.match(word)), len(words))
+    options, typed = [*words[:place]], [*words[place:]]
+    run = next((run_folder(str(value)) for key, value in map(_parsed, typed) if key == "resume" and value not in (None, "auto")), None)
+    if run is None:
+        return list(words)
+    _typed[:] = [word for word in typed if OVERRIDE.match(word)]
+    _refuse_other_groups(run)
+    own = own_overrides(run)
+    if "--config-dir" not in options and (folder := _config_dir(run)) is not None:
+        options += ["--config-dir", folder]
+    return [*options, *_without(own, _typed), *typed, f"hydra.run.dir={quoted(run)}", "hydra.output_subdir=null"]
+
+
+def _refuse_other_groups(run: Path) -> None:
+    """Before Hydra composes, because the run's overrides need not fit another model or task."""
+    choices = _hydra_record(run).get("runtime", {}).get("choices", {})
+    for word in _typed:
+        group, _, choice = word.partition("=")
+        if group in FIXED_GROUPS and choice != choices.get(group, choice):
+            raise ConfigError(
+                f"{word}: the run that goes on has {group}={choices[group]}, which it cannot change; leave {group} out, or start a new run "
+                f"from its weights: model=hf model.train_id={latest_checkpoint(run / 'checkpoints')} without resume"
+            )
+
+
+def typed_keys() -> set[str]:
+    """What the command line sets by itself in a start with `resume=PATH`: keys, or groups as `train/loss`."""
+    return {_key(word) for word in _typed}
+
+
+def own_overrides(run: Path) -> list[str]:
+    """The overrides that a run was composed of, without `resume`, and the search path of its configuration."""
+    path = run / ".hydra" / "overrides.yaml"
+    own = [str(word) for word in read_yaml(path) or []] if path.exists() else []
+    return [word for word in own if _key(word) != "resume"] + [
+        word for word in _hydra_record(run).get("overrides", {}).get("hydra", []) if _key(word) == "hydra.searchpath"
+    ]
+
+
+def own_configuration(cfg: DictConfig) -> DictConfig:
+    """The configuration that the run to go on with has stored, with what the command line changes; `cfg` for any other start.
+
+    Args:
+        cfg: composed today, from the run's overrides and the typed ones.
+    """
+    run = run_folder(cfg.resume) if cfg.resume not in (None, "auto") else None
+    stored_in = run / ".hydra" / "config.yaml" if run is not None else None
+    if run is None or stored_in is None or not stored_in.exists():
+        return cfg
+    stored = read_yaml(stored_in)
+    now = _plain(cfg)
+    before = _plain(hydra.compose("config", overrides=_without(own_overrides(run), ["resume="]))) if _typed else now
+    return OmegaConf.create(merged(stored, before, now, typed_keys()))
+
+
+def merged(stored: dict[str, Any], before: Mapping[str, Any], now: Mapping[str, Any], typed: set[str]) -> dict[str, Any]:
+    """`stored`, changed as `before` became `now`, and with what was typed; a component that became another one is taken as a whole.
+
+    What `stored` lacks, because it is new, comes from `now`.
+    """
+    old, new, own = dict(_leaves(before)), dict(_leaves(now)), dict(_leaves(stored))
+    changed = [path for path in {**old, **new} if old.get(path, _ABSENT) != new.get(path, _ABSENT)]
+    parents = [path[:-1] for path in changed if path[-1] == "_target_"]
+    named = [tuple(re.split("[./]", key)) for key in typed]
+    missing = [path for path in new if path not in own and _get(stored, path) is _ABSENT]
+    for path in sorted({*missing, *changed, *parents, *(path for path in named if _get(now, path) is not _ABSENT)}, key=len, reverse=True):
+        _put(stored, path, _get(now, path))
+    return stored
+
+
+def quoted(path: Path) -> str:
+    """A path as the value of an override, for Hydra."""
+    text = str(path)
+    if re.fullmatch(r"[\w/.:+@%-]+", text):
+        return text
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+_ABSENT: Any = object()
+
+
+def _leaves(node: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    if not isinstance(node, Mapping) or not node:
+        yield path, node
+        return
+    for name, child in node.items():
+        yield from _leaves(child, (*path, str(name)))
+
+
+def _get(node: Any, path: KeyPath) -> Any:
+    for name in path:
+        if not isinstance(node, Mapping) or name not in node:
+            return _ABSENT
+        node = node[name]
+    return node
+
+
+def _put(node: dict[str, Any], path: KeyPath, value: Any) -> None:
+    for name in path[:-1]:
+        if not isinstance(node.get(name), dict):
+            node[name] = {}
+        node = node[name]
+    if value is _ABSENT:
+        node.pop(path[-1], None)
+    else:
+        node[path[-1]] = value
+
+
+def _plain(cfg: DictConfig) -> dict[str, Any]:
+    """Nested dicts with their interpolations."""
+    plain = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(plain, dict)
+    return plain  # type: ignore[return-value]
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
+
+
+def _parsed(word: str) -> tuple[str, Any]:
+    """Key and value of an override; a word that is none has no key."""
+    if not word.startswith("resume="):
+        return "", None
+    return "resume", OverridesParser.create().parse_override(word).value()
+
+
+def _without(own: Sequence[str], typed: Sequence[str]) -> list[str]:
+    """`own` without what is typed again: Hydra takes each addition and each choice of a group once."""
+    again = {word.partition("=")[0] for word in typed}
+    return [word for word in own if word.partition("=")[0] not in again]
+
+
+def _hydra_record(run: Path) -> Mapping[str, Any]:
+    path = run / ".hydra" / "hydra.yaml"
+    return yaml.safe_load(path.read_text())["hydra"] if path.exists() else {}
+
+
+def _config_dir(run: Path) -> str | None:
+    """The `--config-dir` that a run was started with."""
+    sources = _hydra_record(run).get("runtime", {}).get("config_sources", [])
+    return next((source["path"] for source in sources if source["provider"] == "command-line"), None)

@@ -1,0 +1,63 @@
+"""What `resume=PATH` makes of the command line and of the configuration that Hydra composes from it."""
+
+import json
+
+import pytest
+import yaml
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.run import resume
+
+
+@pytest.fixture
+def run(tmp_path):
+    path = tmp_path / "my run"
+    (path / "checkpoints" / "iter_003" / "trainer").mkdir(parents=True)
+    (path / "checkpoints" / "iter_003" / "trainer" / "state.json").write_text(json.dumps({"format": 3, "iteration": 3}))
+    (path / ".hydra").mkdir()
+    (path / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(["task=gsm8k", "+new.key=1", "train.lr=1e-4", "resume=auto"]))
+    sources = [{"path": "conf", "provider": "main"}, {"path": "/my/conf", "provider": "command-line"}]
+    record = {
+        "overrides": {"hydra": ["hydra.searchpath=[file:///more]", "hydra.run.dir=x"]},
+        "runtime": {"config_sources": sources, "choices": {"task": "gsm8k", "model": "hf"}},
+    }
+    (path / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": record}))
+    yield path
+    resume._typed.clear()
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints/iter_003"])
+def test_the_own_overrides_come_before_the_typed_ones(run, part):
+    words = resume.arguments(["--hydra-x", f"resume='{run / part}'", "train.lr=1e-5", "+new.key=2"])
+    assert words == [
+        *("--hydra-x", "--config-dir", "/my/conf", "task=gsm8k", "hydra.searchpath=[file:///more]"),
+        *(f"resume='{run / part}'", "train.lr=1e-5", "+new.key=2", f"hydra.run.dir='{run}'", "hydra.output_subdir=null"),
+    ]
+    assert resume.typed_keys() == {"resume", "train.lr", "new.key"}
+
+
+@pytest.mark.parametrize("words", [[], ["train.lr=1"], ["resume=auto"], ["resume=null", "--help"], ["resume=/no/such/run"]])
+def test_any_other_command_line_stays_as_it_is(words):
+    assert resume.arguments(words) == words
+
+
+def test_another_model_or_task_is_refused_before_anything_is_composed(run):
+    with pytest.raises(
+        ConfigError, match=r"^model=tiny: the run that goes on has model=hf, which it cannot change; leave model out, or .*iter_003"
+    ):
+        resume.arguments([f"resume='{run}'", "model=tiny"])
+    assert "task=gsm8k" in resume.arguments([f"resume='{run}'", "task=gsm8k"])
+
+
+def test_only_what_was_typed_changes_the_stored_configuration():
+    before = {"train": {"lr": 2, "iterations": 100, "added": 5}, "eval": {"n": "${train.lr}"}, "loss": {"_target_": "a.A", "clip": 1}}
+    stored = {"train": {"lr": 1, "iterations": 400}, "eval": {"n": "${train.lr}"}, "loss": {"_target_": "a.A", "clip": 3, "gone": 1}}
+    now = {**before, "train": {"lr": 2, "iterations": 800, "added": 5}}
+    assert resume.merged({**stored, "train": {**stored["train"]}}, before, now, {"train.iterations"}) == {
+        **stored,
+        "train": {"lr": 1, "iterations": 800, "added": 5},  # the default of lr has changed since; `added` did not exist
+    }
+    # a typed value counts even where it is today's default; another component is taken as a whole
+    other = {**before, "loss": {"_target_": "b.B", "beta": 1}}
+    found = resume.merged({**stored, "train": {**stored["train"]}}, before, other, {"train.lr", "loss"})
+    assert (found["train"]["lr"], found["loss"]) == (2, {"_target_": "b.B", "beta": 1})
