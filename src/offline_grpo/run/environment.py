@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -55,12 +54,5 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of this package and of what it asks for, extras included where they are installed."""
-    found = {}
-    for requirement in ["offline-grpo", *(metadata.requires("offline-grpo") or []), "sglang"]:
-        name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    """Name and version of every installed package, in alphabetical order."""
+    return dict(sorted((package.metadata["Name"], package.version) for package in metadata.distributions()))
