@@ -58,6 +58,7 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from offline_grpo.checkpoint.pretrained import find_model
+    from offline_grpo.redaction import redacted
     from offline_grpo.run.evaluation import Results, engine_spec, evaluate
     from offline_grpo.run.held_out import held_out_sets, saved_overrides
     from offline_grpo.run.run_dir import discard_fresh
@@ -81,7 +82,7 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path) -> None:
         named = {letter: str(source.checkpoint or source.name) for letter, source in models.items()}
         record = {"models": named, "overrides": [*base, *words], "sets": {each.name: each.plain for each in sets}, **results.as_plain()}
         if any(out.iterdir()):
-            (out / "results.json").write_text(json.dumps(record, indent=1) + "\n")
+            (out / "results.json").write_text(json.dumps(redacted(record), indent=1) + "\n")
         discard_fresh(out)  # if no problem was asked
         if out.exists():
             _print(named, sets[0].config.eval.ks, results, out)

@@ -11,6 +11,7 @@ from typing import Any
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations, tagged
 from offline_grpo.logger.samples import Advantages, chosen, record
+from offline_grpo.redaction import redacted
 from offline_grpo.types import Metrics, RolloutGroup
 
 HPARAM_METRICS = ("eval/pass@1", "eval/reward_mean_all", "train/reward_mean", "train/success_rate")
@@ -37,9 +38,10 @@ class TensorBoardLogger(RunListener):
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer = SummaryWriter(str(self.output_dir / "tensorboard"), flush_secs=self.flush_s)
-        self._writer.add_text("config", f"```json\n{json.dumps(config, indent=2, default=str)}\n```")
+        public = redacted(config)
+        self._writer.add_text("config", f"```json\n{json.dumps(public, indent=2, default=str)}\n```")
         # Not `add_hparams`: that would make a run of its own for each call.
-        experiment, begin, self._end = hparams(_leaves(config), dict.fromkeys(HPARAM_METRICS, 0.0))
+        experiment, begin, self._end = hparams(_leaves(public), dict.fromkeys(HPARAM_METRICS, 0.0))
         for summary in (experiment, begin):
             self._writer.file_writer.add_summary(summary)
 

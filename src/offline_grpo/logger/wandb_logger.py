@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,6 +15,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations, sweep_folder, tagged
 from offline_grpo.logger.samples import Advantages, chosen, prompt_text, record, utf8
+from offline_grpo.redaction import redacted, redacted_text
 from offline_grpo.types import Metrics, RolloutGroup
 
 MODES = ("online", "offline", "disabled")
@@ -67,19 +70,20 @@ class WandbLogger(RunListener):
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
         import wandb
 
-        self._run = wandb.init(
-            dir=self.output_dir,
-            mode=self.mode,  # pyright: ignore[reportArgumentType]  # one of MODES
-            project=self.project,
-            entity=self.entity,
-            group=self._group(),
-            name=self.name,
-            notes=self.notes,
-            tags=self.tags,
-            config=dict(config),
-            id=self._stable_run_id(),
-            resume="allow" if self.mode == "online" else None,  # offline, the shared id joins the parts when they are synced
-        )
+        with _public_arguments():
+            self._run = wandb.init(
+                dir=self.output_dir,
+                mode=self.mode,  # pyright: ignore[reportArgumentType]  # one of MODES
+                project=self.project,
+                entity=self.entity,
+                group=self._group(),
+                name=self.name,
+                notes=self.notes,
+                tags=self.tags,
+                config=redacted(config),
+                id=self._stable_run_id(),
+                resume="allow" if self.mode == "online" else None,  # offline, the shared id joins the parts when they are synced
+            )
         # wandb's own step can only increase, but a resumed run logs some iterations again.
         self._run.define_metric(STEP_METRIC, hidden=True)
         for section in ("train", "eval", "eval_intervals"):
@@ -125,3 +129,14 @@ class WandbLogger(RunListener):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(uuid.uuid4().hex)
         return path.read_text().strip()
+
+
+@contextmanager
+def _public_arguments() -> Iterator[None]:
+    """Inside, `sys.argv`, which W&B uploads, has no secrets."""
+    typed = sys.argv
+    sys.argv = [redacted_text(word) for word in typed]
+    try:
+        yield
+    finally:
+        sys.argv = typed

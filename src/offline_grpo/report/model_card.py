@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from offline_grpo.redaction import redacted
 from offline_grpo.report.history import History
 from offline_grpo.types import Metrics
 
@@ -26,8 +27,8 @@ def model_card(
     parts = [_header(base, is_adapter=is_adapter), f"# {title}"]
     if state is None:
         return "\n\n".join([*parts, "Exported by offline-grpo; not trained by it."]) + "\n"
-    config, num_iterations = state["config"], state["iteration"] + 1
-    model = f"`{base}`" if base is not None else "a small model, built and warm-started by the run itself"
+    config, num_iterations = _public(redacted(state["config"])), state["iteration"] + 1
+    model = f"`{_public(base)}`" if base is not None else "a small model, built and warm-started by the run itself"
     parts.append(
         f"{'A LoRA adapter for' if is_adapter else 'Trained from'} {model} with Group Relative Policy Optimization (GRPO) by offline-grpo: "
         f"{num_iterations} iterations, {state['counters']['num_updates']} updates."
@@ -37,14 +38,14 @@ def model_card(
         parts += ["## Evaluation", _evaluation(history, state["iteration"], config)]
     parts += ["## Licence", "Not stated yet: add `license:` to the header. The terms of the base model and of the data apply."]
     parts += ["## Software", ", ".join(versions) + "."]
-    parts += ["## Configuration", f"```yaml\n{yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True).rstrip()}\n```"]
+    parts += ["## Configuration", f"```yaml\n{yaml.safe_dump(config, sort_keys=False, allow_unicode=True).rstrip()}\n```"]
     return "\n\n".join(parts) + "\n"
 
 
 def _header(base: str | None, *, is_adapter: bool) -> str:
     fields: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers", "pipeline_tag": "text-generation"}
     fields["tags"] = ["grpo", "reinforcement-learning", "offline-grpo"]
-    if base is not None and not Path(base).exists():  # the Hub takes ids alone
+    if base is not None and _public(base) == base and not Path(base).exists():  # the Hub takes ids alone
         fields["base_model"] = base
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
 
@@ -73,6 +74,16 @@ def _evaluation(history: History, iteration: int, config: Mapping[str, Any]) -> 
     ]
     lines += [f"| {key} | " + " | ".join(_cell(metrics, key) for metrics in measured.values()) + " |" for key in keys]
     return "\n".join(lines)
+
+
+def _public(value: Any) -> Any:
+    """A configuration, or a part of it, with the last name alone of each path from the root or from home."""
+    if isinstance(value, dict):
+        return {key: _public(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_public(child) for child in value]
+    is_path = isinstance(value, str) and value.startswith(("/", "~/")) and "\n" not in value and Path(value).name
+    return f".../{Path(value).name}" if is_path else value
 
 
 def _cell(metrics: Metrics, key: str) -> str:

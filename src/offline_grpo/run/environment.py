@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from offline_grpo.redaction import redacted_text
+
 FILE = "environment.json"
 
 
@@ -29,7 +31,7 @@ def this_start() -> dict[str, Any]:
     """The entry of this process. `git` is null where the code is not in a repository, as in an installed wheel."""
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(sys.orig_argv),
+        "command": shlex.join(redacted_text(word) for word in sys.orig_argv),
         "folder": str(Path.cwd()),
         "host": platform.node(),
         "git": git_state(Path(__file__).parent),

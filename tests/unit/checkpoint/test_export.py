@@ -181,4 +181,15 @@ def test_the_card_tells_base_data_results_and_configuration() -> None:
     assert "| pass@1 | 0.100 [0.050, 0.200] | 1.100 [0.050, 0.200] |" in card
     assert "path: openai/gsm8k" in card
     assert "rollouts_per_problem: 4" in card
+
+    state["config"] |= {
+        "generation": {"api_key": "sk-314"},
+        "cache_dir": "/home/somebody/cache",
+        "task": {"_target_": "x.Y", "path": "~/mine/a.csv"},
+    }
+    card = model_card("m", state=state, history=None, base="/home/somebody/base", is_adapter=False, versions=[])
+    assert "api_key: '***'" in card
+    assert "`.../base`" in card
+    assert card.count(".../a.csv") == 2
+    assert not [word for word in ("sk-314", "somebody", "mine") if word in card]
     assert "not trained by it" in model_card("m", state=None, history=None, base=None, is_adapter=False, versions=[])

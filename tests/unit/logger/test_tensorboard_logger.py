@@ -12,7 +12,7 @@ from offline_grpo.logger.tensorboard import TensorBoardLogger
 def test_event_files_hold_prefixed_metrics_against_completed_iterations(tmp_path: Path) -> None:
     logger = TensorBoardLogger(output_dir=tmp_path, flush_s=10, samples=1)
     assert isinstance(logger, RunListener)
-    logger.start({"train": {"lr": 0.5, "ks": [1, 4], "batch_size": None}, "seed": 3}, 2)
+    logger.start({"train": {"lr": 0.5, "ks": [1, 4], "batch_size": None}, "seed": 3, "generation": {"api_key": "sk-314"}}, 2)
     logger.log("eval", {"pass@1": 0.25, "pass@1_low": 0.125, "pass@1_high": 0.375}, iteration=-1)
     for iteration in range(2):
         logger.log("train", {"time/generate_s": 1.5 + iteration}, iteration=iteration)
@@ -28,10 +28,11 @@ def test_event_files_hold_prefixed_metrics_against_completed_iterations(tmp_path
     plugins = events.PluginTagToContent("hparams")
     session = HParamsPluginData.FromString(plugins["_hparams_/session_start_info"]).session_start_info
     values = {name: value.number_value or value.string_value for name, value in session.hparams.items()}
-    assert values == {"train.lr": 0.5, "train.ks": "[1, 4]", "seed": 3.0}
+    assert values == {"train.lr": 0.5, "train.ks": "[1, 4]", "seed": 3.0, "generation.api_key": "***"}
     experiment = HParamsPluginData.FromString(plugins["_hparams_/experiment"]).experiment
     assert "eval/pass@1" in [info.name.tag for info in experiment.metric_infos], "the tag of the curve: the table shows its last value"
     assert HParamsPluginData.FromString(plugins["_hparams_/session_end_info"]).session_end_info.status == api_pb2.STATUS_SUCCESS
+    assert not [file for file in (tmp_path / "tensorboard").iterdir() if b"sk-314" in file.read_bytes()]
     assert b'"lr": 0.5' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 

@@ -1,5 +1,6 @@
 import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ def test_offline_files_lie_in_the_run_folder_and_hold_the_metrics(tmp_path: Path
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = make(tmp_path)
     assert isinstance(logger, RunListener)
-    logger.start({"train": {"lr": 0.5}}, 1)
+    monkeypatch.setattr(sys, "argv", typed := ["run_grpo.py", "generation.api_key=sk-314"])
+    logger.start({"train": {"lr": 0.5}, "generation": {"api_key": "sk-314"}}, 1)
+    assert sys.argv is typed
     logger.log("eval", EVAL | {"pass@1": 0.75}, iteration=-1)
     logger.log("train", {"time/generate_s": 1.5, "clip_low_frac": 0.1, "entropy": 0.25}, iteration=0)
     logger.log("eval", EVAL, iteration=0)
@@ -44,6 +47,9 @@ def test_offline_files_lie_in_the_run_folder_and_hold_the_metrics(tmp_path: Path
     logger.close()
     [file] = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     records = stored(file)
+    kept = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
+    assert not [path for path in kept if b"sk-314" in path.read_bytes()]
+    assert b"generation.api_key=***" in b"".join(path.read_bytes() for path in kept)
     [stored_run] = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     named = (stored_run.project, stored_run.run_group, stored_run.display_name, stored_run.notes, list(stored_run.tags))
     assert named == ("p", "g", "n", "why", ["t"])

@@ -16,12 +16,12 @@ def git(folder, *words):
 
 
 def test_every_start_is_recorded_with_command_commit_and_versions(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", ["python", "run_grpo.py", "eval.ks=[1, 2]"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "run_grpo.py", "eval.ks=[1, 2]", "generation.api_key=sk-314"])
     record_start(tmp_path)
     monkeypatch.setattr(sys, "orig_argv", ["python", "run_grpo.py", "resume=auto"])
     record_start(tmp_path)
     first, second = json.loads((tmp_path / "environment.json").read_text())
-    assert first["command"] == "python run_grpo.py 'eval.ks=[1, 2]'"
+    assert first["command"] == "python run_grpo.py 'eval.ks=[1, 2]' 'generation.api_key=***'"
     assert second["command"] == "python run_grpo.py resume=auto"
     assert first["packages"]["torch"] == metadata.version("torch")
     assert torch.__version__.startswith(first["packages"]["torch"].partition("+")[0])

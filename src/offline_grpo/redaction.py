@@ -1,0 +1,39 @@
+"""Keeps secrets out of what a run publishes or hands on: a model card, W&B, TensorBoard, a bug report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "***"
+
+_NAME = r"(?:\w*[_-])?(?:api[_-]?key|access[_-]?key|token|password|passwd|secret)"
+_IS_SECRET = re.compile(_NAME, re.IGNORECASE)
+_SETTING = re.compile(rf"(?<!\w)({_NAME})(['\"]?\s*[=:]\s*)('[^']*'|\"[^\"]*\"|[^\s,}}\]'\"]+)", re.IGNORECASE)
+_IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+
+
+def redacted(value: Any) -> Any:
+    """A configuration, or a part of it, with `***` for the value of every key such as `api_key`, `HF_TOKEN` or `password`.
+
+    Keys without a value stay as they are. Texts lose what `redacted_text` finds in them.
+    """
+    if isinstance(value, Mapping):
+        return {
+            key: HIDDEN if child not in (None, "") and _IS_SECRET.fullmatch(str(key)) else redacted(child) for key, child in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [redacted(child) for child in value]
+    return redacted_text(value) if isinstance(value, str) else value
+
+
+def redacted_text(text: str) -> str:
+    """A word of a command line, or another text, without the values in `generation.api_key=VALUE`, `{api_key: VALUE}` and
+    `https://USER:PASSWORD@host`."""
+
+    def hide(found: re.Match[str]) -> str:
+        name, sign, secret = found.groups()
+        return found.group() if secret == "null" else f"{name}{sign}{HIDDEN}"
+
+    return _IN_URL.sub(HIDDEN, _SETTING.sub(hide, text))
