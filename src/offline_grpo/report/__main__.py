@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from offline_grpo.errors import ConfigError, GrpoError
+from offline_grpo.logger import output_console
 from offline_grpo.report.history import load_history
 from offline_grpo.report.sweep import print_sweep
 
@@ -18,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.report", description="Draw report.png of a run and print its table.")
     parser.add_argument("folder", type=Path, help="a run, such as outputs/2026-01-31/12-00-00-000000, or the folder of a --multirun")
     folder = parser.parse_args(arguments).folder
-    console = Console()
+    console = output_console()
     try:
         if (folder / "metrics").is_dir():
             _report(folder, console)
@@ -26,21 +30,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_sweep(folder, console)
         else:
             raise ConfigError(f"{folder}: is neither a run (a folder with metrics/) nor a sweep (a folder of runs)")
+        sys.stdout.flush()
     except GrpoError as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-        return error.exit_code
+        return _failed(str(error), error.exit_code)
+    except BrokenPipeError:  # whoever read the table, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        return _failed(f"{error.filename}: cannot be read or written ({error.strerror})", 1)
     return 0
+
+
+def _failed(message: str, exit_code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return exit_code
 
 
 def _report(run_dir: Path, console: Console) -> None:
     from offline_grpo.report.plots import save_report  # matplotlib, which a sweep's table does not need
-    from offline_grpo.report.summary import print_summary
+    from offline_grpo.report.summary import LABEL_WIDTH, print_summary
 
     history = load_history(run_dir)
     if not history.train and not history.evals:
         raise ConfigError(f"{run_dir}: has no metrics yet, so there is nothing to report")
-    save_report(history)
     print_summary(history, console)
+    console.print("report".ljust(LABEL_WIDTH) + str(save_report(history)), markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+"""`python -m offline_grpo.report FOLDER`: the table of any run or sweep, and one line for anything else."""
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+import rich
+import yaml
+from rich.console import Console
+
+from offline_grpo.report.__main__ import main
+
+
+@pytest.fixture(autouse=True)
+def to_a_file(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What the command prints; a file has 80 columns."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    stream = io.StringIO()
+    monkeypatch.setattr(rich, "get_console", lambda: Console(file=stream, width=200))
+    return stream
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    """A run of ten iterations that was killed in its second, while a file was being written."""
+    run = tmp_path / "time" / "0"
+    (run / "metrics").mkdir(parents=True)
+    (run / ".hydra").mkdir()
+    (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(["seed=0"]))
+    (run / ".hydra" / "config.yaml").write_text(yaml.safe_dump({"train": {"iterations": 10}}))
+    for name, metrics in {"eval_init": {"pass@1": 0.25}, "train_iter_000": {"reward_mean": 0.5, "time/train_s": 3.0}}.items():
+        (run / "metrics" / f"{name}.json").write_text(json.dumps(metrics))
+    (run / "metrics" / ".train_iter_001.json.tmp").write_text('{"rew')
+    return run
+
+
+def test_a_killed_run_has_its_table_and_picture(killed: Path, to_a_file: io.StringIO) -> None:
+    assert main([str(killed)]) == 0
+    lines = to_a_file.getvalue().splitlines()
+    assert lines[0] == "1 training iteration, 1 evaluation"
+    assert [line.split()[0] for line in lines[2:5]] == ["pass@1", "training", "time"]
+    assert lines[-1].split() == ["report", f"{killed}/report.png"]
+    assert (killed / "report.png").stat().st_size > 10_000
+
+
+def test_the_folder_of_a_sweep_has_its_table(killed: Path, to_a_file: io.StringIO) -> None:
+    assert main([str(killed.parent)]) == 0
+    assert "run 0: stopped at 1/10" in to_a_file.getvalue()
+    assert all(len(line) <= 80 or line.startswith(str(killed.parent)) for line in to_a_file.getvalue().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("make", "message", "code"),
+    [
+        (lambda run: run.parent / "none", "none: is neither a run (a folder with metrics/) nor a sweep (a folder of runs)", 2),
+        (lambda run: run / "metrics" / "eval_init.json", "eval_init.json: is neither a run", 2),
+        (
+            lambda run: [path.unlink() for path in run.glob("metrics/*.json")] and run,
+            "0: has no metrics yet, so there is nothing to report",
+            2,
+        ),
+        (lambda run: (run / "metrics" / "train_iter_001.json").write_text("{") and run, "train_iter_001.json: is not JSON (", 1),
+        (lambda run: (run / "report.png").mkdir() or run, "report.png: cannot be read or written (Is a directory)", 1),
+    ],
+)
+def test_anything_else_is_one_line(killed, make, message, code, capsys):
+    assert main([str(make(killed))]) == code
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {killed.parent}{os.sep}")
+    assert message in line
