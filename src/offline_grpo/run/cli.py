@@ -108,11 +108,21 @@ def run_job(job: Callable[[], T]) -> T | None:
             return result
     except EXPECTED as error:
         discard_fresh(Path(HydraConfig.get().runtime.output_dir))
+        if is_sweep and isinstance(error, StopRequested):
+            _say_how_the_sweep_goes_on(error)
         if not is_sweep or not isinstance(error, GrpoError):
             leave(error)
         _print(f"error in job {HydraConfig.get().job.num} of the sweep: {error}")
         sweep_jobs.record_failure(error.exit_code)
         return None
+
+
+def _say_how_the_sweep_goes_on(error: StopRequested) -> None:
+    from offline_grpo.run import going_on
+
+    line = f"the sweep goes on with: {going_on.command(Path(HydraConfig.get().sweep.dir).resolve())}"
+    _print(line if error.is_reported else f"stopped by {error.signal_name}; {line}")
+    error.is_reported = True
 
 
 def _no_folder(error: OSError) -> ConfigError:

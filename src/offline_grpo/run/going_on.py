@@ -93,12 +93,11 @@ def describe_finished(point: ResumePoint, config: RunConfig) -> str:
         further.append(f"train.lr={config.train.lr:g}")
     early = early_stop_reason(point.state, config.train.stop_when)
     why = f": {early}" if early is not None else ""
-    return f"finished: {point.num_done} of {config.train.iterations} iterations{why}; longer: {command(point.run_dir, *further)}"
+    return f"finished: {point.num_done} of {config.train.iterations} iterations{why}; longer: {command(point.run_dir.path, *further)}"
 
 
-def command(run_dir: RunDir, *overrides: str) -> str:
-    """The command line that goes on with a run, launched as this process was."""
-    path = run_dir.path
+def command(path: Path, *overrides: str) -> str:
+    """The command line that goes on with the run or the sweep in a folder, launched as this process was."""
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
     return shlex.join([*launch.typed_command(), f"resume={resume.quoted(path)}", *overrides])
@@ -107,7 +106,7 @@ def command(run_dir: RunDir, *overrides: str) -> str:
 def where(run_dir: RunDir) -> str:
     """How to go on with a run that was stopped."""
     checkpoint = latest_checkpoint(run_dir.checkpoints)
-    return "nothing was saved" if checkpoint is None else f"go on with: {command(run_dir)}"
+    return "nothing was saved" if checkpoint is None else f"go on with: {command(run_dir.path)}"
 
 
 def record(run_dir: RunDir, cfg: DictConfig, overrides: Sequence[str], point: ResumePoint | None) -> None:

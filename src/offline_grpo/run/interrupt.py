@@ -173,7 +173,9 @@ class StopSignal:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         after = f" after {self._waits_for}; a second one ends it at once" if self._waits_for else ""
         line = f"{name}: stopping{after}"
-        if logging.getLogger("offline_grpo").handlers:
+        from logging.handlers import MemoryHandler
+
+        if all(isinstance(handler, MemoryHandler) for handler in logging.getLogger("offline_grpo").handlers):
+            print(line, file=sys.stderr)  # before run.log is there, and nobody will see what is kept for it
+        else:
             log.warning(line)
-        else:  # before run.log is there
-            print(line, file=sys.stderr)

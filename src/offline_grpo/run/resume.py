@@ -7,6 +7,7 @@ on with what it had, also where `conf/` is another one today. This module import
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from offline_grpo.checkpoint.files import latest_checkpoint
 from offline_grpo.errors import ConfigError
 from offline_grpo.report.run_files import read_yaml
+from offline_grpo.run import sweep_resume
 
 OVERRIDE = re.compile(r"~|\+*[^-=]+=")
 """How a word of the command line begins that is an override and not an option."""
@@ -41,7 +43,14 @@ def arguments(words: Sequence[str]) -> list[str]:
     """The command line with what it needs of the run that `resume=PATH` names; any other one as it is."""
     place = next((i for i, word in enumerate(words) if OVERRIDE.match(word)), len(words))
     options, typed = [*words[:place]], [*words[place:]]
-    run = next((run_folder(str(value)) for key, value in map(_parsed, typed) if key == "resume" and value not in (None, "auto")), None)
+    named = next((str(value) for key, value in map(_parsed, typed) if key == "resume" and value is not None), None)
+    is_sweep = bool({"-m", "--multirun"} & set(words))
+    sweep = sweep_resume.sweep_folder(named) if named not in (None, "auto") else None
+    if named == "auto" and is_sweep:
+        sweep = sweep_resume.newest_unfinished([word for word in typed if OVERRIDE.match(word)])
+    if sweep is not None:
+        return _of_sweep(sweep, words)
+    run = run_folder(named) if named not in (None, "auto") else None
     if run is None:
         return list(words)
     _typed[:] = [word for word in typed if OVERRIDE.match(word)]
@@ -50,6 +59,18 @@ def arguments(words: Sequence[str]) -> list[str]:
     if "--config-dir" not in options and (folder := _config_dir(run)) is not None:
         options += ["--config-dir", folder]
     return [*options, *_without(own, _typed), *typed, f"hydra.run.dir={quoted(run)}", "hydra.output_subdir=null"]
+
+
+def _of_sweep(sweep: Path, words: Sequence[str]) -> list[str]:
+    """The command line that goes on with a sweep: each of its jobs finds its own folder."""
+    typed = [word for word in words if OVERRIDE.match(word)]
+    options = [word for word in words if not OVERRIDE.match(word)]
+    if not {"-m", "--multirun"} & set(options):
+        options.append("--multirun")
+    own = sweep_resume.overrides(sweep, typed)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"going on with the sweep in {sweep}", flush=True)
+    return [*options, *own, "resume=auto", f"hydra.sweep.dir={quoted(sweep)}"]
 
 
 def _refuse_other_groups(run: Path) -> None:

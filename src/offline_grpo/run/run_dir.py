@@ -117,11 +117,11 @@ def _newest_alike(fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | Non
 
 
 def _earlier_runs(fresh: Path) -> list[Path]:
-    """The other runs under the same root, newest first. Siblings of outputs/DATE/TIME are DATE/TIME, those of a sweep DATE/TIME/N."""
-    for depth, ancestor in ((2, fresh.parent), (3, fresh.parent.parent)):
-        if re.fullmatch(r"\d{4}-\d{2}-\d{2}", ancestor.name):
-            return sorted((path for path in ancestor.parent.glob("/".join("*" * depth)) if path != fresh), reverse=True)
-    return []
+    """The other runs under the same root, newest first: siblings of outputs/DATE/TIME are DATE/TIME. The jobs of a sweep have none, because
+    it goes on as a whole (`sweep_resume.py`)."""
+    if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", fresh.parent.name):
+        return []
+    return sorted((path for path in fresh.parent.parent.glob("*/*") if path != fresh), reverse=True)
 
 
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -15,6 +15,8 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from offline_grpo.errors import GrpoError
+
 FAILED = ".failed_jobs"
 """Folder in that of a sweep, while it lasts: a file for each job that failed, with its exit code. Jobs may be other processes."""
 
@@ -31,7 +33,16 @@ def record_failure(exit_code: int) -> None:
 
 
 class SweepJobs(Callback):
-    """Enabled in `conf/config.yaml`. Reads the exit codes where the sweep was started, and removes the folder of one that ran no job."""
+    """Enabled in `conf/config.yaml`. Refuses a sweep that cannot go on in its folder. Reads the exit codes where the sweep was started, and
+    removes the folder of one that ran no job."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        from offline_grpo.run import cli, sweep_resume
+
+        try:
+            sweep_resume.check_numbers(config)
+        except GrpoError as error:
+            cli.leave(error)  # Hydra makes warnings of a callback's exceptions
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)

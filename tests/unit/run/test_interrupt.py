@@ -14,6 +14,7 @@ import pytest
 from offline_grpo.errors import StopRequested
 from offline_grpo.run import interrupt
 from offline_grpo.run.interrupt import StopSignal
+from offline_grpo.run.messages import kept_for_log
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +55,13 @@ def test_a_signal_stops_at_once_and_says_so(number, exit_code, name, said):
         pytest.fail("went on")
     assert caught.value.exit_code == exit_code
     assert [line for line, _ in said] == [f"{name}: stopping"]
+
+
+def test_before_the_log_of_the_run_is_there_the_line_goes_to_the_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("offline_grpo"), "handlers", [])  # those of the tests
+    with kept_for_log(), StopSignal().installed(), pytest.raises(StopRequested):
+        send(signal.SIGTERM)
+    assert capsys.readouterr().err == "SIGTERM: stopping\n"
 
 
 def test_held_work_is_waited_for_and_named(said):

@@ -54,13 +54,15 @@ def test_auto_without_anything_to_resume_starts_anew(fresh):
     assert found("auto", fresh) is None
 
 
-def test_auto_searches_sweeps_job_by_job(tmp_path):
+def test_auto_takes_no_run_of_another_sweep(tmp_path):
     sweep = tmp_path / "multirun" / "2026-01-02"
     make_run(sweep / "10-00-00-000000" / "0", 2)
     make_run(sweep / "10-00-00-000000" / "1", 4, {**CONFIG, "seed": 1})
     fresh = RunDir(sweep / "12-00-00-000000" / "1")
     fresh.path.mkdir(parents=True)
-    assert found("auto", fresh, {**CONFIG, "seed": 1}) == ("1", "iter_004")
+    assert found("auto", fresh, {**CONFIG, "seed": 1}) is None
+    make_run(fresh.path, 2, {**CONFIG, "seed": 1})
+    assert found("auto", fresh, {**CONFIG, "seed": 1}) == ("1", "iter_002")
 
 
 def test_auto_passes_over_damaged_checkpoints(fresh):

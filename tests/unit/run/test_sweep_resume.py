@@ -1,0 +1,96 @@
+"""Which sweep `resume` means, with which overrides it goes on, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.run import resume, sweep_resume
+from offline_grpo.run.sweep_jobs import SweepJobs
+
+WORDS = ["experiment=smoke", "train.lr=1e-3,1e-4", "seed=0,1"]
+BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+
+
+def make_sweep(folder: Path, done: list[int], *, words: list[str] = WORDS, target: str = BASIC) -> Path:
+    """A sweep of which the job N has `done[N]` of two iterations."""
+    hydra = {
+        "overrides": {"task": words, "hydra": ["hydra.mode=MULTIRUN", "hydra.launcher=x"]},
+        "sweeper": {"_target_": target, "params": None},
+    }
+    folder.mkdir(parents=True)
+    (folder / "multirun.yaml").write_text(yaml.safe_dump({"hydra": hydra}))
+    for number, num_done in enumerate(done):
+        lr, seed = ("0.001", "0.0001")[number // 2], number % 2
+        (folder / str(number) / ".hydra").mkdir(parents=True)
+        (folder / str(number) / ".hydra" / "overrides.yaml").write_text(
+            yaml.safe_dump(["experiment=smoke", f"train.lr={lr}", f"seed={seed}", "resume=auto"])
+        )
+        trainer = folder / str(number) / "checkpoints" / f"iter_{num_done - 1:03d}" / "trainer"
+        trainer.mkdir(parents=True)
+        train = {"iterations": 2, "stop_when": {"metric": "pass@1", "threshold": None, "patience": None}}
+        state = {"format": 3, "iteration": num_done - 1, "owes_evaluation": False, "config": {"train": train}}
+        (trainer / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+@pytest.fixture
+def day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "multirun" / "2026-01-31"
+
+
+def test_auto_takes_the_newest_unfinished_sweep_with_the_same_overrides(day: Path) -> None:
+    make_sweep(day / "09-00-00", [2, 1])
+    right = make_sweep(day / "10-00-00", [2, 2, 2])  # the fourth did not begin
+    make_sweep(day / "11-00-00", [2, 2, 2, 2])
+    make_sweep(day / "12-00-00", [1], words=[*WORDS, "train.iterations=5"])
+    make_sweep(day / "13-00-00", [1], words=[WORDS[0], WORDS[2], WORDS[1]])  # other numbers
+    typed = ["seed=7", *WORDS, "resume=auto", "hydra.launcher=x"][1:]
+    assert sweep_resume.newest_unfinished(typed) == right
+    words = resume.arguments(["-m", *typed])
+    assert words == ["-m", *WORDS, "hydra.launcher=x", "resume=auto", f"hydra.sweep.dir={right}"]
+    assert resume.arguments(typed) == typed, "no sweep"
+    by_hand = ["-m", *typed, f"hydra.sweep.dir={day / '11-00-00'}"]
+    assert resume.arguments(by_hand) == by_hand
+
+
+def test_a_search_and_a_finished_sweep_start_anew(day: Path) -> None:
+    make_sweep(day / "10-00-00", [1], target="hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper")
+    make_sweep(day / "11-00-00", [2, 2, 2, 2])
+    assert sweep_resume.newest_unfinished([*WORDS, "hydra.launcher=x"]) is None
+    with pytest.raises(ConfigError, match="a search starts anew: leave resume out"):
+        resume.arguments([f"resume={day / '10-00-00'}"])
+
+
+def test_a_folder_goes_on_with_its_overrides_and_what_is_typed_on_top(day: Path) -> None:
+    sweep = make_sweep(day / "10-00-00", [2, 1])
+    words = resume.arguments(["train.iterations=4", f"resume={sweep}", "seed=0,1", "experiment=other"])
+    own = ["train.lr=1e-3,1e-4", "seed=0,1", "hydra.launcher=x", "train.iterations=4", "experiment=other"]
+    assert words == ["--multirun", *own, "resume=auto", f"hydra.sweep.dir={sweep}"]
+
+
+@pytest.mark.parametrize("word", ["seed=0,2", "seed=1", "train.loss.beta=0,0.1"])
+def test_what_would_number_the_runs_anew_is_refused(day: Path, word: str) -> None:
+    sweep = make_sweep(day / "10-00-00", [2, 1])
+    with pytest.raises(ConfigError, match=f"^{word}: would number the runs of {sweep} anew; leave {word.split('=')[0]} out"):
+        resume.arguments([f"resume={sweep}", word])
+
+
+def test_a_folder_whose_runs_are_other_jobs_is_refused(day: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = make_sweep(day / "10-00-00", [2, 1, 1])
+
+    def start(*words: str, again: str = "resume=auto") -> None:
+        hydra = {"sweep": {"dir": str(sweep)}, "overrides": {"task": [*words, again]}, "sweeper": {"_target_": BASIC, "params": None}}
+        SweepJobs().on_multirun_start(OmegaConf.create({"hydra": hydra}))
+
+    start(*WORDS)
+    start(*WORDS, "train.iterations=4")
+    start(*reversed(WORDS), again="train.iterations=4")
+    with pytest.raises(SystemExit, match="2"):
+        start(*reversed(WORDS))
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == f"error: seed=0: run 1 of {sweep} has seed=1; keep the order that the sweep was started in"
