@@ -6,18 +6,27 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from string import ascii_uppercase
 
+from rich.console import Console
+
+from offline_grpo import progress
 from offline_grpo.errors import ConfigError
+from offline_grpo.logger.console import ConsoleLogger
 from offline_grpo.run import cli
+from offline_grpo.run.messages import ToTerminal
 
 EPILOG = """
 Values with commas make several sets of problems: task=arithmetic,gsm8k. The settings of a checkpoint are those of its run; what the command
 line says comes on top. With several models, each is compared with the first one on the same problems.
 """
+
+
+REFRESH_PER_S = 4.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,16 +54,18 @@ def run(arguments: Sequence[str] | None = None) -> None:
     out = options.out or Path("outputs/evaluate") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ConfigError(f"--out={out}: is there already and not empty; name a new folder")
-    log, to_terminal = logging.getLogger("offline_grpo"), logging.StreamHandler(sys.stderr)
+    log, console = logging.getLogger("offline_grpo"), Console(stderr=True)
+    to_terminal = ToTerminal(console)
     log.setLevel(logging.INFO)
     log.addHandler(to_terminal)
     try:
-        _evaluate(dict(zip(ascii_uppercase, names, strict=False)), words, out)
+        log.info("offline-grpo: loading ...")
+        _evaluate(dict(zip(ascii_uppercase, names, strict=False)), words, out, console)
     finally:
         log.removeHandler(to_terminal)
 
 
-def _evaluate(names: dict[str, str], words: list[str], out: Path) -> None:
+def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Console) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from offline_grpo.checkpoint.pretrained import find_model
@@ -77,7 +88,8 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path) -> None:
         raise ConfigError(f"--out={out}: cannot be made ({error.strerror})") from error
     results = Results()
     try:
-        evaluate(models, sets, out, results)
+        with _live(console):
+            evaluate(models, sets, out, results)
     finally:
         named = {letter: str(source.checkpoint or source.name) for letter, source in models.items()}
         record = {"models": named, "overrides": [*base, *words], "sets": {each.name: each.plain for each in sets}, **results.as_plain()}
@@ -86,6 +98,19 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path) -> None:
         discard_fresh(out)  # if no problem was asked
         if out.exists():
             _print(named, sets[0].config.eval.ks, results, out)
+
+
+@contextmanager
+def _live(console: Console) -> Iterator[None]:
+    """Inside, a terminal shows what is done and how far it is."""
+    display = ConsoleLogger(refresh_per_s=REFRESH_PER_S)
+    display.console = console
+    with progress.followed():
+        progress.tell([display])
+        try:
+            yield
+        finally:
+            display.close()
 
 
 def _print(models: dict[str, str], ks: Sequence[int], results: object, out: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +113,27 @@ def test_the_table_fits_80_columns(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     evaluate.run([str(trained[1]), str(trained[1]), "eval.num_ids=3", "eval.max_new_tokens=1"])
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert [line for line in err.splitlines() if line.startswith(("A", "B"))] == [
+        f"{letter} on arithmetic: 3 problems, 4 completions each" for letter in "AB"
+    ], "a file has no progress"
     lines = out.splitlines()
     assert max(map(len, lines[:-1])) <= 80
     assert "B - A on arithmetic: +0.000 [+0.000, +0.000], p = 1.0000" in out
     assert "of the completions were cut; raise eval.max_new_tokens" in out
     [folder] = tmp_path.glob("outputs/evaluate/*/*")
     assert lines[-1] == f"files  {folder.relative_to(tmp_path)}"
+
+
+def test_a_terminal_shows_how_far_a_set_is(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(evaluate, "REFRESH_PER_S", 200.0)
+    evaluate.run([str(trained[1]), "eval.num_ids=8", "generation.batch_size=8", f"--out={tmp_path}/out"])
+    shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", capsys.readouterr().err)
+    assert "load A" in shown
+    assert re.search(r"A on arithmetic  \d+/32 completions  ", shown)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import GenerationConfig
 
+from offline_grpo import progress
 from offline_grpo.checkpoint.export import export_model
 from offline_grpo.checkpoint.pretrained import ModelSource
 from offline_grpo.engine.engine import engine_of
@@ -34,6 +35,8 @@ from offline_grpo.settings import RunConfig
 from offline_grpo.types import Metrics, RolloutGroup, SamplingParams
 
 log = logging.getLogger(__name__)
+
+_SHOWN_CHARS = 40  # of a set's name beside its progress: a line of a terminal has room for both
 
 CYCLE = 0  # of the seeds: those of a run's evaluation before training
 
@@ -82,7 +85,9 @@ def evaluate(models: Mapping[str, ModelSource], sets: Sequence[HeldOut], out: Pa
     """
     spec = engine_spec(sets[0].config, len(models))
     for letter, source in models.items():
-        with _served(source, sets[0], spec, out) as (client, codec):
+        with ExitStack() as stack:
+            with progress.phase(f"load {letter}"):
+                client, codec = stack.enter_context(_served(source, sets[0], spec, out))
             for number, held_out in enumerate(sets, 1):
                 log.info(
                     "%s on %s: %d problems, %d completions each",
@@ -91,7 +96,8 @@ def evaluate(models: Mapping[str, ModelSource], sets: Sequence[HeldOut], out: Pa
                     len(held_out.problems),
                     _settings(held_out).replicates,
                 )
-                _evaluate(letter, client, codec, held_out, out / _file_name(letter, number, held_out.name), results)
+                with progress.phase(f"{letter} on {held_out.name}"[:_SHOWN_CHARS]):
+                    _evaluate(letter, client, codec, held_out, out / _file_name(letter, number, held_out.name), results)
     results.is_complete = True
 
 

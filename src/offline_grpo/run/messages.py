@@ -10,16 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rich
+from rich.console import Console
 
 if TYPE_CHECKING:
     from offline_grpo.placement.ranks import Ranks
 
 
 class ToTerminal(logging.Handler):
-    """Prints plain lines, above the live display while there is one, and never breaks them: a path stays in one piece."""
+    """Prints plain lines, above the live display while there is one, and never breaks them: a path stays in one piece.
+
+    Args:
+        console: the one of the process if left out.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        super().__init__()
+        self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        rich.get_console().print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
+        (self._console or rich.get_console()).print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
 
 
 _early = MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)

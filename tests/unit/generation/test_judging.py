@@ -1,0 +1,58 @@
+"""A score that takes long is named while it is awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+
+from offline_grpo.generation import judging
+from offline_grpo.generation.judging import Judgement
+from offline_grpo.types import Problem, Score
+
+PROBLEM = Problem("train-3", ({"role": "user", "content": "1+1="},), "2")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watcher of its own, that waits for a fraction of a second."""
+    monkeypatch.setattr(judging, "SLOW_S", 0.05)
+    monkeypatch.setattr(judging, "_slow", judging._SlowScores())
+
+
+class Task:
+    """Scores, in the thread that asks or in the background, after a while."""
+
+    def __init__(self, wait_s: float, *, is_async: bool) -> None:
+        self.wait_s, self.is_async = wait_s, is_async
+
+    def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
+        if self.is_async:
+            return self._later()
+        time.sleep(self.wait_s)
+        return Score(1.0, True, {})
+
+    async def _later(self) -> Score:
+        await asyncio.sleep(self.wait_s)
+        return Score(1.0, True, {})
+
+
+def judge(task: Any, text: str) -> Score:
+    return Judgement(task, PROBLEM, text).result()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_slow_score_is_named_once(is_async: bool, impatient: None, caplog: pytest.LogCaptureFixture) -> None:
+    for text in ("the slow one", "another"):
+        judge(Task(0.3, is_async=is_async), text)
+    assert [record.getMessage() for record in caplog.records] == ["a score takes more than 0 s: problem train-3, completion 'the slow one'"]
+
+
+def test_many_quick_scores_are_not_slow(impatient: None, caplog: pytest.LogCaptureFixture) -> None:
+    deadline = time.monotonic() + 0.3
+    while time.monotonic() < deadline:
+        judge(Task(0.0, is_async=False), "quick")
+    assert caplog.records == []
