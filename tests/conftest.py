@@ -25,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Without compiled files every process that a test starts would compile torch or vLLM again, which takes longer than the test.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    os.environ["HF_HUB_OFFLINE"] = "1"  # no test downloads anything
     # The tensors are small: a second thread, here or in a process that a test starts, would take a core from another worker to wait on it.
     os.environ["OMP_NUM_THREADS"] = "1"
     # One test needs two threads. They sleep while they wait for each other: spinning, they would take both cores from the other tests.

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
+from offline_grpo import hub
 from offline_grpo.checkpoint.files import BEST, latest_checkpoint, read_state
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.model.adapters import LanguageModel
@@ -110,6 +111,7 @@ def find_model(name: str) -> ModelSource:
     is_checkpoint = (folder / "trainer").is_dir()
     checkpoint = folder.resolve() if is_checkpoint else None
     place = str(checkpoint or folder) if folder.exists() else name
+    hub.need_model(place, KEY)
     base = _base_of_adapter(place)
     if base is None:
         read_model_config(place, KEY)

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from offline_grpo import hub
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
@@ -53,7 +54,7 @@ def read_model_config(model_id: str, key: str) -> PretrainedConfig:
     Raises:
         ConfigError: no such folder or hub id, or no configuration in it.
     """
-    if not Path(model_id).exists() and (model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1):
+    if not Path(model_id).exists() and not hub.is_model_id(model_id):
         raise ConfigError(f"{key}={model_id}: no such folder; give a local model folder or a Hugging Face id")
     try:
         return AutoConfig.from_pretrained(model_id)

@@ -9,22 +9,21 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-import httpx
 import psutil
 
+from offline_grpo import hub
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.engine.sglang_control import SglangControl
 from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.errors import ConfigError
 
 GIB = 2**30
-HUB_TIMEOUT_S = 4.0
 MIN_SHM_GIB, MIN_DISK_GIB = 1, 10
 PRESETS = (
     (0, "uv run run_grpo.py", "tiny model, CPU or GPU"),
@@ -66,6 +65,7 @@ def findings(folder: Path) -> Iterator[Finding]:
     Args:
         folder: where runs will be written.
     """
+    hub_answer = None if hub.is_offline() else hub.ask()  # while the rest is looked at
     gpus = find_gpus()
     version = platform.python_version()
     is_supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
@@ -84,7 +84,7 @@ def findings(folder: Path) -> Iterator[Finding]:
     yield Finding("bitsandbytes", "ok" if found else "missing", found or "not installed: no train/optimizer=adamw_8bit", "Linux only")
     yield from _room(folder)
     yield _ports()
-    yield _hub()
+    yield _hub(hub_answer)
     yield _wandb()
 
 
@@ -163,16 +163,13 @@ def _ports() -> Finding:
         return Finding("ports", "missing", str(error), "servers need one")
 
 
-def _hub() -> Finding:
-    url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+def _hub(answer: Callable[[], str | None] | None) -> Finding:
+    if answer is None:
         return Finding("Hub", "missing", "HF_HUB_OFFLINE is set: only what is in the cache", "unset it to download")
-    try:
-        httpx.head(url, timeout=HUB_TIMEOUT_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        reason = str(error) or type(error).__name__
-        return Finding("Hub", "missing", f"{url} cannot be reached ({reason})", "a network, a proxy, or local folders")
-    return Finding("Hub", "ok", f"{url} answers")
+    reason = answer()
+    if reason is not None:
+        return Finding("Hub", "missing", f"cannot be reached ({reason})", "a network, a proxy, or local folders")
+    return Finding("Hub", "ok", "the Hugging Face Hub answers")
 
 
 def _wandb() -> Finding:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offline_grpo import hub
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.pass_at_k import metric_names
 from offline_grpo.interfaces import Layout, Loss, LossHead, OptimizerFactory, RunListener
@@ -79,6 +80,9 @@ def make_plan(config: RunConfig) -> Plan:
     check_url("eval.base_url", config.eval.base_url)
     listeners(config, Path())  # their constructors refuse bad settings
     data = task_data(config)
+    for key, name in (("model.train_id", config.model.train_id), ("model.ref_id", config.model.ref_id)):
+        if name is not None and (key == "model.train_id" or config.train.kl_coef > 0):
+            hub.need_model(name, key)
     # From here on torch is imported, then transformers. Whatever can be refused without them has been.
     loss = build(config.train.loss, key="train.loss", protocol=Loss)
     optimizer = build(config.train.optimizer, key="train.optimizer", protocol=OptimizerFactory)

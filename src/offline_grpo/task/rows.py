@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offline_grpo.errors import ConfigError, reason_of
+from offline_grpo.hub import need_dataset
 from offline_grpo.types import Message
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -228,6 +229,9 @@ def _hub_rows(path: str, name: str | None, split: str, key: str) -> list[tuple[s
 
 
 def _from_hub(path: str, name: str | None, what: str, ask: Any) -> Any:
+    fix = f"set task.path to a local file ({', '.join(SUFFIXES)}), or to a folder with one such file for each split"
+    need_dataset(path, "task.path", fix)
+
     import datasets
 
     try:
@@ -235,6 +239,5 @@ def _from_hub(path: str, name: str | None, what: str, ask: Any) -> Any:
     except (OSError, ValueError) as error:  # offline and missing data sets are OSErrors; unknown names and splits ValueErrors
         raise ConfigError(
             f"task.path={path} is not a local file or folder, and loading it from the Hugging Face Hub (task.name={name}, "
-            f"{what}) failed: {reason_of(error)}. Without a network, set task.path to a local file ({', '.join(SUFFIXES)}), or to a "
-            "folder with one such file for each split"
+            f"{what}) failed: {reason_of(error)}. Without a network, {fix}"
         ) from error

@@ -1,0 +1,122 @@
+"""Asks whether the Hugging Face Hub can be reached, before libraries that would try again for a minute or more need it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty, Queue
+from threading import Event, Thread
+from time import monotonic
+from typing import Any
+
+from offline_grpo.errors import ConfigError, reason_of
+
+CONNECT_TIMEOUT_S = 2.5
+ANSWER_TIMEOUT_S = 10.0
+
+log = logging.getLogger(__name__)
+
+for _name in ("httpx", "httpx2"):  # they log every request
+    logging.getLogger(_name).setLevel(logging.WARNING)
+
+
+def is_model_id(name: str) -> bool:
+    """Whether a model of this name is looked for on the Hub: it is no local path, and does not look like one."""
+    return not Path(name).exists() and not name.startswith(("/", ".", "~")) and name.count("/") <= 1
+
+
+def need_model(name: str, key: str) -> None:
+    """Make sure that a model can be had from the Hub or the cache. A local folder is let through, and so is
+    all where HF_HUB_OFFLINE is set.
+
+    Where the Hub cannot be reached and the cache has the model, this process and those that it starts use the cache alone from then on.
+
+    Raises:
+        ConfigError: the Hub cannot be reached, and the cache does not have the model's config.json.
+    """
+    if is_model_id(name):
+        from huggingface_hub import try_to_load_from_cache
+
+        fix = f"give a local model folder, set a proxy (HTTPS_PROXY), or run `hf download {name}` where there is a network"
+        _need(f"{key}={name}", lambda: isinstance(try_to_load_from_cache(name, "config.json"), str), fix)
+
+
+def need_dataset(name: str, key: str, fix: str) -> None:
+    """As `need_model`, for a data set: the cache has it if an earlier run has loaded it.
+
+    Args:
+        fix: what to do where there is no network.
+    """
+    from huggingface_hub.constants import HF_HOME
+
+    cache = Path(os.environ.get("HF_DATASETS_CACHE", Path(HF_HOME) / "datasets")).expanduser()
+    _need(f"{key}={name}", (cache / name.replace("/", "___")).is_dir, f"{fix}, or set a proxy (HTTPS_PROXY)")
+
+
+def ask() -> Callable[[], str | None]:
+    """Ask the Hub in the background. What is returned waits for the answer: why the Hub cannot be reached, or None.
+
+    A connection has to be there 2.5 s after the question; an answer may take 10 s. Neither depends on how many addresses a name has.
+    """
+    from huggingface_hub.constants import ENDPOINT
+
+    answer: Queue[str | None] = Queue()
+    connected, asked_at = Event(), monotonic()
+    Thread(target=lambda: answer.put(_head(ENDPOINT, connected)), daemon=True).start()  # a name server may keep it for longer
+
+    def wait() -> str | None:
+        for limit in (CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S):
+            try:
+                return answer.get(timeout=max(0.0, asked_at + limit - monotonic()))
+            except Empty:
+                if not connected.is_set():
+                    return f"no connection to {ENDPOINT} within {limit:g} s"
+        return f"{ENDPOINT} does not answer within {ANSWER_TIMEOUT_S:g} s"
+
+    return wait
+
+
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE is set: nothing is downloaded."""
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_OFFLINE
+
+
+def _need(what: str, is_cached: Callable[[], bool], fix: str) -> None:
+    if is_offline():
+        return
+    reason = ask()()
+    if reason is None:
+        return
+    if not is_cached():
+        raise ConfigError(f"{what}: the Hugging Face Hub cannot be reached ({reason}), and the cache does not have it; {fix}")
+    log.warning("%s: the Hugging Face Hub cannot be reached (%s); taken from the cache", what, reason)
+    _use_cache_alone()
+
+
+def _use_cache_alone() -> None:
+    from huggingface_hub import constants
+
+    os.environ["HF_HUB_OFFLINE"] = "1"  # servers
+    constants.HF_HUB_OFFLINE = True
+    if "datasets" in sys.modules:
+        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+
+
+def _head(url: str, connected: Event) -> str | None:
+    import httpx
+
+    def trace(event: str, _: dict[str, Any]) -> None:
+        if event == "connection.connect_tcp.complete":  # or to the proxy
+            connected.set()
+
+    try:
+        with httpx.Client(timeout=ANSWER_TIMEOUT_S) as client:
+            client.head(url, extensions={"trace": trace})
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:  # ValueError: a proxy's URL; OSError: certificates
+        return f"{url}: {reason_of(error)}"
+    return None

@@ -1,0 +1,110 @@
+"""The Hub that is there, refuses, is silent, or is not needed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import compose_config, make_qwen2
+from huggingface_hub import constants
+from scripted_server import Reply, ScriptedServer
+
+from offline_grpo import hub
+from offline_grpo.errors import ConfigError
+from offline_grpo.model.load import read_model_config
+from offline_grpo.run.config import typed
+from offline_grpo.run.preflight import make_plan
+
+REFUSED = "http://127.0.0.1:1"
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", REFUSED)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port at which nobody answers, as behind a firewall: a full backlog drops what comes."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        waiting = [socket.socket() for _ in range(3)]
+        for client in waiting:
+            client.setblocking(False)
+            client.connect_ex(server.getsockname())
+        yield server.getsockname()[1]
+        for client in waiting:
+            client.close()
+
+
+@pytest.mark.parametrize("words", [("model=hf", "model.train_id=some/model"), ("task=gsm8k",)])
+def test_a_run_that_needs_it_is_refused_in_one_line_before_torch_is_imported(words: tuple[str, ...]) -> None:
+    code = "import sys; from offline_grpo.run import main\ntry: main.main()\nfinally: print({'torch', 'datasets'} & set(sys.modules))"
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | {"HF_ENDPOINT": REFUSED}
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment, check=False)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (2, "set()")
+    assert line.startswith(("error: model.train_id=some/model: the Hugging Face Hub cannot", "error: task.path=openai/gsm8k: the Hugging"))
+    assert "Connection refused" in line
+
+
+def test_a_silent_network_is_given_up_in_time(silent_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent_port}")
+    monkeypatch.setattr(hub, "CONNECT_TIMEOUT_S", 0.5)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"model.ref_id=some/model: .* \(no connection to http://127.* within 0.5 s\)"):
+        hub.need_model("some/model", "model.ref_id")
+    assert time.monotonic() - began < 2
+
+
+def test_a_slow_hub_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(_: Any) -> Reply:
+        time.sleep(0.6)
+        return Reply(status=500)
+
+    monkeypatch.setattr(hub, "CONNECT_TIMEOUT_S", 0.2)
+    with ScriptedServer(slowly) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.base_url)
+        assert hub.ask()() is None
+
+
+def test_a_proxy_that_is_no_url_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "foo://bar")
+    monkeypatch.setenv("NO_PROXY", "")
+    assert "foo://bar" in (hub.ask()() or "")
+
+
+def test_what_the_cache_has_is_loaded_without_the_hub(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = empty_cache / "hub" / "models--some--model"
+    make_qwen2().save_pretrained(folder / "snapshots" / ("a" * 40))
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("a" * 40)
+    (empty_cache / "datasets" / "some___rows").mkdir(parents=True)
+    hub.need_model("some/model", "model.train_id")
+    assert "model.train_id=some/model: the Hugging Face Hub cannot be reached" in caplog.text
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert read_model_config("some/model", "model.train_id").model_type == "qwen2"
+    hub.need_dataset("some/rows", "task.path", "")
+
+
+def test_nobody_asks_where_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.need_model(str(tmp_path), "MODEL")
+    hub.need_model("/no/such/folder", "MODEL")
+    make_plan(typed(compose_config("model.ref_id=some/model", "train.kl_coef=0")))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.need_model("some/model", "MODEL")
+    hub.need_dataset("some/rows", "task.path", "")
