@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from factories import prompt_of, sampled
 from scripted_server import Reply, Request, ScriptedServer
 from served_runs import assert_same, at, five, own_server, run
 
+from offline_grpo import evaluate
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.errors import ConfigError
@@ -284,3 +286,15 @@ def await_file(path: Path, process: subprocess.Popen[bytes]) -> None:
         assert process.poll() is None, printed(path.parents[1])
         assert time.monotonic() < deadline, printed(path.parents[1])
         time.sleep(0.05)
+
+
+def test_evaluate_asks_a_server_what_it_asks_the_module(server: Server, model_folder: Path, tmp_path: Path) -> None:
+    """Greedy completions of the same model, of a server and in this process."""
+    words = ["eval.do_sample=false", "eval.replicates=1", "eval.ks=[1]", "eval.num_ids=4"]
+    asked = count_requests(server)
+    at_server = ["generation=vllm_server", f"generation.base_url={server.base_url}"]
+    for name, where in (("served", at_server), ("here", [])):
+        evaluate.run([str(model_folder), *words, *where, f"--out={tmp_path / name}"])
+    assert count_requests(server) - asked == 4
+    served, here = (sorted((tmp_path / name / "A-1-arithmetic.jsonl").read_text().splitlines()) for name in ("served", "here"))
+    assert [json.loads(line)["replicates"][0]["text"] for line in served] == [json.loads(line)["replicates"][0]["text"] for line in here]
