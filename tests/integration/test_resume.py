@@ -52,14 +52,22 @@ def assert_same_files(run_dir, expected):
     assert metrics_of(run_dir) == metrics_of(expected)
     assert weights_of(run_dir) == weights_of(expected)
     assert len(weights_of(run_dir)) == 2
+    assert samples_of(run_dir) == samples_of(expected)
     assert (run_dir / "report.png").exists()
+
+
+def samples_of(run_dir):
+    return {path.name: path.read_bytes() for path in (run_dir / "samples").iterdir()}
 
 
 def test_a_run_leaves_its_record(uninterrupted):
     assert (uninterrupted / "report.png").stat().st_size > 10_000
     names = set(metrics_of(uninterrupted))
     assert names == {f"train_iter_{i:03d}.json" for i in range(4)} | {"eval_init.json", "eval_iter_001.json", "eval_iter_003.json"}
-    assert {path.name for path in uninterrupted.iterdir()} == {"metrics", "checkpoints", "report.png", "run.log"}
+    assert {path.name for path in uninterrupted.iterdir()} == {
+        *("metrics", "checkpoints", "samples"),
+        *("report.png", "run.log", "environment.json"),
+    }
     first = json.loads((uninterrupted / "metrics" / "train_iter_000.json").read_text())
     for key in ("loss_total", "loss_pg", "loss_kl", "loss_entropy", "kl_divergence", "reward_mean", "grad_norm", "time/generate_s"):
         assert key in first
