@@ -135,7 +135,7 @@ def last_lines(path: Path, *, count: int = 2) -> str:
     return "its last words: " + " | ".join(line.strip()[:300].rstrip(".") for line in chosen) + "." if chosen else "it printed nothing."
 
 
-def _tail(path: Path, num_bytes: int = 65536) -> list[str]:
+def _tail(path: Path, num_bytes: int = 2**20) -> list[str]:
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - num_bytes))

@@ -190,9 +190,15 @@ def test_last_words(log: str, words: str, tmp_path: Path) -> None:
 
 def test_last_words_of_a_long_log_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
-    path.write_bytes(b"ValueError: long ago\n" + b"\xff" * 100_000 + b"\nthe end\n")
+    path.write_bytes(b"ValueError: long ago\n" + b"\xff" * 2_000_000 + b"\nthe end\n")
     assert last_line(path) == "the end"
     assert "long ago" not in last_lines(path)
+
+
+def test_last_words_name_the_cause_before_many_requests_that_failed_by_it(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text("RuntimeError: the cause\n" + "EngineDeadError: See stack trace (above) for the root cause.\n" * 8000)
+    assert last_lines(path) == "its last words: RuntimeError: the cause."
 
 
 def test_a_command_that_does_not_exist(start: Starter, tmp_path: Path) -> None:
