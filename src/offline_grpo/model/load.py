@@ -81,10 +81,13 @@ def context_length(config: PretrainedConfig) -> int | None:
 
 def load_tokenizer(model_id: str, *, key: str = "model.train_id") -> PreTrainedTokenizerBase:
     """The tokenizer saved beside the model, with a padding token (EOS where it has none: padding is never trained on)."""
+    fix = "copy the tokenizer files (tokenizer.json, tokenizer_config.json) of the model that it was made from into the folder"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_id)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}={model_id}: has no tokenizer that can be loaded ({str(error).splitlines()[0]})") from error
+        raise ConfigError(f"{key}={model_id}: has no tokenizer that can be loaded ({reason_of(error)}); {fix}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of some architectures' folders without the files
+        raise ConfigError(f"{key}={model_id}: has no tokenizer; {fix}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.push_schedule import PushSchedule
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,12 @@ def _check_model(plan: Plan, model_id: str) -> int:
         read_model_config(config.model.ref_id, "model.ref_id")
     model_config = read_model_config(model_id, "model.train_id")
     tokenizer = load_tokenizer(model_id)
+    if tokenizer.chat_template is None:
+        log.warning(
+            "model.train_id=%s: has no chat template, so a prompt is the plain contents of its messages, line by line; use an instruct "
+            "model, or put a chat_template.jinja beside the model",
+            model_id,
+        )
     return check_context(plan, lambda messages: encode(tokenizer, messages), context_length(model_config))
 
 

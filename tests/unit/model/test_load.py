@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.lm_head import TiledHead
-from offline_grpo.model.load import attention_of, check_weights, context_length, load_policy
+from offline_grpo.model.load import attention_of, check_weights, context_length, load_policy, load_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.settings import ModelConfig
@@ -108,3 +108,33 @@ def test_damaged_weights_are_named_by_their_file(tmp_path):
     with pytest.raises(ConfigError, match=rf"^{cut}: is damaged \(.*\); fix it$"):
         check_weights(tmp_path, "fix it")
     check_weights("some/hub-id", "fix it")
+
+
+def test_a_folder_without_tokenizer_files_is_told_what_to_copy(tmp_path: Path) -> None:
+    from transformers import GPT2Config
+
+    GPT2Config(vocab_size=50).save_pretrained(tmp_path)  # of which transformers makes a tokenizer without a vocabulary
+    with pytest.raises(ConfigError, match=r"model.train_id=.*: has no tokenizer; copy the tokenizer files"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_model_without_chat_template_is_told_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from factories import compose_config
+    from transformers import GPT2Config
+
+    from offline_grpo.model.char_tokenizer import build_char_tokenizer
+    from offline_grpo.run.assemble import _check_model
+    from offline_grpo.run.config import typed
+    from offline_grpo.run.preflight import make_plan
+
+    GPT2Config(vocab_size=200).save_pretrained(tmp_path)
+    tokenizer = build_char_tokenizer(1024)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    plan = make_plan(typed(compose_config("model=hf", f"model.train_id={tmp_path}")))
+    _check_model(plan, str(tmp_path))
+    assert "has no chat template" in caplog.text
+    caplog.clear()
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    _check_model(plan, str(tmp_path))
+    assert not caplog.text
