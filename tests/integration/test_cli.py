@@ -96,14 +96,14 @@ def test_a_sweep_leaves_a_run_for_each_value_and_a_table(tmp_path: Path, cache: 
     done, sweep_dir, rows = sweep(tmp_path, cache, "train.lr=1e-3,1e-4")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"multirun/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-\d{6}", sweep_dir.relative_to(tmp_path).as_posix())
-    assert {path.name for path in sweep_dir.iterdir()} == {"0", "1", "summary.csv", "summary.md", "multirun.yaml"}
+    assert {path.name for path in sweep_dir.iterdir()} == {"0", "1", "summary.csv", "summary.md", "sweep.png", "multirun.yaml"}
     assert {(row["run"], row["train.lr"], row["status"]) for row in rows} == {("0", "0.001", "done"), ("1", "0.0001", "done")}
     lrs = {name: metrics_of(sweep_dir / name)["train_iter_000.json"]["lr"] for name in "01"}
     assert lrs == pytest.approx({"0": 0.5e-3, "1": 0.5e-4})
     assert "2 runs, best final pass@1 first" in done.stdout
     table = (sweep_dir / "summary.md").read_text()
-    assert table.startswith("| run | train.lr | pass@1 [95 %] |")
-    assert len(table.splitlines()) == 4
+    assert table.startswith("| configuration | runs | pass@1 [95 %] |")
+    assert sum(line.startswith("| train.lr=") for line in table.splitlines()) == 2
 
 
 def test_a_refused_job_does_not_stop_the_sweep_but_shows_in_its_exit_code(tmp_path: Path, cache: str) -> None:
@@ -117,7 +117,9 @@ def test_a_refused_job_does_not_stop_the_sweep_but_shows_in_its_exit_code(tmp_pa
 
 
 def test_a_sweep_without_runs_has_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    SweepSummary().on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
+    summary, cfg = SweepSummary(), OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}})
+    summary.on_multirun_start(cfg)
+    summary.on_multirun_end(cfg)
     assert capsys.readouterr().out == ""
     assert list(tmp_path.iterdir()) == []
 

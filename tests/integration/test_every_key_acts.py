@@ -121,7 +121,7 @@ GREEDY_BASE = "eval.replicates=1 eval.ks=[1]"
 RUNS: dict[str, Acts] = {
     "seed": Acts("seed=1", samples, keeps=lambda run: run.start["model.norm.weight"].tolist()),
     "num_threads": Acts("num_threads=2", lambda run: run.num_threads, base=BRIEF, to=2),
-    "resume": Acts("resume=@done", lambda run: run.iterations, base="train.iterations=3", to=[2]),
+    "resume": Acts("resume=@done", lambda run: run.iterations, base="train.iterations=3 train.schedule=constant", to=[2]),
     "cache_dir": Acts("cache_dir=@elsewhere", lambda run: run.model_dir.parent.name, base=QUICK, to="elsewhere"),
     "model.train_id": Acts("model.train_id=@model", lambda run: run.model_dir.name),
     "model.ref_id": Acts("model.ref_id=@model", metric("kl_divergence"), keeps=samples),
@@ -504,7 +504,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
     num_threads = torch.get_num_threads()
     laboratory = Laboratory(tmp_path_factory.mktemp("laboratory"))
     shutil.copytree(laboratory("model.tiny.seed=7 " + QUICK).model_dir, laboratory.root / "other_model")
-    laboratory("train.iterations=2")  # builds the model that the other runs find in the cache
+    laboratory("train.iterations=2 train.schedule=constant")  # builds the model that the other runs find in the cache
     shutil.copytree(laboratory.root / "run_1", laboratory.root / "done")
     yield laboratory
     torch.set_num_threads(num_threads)

@@ -11,6 +11,7 @@ TRAIN_FIELDS = (
     # label, metric, format; a narrow line has the first of them only
     ("reward", "reward_mean", "{:.3f}"),
     ("success", "success_rate", "{:.3f}"),
+    ("server", "sync/frozen", "frozen"),  # where it is
     ("KL", "kl_divergence", "{:.4f}"),
     ("gen tok/s", "perf/generate_tokens_per_s", "{:,.0f}"),
     ("grad norm", "grad_norm", "{:.3f}"),
@@ -18,7 +19,6 @@ TRAIN_FIELDS = (
     ("entropy", "entropy", "{:.3f}"),
     ("loss", "loss_total", "{:+.4f}"),
     ("clipped", "clip_frac", "{:.1%}"),
-    ("server", "sync/frozen", "frozen"),
 )
 
 
