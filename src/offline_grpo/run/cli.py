@@ -157,7 +157,8 @@ def explain(error: BaseException) -> str:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         options = error.options or sorted(path.stem for path in (config.folder() / group).glob("*.yaml"))  # Hydra has none for a list
         choices = ", ".join(choice for choice in options if not choice.startswith("_"))
-        return f"{group}={option}: no such option; " + (f"choose one of {choices}" if choices else f"there is no group {group}")
+        more = ", or install more of them: `uv run --extra sweeps ...`" if group in ("hydra/launcher", "hydra/sweeper") else ""
+        return f"{group}={option}: no such option; " + (f"choose one of {choices}{more}" if choices else f"there is no group {group}")
     cause: BaseException = error
     while cause.__cause__ is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__
