@@ -24,7 +24,6 @@ OPTIONS = sorted(
     if path.parent != CONF and not path.stem.startswith("_") and path.parent.name != "experiment"
 )
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-NEEDS_EXTRA = {"search": "hydra_plugins.hydra_optuna_sweeper"}
 RUNTIME = dict.fromkeys([*CLIENT_RUNTIME, *SOURCE_RUNTIME, "output_dir"])
 
 
@@ -70,8 +69,6 @@ def test_the_tests_compose_as_hydra_does(overrides):
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_composes(name):
-    if name in NEEDS_EXTRA:
-        pytest.importorskip(NEEDS_EXTRA[name])
     assert isinstance(typed(compose_config(f"experiment={name}")), RunConfig)
 
 
