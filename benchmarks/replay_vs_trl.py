@@ -8,12 +8,10 @@ recomputes activations. TRL gets the rollouts from a `rollout_func` and does the
 loss, step). In both arms, the time of an update runs from the stored token ids to the changed weights.
 
 Importance correction: TRL corrects for the sampler's probabilities only if vLLM samples. With a `rollout_func` it trains on ratio 1 and
-ignores the stored logprobs, so our arm uses importance_correction=none. Both then make one update per batch with the policy's own
-logprobs as the old ones.
+ignores the stored logprobs, so our arm uses importance_correction=none: both take the policy's own logprobs as the old ones.
 
 Before the timing, both arms make one update from the same weights on the same batch: loss, gradient norm and the whole gradient must agree
 to 1e-5. Both TRL and our arm use the fastest microbatch size of several that were tried.
-
 Memory is the largest increase of the process's resident memory during one timed update (Linux), with the chosen microbatch sizes.
 """
 

@@ -94,7 +94,7 @@ def evaluate(models: Mapping[str, ModelSource], sets: Sequence[HeldOut], out: Pa
                     letter,
                     held_out.name,
                     len(held_out.problems),
-                    _settings(held_out).replicates,
+                    held_out.config.eval.replicates,
                 )
                 with progress.phase(f"{letter} on {held_out.name}"[:_SHOWN_CHARS]):
                     _evaluate(letter, client, codec, held_out, out / _file_name(letter, number, held_out.name), results)
@@ -106,12 +106,8 @@ def _file_name(letter: str, number: int, set_name: str) -> str:
     return f"{letter}-{number}-{re.sub(r'[^a-zA-Z0-9_.=-]+', '_', set_name)}.jsonl"
 
 
-def _settings(held_out: HeldOut) -> Any:
-    return held_out.config.eval
-
-
 def _evaluate(letter: str, client: RolloutClient, codec: TokenizerCodec, held_out: HeldOut, records_file: Path, results: Results) -> None:
-    settings = _settings(held_out)
+    settings = held_out.config.eval
     evaluator = PassAtKEvaluator(
         task=held_out.task,
         problems=held_out.problems,
