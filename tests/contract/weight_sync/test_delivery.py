@@ -274,11 +274,14 @@ def sample_during(action: Callable[[], None], client: VllmClient, where: Where) 
     asker.weights = client.weights
     with ThreadPoolExecutor(1) as thread:
         sampling = SamplingParams(where.long)
-        groups = thread.submit(generate, asker, PROMPTS, sampling, group_size=1, seeds=range(len(PROMPTS)))
-        while num_running(client) < len(PROMPTS):
-            assert not groups.done(), "too fast for a push in the middle"
-        action()
-        return [completion for [completion] in groups.result()]
+        for _ in range(10):
+            groups = thread.submit(generate, asker, PROMPTS, sampling, group_size=1, seeds=range(len(PROMPTS)))
+            while not groups.done():
+                if num_running(client) == len(PROMPTS):
+                    action()
+                    return [completion for [completion] in groups.result()]
+            groups.result()  # a busy machine looked too late: the same again
+    raise AssertionError("too fast for a push in the middle, ten times")
 
 
 def num_running(client: VllmClient) -> float:
