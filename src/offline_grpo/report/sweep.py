@@ -1,8 +1,7 @@
-"""The table and the picture of a sweep, best configuration first: `python -m offline_grpo.report.sweep multirun/DATE/TIME`."""
+"""The table and the picture of a sweep, best configuration first."""
 
 from __future__ import annotations
 
-import argparse
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offline_grpo.errors import ConfigError, GrpoError
-from offline_grpo.logger import output_console
+from offline_grpo.errors import ConfigError
 from offline_grpo.report.configurations import Configuration, configurations, short_overrides
 from offline_grpo.report.history import count
 from offline_grpo.report.sweep_run import NUMBER_COLUMNS, SweepRun, read_run
@@ -128,20 +126,3 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]
     lines = [header, ["---"] * len(header), *rows]
     escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
     return [f"| {' | '.join(cells)} |\n" for cells in escaped]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m offline_grpo.report.sweep", description="Compare the runs of a sweep.")
-    parser.add_argument("multirun_dir", type=Path, help="folder of a --multirun, for example multirun/2026-01-31/12-00-00")
-    console = output_console()
-    try:
-        print_sweep(parser.parse_args(arguments).multirun_dir, console)
-    except GrpoError as error:
-        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
