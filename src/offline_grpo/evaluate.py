@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
         "words", metavar="MODEL|KEY=VALUE", nargs="+", help="checkpoint, run, model folder, adapter or Hub id; or a setting"
     )
     parser.add_argument("--out", type=Path, help="folder for the results (default: outputs/evaluate/DATE/TIME)")
+    cli.add_trust_option(parser)
     return parser
 
 
@@ -60,12 +61,12 @@ def run(arguments: Sequence[str] | None = None) -> None:
     log.addHandler(to_terminal)
     try:
         log.info("offline-grpo: loading ...")
-        _evaluate(dict(zip(ascii_uppercase, names, strict=False)), words, out, console)
+        _evaluate(dict(zip(ascii_uppercase, names, strict=False)), words, out, console, trust=options.trust_remote_code)
     finally:
         log.removeHandler(to_terminal)
 
 
-def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Console) -> None:
+def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Console, *, trust: bool) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from offline_grpo.checkpoint.pretrained import find_model
@@ -75,7 +76,7 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Conso
     from offline_grpo.run.run_dir import discard_fresh
 
     disable_progress_bar()
-    models = {letter: find_model(name) for letter, name in names.items()}
+    models = {letter: find_model(name, trust_remote_code=trust) for letter, name in names.items()}
     run_folder = next((source.run_folder for source in models.values() if source.run_folder is not None), None)
     base = saved_overrides(run_folder, words)
     if base:

@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="format of the weights; as trained if left out")
     parser.add_argument("--push-to-hub", metavar="USER/MODEL", help="upload the folder to the Hugging Face Hub too")
     parser.add_argument("--private", action="store_true", help="make the new repository on the Hub private")
+    cli.add_trust_option(parser)
     return parser
 
 
@@ -41,7 +42,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     from offline_grpo.report.model_card import model_card
 
     disable_progress_bar()
-    source = find_model(options.model)
+    source = find_model(options.model, trust_remote_code=options.trust_remote_code)
     if options.merge is not None and source.adapter is None:
         raise ConfigError(f"--{'' if options.merge else 'no-'}merge: {options.model} is a whole model, not an adapter; leave it out")
     merge = options.merge is not False

@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same completions (default: 0)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    cli.add_trust_option(parser)
     return parser
 
 
@@ -60,11 +61,12 @@ def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
 
     disable_progress_bar()
     device = resolve_device(options.device)
-    source = find_model(options.model)
+    source = find_model(options.model, trust_remote_code=options.trust_remote_code)
     codec = TokenizerCodec(source.tokenizer())
     messages = [{"role": "system", "content": options.system}] if options.system is not None else []
     prompt_ids = codec.tokenizer.encode(prompt) if options.raw else codec.encode([*messages, {"role": "user", "content": prompt}])
-    room = (context_length(read_model_config(source.weights, "MODEL")) or sys.maxsize) - len(prompt_ids)
+    model_config = read_model_config(source.weights, "MODEL", trust_remote_code=source.trust_remote_code)
+    room = (context_length(model_config) or sys.maxsize) - len(prompt_ids)
     length = options.max_new_tokens if options.max_new_tokens is not None else min(_length(source), room)
     if not 0 < length <= room:
         raise ConfigError(

@@ -39,6 +39,7 @@ class ModelConfig:
     layout: Any
     head: Any
     tiny: Any
+    trust_remote_code: bool
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:

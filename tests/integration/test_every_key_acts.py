@@ -452,7 +452,7 @@ def placement_effect(overrides: str) -> Any:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**20))
-        patch.setattr(gpu_memory, "read_model_config", lambda *_: model)
+        patch.setattr(gpu_memory, "read_model_config", lambda *_, **__: model)
         plan = make_plan(typed(compose_config("model.device=cuda", *overrides.split())))
         try:
             check_memory(plan, "some/model", longest_prompt=20, num_processes=1)
@@ -484,6 +484,7 @@ OWN_SERVER = "generation=vllm_server weight_sync=reload"
 EVAL_SERVER = "eval.backend=vllm_server eval.base_url=@here"
 ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "engine": (launcher_effect, OWN_SERVER, "engine=sglang"),
+    "model.trust_remote_code": (launcher_effect, OWN_SERVER, "model.trust_remote_code=true"),
     "samples.on_console": (printed_samples, "", "samples.on_console=1"),
     "placement.engine_devices": (placement_effect, f"{OWN_SERVER} placement.check_memory=false", "placement.engine_devices=[0]"),
     "placement.check_memory": (placement_effect, "", "placement.check_memory=false"),

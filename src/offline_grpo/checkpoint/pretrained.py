@@ -35,6 +35,7 @@ class ModelSource:
         adapter: folder or Hub id of a peft adapter; None for a whole model.
         checkpoint: the folder of one that a run wrote, None for a model from elsewhere.
         state: its `trainer/state.json`.
+        trust_remote_code: execute Python code that comes with the model.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ModelSource:
     adapter: str | None
     checkpoint: Path | None
     state: Mapping[str, Any] | None
+    trust_remote_code: bool
 
     @property
     def run_folder(self) -> Path | None:
@@ -62,7 +64,7 @@ class ModelSource:
         """The one beside the weights, or else that of the base."""
         local = Path(self.adapter) if self.adapter is not None else None
         has_own = local is not None and (local / "tokenizer_config.json").exists()
-        return load_tokenizer(str(local) if has_own else self.weights, key=KEY)
+        return load_tokenizer(str(local) if has_own else self.weights, key=KEY, trust_remote_code=self.trust_remote_code)
 
     def load(
         self, *, device: torch.device, dtype: torch.dtype | None = None, attn_implementation: str = "auto", merge: bool = False
@@ -77,7 +79,8 @@ class ModelSource:
             ConfigError: the weights cannot be loaded, or the adapter does not fit its base.
         """
         try:
-            model = load_causal_lm(self.weights, attn_implementation, device, dtype or self.trained_dtype).requires_grad_(False)
+            trust = {"trust_remote_code": self.trust_remote_code}
+            model = load_causal_lm(self.weights, attn_implementation, device, dtype or self.trained_dtype, **trust).requires_grad_(False)
         except (OSError, SafetensorError, RuntimeError) as error:
             raise ConfigError(f"{KEY}={self.name}: the weights in {self.weights} cannot be loaded ({reason_of(error)})") from error
         if self.adapter is None:
@@ -94,8 +97,11 @@ class ModelSource:
         return adapted.merge_and_unload().to(own).eval()  # type: ignore[return-value, operator]
 
 
-def find_model(name: str) -> ModelSource:
+def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     """Find out what `name` is. Of a run folder, the best checkpoint is taken if the run kept it, else the newest.
+
+    Args:
+        trust_remote_code: execute Python code that comes with the model; never taken from a checkpoint's own settings.
 
     Raises:
         ConfigError: no model has this name, or it cannot be reached.
@@ -114,11 +120,12 @@ def find_model(name: str) -> ModelSource:
     hub.need_model(place, KEY)
     base = _base_of_adapter(place)
     if base is None:
-        read_model_config(place, KEY)
+        read_model_config(place, KEY, trust_remote_code=trust_remote_code)
     else:
-        _check_base(name, base)
+        _check_base(name, base, trust_remote_code=trust_remote_code)
     state = read_state(checkpoint, key=KEY) if checkpoint is not None else None
-    return ModelSource(name, weights=base or place, adapter=place if base is not None else None, checkpoint=checkpoint, state=state)
+    adapter = place if base is not None else None
+    return ModelSource(name, base or place, adapter, checkpoint, state, trust_remote_code)
 
 
 def _base_of_adapter(place: str) -> str | None:
@@ -133,9 +140,9 @@ def _base_of_adapter(place: str) -> str | None:
         raise ConfigError(f"{KEY}={place}: its {ADAPTER_CONFIG_NAME} cannot be read ({reason_of(error)})") from error
 
 
-def _check_base(name: str, base: str) -> None:
+def _check_base(name: str, base: str, *, trust_remote_code: bool) -> None:
     try:
-        read_model_config(base, KEY)
+        read_model_config(base, KEY, trust_remote_code=trust_remote_code)
     except ConfigError as error:
         raise ConfigError(
             f"{KEY}={name}: an adapter, and its base model {base} is not there; bring it back, or name where it is now under "

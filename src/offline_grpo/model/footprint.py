@@ -63,7 +63,8 @@ def build_on_meta(
     if attention not in (None, "eager"):
         attention = "sdpa"  # the others keep what CUDA's sdpa keeps
     with META:
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch_dtype(precision), attn_implementation=attention)
+        trust: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+        model = AutoModelForCausalLM.from_config(model_config, dtype=torch_dtype(precision), attn_implementation=attention, **trust)
         return prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing)
 
 

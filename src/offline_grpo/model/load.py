@@ -48,17 +48,23 @@ def resolve_device(device: str, local_rank: int = 0) -> torch.device:
     return resolved
 
 
-def read_model_config(model_id: str, key: str) -> PretrainedConfig:
+def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """The model's config.json, without its weights.
 
+    Args:
+        trust_remote_code: execute Python code that comes with the model, where it needs some.
+
     Raises:
-        ConfigError: no such folder or hub id, or no configuration in it.
+        ConfigError: no such folder or hub id, no configuration in it, or it needs code that must not be executed.
     """
     if not Path(model_id).exists() and not hub.is_model_id(model_id):
         raise ConfigError(f"{key}={model_id}: no such folder; give a local model folder or a Hugging Face id")
     try:
-        return AutoConfig.from_pretrained(model_id)
+        return AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            fix = "read that code, and set model.trust_remote_code=true (--trust-remote-code) if you trust it, or take another model"
+            raise ConfigError(f"{key}={model_id}: needs Python code that comes with it (auto_map in config.json); {fix}") from error
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"{key}={model_id}: cannot be loaded ({reason}); give a local model folder or a Hugging Face id that you can reach"
@@ -79,11 +85,11 @@ def context_length(config: PretrainedConfig) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def load_tokenizer(model_id: str, *, key: str = "model.train_id") -> PreTrainedTokenizerBase:
+def load_tokenizer(model_id: str, *, key: str = "model.train_id", trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer saved beside the model, with a padding token (EOS where it has none: padding is never trained on)."""
     fix = "copy the tokenizer files (tokenizer.json, tokenizer_config.json) of the model that it was made from into the folder"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_id)
+        tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={model_id}: has no tokenizer that can be loaded ({reason_of(error)}); {fix}") from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of some architectures' folders without the files
@@ -133,13 +139,14 @@ def load_policy(
     check_weights(model_id, "download it again, or name another model.train_id")
     if checkpoint is not None:
         check_weights(checkpoint, "resume from another checkpoint of the run, resume=RUN/checkpoints/iter_NNN")
-    model = load_causal_lm(weights, config.attn_implementation, torch.device("cpu") if shares_weights else device, dtype)
+    home = torch.device("cpu") if shares_weights else device
+    model = load_causal_lm(weights, config.attn_implementation, home, dtype, trust_remote_code=config.trust_remote_code)
     model = prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing, adapter=adapter)
     with _refused_where_it_does_not_run(unwrapped(model), "model.train_id"):
         scoring = Scoring(model, choose_layout(layout, device, dtype), head, logits=measure_logit_transform(unwrapped(model)))
         if not shares_weights:
             settle_layout(scoring, layout, device)
-    return Policy(scoring, load_tokenizer(model_id), compute_device=device)
+    return Policy(scoring, load_tokenizer(model_id, trust_remote_code=config.trust_remote_code), compute_device=device)
 
 
 def prepare(
@@ -177,7 +184,8 @@ def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, layout
     if config.lora is not None and reference_id == model_id:
         return Scoring(policy.model, scoring.layout, scoring.head, logits=scoring.logits, without_adapter=True)
     key, dtype = "model.ref_id", torch_dtype(precision)
-    model = load_causal_lm(reference_id, config.attn_implementation, policy.device, dtype).requires_grad_(False)
+    model = load_causal_lm(reference_id, config.attn_implementation, policy.device, dtype, trust_remote_code=config.trust_remote_code)
+    model.requires_grad_(False)
     with _refused_where_it_does_not_run(model, key):
         reference = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model, key=key))
         is_like_policy = type(model) is type(policy.causal_lm)  # what holds for one holds for the other, and is said once
@@ -214,19 +222,23 @@ def attention_of(model_config: PretrainedConfig, wanted: str) -> str | None:
     return wanted
 
 
-def load_causal_lm(model_id: str, attn_implementation: str, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+def load_causal_lm(
+    model_id: str, attn_implementation: str, device: torch.device, dtype: torch.dtype | None, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The model in eval mode.
 
     Args:
         attn_implementation: see `attention_of`.
         dtype: None is that of the weights.
+        trust_remote_code: see `read_model_config`.
 
     Raises:
         ConfigError: attention that is not there.
     """
-    attention = attention_of(AutoConfig.from_pretrained(model_id), attn_implementation)
+    trust = {"trust_remote_code": trust_remote_code}
+    attention = attention_of(AutoConfig.from_pretrained(model_id, **trust), attn_implementation)
     try:
-        model = AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype or "auto", attn_implementation=attention)
+        model = AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype or "auto", attn_implementation=attention, **trust)
     except SafetensorError as error:  # in the hub's cache; see `check_weights` for folders
         raise ConfigError(f"{model_id}: its weights are damaged ({reason_of(error)}); download it again") from error
     except (ImportError, ValueError) as error:  # kernels that are not installed, or a name that transformers does not know

@@ -154,10 +154,13 @@ def _check_found_servers(plan: Plan, model_id: str, ranks: Ranks) -> None:
 def _check_model(plan: Plan, model_id: str) -> int:
     """What config.json and tokenizer say against the settings, before any weights are read. Returns the longest prompt, in tokens."""
     config = plan.config
+    trust = config.model.trust_remote_code
+    if trust:
+        log.warning("model.trust_remote_code=true: Python code that comes with %s is executed", model_id)
     if plan.loss.kl_coef > 0 and config.model.ref_id is not None:
-        read_model_config(config.model.ref_id, "model.ref_id")
-    model_config = read_model_config(model_id, "model.train_id")
-    tokenizer = load_tokenizer(model_id)
+        read_model_config(config.model.ref_id, "model.ref_id", trust_remote_code=trust)
+    model_config = read_model_config(model_id, "model.train_id", trust_remote_code=trust)
+    tokenizer = load_tokenizer(model_id, trust_remote_code=trust)
     if tokenizer.chat_template is None:
         log.warning(
             "model.train_id=%s: has no chat template, so a prompt is the plain contents of its messages, line by line; use an instruct "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import logging
 import os
@@ -77,6 +78,11 @@ def _exit_with(main: Callable[[], object]) -> NoReturn:
             raise
         leave(_no_folder(error))
     sys.exit(max(sweep_jobs.exit_codes, default=0))
+
+
+def add_trust_option(parser: argparse.ArgumentParser) -> None:
+    """For commands that load a model."""
+    parser.add_argument("--trust-remote-code", action="store_true", help="execute Python code that comes with the model")
 
 
 def run_command(main: Callable[[], None]) -> NoReturn:

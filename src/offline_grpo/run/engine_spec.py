@@ -86,8 +86,13 @@ def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
         return spec
     if config.engine is None:
         raise ConfigError("generation.base_url=None: no server to ask; name a running one, or let the run start one with engine=vllm")
-    launcher = build(config.engine, key="engine")
+    launcher = build(_trusting(config.engine) if config.model.trust_remote_code else config.engine, key="engine")
     return replace(spec, api_key=launcher.api_key, launcher=launcher)
+
+
+def _trusting(node: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The server must load what the trainer loads."""
+    return {**node, "args": {**node["args"], "trust_remote_code": True}}
 
 
 def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: str | None) -> EngineSpec | None:

@@ -36,11 +36,12 @@ def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processe
     engines = server_gpus(plan.devices(num_processes))
     if not trainers or not plan.config.placement.check_memory:
         return
+    trust = {"trust_remote_code": model.trust_remote_code}
     devices = predict(
         memory_request(
             plan,
-            read_model_config(model_id, "model.train_id"),
-            read_model_config(model.ref_id or model_id, "model.ref_id") if needs_reference_copy(plan) else None,
+            read_model_config(model_id, "model.train_id", **trust),
+            read_model_config(model.ref_id or model_id, "model.ref_id", **trust) if needs_reference_copy(plan) else None,
             longest_prompt=longest_prompt,
             trainers=trainers,
             engine_gpus=engines or (),
