@@ -184,7 +184,7 @@ def main() -> None:
     requests = [SamplingRequest(tuple(prompt), args.group_size, 1000 * index) for index, prompt in enumerate(prompts)]
     sampling = SamplingParams(max_new_tokens=args.tokens)
     with served(args.base_url) as server:
-        client = EndlessClient(server=server, eos_ids=[2], batch_size=args.batch_size, timeout_s=600, max_retries=0)
+        client = EndlessClient(server=server, eos_ids=[2], vocab_size=VOCAB, batch_size=args.batch_size, timeout_s=600, max_retries=0)
         bodies = [json.dumps(client.body(request, sampling, client.weights)).encode() for request in requests]
         load = LoadGenerator(f"{server.base_url}{client.path}", bodies, args.batch_size)
         arms = {

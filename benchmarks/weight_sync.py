@@ -122,7 +122,7 @@ def start_stock(arguments: argparse.Namespace, model: Path, folder: Path, server
 
 
 def new_client(arguments: argparse.Namespace, server: Server) -> VllmClient:
-    return VllmClient(server=server, eos_ids=[], batch_size=arguments.concurrent, timeout_s=600, max_retries=0)
+    return VllmClient(server=server, eos_ids=[], vocab_size=2**31, batch_size=arguments.concurrent, timeout_s=600, max_retries=0)
 
 
 def pushes_of(arm: Arm, arguments: argparse.Namespace) -> int:

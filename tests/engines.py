@@ -119,7 +119,7 @@ def found(server: Server) -> Server:
 
 
 def make_client(server: Server) -> VllmClient:
-    return VllmClient(server=server, eos_ids=[2], batch_size=16, timeout_s=120, max_retries=2)
+    return VllmClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=16, timeout_s=120, max_retries=2)
 
 
 def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:

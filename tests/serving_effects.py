@@ -226,7 +226,7 @@ def _server_of_the_policy(sync: Any, seen: list[Any], sent: list[Any], folder: P
     with ScriptedServer(script) as web, pytest.MonkeyPatch.context() as patch:
         server = OurServer(base_url=web.base_url, api_key=None, launcher=None, log_dir=folder)
         server.seen = seen
-        client = Client(server=server, eos_ids=[2], batch_size=4, timeout_s=5, max_retries=0)
+        client = Client(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
         client.scratch_path = server.scratch
         patch.setattr(proof, "probe", lambda *_: torch.tensor([0.05]))
         _pretend_to_have_gpus(patch, sent)

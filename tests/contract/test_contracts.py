@@ -270,7 +270,7 @@ def model() -> PreTrainedModel:
 @pytest.fixture(params=options("generation"))
 def client(request: pytest.FixtureRequest, where: Where, model: PreTrainedModel, tmp_path: Path) -> Iterator[RolloutClient]:
     """vLLM is real, and on `where`'s device; SGLang is a stand-in with a model of 12 tokens."""
-    runtime: dict[str, Any] = {"model": model, "tokenizer": build_char_tokenizer(64), "eos_ids": [2]}
+    runtime: dict[str, Any] = {"model": model, "tokenizer": build_char_tokenizer(64), "eos_ids": [2], "vocab_size": 100}
     with ExitStack() as stack:
         if request.param == "vllm_server":
             runtime["server"] = found(request.getfixturevalue("full_server"))

@@ -94,7 +94,7 @@ def without_evaluations(metrics: dict[str, dict[str, float]]) -> dict[str, dict[
 
 
 def count_requests(server: Server) -> float:
-    lines = server.api.get("/metrics").splitlines()
+    lines = server.api.get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total{"))
 
 

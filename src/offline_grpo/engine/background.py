@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,6 +16,20 @@ def in_background(call: Callable[[], T]) -> Future[T]:
     outcome: Future[T] = Future()
     threading.Thread(target=_settle, args=(outcome, call), daemon=True).start()
     return outcome
+
+
+def start_loop(name: str) -> asyncio.AbstractEventLoop:
+    """An event loop that runs in a thread of this name, until it is stopped."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=_run, args=(loop,), name=name, daemon=True).start()
+    return loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 def _settle(outcome: Future[T], call: Callable[[], T]) -> None:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+from offline_grpo.engine.http import Answer
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError
 
@@ -64,21 +65,21 @@ class HttpControl:
     oldest: ClassVar[tuple[int, ...]]
     newest: ClassVar[tuple[int, ...]]
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str) -> Answer:
         """GET `path`, see `ServerApi.get`."""
         return self.server.watched(lambda: self.server.api.get(path))
 
-    def post(self, path: str, body: Any = None, **arguments: Any) -> Any:
+    def post(self, path: str, body: Any = None, **arguments: Any) -> Answer:
         """POST `path`, see `ServerApi.post`."""
         return self.server.watched(lambda: self.server.api.post(path, body, **arguments))
 
     def check_range(self, version: str) -> str:
         """The version, if it is from `oldest` to `newest`; raises ConfigError otherwise."""
-        numbers = re.match(r"\.".join([r"(\d+)"] * len(self.oldest)), version)
+        numbers = re.match(r"\.".join([r"(\d{1,9})"] * len(self.oldest)), version)
         if numbers is None or not self.oldest <= tuple(map(int, numbers.groups())) <= self.newest:
             oldest, newest = (".".join(map(str, limit)) for limit in (self.oldest, self.newest))
             raise ConfigError(
-                f"{self.server.base_url}: {self.name} {version} answers there, and versions {oldest} to {newest} are supported; see "
+                f"{self.server.base_url}: {self.name} {version[:40]} answers there, and versions {oldest} to {newest} are supported; see "
                 f"{self.server.version_key}"
             )
         return version

@@ -1,51 +1,129 @@
-"""HTTP to an inference server: answers as JSON, everything else as one line that names the URL and the cause."""
+"""HTTP to an inference server. Anything may answer at its address, so one function reads every answer: within a deadline, up to a limit
+of bytes, uncompressed, without following redirects. What is not as expected becomes one line that names the URL and the cause."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import json
 import logging
-from collections.abc import Mapping
-from typing import Any
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import httpx
 
+from offline_grpo.engine.background import start_loop
 from offline_grpo.errors import EngineError
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
 
+T = TypeVar("T")
+
 SAFE_TO_RETRY_STATUS = (429, 502, 503, 504)
 """The server, or a proxy before it, says that it has not handled the request."""
 
+KEEP_ALIVE_S = 3.0
+"""How long an idle connection is kept. Servers close theirs after 5 s, and a request sent at that moment would break."""
+
+MAX_CONTROL_BYTES = 32 * 2**20
+"""Of an answer to a control call. The longest, the layout of a model with 100,000 tensors, has 25 MB."""
+
+HEALTH_TIMEOUT_S = 5.0
+
+MAX_TEXT = 300
+"""Characters of a version, a tag, or a reason."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back from `url`, complete. Its text is UTF-8, as JSON is, whatever the headers say."""
+
+    url: str
+    status: int
+    body: bytearray
+
+    @property
+    def text(self) -> str:
+        return self.body.decode(errors="replace")
+
+    def check_status(self) -> None:
+        """Raise EngineError unless the status is 200; the message has what the server says about it."""
+        if 300 <= self.status < 400:
+            raise EngineError(f"{self.url}: status {self.status}: redirects are not followed; name the address that it leads to")
+        if self.status != 200:
+            raise EngineError(f"{self.url}: status {self.status}: {self._reason()}")
+
+    def read(self, reader: Callable[[Any], T]) -> T:
+        """What `reader` makes of the parsed JSON.
+
+        Raises:
+            EngineError: no JSON, or an error that `reader` ran into or raised. It does not keep the parsed answer alive, which can be
+                twenty times as large as the body.
+        """
+        try:
+            return reader(json.loads(self.body.decode()))
+        except EngineError as error:
+            failure = error.with_traceback(None)
+        except RecursionError:
+            failure = self._malformed("nested too deeply")
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            failure = self._malformed(f"{type(error).__name__}: {error}")
+        raise failure
+
+    def _malformed(self, problem: str) -> EngineError:
+        return EngineError(
+            f"{self.url}: a malformed answer ({printable(problem[:200])}): {printable(self.text[:200])}; is that the inference server, "
+            "with no proxy in between?"
+        )
+
+    def _reason(self) -> str:
+        try:
+            body = json.loads(self.body)
+            error = body.get("error", body) if isinstance(body, dict) else body
+            message = str(error.get("message", error) if isinstance(error, dict) else error)
+        except (ValueError, RecursionError):
+            message = self.text[:300]
+        return printable(message[:600]) or "no reason given"
+
 
 class ServerApi:
-    """Calls that control a server, one at a time.
+    """Calls that control a server, for callers that wait.
 
     Args:
-        timeout_s: for a call that names none of its own.
+        timeout_s: from the beginning of a call to the last byte of its answer, where the call names no other.
     """
 
     def __init__(self, base_url: str, api_key: str | None, *, timeout_s: float = 120.0) -> None:
-        self._http = httpx.Client(base_url=base_url, headers=authorization(api_key), timeout=timeout_s, trust_env=False)
+        self._http = connection(base_url, api_key, ssl_context(base_url))
+        self._timeout_s = timeout_s
 
-    def get(self, path: str) -> Any:
-        """The body of GET `path`: parsed JSON, or None where it is empty.
+    def get(self, path: str, *, timeout_s: float | None = None) -> Answer:
+        """The answer to GET `path`.
 
         Raises:
-            EngineError: no connection, no answer in time, a status of 400 or above, or no JSON.
+            EngineError: no connection, no complete answer in time, a status other than 200, or an answer that `exchange` refuses.
         """
-        return self._call("GET", path)
+        answer = self._call("GET", path, timeout_s)
+        answer.check_status()
+        return answer
 
     def post(
         self, path: str, body: Mapping[str, Any] | None = None, *, params: Mapping[str, Any] | None = None, timeout_s: float | None = None
-    ) -> Any:
-        """The body of POST `path`, see `get`."""
-        return self._call("POST", path, json=body, params=params, timeout=timeout_s)
+    ) -> Answer:
+        """The answer to POST `path`, see `get`."""
+        answer = self._call("POST", path, timeout_s, json=body, params=params)
+        answer.check_status()
+        return answer
 
     def answers(self, path: str) -> bool:
         """Whether GET `path` succeeds now."""
         try:
-            return self._http.get(path, timeout=5.0).is_success
-        except httpx.HTTPError:
+            self.get(path, timeout_s=HEALTH_TIMEOUT_S)
+        except EngineError:
             return False
+        return True
 
     def has(self, path: str) -> bool:
         """Whether there is a route for POST `path`; asked with GET, which changes nothing and which such routes refuse with status 405.
@@ -53,23 +131,71 @@ class ServerApi:
         Raises:
             EngineError: no connection, or no permission.
         """
-        try:
-            response = self._http.get(path)
-        except httpx.HTTPError as error:
-            raise self._broken(path, error) from error
-        if response.status_code not in (404, 405):
-            body_of(response)
-        return response.status_code != 404
+        answer = self._call("GET", path, None)
+        if answer.status not in (404, 405):
+            answer.check_status()
+        return answer.status != 404
 
-    def _call(self, method: str, path: str, *, timeout: float | None = None, **arguments: Any) -> Any:
+    def _call(self, method: str, path: str, timeout_s: float | None, **arguments: Any) -> Answer:
+        timeout_s = timeout_s or self._timeout_s
+        asking = exchange(self._http, method, path, timeout_s=timeout_s, max_bytes=MAX_CONTROL_BYTES, **arguments)
+        answer = asyncio.run_coroutine_threadsafe(asking, _control_loop())
         try:
-            response = self._http.request(method, path, timeout=timeout or self._http.timeout, **arguments)
-        except httpx.HTTPError as error:
-            raise self._broken(path, error) from error
-        return body_of(response)
+            return answer.result()
+        except TimeoutError:
+            failure = f"no answer within {timeout_s:g} s"
+        except BROKEN as error:
+            failure = describe(error)
+        finally:
+            answer.cancel()  # a signal may have ended the wait
+        raise EngineError(f"{url_of(self._http, path)}: {failure}")
 
-    def _broken(self, path: str, error: httpx.HTTPError) -> EngineError:
-        return EngineError(f"{str(self._http.base_url).rstrip('/')}{path}: {describe(error)}")
+
+async def exchange(http: httpx.AsyncClient, method: str, path: str, *, timeout_s: float, max_bytes: int, **arguments: Any) -> Answer:
+    """Send a request and read its whole answer.
+
+    Args:
+        timeout_s: for all of it: connecting, sending, and every byte of the answer.
+
+    Raises:
+        TimeoutError: `timeout_s` has passed.
+        BROKEN: no connection, a broken one, or something else than HTTP.
+        EngineError: a compressed answer, whose size nobody knows before it is unpacked, or one of more than `max_bytes`.
+    """
+    url, body = url_of(http, path), bytearray()
+    async with asyncio.timeout(timeout_s), http.stream(method, path, **arguments) as response:
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            raise EngineError(f"{url}: a compressed answer ({printable(encoding[:40])}), which nobody asked for; is a proxy in between?")
+        async for part in response.aiter_raw():
+            body += part
+            if len(body) > max_bytes:
+                raise EngineError(f"{url}: the answer has more than the {max_bytes} bytes that it can need; is that the inference server?")
+    return Answer(url, response.status_code, body)
+
+
+BROKEN = (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError)
+"""What `exchange` raises where no answer came. The second and the third are of addresses in redirects, which httpx parses though it does
+not follow them; OSErrors are of TLS."""
+
+
+def connection(
+    base_url: str, api_key: str | None, verify: ssl.SSLContext | bool, *, max_connections: int | None = None
+) -> httpx.AsyncClient:
+    """Connections to a server, none of them open yet. `exchange` has the deadlines."""
+    return httpx.AsyncClient(
+        base_url=base_url,
+        headers={"Accept-Encoding": "identity", **authorization(api_key)},
+        limits=httpx.Limits(max_connections=max_connections, keepalive_expiry=KEEP_ALIVE_S),
+        timeout=None,
+        trust_env=False,
+        verify=verify,
+    )
+
+
+def ssl_context(base_url: str) -> ssl.SSLContext | bool:
+    """For `connection`; False where there is nothing to encrypt, for it takes long to make."""
+    return httpx.create_ssl_context(trust_env=False) if base_url.startswith("https:") else False
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
@@ -77,39 +203,29 @@ def authorization(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
-def body_of(response: httpx.Response) -> Any:
-    """Parsed JSON (the text where it is not declared as JSON, None where it is empty).
-
-    Raises:
-        EngineError: a status of 400 or above, with what the server says about it, or a body that is no JSON.
-    """
-    url = response.url
-    if response.status_code >= 400:
-        raise EngineError(f"{url}: status {response.status_code}: {_reason(response)}")
-    if not response.content:
-        return None
-    if "json" not in response.headers.get("content-type", ""):
-        return response.text
-    try:
-        return response.json()
-    except ValueError as error:
-        raise EngineError(f"{url}: a malformed answer, no JSON ({error}): {response.text[:200]}") from error
+def url_of(http: httpx.AsyncClient, path: str) -> str:
+    """For messages."""
+    return f"{str(http.base_url).rstrip('/')}{path}"
 
 
-def describe(error: httpx.HTTPError) -> str:
-    """A transport error in words."""
-    if isinstance(error, httpx.TimeoutException):
-        return "no answer in time"
-    if isinstance(error, httpx.ConnectError):
-        return f"no connection ({error})"
-    return f"the connection broke ({str(error) or type(error).__name__})"
+def describe(error: Exception) -> str:
+    """One of `BROKEN` in words."""
+    reason = printable(str(error)[:200]) or type(error).__name__
+    return f"no connection ({reason})" if isinstance(error, httpx.ConnectError) else f"the connection broke ({reason})"
 
 
-def _reason(response: httpx.Response) -> str:
-    try:
-        body = response.json()
-    except ValueError:
-        return response.text[:300] or "no reason given"
-    error = body.get("error", body) if isinstance(body, dict) else body
-    message = error.get("message", error) if isinstance(error, dict) else error
-    return str(message)[:600]
+def text_of(value: Any) -> str:
+    """For `Answer.read`: a short text, printable; raises TypeError for anything else."""
+    if not isinstance(value, str) or len(value) > MAX_TEXT:
+        raise TypeError(f"a short text belongs where {str(value)[:60]} is")
+    return printable(value)
+
+
+def printable(text: str) -> str:
+    """Foreign text as part of one line, without anything that a terminal would obey."""
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
+
+
+@functools.cache
+def _control_loop() -> asyncio.AbstractEventLoop:
+    return start_loop("control of servers")

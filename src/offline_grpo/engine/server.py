@@ -13,7 +13,7 @@ import psutil
 from offline_grpo import progress
 from offline_grpo.engine.background import in_background
 from offline_grpo.engine.command_line import shown
-from offline_grpo.engine.http import ServerApi
+from offline_grpo.engine.http import HEALTH_TIMEOUT_S, ServerApi
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.engine.process import ServerProcess
 from offline_grpo.engine.scratch import Scratch
@@ -128,8 +128,10 @@ class Server:
             ConfigError: the port is taken.
         """
         if self._launcher is None:
-            if not self.api.answers("/health"):
-                raise EngineError(f"{self.key}={self.base_url}: no healthy server answers at {self.base_url}/health")
+            try:
+                self.api.get("/health", timeout_s=HEALTH_TIMEOUT_S)
+            except EngineError as error:
+                raise EngineError(f"{self.key}={self.base_url}: no healthy server answers ({error})") from error
             return
         started = time.monotonic()
         choose_port(self._launcher.host, self._port, key="engine.port")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offline_grpo.engine.control import HttpControl
+from offline_grpo.engine.http import text_of
 
 IDLE_TIMEOUT_S = 60.0
 """From the end of the last request until the scheduler has put its batch away."""
@@ -20,12 +21,12 @@ class SglangControl(HttpControl):
 
     def check_version(self) -> str:
         """See `ServerControl.check_version`."""
-        return self.check_range(str(self.get("/server_info")["version"]))
+        return self.check_range(self.get("/server_info").read(lambda answer: text_of(answer["version"])))
 
     def lacks(self, moves: str) -> str | None:
         """See `ServerControl.lacks`. Weights can be loaded into every SGLang server."""
-        is_seeded = self.get("/server_info")["enable_deterministic_inference"]
-        return None if is_seeded else "ignores the seeds of requests (--enable-deterministic-inference)"
+        is_seeded = self.get("/server_info").read(lambda answer: answer["enable_deterministic_inference"])
+        return None if is_seeded is True else "ignores the seeds of requests (--enable-deterministic-inference)"
 
     def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
         """See `ServerControl.load_weights`; caches are cleared too.
@@ -45,7 +46,7 @@ class SglangControl(HttpControl):
 
     def served_tag(self) -> str | None:
         """See `ServerControl.served_tag`."""
-        found = str(self.get("/model_info")["weight_version"])
+        found = self.get("/model_info").read(lambda answer: text_of(answer["weight_version"]))
         return None if found == NEVER_TOLD else found
 
     def served_bits(self) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from offline_grpo.engine.control import HttpControl, ServedBits
+from offline_grpo.engine.http import text_of
 from offline_grpo.errors import EngineError
 
 
@@ -22,7 +23,7 @@ class VllmControl(HttpControl):
 
     def check_version(self) -> str:
         """See `ServerControl.check_version`."""
-        return self.check_range(str(self.get("/version")["version"]))
+        return self.check_range(self.get("/version").read(lambda answer: text_of(answer["version"])))
 
     def lacks(self, moves: str) -> str | None:
         """See `ServerControl.lacks`."""
@@ -45,7 +46,8 @@ class VllmControl(HttpControl):
                 with what they have.
         """
         if not self.is_paused:
-            self.post("/pause", params={"mode": mode, "clear_cache": "true"}, timeout_s=3600)
+            timeout_s = 3600 if mode == "wait" else None
+            self.post("/pause", params={"mode": mode, "clear_cache": "true"}, timeout_s=timeout_s)
             self.is_paused = True
 
     def resume(self) -> None:
@@ -64,10 +66,12 @@ class VllmControl(HttpControl):
         """Forget keys and values that other weights computed."""
         self.post("/reset_prefix_cache")
 
-    def call_worker(self, method: str, *, timeout_s: float = 600.0, **kwargs: Any) -> Any:
-        """What the worker's method returns; of several workers, the first one's."""
+    def call_worker(
+        self, method: str, *, read: Callable[[Any], Any] = lambda result: result, timeout_s: float = 600.0, **kwargs: Any
+    ) -> Any:
+        """What the worker's method returns, as `read` understands it (see `Answer.read`); of several workers, the first one's."""
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
-        return self.post("/collective_rpc", body, timeout_s=timeout_s + 10)["results"][0]
+        return self.post("/collective_rpc", body, timeout_s=timeout_s + 10).read(lambda answer: read(answer["results"][0]))
 
     def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
         """See `ServerControl.load_weights`."""
@@ -82,11 +86,15 @@ class VllmControl(HttpControl):
 
     def served_tag(self) -> str | None:
         """See `ServerControl.served_tag`."""
-        return self.call_worker("grpo_tag")
+        return self.call_worker("grpo_tag", read=lambda tag: None if tag is None else text_of(tag))
 
     def served_bits(self) -> ServedBits:
         """See `ServerControl.served_bits`."""
-        return ServedBits(**self.call_worker("grpo_state"))
+        return self.call_worker("grpo_state", read=lambda state: ServedBits(text_of(state["dtype"]), {**state["fingerprints"]}))
+
+    def describe(self) -> dict[str, Any]:
+        """Who and what the worker is: pid, device, gpu_uuid (None on CPUs), and refusals, why its weights cannot be shared."""
+        return self.call_worker("grpo_describe", read=_description)
 
     def load_adapter(self, name: str, path: str) -> None:
         """Serve the LoRA adapter of a folder under a name that was never used before."""
@@ -95,3 +103,13 @@ class VllmControl(HttpControl):
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter's name; requests in flight finish with it."""
         self.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+
+def _description(answer: Any) -> dict[str, Any]:
+    uuid = answer["gpu_uuid"]
+    return {
+        "pid": int(answer["pid"]),
+        "device": text_of(answer["device"]),
+        "gpu_uuid": None if uuid is None else text_of(uuid),
+        "refusals": [text_of(reason) for reason in answer["refusals"]],
+    }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,8 +17,9 @@ from typing import Any, ClassVar
 
 import httpx
 
+from offline_grpo.engine.background import start_loop
 from offline_grpo.engine.control import ServerControl
-from offline_grpo.engine.http import SAFE_TO_RETRY_STATUS, authorization, body_of, describe
+from offline_grpo.engine.http import BROKEN, SAFE_TO_RETRY_STATUS, Answer, connection, describe, exchange, ssl_context
 from offline_grpo.engine.server import GRACE_S, Server
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.types import Completion, CompletionStream, FinishReason, SamplingParams, SamplingRequest, ServedWeights
@@ -28,11 +28,18 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
 """Between the attempts of a request; see `ServerClient`."""
 
-KEEP_ALIVE_S = 3.0
-"""How long an idle connection is kept. Servers close theirs after 5 s, and a request sent at that moment would break."""
-
 LOWEST_LOGPROB = -9999.0
 """Servers send this or a lower value for minus infinity, which JSON cannot represent."""
+
+MAX_BYTES_PER_TOKEN = 1024
+"""Of an answer. vLLM writes a token's text three times, beside 60 bytes of numbers; the longest tokens of today's vocabularies have 128
+characters, such as line breaks, with two bytes each in JSON."""
+
+MAX_BYTES_PER_PROMPT_TOKEN = 16
+"""vLLM returns the ids."""
+
+MAX_BYTES_BESIDE = 2**14
+"""Of each completion, and once more: names, ids and counters."""
 
 Choice = tuple[Sequence[int], Sequence[float], str]
 """A completion as parsed from an answer: token ids, their logprobs in nats, and the server's finish reason."""
@@ -48,6 +55,7 @@ class ServerClient(ABC):
     Args:
         server: what to ask. Its death is noticed between attempts.
         eos_ids: tokens that end a completion.
+        vocab_size: ids that the trained model can embed and score; a completion with another one is refused.
         batch_size: requests in flight; each asks for all completions of one prompt.
         timeout_s: for one request, from sending it to the last byte of its answer.
         max_retries: further attempts of a request; the pauses between them double, from half a second to at most ten.
@@ -58,7 +66,9 @@ class ServerClient(ABC):
     logprobs_are_filtered: ClassVar[bool] = True
     """Whether logprobs are those after top-p, top-k and penalty, as a `Completion` should have them."""
 
-    def __init__(self, *, server: Server, eos_ids: Sequence[int], batch_size: int, timeout_s: float, max_retries: int) -> None:
+    def __init__(
+        self, *, server: Server, eos_ids: Sequence[int], vocab_size: int, batch_size: int, timeout_s: float, max_retries: int
+    ) -> None:
         for name, value, is_good, rule in (
             ("batch_size", batch_size, batch_size >= 1, "at least 1"),
             ("timeout_s", timeout_s, timeout_s > 0, "above 0"),
@@ -69,10 +79,11 @@ class ServerClient(ABC):
         self.weights = ServedWeights()
         self.server = server
         self._eos_ids = list(eos_ids)
+        self._vocab_size = vocab_size
         self._batch_size = batch_size
         self.timeout_s = timeout_s
         self.max_retries = max_retries
-        self._ssl = httpx.create_ssl_context(trust_env=False) if server.base_url.startswith("https:") else False
+        self._ssl = ssl_context(server.base_url)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle: list[httpx.AsyncClient] = []  # a connection each: to find one in a pool of 64 takes httpx 9 ms
 
@@ -87,7 +98,7 @@ class ServerClient(ABC):
 
     @abstractmethod
     def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
-        """The completions in the server's answer, in order. May raise KeyError, TypeError, IndexError or ValueError."""
+        """The completions in the server's answer, in order. May raise what `Answer.read` expects."""
 
     def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
         """See `RolloutClient.generate`. Up to `batch_size` requests are in flight, and as many wait behind them.
@@ -124,8 +135,7 @@ class ServerClient(ABC):
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_run, args=(self._loop,), name=f"requests to {self.server.base_url}", daemon=True).start()
+            self._loop = start_loop(f"requests to {self.server.base_url}")
         return self._loop
 
     async def _disconnect(self) -> None:
@@ -136,19 +146,12 @@ class ServerClient(ABC):
         while self._idle:
             await self._idle.pop().aclose()
 
-    def _new_connection(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            base_url=self.server.base_url,
-            headers=authorization(self.server.api_key),
-            limits=httpx.Limits(max_connections=1, keepalive_expiry=KEEP_ALIVE_S),
-            timeout=None,  # `_post` has one for the whole request
-            trust_env=False,
-            verify=self._ssl,
-        )
+    def _connection(self) -> httpx.AsyncClient:
+        return connection(self.server.base_url, self.server.api_key, self._ssl, max_connections=1)
 
     async def _ask(self, slots: asyncio.Semaphore, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
         await slots.acquire()
-        http = self._idle.pop() if self._idle else self._new_connection()
+        http = self._idle.pop() if self._idle else self._connection()
         try:
             completions = await self._complete(http, request, sampling)
         finally:
@@ -158,10 +161,14 @@ class ServerClient(ABC):
 
     async def _complete(self, http: httpx.AsyncClient, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
         """Sends a request again that the server aborted: a partial completion is useless."""
+        per_completion = (
+            MAX_BYTES_BESIDE + MAX_BYTES_PER_TOKEN * sampling.max_new_tokens + MAX_BYTES_PER_PROMPT_TOKEN * len(request.prompt_ids)
+        )
+        max_bytes = MAX_BYTES_BESIDE + request.num_completions * per_completion
         for _ in range(self.max_retries + 1):
             weights = self.weights  # read once: a push may replace them while the request is open
-            answer = await self._post(http, self.body(request, sampling, weights))
-            completions = self._completions(answer, request, sampling.max_new_tokens, weights.version)
+            answer = await self._post(http, self.body(request, sampling, weights), max_bytes)
+            completions = answer.read(lambda parsed, version=weights.version: self._completions(parsed, request, sampling, version))
             if all(completion.finish_reason is not FinishReason.ABORT for completion in completions):
                 return completions
             await self._check_whether_it_ends()
@@ -169,28 +176,28 @@ class ServerClient(ABC):
             f"{self._url}: the server aborted the request, {self.max_retries + 1} times; does somebody else pause it or load weights?"
         )
 
-    async def _post(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> Any:
+    async def _post(self, http: httpx.AsyncClient, body: Mapping[str, Any], max_bytes: int) -> Answer:
         failure = ""
         for attempt in range(self.max_retries + 1):
             if attempt > 0:
                 await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.8, 1.2))
                 self.server.check_alive()
             try:
-                async with asyncio.timeout(self.timeout_s):
-                    response = await http.post(self.path, json=body)
+                answer = await exchange(http, "POST", self.path, timeout_s=self.timeout_s, max_bytes=max_bytes, json=body)
             except TimeoutError as error:
                 raise EngineError(
                     f"{self._url}: no answer after {self.timeout_s:g} s; raise generation.timeout_s, or look at the server"
                 ) from error
-            except httpx.RequestError as error:
+            except BROKEN as error:
                 failure = describe(error)
                 continue
-            if response.status_code in SAFE_TO_RETRY_STATUS:
-                failure = f"status {response.status_code}"
+            if answer.status in SAFE_TO_RETRY_STATUS:
+                failure = f"status {answer.status}"
                 continue
-            if response.status_code >= 500:
+            if answer.status >= 500:
                 await self._check_whether_it_ends()
-            return body_of(response)
+            answer.check_status()
+            return answer
         await self._check_whether_it_ends()
         raise EngineError(
             f"{self._url}: {failure}, after {self.max_retries + 1} attempts; is the server running, and {self.server.key} its address?"
@@ -204,12 +211,8 @@ class ServerClient(ABC):
     def _url(self) -> str:
         return f"{self.server.base_url}{self.path}"
 
-    def _completions(self, answer: Any, request: SamplingRequest, max_new_tokens: int, version: int) -> list[Completion]:
-        try:
-            choices = self.choices(answer, request)
-            completions = [self._completion(*choice, max_new_tokens, version) for choice in choices]
-        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-            raise EngineError(f"{self._url}: a malformed answer ({type(error).__name__}: {error}): {str(answer)[:200]}") from error
+    def _completions(self, parsed: Any, request: SamplingRequest, sampling: SamplingParams, version: int) -> list[Completion]:
+        completions = [self._completion(*choice, sampling.max_new_tokens, version) for choice in self.choices(parsed, request)]
         if len(completions) != request.num_completions:
             raise EngineError(f"{self._url}: {len(completions)} completions where {request.num_completions} were asked for")
         return completions
@@ -217,24 +220,24 @@ class ServerClient(ABC):
     def _completion(
         self, token_ids: Sequence[int], logprobs: Sequence[float], reason: str, max_new_tokens: int, version: int
     ) -> Completion:
-        if not all(type(token) is int for token in token_ids):
-            raise ValueError("token ids are not integers")
-        if len(logprobs) != len(token_ids):
-            raise ValueError(f"{len(logprobs)} logprobs for {len(token_ids)} tokens")
         finish = FinishReason(reason)
         if not (0 if finish is FinishReason.ABORT else 1) <= len(token_ids) <= max_new_tokens:
             raise ValueError(f"{len(token_ids)} tokens where 1 to {max_new_tokens} were asked for")
+        if len(logprobs) != len(token_ids):
+            raise ValueError(f"{len(logprobs)} logprobs for {len(token_ids)} tokens")
+        if not {*map(type, token_ids)} <= {int}:
+            raise TypeError("token ids are not integers")
+        if not {*map(type, logprobs)} <= {int, float}:
+            raise TypeError("logprobs are not numbers")
+        for position, token in enumerate(token_ids):
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(
+                    f"token {position} has id {token}, where the model that is trained has ids from 0 to {self._vocab_size - 1}"
+                )
         for position, logprob in enumerate(logprobs):
             if not LOWEST_LOGPROB < logprob <= 1e-3:  # NaN fails this too; the 1e-3 is room for rounding
                 raise EngineError(
-                    f"{self._url}: the logprob of token {position} is {logprob} (weights version {version}): no token that was drawn "
-                    "has that; the served weights, or their activations, are probably not finite"
+                    f"{self._url}: the logprob of token {position} is {str(logprob)[:25]} (weights version {version}): no token that was "
+                    "drawn has that; the served weights, or their activations, are probably not finite"
                 )
         return Completion(tuple(token_ids), tuple(map(float, logprobs)), finish, (version,) * len(token_ids))
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from offline_grpo.model.adapters import LanguageModel, has_adapters
+from offline_grpo.model.logits import output_embeddings
 from offline_grpo.model.masters import MasterWeights
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.model.text import decode, encode
@@ -46,6 +47,12 @@ class Policy:
     @property
     def dtype(self) -> torch.dtype:
         return self.causal_lm.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids it can read and score; a tokenizer may have fewer, where the model's are padded."""
+        tables = (self.causal_lm.get_input_embeddings().weight, output_embeddings(self.causal_lm).weight)  # [V, H] each
+        return min(table.shape[0] for table in tables)  # type: ignore[union-attr]
 
     @property
     def lora_rank(self) -> int | None:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
+
 from offline_grpo.engine.server import Launcher, plain_url
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.settings import EvalConfig, RunConfig
 
-CLIENT_RUNTIME = ("model", "tokenizer", "server", "eos_ids")
+CLIENT_RUNTIME = ("model", "tokenizer", "server", "eos_ids", "vocab_size")
 """Names under which a rollout client's constructor may ask for objects that exist only once the model is loaded."""
 
 OF_OWN_SERVER = ("engine=", "engine.", "placement.engine_devices=", "weight_sync.server_args")
@@ -148,8 +150,12 @@ def check_url(key: str, url: str | None) -> None:
     """Raise ConfigError if `url` is none that a client can ask; None is let through."""
     if url is None:
         return
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and bool(httpx.URL(url).host)
+    except (ValueError, httpx.InvalidURL):
+        is_good = False
+    if not is_good:
         raise ConfigError(f"{key}={url}: must begin with http:// or https:// and name a host, for example http://127.0.0.1:8000")
 
 

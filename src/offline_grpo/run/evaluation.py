@@ -25,7 +25,7 @@ from offline_grpo.eval.paired import PairedResult, compare
 from offline_grpo.eval.records import recording
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.dtypes import torch_dtype
-from offline_grpo.model.load import resolve_device
+from offline_grpo.model.load import read_model_config, resolve_device
 from offline_grpo.model.text import TokenizerCodec, end_ids
 from offline_grpo.run.build import build
 from offline_grpo.run.engine_spec import EngineSpec, training_engine
@@ -149,6 +149,7 @@ def _served(source: ModelSource, held_out: HeldOut, spec: EngineSpec, out: Path)
                 place = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".merged_", dir=out))) / "model")
                 export_model(source, Path(place), merge=True, dtype=None, card="")
             runtime["eos_ids"] = end_ids(_generation_config(source.weights), tokenizer)
+            runtime["vocab_size"] = read_model_config(source.weights, "MODEL").get_text_config().vocab_size
         else:
             dtype = source.trained_dtype or torch_dtype(config.train.precision)
             attention = config.model.attn_implementation

@@ -157,6 +157,7 @@ def _deployment(
         tokenizer=policy.tokenizer,
         server=server,
         eos_ids=end_ids(policy.causal_lm.generation_config, policy.tokenizer),
+        vocab_size=policy.vocab_size,
     )
     inner = deployment.Deployment([engine_of(client, sampling)], weight_sync, full_weights)
     return RankZeroDeployment(inner, ranks) if server is not None and ranks.world_size > 1 else inner

@@ -40,7 +40,7 @@ class Ipc(WeightTransfer):
             ConfigError: the policy is on no GPU, or on another one than the server.
         """
         policy = snapshot.policy
-        described = engine.control.call_worker("grpo_describe")
+        described = engine.control.describe()
         ours = gpu_uuid(policy.device)
         if ours is None or described["gpu_uuid"] != ours:
             raise ConfigError(

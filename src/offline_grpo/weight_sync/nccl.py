@@ -45,7 +45,7 @@ class Nccl(WeightTransfer):
             ConfigError: no GPU, the same GPU as the server, or no vLLM here.
         """
         policy = snapshot.policy
-        described = engine.control.call_worker("grpo_describe")
+        described = engine.control.describe()
         ours = gpu_uuid(policy.device)
         if ours is None or described["gpu_uuid"] in (None, ours):
             raise ConfigError(
@@ -57,7 +57,7 @@ class Nccl(WeightTransfer):
             from vllm.distributed.utils import StatelessProcessGroup
         except ImportError as error:
             raise ConfigError(f"weight_sync=nccl: needs vLLM in the trainer's environment ({error}): uv sync --extra vllm") from error
-        world_size = 1 + int(engine.control.get("/get_world_size")["world_size"])
+        world_size = 1 + engine.control.get("/get_world_size").read(lambda answer: int(answer["world_size"]))
         port = choose_port(self.master_address, None, key="weight_sync.master_address")
         init_info = {"master_address": self.master_address, "master_port": port, "rank_offset": 1, "world_size": world_size}
         joined = in_background(lambda: engine.control.post("/init_weight_transfer_engine", {"init_info": init_info}, timeout_s=300))

@@ -129,13 +129,13 @@ class SharedVllm(PausingSync):
 
     def _open_views(self, engine: ServerEngine, snapshot: Snapshot) -> dict[str, Tensor]:
         home = snapshot.policy.compute_device
-        described = engine.control.call_worker("grpo_describe")
+        described = engine.control.describe()
         for reason in described["refusals"]:
             raise ConfigError(f"weight_sync=shared_vllm: {reason}; use weight_sync=ipc on one GPU, nccl on several, or reload")
         if self.bridge_config is not None:
             bridge = Bridge.read(Path(self.bridge_config))
         else:
-            exported, layout = engine.control.call_worker("grpo_export"), engine.control.call_worker("grpo_layout")
+            exported, layout = engine.control.call_worker("grpo_export", read=dict), engine.control.call_worker("grpo_layout")
             bridge = Bridge.from_worker(this_run(), self.start_model(snapshot), described, exported, layout)
             bridge.write(engine.server.log_dir / "vllm_bridge_config.json")
         check_device(bridge, home)

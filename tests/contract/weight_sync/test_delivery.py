@@ -270,7 +270,7 @@ def push_other_weights(sync: Any, policy: Policy) -> None:
 
 def sample_during(action: Callable[[], None], client: VllmClient, where: Where) -> list[Completion]:
     """Long completions of `PROMPTS`, and the action while they are under way."""
-    asker = Endless(server=client.server, eos_ids=[], batch_size=8, timeout_s=120, max_retries=1)
+    asker = Endless(server=client.server, eos_ids=[], vocab_size=1000, batch_size=8, timeout_s=120, max_retries=1)
     asker.weights = client.weights
     with ThreadPoolExecutor(1) as thread:
         sampling = SamplingParams(where.long)
@@ -286,7 +286,7 @@ def sample_during(action: Callable[[], None], client: VllmClient, where: Where) 
 
 def num_running(client: VllmClient) -> float:
     """Requests that the server is working on."""
-    lines = client.server.api.get("/metrics").splitlines()
+    lines = client.server.api.get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
 
 

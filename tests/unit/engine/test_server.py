@@ -96,7 +96,7 @@ def test_start(servers: list[Server], tmp_path: Path) -> None:
         server.start("some/model", args={"b": 2})
         assert progress.start_metrics()["time/start_start_server_s"] > 0
     assert said == [("start server", -1)]
-    answer = server.api.get("/anything")
+    answer = server.api.get("/anything").read(dict)
     assert answer["argv"] == [server.base_url.rpartition(":")[2], "some/model", "a=1", "b=2"]
     assert answer["extra"] == "{'V': 'w'} [1]"
     assert answer["authorization"] is None
@@ -117,7 +117,7 @@ def test_restart_has_the_same_address_and_a_log_of_its_own(servers: list[Server]
     server.start("second", args={"a": 3})
     assert not first.is_running()
     assert server.base_url == url
-    assert server.api.get("/")["argv"][1:] == ["second", "a=3"]
+    assert server.api.get("/").read(dict)["argv"][1:] == ["second", "a=3"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["server_0.log", "server_1.log"]
     assert server.num_starts == 2
 
@@ -213,7 +213,7 @@ def test_the_key_is_sent_and_not_shown(servers: list[Server], tmp_path: Path, ca
     server = own(servers, tmp_path, WithKey(api_key="hush-hush"))
     with caplog.at_level("INFO"):
         server.start("m")
-    assert server.api.get("/")["authorization"] == "Bearer hush-hush"
+    assert server.api.get("/").read(dict)["authorization"] == "Bearer hush-hush"
     assert "hush-hush" not in caplog.text + (tmp_path / "server_0.log").read_text()
     assert "--api-key ..." in caplog.text
 
@@ -252,7 +252,7 @@ def test_a_found_server_is_left_alone(suffix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("status", [503, 401, 404])
 def test_a_found_server_must_be_healthy(status: int, tmp_path: Path) -> None:
     with ScriptedServer(lambda _: Reply(status=status)) as web:
-        message = rf"^generation\.base_url={web.base_url}: no healthy server answers at {web.base_url}/health$"
+        message = rf"^generation\.base_url={web.base_url}: no healthy server answers \({web.base_url}/health: "
         with pytest.raises(EngineError, match=message):
             found(web.base_url, tmp_path).start("m")
     with pytest.raises(EngineError, match=message):  # now nobody is there
@@ -276,13 +276,13 @@ def test_every_failed_call_names_the_url(tmp_path: Path) -> None:
         "/plain": (Reply(b"oops", status=500, headers={}), r"status 500: oops"),
         "/silent": (Reply(cut="silence"), r"the connection broke"),
         "/short": (Reply({"a": "b" * 100}, cut="close"), r"the connection broke"),
-        "/broken": (Reply(b'{"a": '), r"a malformed answer, no JSON"),
+        "/broken": (Reply(b'{"a": '), r"a malformed answer \(JSONDecodeError: "),
     }
     with ScriptedServer(lambda request: replies[request.path][0]) as web:
         api = found(web.base_url, tmp_path).api
         for path, (_, message) in replies.items():
             with pytest.raises(EngineError, match=rf"^{web.base_url}{path}: {message}"):
-                api.get(path)
+                api.get(path).read(dict)
 
 
 def test_no_answer_in_time(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_no_answer_in_time(tmp_path: Path) -> None:
         web.hold(request)
         return Reply()
 
-    with ScriptedServer(script) as web, pytest.raises(EngineError, match=rf"^{web.base_url}/pause: no answer in time$"):
+    with ScriptedServer(script) as web, pytest.raises(EngineError, match=rf"^{web.base_url}/pause: no answer within 0\.1 s$"):
         found(web.base_url, tmp_path).api.post("/pause", timeout_s=0.1)
 
 

@@ -20,6 +20,7 @@ import pytest
 from factories import generate
 from scripted_server import Reply, Request, ScriptedServer
 
+from offline_grpo.engine import http
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
 from offline_grpo.generation import server_client
@@ -159,7 +160,7 @@ class Lab:
 
 
 def make_client(dialect: Dialect, server: Server, *, batch_size: int = 4, timeout_s: float = 5.0, max_retries: int = 3) -> ServerClient:
-    return dialect.client(server=server, eos_ids=[2], batch_size=batch_size, timeout_s=timeout_s, max_retries=max_retries)
+    return dialect.client(server=server, eos_ids=[2], vocab_size=1000, batch_size=batch_size, timeout_s=timeout_s, max_retries=max_retries)
 
 
 def mortal(base_url: str, tmp_path: Path, api_key: str | None = None) -> MortalServer:
@@ -356,8 +357,8 @@ def test_connections_are_kept(lab: Lab) -> None:
 
 
 def test_a_connection_is_not_kept_until_the_server_closes_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert server_client.KEEP_ALIVE_S < 5  # uvicorn's, under vLLM and SGLang
-    monkeypatch.setattr(server_client, "KEEP_ALIVE_S", 0.05)
+    assert http.KEEP_ALIVE_S < 5  # uvicorn's, under vLLM and SGLang
+    monkeypatch.setattr(http, "KEEP_ALIVE_S", 0.05)
     lab.ask()
     time.sleep(0.1)
     lab.ask()
@@ -403,14 +404,6 @@ def test_a_broken_connection_is_tried_again(lab: Lab, cut: str) -> None:
     lab.set_script(lambda request: Reply(lab.dialect.answer(TWO), cut=cut if request.number < 2 else ""))
     assert lab.ask()[0][0].token_ids == (5, 2)
     assert len(lab.server.requests) == 3
-
-
-def test_a_garbled_body_is_tried_again(lab: Lab) -> None:
-    garbled = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    lab.set_script(
-        lambda request: Reply(b"this is not gzip", headers=garbled) if request.number == 0 else Reply(lab.dialect.answer(TWO)),
-    )
-    assert lab.ask()[0][0].token_ids == (5, 2)
 
 
 @pytest.mark.parametrize("reply", [Reply({}, status=503), Reply({}, cut="close")])
@@ -459,7 +452,7 @@ def test_pauses_between_attempts_double_up_to_a_limit(lab: Lab, monkeypatch: pyt
         (Reply(None), r"malformed answer"),
         (Reply({"choices": None}), r"malformed answer"),
         (Reply([[]]), r"malformed answer"),
-        (Reply(b"", status=307, headers={"Location": "/elsewhere"}), r"malformed answer"),
+        (Reply(b"", status=307, headers={"Location": "/elsewhere"}), r"status 307: redirects are not followed"),
     ],
 )
 def test_an_answer_that_is_none(lab: Lab, reply: Reply, expected: str) -> None:
@@ -681,7 +674,7 @@ from offline_grpo.engine.server import Server
 from offline_grpo.generation.{lab.dialect.client.__module__.rpartition(".")[2]} import {lab.dialect.client.__name__} as Client
 from offline_grpo.types import SamplingParams, SamplingRequest
 server = Server(base_url={lab.server.base_url!r}, api_key=None, launcher=None, log_dir=Path("."))
-client = Client(server=server, eos_ids=[2], batch_size=2, timeout_s=5, max_retries=0)
+client = Client(server=server, eos_ids=[2], vocab_size=1000, batch_size=2, timeout_s=5, max_retries=0)
 print(*(len(completions) for _, completions in client.generate([SamplingRequest({tuple(PROMPT)}, 2, 0)], SamplingParams(4))))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

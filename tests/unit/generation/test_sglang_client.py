@@ -38,7 +38,7 @@ def web(fake: FakeSglang) -> Iterator[ScriptedServer]:
 @pytest.fixture
 def client(web: ScriptedServer, tmp_path: Path) -> Iterator[SglangClient]:
     server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
-    client = SglangClient(server=server, eos_ids=[2, 7], batch_size=2, timeout_s=10, max_retries=0)
+    client = SglangClient(server=server, eos_ids=[2, 7], vocab_size=1000, batch_size=2, timeout_s=10, max_retries=0)
     yield client
     client.close()
 

@@ -98,8 +98,8 @@ class EchoServer(VllmClient):
 
     engine_name = "vLLM"
 
-    def __init__(self, *, server: Any, eos_ids: Any, patience_s: float) -> None:
-        super().__init__(server=server, eos_ids=eos_ids, batch_size=1, timeout_s=patience_s, max_retries=0)
+    def __init__(self, *, server: Any, eos_ids: Any, vocab_size: int, patience_s: float) -> None:
+        super().__init__(server=server, eos_ids=eos_ids, vocab_size=vocab_size, batch_size=1, timeout_s=patience_s, max_retries=0)
 
 
 def test_a_client_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def web() -> Iterator[ScriptedServer]:
 @pytest.fixture
 def client(web: ScriptedServer, tmp_path: Path) -> Iterator[VllmClient]:
     server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
-    client = VllmClient(server=server, eos_ids=[2], batch_size=4, timeout_s=5, max_retries=0)
+    client = VllmClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
     yield client
     client.close()
     server.stop()
@@ -113,7 +113,7 @@ def test_a_push_stages_once_for_all_engines(policy: Policy, client: VllmClient, 
     sync = recorder()
     with ScriptedServer(lambda _: Reply({"version": "0.32.0"})) as other_web:
         server = Server(base_url=other_web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
-        other = VllmClient(server=server, eos_ids=[2], batch_size=4, timeout_s=5, max_retries=0)
+        other = VllmClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
         deployment = deploy(sync, client, other)
         deployment.connect(policy)
         assert deployment.push(policy, version=3).version == 3
@@ -184,7 +184,7 @@ def test_only_what_died_is_started_again(policy: Policy, web: ScriptedServer, tm
     for key in ("first", "second"):
         server = Started(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path, key=key)
         server.events = sync.events
-        clients.append(VllmClient(server=server, eos_ids=[2], batch_size=4, timeout_s=5, max_retries=0))
+        clients.append(VllmClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0))
     deployment = deploy(sync, *clients)
     deployment.connect(policy)
     assert sync.events == [event for key in ("first", "second") for event in ((key, "start", "base/model", {}), "attach")]
@@ -268,7 +268,7 @@ def test_room_for_adapters(rank: int, room: int, is_refused: bool, web: Scripted
     sync = strategy("lora_hotswap", f"weight_sync.server_args.max_lora_rank={room}")
     server = Started(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
     server.events = []
-    client = VllmClient(server=server, eos_ids=[2], batch_size=4, timeout_s=5, max_retries=0)
+    client = VllmClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
     with (
         pytest.raises(ConfigError, match=rf"^weight_sync\.server_args\.max_lora_rank={room}: the adapters have rank {rank}; ")
         if is_refused
@@ -468,6 +468,6 @@ def test_adapters_get_new_names_and_old_ones_go(client: VllmClient, web: Scripte
 
 def test_sglang_needs_a_strategy_that_knows_it(tmp_path: Path, policy: Policy) -> None:
     server = Server(base_url="http://127.0.0.1:1", api_key=None, launcher=None, log_dir=tmp_path)
-    client = SglangClient(server=server, eos_ids=[2], batch_size=4, timeout_s=5, max_retries=0)
+    client = SglangClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
     with pytest.raises(ConfigError, match="moves weights to a vLLM server"):
         deploy(recorder(), client).connect(policy)

@@ -56,7 +56,7 @@ def client(fake: FakeSglang, tmp_path: Path) -> Iterator[SglangClient]:
     with ScriptedServer(fake) as web:
         server = OurServer(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path / "run")
         server.fake = fake
-        client = SglangClient(server=server, eos_ids=[2], batch_size=4, timeout_s=30, max_retries=0)
+        client = SglangClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=30, max_retries=0)
         yield client
         client.close()
         client.server.stop()

@@ -73,7 +73,7 @@ def make(**changes: Any) -> Recorder:
 
 def engine_at(url: str, folder: Path) -> ServerEngine:
     server = Server(base_url=url, api_key=None, launcher=None, log_dir=folder)
-    return ServerEngine(VllmClient(server=server, eos_ids=[], batch_size=1, timeout_s=9, max_retries=0), SamplingParams(1))
+    return ServerEngine(VllmClient(server=server, eos_ids=[], vocab_size=1000, batch_size=1, timeout_s=9, max_retries=0), SamplingParams(1))
 
 
 def deliver(sync: WeightTransfer, policy: Policy, *engines: ServerEngine) -> Staged:
@@ -130,7 +130,7 @@ def test_a_server_that_refuses_nccl_is_heard_at_once(monkeypatch: pytest.MonkeyP
     def script(request: Any) -> Reply:
         if request.path == "/init_weight_transfer_engine":
             return Reply({"error": "no --weight-transfer-config"}, status=500)
-        return Reply({"results": [{"gpu_uuid": "GPU-2"}], "world_size": 1})
+        return Reply({"results": [{"pid": 1, "device": "cuda", "gpu_uuid": "GPU-2", "refusals": []}], "world_size": 1})
 
     with ScriptedServer(script) as web:
         engine = engine_at(web.base_url, tmp_path)
