@@ -92,6 +92,7 @@ def sweep(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], 
         return done, sweep_dir, list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_a_sweep_leaves_a_run_for_each_value_and_a_table(tmp_path: Path, cache: str) -> None:
     done, sweep_dir, rows = sweep(tmp_path, cache, "train.lr=1e-3,1e-4")
     assert done.returncode == 0, done.stderr

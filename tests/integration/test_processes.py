@@ -36,6 +36,7 @@ def test_two_processes_follow_the_trajectory_of_one(tmp_path: Path) -> None:
     assert written == {"cache", "alone", "alone.txt", "together", "together.txt"}
 
 
+@pytest.mark.slow
 def test_the_readmes_command_starts_two_processes(tmp_path: Path) -> None:
     """Through accelerate and torchrun."""
     accelerate = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", "2"]

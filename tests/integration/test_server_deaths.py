@@ -20,8 +20,10 @@ from served_runs import assert_same, at, five, own_server, run
 
 ITERATIONS = 3
 """Those that the victim finishes."""
-DEATHS = [(("sync", 2),), pytest.param((("generate", 1), ("sync", 2)), marks=pytest.mark.slow)]
-"""When its engine is killed: before it samples, or before a push. With a death of each kind the server is started three times."""
+DEATHS = (("generate", 1), ("sync", 2))
+"""Phase and iteration at whose beginning its engine is killed: before it samples, and before a push."""
+
+pytestmark = pytest.mark.slow  # four starts of a server
 
 
 @dataclass(frozen=True)
@@ -34,30 +36,28 @@ class Victim:
     model: Path
     leftovers: frozenset[str]
     """What others had left in shared memory before."""
-    deaths: list[int]
-    """The iterations in which its engine was killed."""
 
     @property
     def base_url(self) -> str:
         """Of its last server."""
-        command = (self.folder / f"server_{len(self.deaths)}.log").read_text().splitlines()[0]
+        command = (self.folder / f"server_{len(DEATHS)}.log").read_text().splitlines()[0]
         [port] = re.findall(r"--port[ =](\d+)", command)
         return f"http://127.0.0.1:{port}"
 
 
-@pytest.fixture(scope="module", params=DEATHS, ids=lambda deaths: " ".join(phase for phase, _ in deaths))
-def victim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
     folder = tmp_path_factory.mktemp("deaths")
     model, leftovers = save_model(folder / "model"), frozenset(ownerless())
     mishaps = {
-        **{moment: partial(kill_engine, None) for moment in request.param},
+        **{moment: partial(kill_engine, None) for moment in DEATHS},
         ("sync", ITERATIONS): partial(signal.raise_signal, signal.SIGSTOP),
     }
     process = start_in_child(folder / "run", *five(model), *own_server(folder), "weight_sync=shared_vllm", mishaps=mishaps)
     try:
         assert process.pid is not None
         wait_for(lambda: is_stopped(process, folder / "run"), 900, "the run to stand still")
-        yield Victim(process, folder / "run", model, leftovers, [iteration for _, iteration in request.param])
+        yield Victim(process, folder / "run", model, leftovers)
     finally:
         process.kill()
         process.join()
@@ -68,9 +68,9 @@ def test_a_server_that_dies_is_started_again(victim: Victim, tmp_path: Path) -> 
     disturbed = metrics_of(victim.folder)
     assert disturbed.keys() == {"eval_init.json", *(f"train_iter_{i:03d}.json" for i in range(ITERATIONS))}
     recoveries = [disturbed[f"train_iter_{i:03d}.json"]["sync/num_recoveries"] for i in range(ITERATIONS)]
-    assert recoveries == [sum(death <= i for death in victim.deaths) for i in range(ITERATIONS)]
+    assert recoveries == [sum(death <= i for _, death in DEATHS) for i in range(ITERATIONS)]
     assert all(disturbed[f"train_iter_{i:03d}.json"]["alignment/diff_abs_mean"] < 1e-4 for i in range(ITERATIONS))
-    assert (victim.folder / "run.log").read_text().count("Serving the weights again") == len(victim.deaths)
+    assert (victim.folder / "run.log").read_text().count("Serving the weights again") == len(DEATHS)
     undisturbed = run(tmp_path / "undisturbed", victim.model, *at(victim.base_url), "weight_sync=reload")
     assert_same(disturbed, {name: undisturbed[name] for name in disturbed})
     assert len({undisturbed[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(ITERATIONS)}) > 1
@@ -86,7 +86,6 @@ def test_a_killed_trainer_leaves_nothing(victim: Victim) -> None:
     assert_nothing_left(victim.model, victim.leftovers)
 
 
-@pytest.mark.slow
 def test_a_trainer_killed_while_the_server_loads_leaves_nothing(tmp_path: Path) -> None:
     """The same where weights travel as files."""
     model, leftovers = save_model(tmp_path / "model"), frozenset(ownerless())

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from datetime import datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+@cache  # 200 files to read, and the runs of a sweep are one process
 def versions() -> dict[str, str]:
     """Name and version of every installed package, in alphabetical order."""
     return dict(sorted((package.metadata["Name"], package.version) for package in metadata.distributions()))
