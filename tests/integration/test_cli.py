@@ -63,6 +63,12 @@ def test_a_group_set_to_null_is_one_line(tmp_path: Path) -> None:
     assert done.stderr == "error: engine=null: a group needs one of its options; remove the override to use the default\n"
 
 
+def test_options_of_hydra_that_exclude_each_other_are_one_line(tmp_path: Path) -> None:
+    done = command(tmp_path, "run_grpo.py", "--multirun", "--cfg", "hydra")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: Only one of --run, --multirun, --cfg, .*; leave the others out\n", done.stderr)
+
+
 def test_a_server_that_is_not_installed_is_refused_before_a_model_is_built(tmp_path: Path) -> None:
     done = command(tmp_path, "run_grpo.py", "generation=sglang_server")
     assert done.returncode == 2

@@ -66,8 +66,10 @@ def _exit_with(main: Callable[[], object]) -> NoReturn:
         sys.stdout.flush()
     except EXPECTED as error:
         leave(error)
-    except ValueError as error:
-        if not str(error).startswith("Config group override must be"):  # Hydra's message for GROUP=null
+    except ValueError as error:  # Hydra's, for --multirun --cfg and for GROUP=null
+        if str(error).startswith("Only one of --run"):
+            leave(ConfigError(f"{error}; leave the others out"))
+        if not str(error).startswith("Config group override must be"):
             raise
         nulls = ", ".join(word for word in sys.argv[1:] if word.endswith("=null"))
         leave(ConfigError(f"{nulls}: a group needs one of its options; remove the override to use the default"))
@@ -178,4 +180,6 @@ def explain(error: BaseException) -> str:
         if key in RENAMED:
             return f"{key}: no such key; the setting is {RENAMED[key]}"
         return str(no_such_key(str(key), [str(child) for child in parent if child != "hydra"]))
+    if "does not support deletion" in text:
+        return f"{key}: cannot be deleted; every setting has a value: write {key}=VALUE"
     return f"{key}: {text}{sweep_hint(group, name, getattr(cause, 'value', None))}"

@@ -131,6 +131,7 @@ def test_the_command_line_is_looked_at(output_dir):
         ("train/loss=ppo", r"train/loss=ppo: no such option; choose one of cispo, dapo, dr_grpo, grpo, gspo"),
         ("weight_sync=carrier_pigeon", r"weight_sync=carrier_pigeon: no such option; choose one of .*in_process"),
         ("train.iterations=1.5", r"train.iterations: .*'1.5'.*Integer"),
+        ("~train.lr", r"train.lr: cannot be deleted; .*write train.lr=VALUE"),
         ("train.lr:3", r"train.lr:3: is not an override; write KEY=VALUE"),
     ],
 )
