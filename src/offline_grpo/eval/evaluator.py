@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from offline_grpo.eval.pass_at_k import ReplicateTable, check_ks, metrics_with_i
 from offline_grpo.generation.sample import sample_groups
 from offline_grpo.interfaces import RolloutClient, Task, TextCodec
 from offline_grpo.seeding import derive_seed
+from offline_grpo.settings import EvalConfig
 from offline_grpo.types import FinishReason, Metrics, Problem, Rollout, RolloutGroup, SamplingParams
 
 
@@ -49,6 +51,12 @@ class PassAtKEvaluator:
                 f"eval.replicates={self.replicates}: greedy decoding gives the same completion every time; "
                 "set eval.replicates=1 and eval.ks=[1], or sample at a temperature above 0"
             )
+
+    @classmethod
+    def of(cls, settings: EvalConfig, **others: Any) -> PassAtKEvaluator:
+        """With the values of the group `eval`, and the other arguments."""
+        values = {name: getattr(settings, name) for name in ("ks", "replicates", "seed_base", "bootstrap_samples")}
+        return cls(**values, **others)
 
     def sample(self, client: RolloutClient, *, cycle: int) -> list[RolloutGroup]:
         """See `Evaluator.sample`. One group of `replicates` rollouts per problem."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from omegaconf import DictConfig
 
 from offline_grpo import progress
 from offline_grpo.errors import StopRequested
-from offline_grpo.run import going_on
+from offline_grpo.run import going_on, launch
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_batches, describe_data, describe_staleness
 from offline_grpo.run.engine_spec import check_overrides
@@ -40,12 +39,12 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
     fresh = RunDir(output_dir.resolve())
     with StopSignal.listening() as stop, _leaving_no_empty_folder(fresh), progress.followed(), kept_for_log():
         config, plain = typed(cfg), as_plain(cfg)
-        if os.environ.get("RANK", "0") == "0":
+        if launch.is_main():
             print("offline-grpo: loading ...", flush=True)
         with progress.phase("imports and data"):
             plan = make_plan(config)
         check_overrides(overrides, plan.engine)
-        resume = find_resume_point(config.resume, fresh, plain) if os.environ.get("RANK", "0") == "0" else None
+        resume = find_resume_point(config.resume, fresh, plain) if launch.is_main() else None
         resume = going_on.checked(resume, config, plain) if resume is not None else None
         with progress.phase("imports and data"):
             ranks = _join(config)

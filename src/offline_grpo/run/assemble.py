@@ -213,15 +213,12 @@ def make_source(plan: Plan, policy: Policy, client: RolloutClient, ranks: Ranks)
 def make_evaluation(plan: Plan, policy: Policy, deployment: Deployment, ranks: Ranks) -> Evaluation:
     """The evaluator of held-out problems, which asks `deployment`, and when it does."""
     settings, last = plan.config.eval, plan.config.train.iterations - 1
-    evaluator = PassAtKEvaluator(
+    evaluator = PassAtKEvaluator.of(
+        settings,
         task=plan.data.task,
         problems=plan.data.held_out,
         codec=policy,
         sampling=plan.eval_sampling,
-        ks=settings.ks,
-        replicates=settings.replicates,
-        seed_base=settings.seed_base,
-        bootstrap_samples=settings.bootstrap_samples,
         rank=ranks.rank,
         world_size=ranks.world_size,
     )

@@ -21,10 +21,9 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested, no_such_key
-from offline_grpo.run import config, resume, sweep_jobs
+from offline_grpo.run import config, launch, resume, sweep_jobs
 from offline_grpo.run.build import sweep_hint
 from offline_grpo.run.interrupt import StopSignal
-from offline_grpo.run.launch import start_missing_processes
 from offline_grpo.run.run_dir import discard_fresh
 
 T = TypeVar("T")
@@ -50,8 +49,8 @@ def exit_with(main: Callable[[], object]) -> NoReturn:
 
 
 def _exit_with(main: Callable[[], object]) -> NoReturn:
-    start_missing_processes()
-    if os.environ.get("RANK", "0") != "0":
+    launch.start_missing_processes()
+    if not launch.is_main():
         place = next((i for i, word in enumerate(sys.argv[1:], 1) if resume.OVERRIDE.match(word)), len(sys.argv))
         sys.argv[place:place] = ["hydra.run.dir=.", "hydra.output_subdir=null"]  # argparse needs all overrides in one place
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns about kernels that are not used
@@ -153,7 +152,7 @@ def leave(error: BaseException) -> NoReturn:
 
 
 def _print(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if launch.is_main():
         print(line, file=sys.stderr)
 
 

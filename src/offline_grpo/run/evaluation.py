@@ -108,15 +108,12 @@ def _file_name(letter: str, number: int, set_name: str) -> str:
 
 def _evaluate(letter: str, client: RolloutClient, codec: TokenizerCodec, held_out: HeldOut, records_file: Path, results: Results) -> None:
     settings = held_out.config.eval
-    evaluator = PassAtKEvaluator(
+    evaluator = PassAtKEvaluator.of(
+        settings,
         task=held_out.task,
         problems=held_out.problems,
         codec=codec,
         sampling=held_out.sampling,
-        ks=settings.ks,
-        replicates=settings.replicates,
-        seed_base=settings.seed_base,
-        bootstrap_samples=settings.bootstrap_samples,
         rank=0,
         world_size=1,
     )

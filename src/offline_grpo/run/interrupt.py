@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 from offline_grpo.errors import StopRequested
+from offline_grpo.run import launch
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 REPEAT_S = 1.0
@@ -168,7 +169,7 @@ class StopSignal:
                     self._acknowledged.set()
 
     def _say(self, number: int) -> None:
-        if os.environ.get("RANK", "0") != "0":
+        if not launch.is_main():
             return
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         after = f" after {self._waits_for}; a second one ends it at once" if self._waits_for else ""

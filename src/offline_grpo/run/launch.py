@@ -1,4 +1,4 @@
-"""Starts the CPU processes that `accelerate launch --num_processes N` does not start on a machine without a GPU."""
+"""This process among those that a launcher started, before torch is imported; starts those that `accelerate launch` does not start."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from pathlib import Path
 import psutil
 
 _typed = sys.argv[1:]  # before anything is added to it
+
+
+def is_main() -> bool:
+    """Whether this is the first process, or the only one, by the environment that launchers set."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def start_missing_processes() -> None:

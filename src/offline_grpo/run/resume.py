@@ -7,7 +7,6 @@ on with what it had, also where `conf/` is another one today. This module import
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from offline_grpo.checkpoint.files import latest_checkpoint
 from offline_grpo.errors import ConfigError
 from offline_grpo.report.run_files import read_yaml
-from offline_grpo.run import sweep_resume
+from offline_grpo.run import launch, sweep_resume
 
 OVERRIDE = re.compile(r"~|\+*[^-=]+=")
 """How a word of the command line begins that is an override and not an option."""
@@ -68,7 +67,7 @@ def _of_sweep(sweep: Path, words: Sequence[str]) -> list[str]:
     if not {"-m", "--multirun"} & set(options):
         options.append("--multirun")
     own = sweep_resume.overrides(sweep, typed)
-    if os.environ.get("RANK", "0") == "0":
+    if launch.is_main():
         print(f"going on with the sweep in {sweep}", flush=True)
     return [*options, *own, "resume=auto", f"hydra.sweep.dir={quoted(sweep)}"]
 
