@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     merge = options.merge is not False
     card = model_card(
         options.out.resolve().name,
-        state=source.state,
+        state=None if source.state is None else asdict(source.state),
         history=load_history(source.run_folder) if source.run_folder is not None else None,
         base=(source.adapter and source.weights) or (source.config or {}).get("model", {}).get("train_id"),
         is_adapter=source.adapter is not None and not merge,

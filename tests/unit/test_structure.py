@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "offline_grpo"
 FILES = sorted(SOURCE.rglob("*.py"))
-ROOT_MODULES = {"types", "interfaces", "errors", "settings", "seeding", "progress", "redaction", "hub"}
+ROOT_MODULES = {"types", "interfaces", "errors", "settings", "seeding", "progress", "redaction", "hub", "disk"}
 COMMANDS = {"__main__", "check", "evaluate", "export", "sample"}
 """`python -m offline_grpo.COMMAND`: reads its words; the work is in a room."""
 KNOWS_HYDRA = ("run/", "report/hydra_callback.py")

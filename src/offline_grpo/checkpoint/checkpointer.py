@@ -4,6 +4,7 @@
                trainer/state.json                                       iteration, counters, schedule, milestones, source, configuration
                trainer/optimizer.pt  trainer/masters.safetensors        optimizer and scaler; fp32 master weights of a 16-bit model
                trainer/served.safetensors                               weights that the engine serves, if older than the model
+               trainer/manifest.json                                    size and hash of every other file
 
 A checkpoint is written under a hidden name and renamed once it is complete and on disk, so a folder named iter_NNN is always complete.
 With `checkpoint.keep_best`, `checkpoints/best` is a link to the best one.
@@ -11,7 +12,6 @@ With `checkpoint.keep_best`, `checkpoints/best` is a link to the best one.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -24,7 +24,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from offline_grpo.checkpoint.files import BEST, FORMAT, latest_checkpoint, list_checkpoints, read_state
+from offline_grpo.checkpoint import state as trainer_state
+from offline_grpo.checkpoint.files import BEST, latest_checkpoint, list_checkpoints
+from offline_grpo.checkpoint.manifest import write_manifest
+from offline_grpo.checkpoint.state import TrainerState, read_state
 from offline_grpo.errors import CheckpointError, reason_of
 from offline_grpo.interfaces import RolloutSource
 from offline_grpo.model.policy import Policy
@@ -136,18 +139,18 @@ class Checkpointer:
             if tensors:
                 save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, trainer / f"{name}.safetensors")
         torch.save({"optimizer": state["optimizer"], "scaler": state["scaler"]}, trainer / "optimizer.pt")
-        record = {
-            "format": FORMAT,
-            "iteration": iteration,
-            "owes_evaluation": owes_evaluation,
-            "counters": state["counters"],
-            "lr_schedule": self.updater.lr_schedule.state_dict(),
-            "schedule": schedule,
-            "source": self.source.state_dict(),
-            "milestones": self.milestones.state_dict(),
-            "config": self.config,
-        }
-        (trainer / "state.json").write_text(json.dumps(record, indent=1, sort_keys=True))
+        record = TrainerState(
+            iteration=iteration,
+            owes_evaluation=owes_evaluation,
+            counters=self.updater.counters,
+            lr_schedule=self.updater.lr_schedule,
+            schedule=schedule,
+            source=dict(self.source.state_dict()),
+            milestones=self.milestones.state_dict(),
+            config=dict(self.config),
+        )
+        (folder / trainer_state.FILE).write_text(record.to_json())
+        write_manifest(folder)
 
     def restore(self, checkpoint: Path) -> Restored:
         """Load optimizer, master weights, counters and the schedule (the model itself was loaded from the same folder).
@@ -159,16 +162,16 @@ class Checkpointer:
         trainer = checkpoint / "trainer"
         try:
             state = torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True)
-            self.updater.load_state_dict({**state, "counters": record["counters"]})
+            self.updater.load_state_dict({**state, "counters": vars(record.counters)})
             self.policy.masters.load_state_dict(_load_if_there(trainer / "masters.safetensors"))
-            self.schedule.load_state_dict(record["schedule"], _load_if_there(trainer / "served.safetensors"))
-            self.milestones.load_state_dict(record["milestones"])
+            self.schedule.load_state_dict(record.schedule, _load_if_there(trainer / "served.safetensors"))
+            self.milestones.load_state_dict(record.milestones)
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CheckpointError(f"resume={checkpoint}: its trainer state does not fit this configuration ({reason_of(error)})") from error
         best = self.milestones.best_iteration
         if best is not None and not self._path(best).exists():  # an older checkpoint is gone on from, when a later one was the best
             self.milestones.forget_best()
-        return Restored(int(record["iteration"]), record["source"], record["owes_evaluation"])
+        return Restored(record.iteration, record.source, record.owes_evaluation)
 
 
 def _link(link: Path, target: str) -> None:

@@ -1,44 +1,86 @@
-"""Finds the checkpoints of a run folder and reads their `state.json`. Loads no weights."""
+"""Finds the checkpoints of a run folder, and those of them that can be trusted. Loads no weights and imports no torch."""
 
 from __future__ import annotations
 
-import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from offline_grpo.checkpoint.manifest import find_damage
+from offline_grpo.checkpoint.state import TrainerState, read_state
 from offline_grpo.errors import CheckpointError
 
-FORMAT = 3
-"""Format version of `trainer/state.json`; increased when checkpoints of an older version can no longer be read."""
 BEST = "best"
 """The link to the best checkpoint in a run's `checkpoints` folder, with `checkpoint.keep_best`."""
 
-
-def read_state(checkpoint: Path, *, key: str = "resume") -> dict[str, Any]:
-    """`trainer/state.json` of a checkpoint.
-
-    Args:
-        key: what named the checkpoint, for messages.
-
-    Raises:
-        CheckpointError: the file is missing, or not from this pipeline.
-    """
-    path = checkpoint / "trainer" / "state.json"
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{key}={checkpoint}: no readable trainer/state.json, so this is not a checkpoint of a run") from error
-    if record.get("format") != FORMAT:
-        raise CheckpointError(f"{key}={checkpoint}: written in format {record.get('format')}, this version reads format {FORMAT}")
-    return record
+log = logging.getLogger(__name__)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a run's `checkpoints` folder, oldest first."""
-    return sorted((path for path in folder.glob("iter_*") if path.name[5:].isdigit()), key=lambda path: int(path.name[5:]))
+    return sorted((path for path in folder.glob("iter_*") if path.name[5:].isdecimal()), key=lambda path: int(path.name[5:]))
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint, or None."""
     found = list_checkpoints(folder)
     return found[-1] if found else None
+
+
+def latest_state(folder: Path) -> TrainerState | None:
+    """What the newest checkpoint says whose `state.json` can be read; its other files are not looked at. None if there is none."""
+    for checkpoint in reversed(list_checkpoints(folder)):
+        try:
+            return read_state(checkpoint)
+        except CheckpointError:
+            continue
+    return None
+
+
+def verified_state(checkpoint: Path, *, key: str = "resume") -> TrainerState:
+    """`read_state`, of a checkpoint whose files are all as they were written. Reads every file once.
+
+    Raises:
+        CheckpointError: as `read_state`, or a file is damaged; names the newest sound checkpoint beside it.
+    """
+    try:
+        return _verified(checkpoint, key)
+    except CheckpointError as error:
+        sound = next((path for path, found in _newest_first(checkpoint.parent) if isinstance(found, TrainerState)), None)
+        raise CheckpointError(f"{error}; the newest sound one is {sound}" if sound is not None else str(error)) from error
+
+
+def newest_sound(folder: Path) -> tuple[Path, TrainerState] | None:
+    """The newest checkpoint in a run's `checkpoints` folder whose files are all as they were written; None if there is no checkpoint.
+
+    Reads the files of each, from the newest on, until one is sound. A warning names the damaged ones.
+
+    Raises:
+        CheckpointError: none of them is sound.
+    """
+    damaged: list[CheckpointError] = []
+    for checkpoint, found in _newest_first(folder):
+        if isinstance(found, TrainerState):
+            for error in damaged:
+                log.warning("%s; using %s instead", error, checkpoint)
+            return checkpoint, found
+        damaged.append(found)
+    if damaged:
+        raise CheckpointError(f"{damaged[0]}; no checkpoint in {folder} is sound")
+    return None
+
+
+def _newest_first(folder: Path) -> Iterator[tuple[Path, TrainerState | CheckpointError]]:
+    for checkpoint in reversed(list_checkpoints(folder)):
+        try:
+            yield checkpoint, _verified(checkpoint, "resume")
+        except CheckpointError as error:
+            yield checkpoint, error
+
+
+def _verified(checkpoint: Path, key: str) -> TrainerState:
+    state = read_state(checkpoint, key=key)
+    damage = find_damage(checkpoint)
+    if damage is not None:
+        raise CheckpointError(f"{key}={checkpoint}: is damaged: {damage}")
+    return state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from offline_grpo import hub
-from offline_grpo.checkpoint.files import BEST, latest_checkpoint, read_state
+from offline_grpo.checkpoint.files import BEST, latest_checkpoint, verified_state
+from offline_grpo.checkpoint.state import TrainerState
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.model.adapters import LanguageModel
 from offline_grpo.model.dtypes import torch_dtype
@@ -42,7 +44,7 @@ class ModelSource:
     weights: str
     adapter: str | None
     checkpoint: Path | None
-    state: Mapping[str, Any] | None
+    state: TrainerState | None
     trust_remote_code: bool
 
     @property
@@ -53,7 +55,7 @@ class ModelSource:
     @property
     def config(self) -> Mapping[str, Any] | None:
         """The resolved configuration of the run that wrote the checkpoint."""
-        return None if self.state is None else self.state["config"]
+        return None if self.state is None else self.state.config
 
     @property
     def trained_dtype(self) -> torch.dtype | None:
@@ -105,17 +107,18 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
 
     Raises:
         ConfigError: no model has this name, or it cannot be reached.
-        CheckpointError: a checkpoint of another format.
+        CheckpointError: a checkpoint of another format, or a damaged one.
     """
     folder = Path(name).expanduser()
-    if (folder / "checkpoints").is_dir():
+    is_run = (folder / "checkpoints").is_dir()
+    if is_run:
         best = folder / "checkpoints" / BEST
         found = best if best.exists() else latest_checkpoint(folder / "checkpoints")
         if found is None:
             raise ConfigError(f"{KEY}={name}: a run without a checkpoint; give a checkpoint, a model folder or a Hugging Face id")
         folder = found
-    is_checkpoint = (folder / "trainer").is_dir()
-    checkpoint = folder.resolve() if is_checkpoint else None
+    checkpoint = folder.resolve() if is_run or os.path.lexists(folder / "trainer") else None
+    state = verified_state(checkpoint, key=KEY) if checkpoint is not None else None
     place = str(checkpoint or folder) if folder.exists() else name
     hub.need_model(place, KEY)
     base = _base_of_adapter(place)
@@ -123,7 +126,6 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
         read_model_config(place, KEY, trust_remote_code=trust_remote_code)
     else:
         _check_base(name, base, trust_remote_code=trust_remote_code)
-    state = read_state(checkpoint, key=KEY) if checkpoint is not None else None
     adapter = place if base is not None else None
     return ModelSource(name, base or place, adapter, checkpoint, state, trust_remote_code)
 

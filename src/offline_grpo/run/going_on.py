@@ -20,7 +20,6 @@ from offline_grpo.run.preflight import fresh_schedule
 from offline_grpo.run.run_dir import ResumePoint, RunDir, changed_keys
 from offline_grpo.settings import RunConfig
 from offline_grpo.train.milestones import early_stop_reason
-from offline_grpo.train.schedule import LrSchedule
 
 FIXED = {
     "model.train_id": "its weights are those of another model",
@@ -41,7 +40,7 @@ def checked(point: ResumePoint, config: RunConfig, plain: Mapping[str, Any]) -> 
     Raises:
         ConfigError: a change that this run cannot take.
     """
-    changes = changed_keys(point.state["config"], plain)
+    changes = changed_keys(point.state.config, plain)
     for key, (old, new) in changes.items():
         reason = next((why for fixed, why in FIXED.items() if key == fixed or key.startswith(f"{fixed}.")), None)
         if reason is not None:
@@ -58,8 +57,8 @@ def checked(point: ResumePoint, config: RunConfig, plain: Mapping[str, Any]) -> 
     schedule = fresh_schedule(config)
     if not is_finished(point, config):
         schedule = schedule.continuing(
-            LrSchedule(**point.state["lr_schedule"]),
-            point.state["counters"]["num_updates"],
+            point.state.lr_schedule,
+            point.state.counters.num_updates,
             restart=bool(typed & {"train.lr", "train.optimizer.lr"}),
             warms_up="train.warmup_steps" in typed,
         )
@@ -68,8 +67,8 @@ def checked(point: ResumePoint, config: RunConfig, plain: Mapping[str, Any]) -> 
 
 def is_finished(point: ResumePoint, config: RunConfig) -> bool:
     """Whether there is nothing left to do."""
-    is_over = point.num_done >= config.train.iterations or early_stop_reason(point.state, config.train.stop_when) is not None
-    return is_over and not point.state["owes_evaluation"]
+    is_over = point.num_done >= config.train.iterations or early_stop_reason(point.state.milestones, config.train.stop_when) is not None
+    return is_over and not point.state.owes_evaluation
 
 
 def describe(point: ResumePoint, config: RunConfig) -> list[str]:
@@ -77,9 +76,9 @@ def describe(point: ResumePoint, config: RunConfig) -> list[str]:
     lines = [f"going on after iteration {point.num_done} of {config.train.iterations}, from {point.checkpoint}"]
     if point.changes:
         lines.append("changed: " + ", ".join(f"{key}={new} (was {old})" for key, (old, new) in point.changes.items()))
-    earlier, now = LrSchedule(**point.state["lr_schedule"]), point.lr_schedule
+    earlier, now = point.state.lr_schedule, point.lr_schedule
     if now is not None and now != earlier:
-        update = point.state["counters"]["num_updates"]
+        update = point.state.counters.num_updates
         falls = "stays there" if now.kind == "constant" else f"falls to 0 at update {now.num_updates} ({now.kind})"
         lines.append(f"learning rate: goes on at {config.train.lr * now(update):.3g} at update {update} and {falls}")
     return lines
@@ -87,11 +86,11 @@ def describe(point: ResumePoint, config: RunConfig) -> list[str]:
 
 def describe_finished(point: ResumePoint, config: RunConfig) -> str:
     """That a run is finished, and how it is made longer."""
-    schedule = LrSchedule(**point.state["lr_schedule"])
+    schedule = point.state.lr_schedule
     further = [f"train.iterations={2 * config.train.iterations}"]
-    if schedule(point.state["counters"]["num_updates"]) == 0:
+    if schedule(point.state.counters.num_updates) == 0:
         further.append(f"train.lr={config.train.lr:g}")
-    early = early_stop_reason(point.state, config.train.stop_when)
+    early = early_stop_reason(point.state.milestones, config.train.stop_when)
     why = f": {early}" if early is not None else ""
     return f"finished: {point.num_done} of {config.train.iterations} iterations{why}; longer: {command(point.run_dir.path, *further)}"
 

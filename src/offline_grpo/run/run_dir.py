@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.checkpoint.files import latest_checkpoint, read_state
+from offline_grpo.checkpoint.files import latest_state, newest_sound, verified_state
+from offline_grpo.checkpoint.state import TrainerState
 from offline_grpo.errors import CheckpointError, ConfigError
 from offline_grpo.train.schedule import LrSchedule
 
@@ -64,14 +66,14 @@ class ResumePoint:
 
     run_dir: RunDir
     checkpoint: Path
-    state: Mapping[str, Any]
+    state: TrainerState
     changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # see `changed_keys`
     lr_schedule: LrSchedule | None = None
 
     @property
     def num_done(self) -> int:
         """Complete iterations."""
-        return self.state["iteration"] + 1
+        return self.state.iteration + 1
 
 
 def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:
@@ -79,40 +81,41 @@ def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, An
 
     Args:
         resume: None; the path of a run folder or of a checkpoint in one; or "auto". "auto" takes `fresh` itself if it has a checkpoint,
-            otherwise the newest unfinished run with the same configuration and a checkpoint.
+            otherwise the newest unfinished run with the same configuration and a checkpoint. Of a run, its newest sound checkpoint.
         fresh: the folder that Hydra created for this start.
         config: the resolved configuration.
 
     Raises:
         ConfigError: the path contains no checkpoint.
+        CheckpointError: the checkpoint is damaged, or all of the run's are.
     """
     if resume is None:
         return None
     if resume == "auto":
         return _newest_alike(fresh, config)
     path = Path(resume).expanduser().resolve()
-    checkpoint = path if (path / "trainer").is_dir() else latest_checkpoint(path / "checkpoints")
-    if checkpoint is None:
+    is_checkpoint = os.path.lexists(path / "trainer") or path.name.startswith("iter_")
+    found = (path, verified_state(path)) if is_checkpoint else newest_sound(path / "checkpoints")
+    if found is None:
         raise ConfigError(f"resume={resume}: no checkpoint there; give a run folder, one of its checkpoints/iter_NNN, or auto")
-    return ResumePoint(RunDir(checkpoint.parent.parent), checkpoint, read_state(checkpoint))
+    return ResumePoint(RunDir(found[0].parent.parent), *found)
 
 
 def _newest_alike(fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:
-    own = latest_checkpoint(fresh.checkpoints)
+    own = newest_sound(fresh.checkpoints)
     if own is not None:  # the user chose the folder, as in a job that the scheduler requeues
-        return ResumePoint(fresh, own, read_state(own))
+        return ResumePoint(fresh, *own)
     for run in _earlier_runs(fresh.path):
-        checkpoint = latest_checkpoint(run / "checkpoints")
-        if checkpoint is None:
+        latest = latest_state(run / "checkpoints")
+        if latest is not None and changed_keys(latest.config, config):  # before all files of its checkpoints are read
             continue
         try:
-            state = read_state(checkpoint)
+            found = newest_sound(run / "checkpoints")
         except CheckpointError as error:
             log.warning("%s; skipped", error)
             continue
-        is_unfinished = state["iteration"] + 1 < config["train"]["iterations"] or state["owes_evaluation"]
-        if is_unfinished and not changed_keys(state["config"], config):
-            return ResumePoint(RunDir(run), checkpoint, state)
+        if found is not None and (found[1].iteration + 1 < config["train"]["iterations"] or found[1].owes_evaluation):
+            return ResumePoint(RunDir(run), *found)
     return None
 
 

@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
-from offline_grpo.checkpoint.files import latest_checkpoint, read_state
+from offline_grpo.checkpoint.files import latest_state
 from offline_grpo.errors import ConfigError
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.settings import StopWhenConfig
@@ -100,20 +100,16 @@ def is_finished(run: Path, train: Mapping[str, Any] | None = None) -> bool:
 
     Args:
         train: its settings today, None for those it was trained with.
-
-    Raises:
-        CheckpointError: its checkpoint cannot be read.
     """
-    checkpoint = latest_checkpoint(run / "checkpoints")
-    if checkpoint is None:  # `checkpoint.enabled=false`, or it has hardly begun
+    state = latest_state(run / "checkpoints")
+    if state is None:  # `checkpoint.enabled=false`, or it has hardly begun
         from offline_grpo.report.sweep_run import read_run
 
         return (run / ".hydra" / "config.yaml").is_file() and (run / "report.png").exists() and read_run(run, run.name).is_done
-    state = read_state(checkpoint)
-    settings: Mapping[str, Any] = state["config"]["train"] if train is None else train
-    is_early = early_stop_reason(state, StopWhenConfig(**settings["stop_when"])) is not None
-    has_ended = is_early or state["iteration"] + 1 >= settings["iterations"]
-    return has_ended and not state["owes_evaluation"]
+    settings: Mapping[str, Any] = state.config["train"] if train is None else train
+    is_early = early_stop_reason(state.milestones, StopWhenConfig(**settings["stop_when"])) is not None
+    has_ended = is_early or state.iteration + 1 >= settings["iterations"]
+    return has_ended and not state.owes_evaluation
 
 
 def recorded(record: Mapping[str, Any]) -> list[str]:

@@ -6,8 +6,7 @@ This module imports no torch: whether a run is finished must be known before any
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from offline_grpo.errors import require
 from offline_grpo.settings import RunConfig, StopWhenConfig
@@ -90,25 +89,25 @@ class Milestones:
             return f"no better {watch.key} than {watch.best:.4g} ({when}) in {count}, train.stop_when.patience={patience}"
         return None
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """For the checkpoint, as JSON types."""
-        return {name: asdict(watch) for name, watch in self._watches.items()}
+    def state_dict(self) -> dict[str, Watch]:
+        """For the checkpoint."""
+        return {name: replace(watch) for name, watch in self._watches.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Watch]) -> None:
         """Restore `state_dict()`. A metric that was not followed, or another one, has no best value yet."""
         for name, watch in self._watches.items():
-            if state.get(name, {}).get("metric") == watch.metric:
-                self._watches[name] = Watch(**state[name])
+            if name in state and state[name].metric == watch.metric:
+                self._watches[name] = replace(state[name])
 
     def forget_best(self) -> None:
         """The best checkpoint is gone; the next one that is evaluated is the best."""
         self._watches["keep_best"] = Watch(self._watches["keep_best"].metric)
 
 
-def early_stop_reason(trainer_state: Mapping[str, Any], stop_when: StopWhenConfig) -> str | None:
-    """Why a run with this `trainer/state.json` would not go on under these settings; None if it would."""
+def early_stop_reason(saved: Mapping[str, Watch], stop_when: StopWhenConfig) -> str | None:
+    """Why a run whose checkpoint has these milestones would not go on under these settings; None if it would."""
     milestones = Milestones(None, stop_when)
-    milestones.load_state_dict(trainer_state.get("milestones", {}))
+    milestones.load_state_dict(saved)
     return milestones.stop_reason
 
 

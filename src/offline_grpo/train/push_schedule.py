@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from offline_grpo.model.policy import Policy
+from offline_grpo.train.counters import PushCounters
 
 
 @dataclass
@@ -63,14 +63,14 @@ class PushSchedule:
         finally:
             _write(policy, own)
 
-    def state_dict(self, version: int) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
-        """Counters as JSON types, and the served weights where they are older than the policy's, of `version`."""
+    def state_dict(self, version: int) -> tuple[PushCounters, Mapping[str, Tensor]]:
+        """Counters, and the served weights where they are older than the policy's, of `version`."""
         is_older = self._served is not None and self.version != version
-        return {"version": self.version, "num_skipped": self._num_skipped}, self._served or {} if is_older else {}
+        return PushCounters(self.version, self._num_skipped), self._served or {} if is_older else {}
 
-    def load_state_dict(self, counters: Mapping[str, Any], served: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, counters: PushCounters, served: Mapping[str, Tensor]) -> None:
         """Restore `state_dict()`."""
-        self.version, self._num_skipped = counters["version"], counters["num_skipped"]
+        self.version, self._num_skipped = counters.version, counters.num_skipped
         self._served = dict(served) or None
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from offline_grpo.errors import ConfigError
 
@@ -69,7 +68,3 @@ class LrSchedule:
                 "say what it is from now on, such as train.lr=1e-4 (it falls from there to 0 again, unless train.schedule=constant)"
             )
         return replace(self, first=update, scale=scale, warms_up=False)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The arguments, for the checkpoint, as JSON types."""
-        return asdict(self)

@@ -28,22 +28,9 @@ from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.alignment import Alignment
 from offline_grpo.train.batch import microbatches, share_of_rank, split_updates, totals_of
+from offline_grpo.train.counters import UpdateCounters
 from offline_grpo.train.schedule import LrSchedule
 from offline_grpo.types import TokenBatch, TokenStats
-
-
-@dataclass
-class UpdateCounters:
-    """What is counted over the whole run, and saved with it."""
-
-    num_updates: int = 0  # attempted, refused ones included: the position in the learning-rate schedule
-    num_refused: int = 0
-    num_refused_in_a_row: int = 0
-
-    @property
-    def version(self) -> int:
-        """Updates that the weights carry."""
-        return self.num_updates - self.num_refused
 
 
 @dataclass

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoints import config_of
 from factories import make_policy, make_qwen2, make_updater
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -34,7 +35,7 @@ def checkpointer_of(updater, folder, *, keep_last_k=1, interval=1, keep_best=Non
         source=SimpleNamespace(state_dict=lambda: {"queue": [1, 2]}),
         milestones=Milestones(keep_best, StopWhenConfig("pass@1", None, None)),
         ranks=updater.ranks,
-        config={"seed": 0},
+        config=config_of(),
         keep_last_k=keep_last_k,
     )
 
@@ -149,7 +150,7 @@ def test_state_tells_format_iteration_and_configuration(saved, tmp_path):
     checkpointer, _ = saved()
     checkpointer.write(3).commit()
     state = json.loads((tmp_path / "checkpoints" / "iter_003" / "trainer" / "state.json").read_text())
-    assert (state["format"], state["iteration"], state["config"]) == (3, 3, {"seed": 0})
+    assert (state["format"], state["iteration"], state["config"]) == (4, 3, config_of())
     assert state["counters"]["num_updates"] == 1
 
 

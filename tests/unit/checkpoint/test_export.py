@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from architectures import ZOO
+from checkpoints import config_of, make_checkpoint, state_of
 from factories import make_qwen2
 from peft import LoraConfig, PeftModel, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offline_grpo.checkpoint.export import export_model, push_to_hub
-from offline_grpo.checkpoint.files import FORMAT
 from offline_grpo.checkpoint.pretrained import find_model
 from offline_grpo.errors import CheckpointError, ConfigError
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
@@ -28,12 +27,9 @@ CPU = torch.device("cpu")
 
 def checkpoint(folder: Path, model: Any, precision: str = "fp32") -> Path:
     """What a run leaves, as far as an export reads it."""
-    (folder / "trainer").mkdir(parents=True)
     model.save_pretrained(str(folder))
     build_char_tokenizer(512).save_pretrained(str(folder))
-    config = {"train": {"precision": precision}, "model": {"train_id": None}}
-    (folder / "trainer" / "state.json").write_text(json.dumps({"format": FORMAT, "config": config}))
-    return folder
+    return make_checkpoint(folder, state_of(config=config_of(precision=precision)))
 
 
 def adapted(tmp_path: Path, base: Any) -> Any:

@@ -1,9 +1,8 @@
 """What `resume=PATH` makes of the command line and of the configuration that Hydra composes from it."""
 
-import json
-
 import pytest
 import yaml
+from checkpoints import make_checkpoint, state_of
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.run import resume
@@ -12,8 +11,7 @@ from offline_grpo.run import resume
 @pytest.fixture
 def run(tmp_path):
     path = tmp_path / "my run"
-    (path / "checkpoints" / "iter_003" / "trainer").mkdir(parents=True)
-    (path / "checkpoints" / "iter_003" / "trainer" / "state.json").write_text(json.dumps({"format": 3, "iteration": 3}))
+    make_checkpoint(path / "checkpoints" / "iter_003", state_of(3))
     (path / ".hydra").mkdir()
     (path / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(["task=gsm8k", "+new.key=1", "train.lr=1e-4", "resume=auto"]))
     sources = [{"path": "conf", "provider": "main"}, {"path": "/my/conf", "provider": "command-line"}]

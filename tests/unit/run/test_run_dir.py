@@ -1,19 +1,16 @@
 """Finding the run to go on with."""
 
-import json
-
 import pytest
+from checkpoints import config_of, make_checkpoint, state_of
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.run.run_dir import RunDir, changed_keys, discard_fresh, find_resume_point
 
-CONFIG = {"train": {"lr": 1e-3, "iterations": 10}, "resume": None, "seed": 0}
+CONFIG = {**config_of(lr=1e-3, iterations=10), "resume": None, "seed": 0}
 
 
 def make_run(path, iteration, config=CONFIG):
-    trainer = path / "checkpoints" / f"iter_{iteration:03d}" / "trainer"
-    trainer.mkdir(parents=True)
-    (trainer / "state.json").write_text(json.dumps({"format": 3, "iteration": iteration, "owes_evaluation": False, "config": config}))
+    make_checkpoint(path / "checkpoints" / f"iter_{iteration:03d}", state_of(iteration, config=config))
     return RunDir(path)
 
 
@@ -86,7 +83,7 @@ def test_a_path_without_checkpoint_is_refused(fresh, tmp_path):
 
 
 def test_changes_are_named_by_key():
-    now = {"train": {"lr": 1e-4, "iterations": 10, "new": 1}, "resume": "auto", "seed": 0}
+    now = {**config_of(lr=1e-4, iterations=10, new=1), "resume": "auto", "seed": 0}
     assert changed_keys(CONFIG, now) == {"train.lr": (1e-3, 1e-4), "train.new": (None, 1)}
 
 

@@ -1,10 +1,10 @@
 """Which sweep `resume` means, with which overrides it goes on, and what is refused."""
 
-import json
 from pathlib import Path
 
 import pytest
 import yaml
+from checkpoints import config_of, make_checkpoint, state_of
 from omegaconf import OmegaConf
 
 from offline_grpo.errors import ConfigError
@@ -29,11 +29,8 @@ def make_sweep(folder: Path, done: list[int], *, words: list[str] = WORDS, targe
         (folder / str(number) / ".hydra" / "overrides.yaml").write_text(
             yaml.safe_dump(["experiment=smoke", f"train.lr={lr}", f"seed={seed}", "resume=auto"])
         )
-        trainer = folder / str(number) / "checkpoints" / f"iter_{num_done - 1:03d}" / "trainer"
-        trainer.mkdir(parents=True)
-        train = {"iterations": 2, "stop_when": {"metric": "pass@1", "threshold": None, "patience": None}}
-        state = {"format": 3, "iteration": num_done - 1, "owes_evaluation": False, "config": {"train": train}}
-        (trainer / "state.json").write_text(json.dumps(state))
+        state = state_of(num_done - 1, config=config_of(iterations=2))
+        make_checkpoint(folder / str(number) / "checkpoints" / f"iter_{num_done - 1:03d}", state)
     return folder
 
 
