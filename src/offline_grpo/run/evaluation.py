@@ -146,7 +146,8 @@ def _served(source: ModelSource, held_out: HeldOut, spec: EngineSpec, out: Path)
                 place = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".merged_", dir=out))) / "model")
                 export_model(source, Path(place), merge=True, dtype=None, card="")
             runtime["eos_ids"] = end_ids(_generation_config(source.weights), tokenizer)
-            runtime["vocab_size"] = read_model_config(source.weights, "MODEL").get_text_config().vocab_size
+            model_config = read_model_config(source.weights, "MODEL", trust_remote_code=source.trust_remote_code)
+            runtime["vocab_size"] = model_config.get_text_config().vocab_size
         else:
             dtype = source.trained_dtype or torch_dtype(config.train.precision)
             attention = config.model.attn_implementation
