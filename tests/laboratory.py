@@ -20,7 +20,6 @@ from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.model import lm_head
 from offline_grpo.model.scoring import Scoring
-from offline_grpo.report import plots
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import app, assemble
 
@@ -65,7 +64,6 @@ class Laboratory:
             words = [word.replace(place, str(path)) for word in words]
         with pytest.MonkeyPatch.context() as patch:
             watch(patch, trace)
-            patch.setattr(plots, "save_report", lambda history: history.run_dir / "report.png")  # takes as long as all the rest
             try:
                 app.run(compose_config(*TWO_ITERATIONS, f"cache_dir={self.root}/cache", *words), run_dir)
             except GrpoError as error:

@@ -562,6 +562,7 @@ def test_equal_runs_are_equal(run: Laboratory) -> None:
     assert len(first.evaluations) == 3
 
 
+@pytest.mark.slow  # a hundred runs
 @pytest.mark.parametrize("key", RUNS)
 def test_a_run_changes_with(key: str, run: Laboratory) -> None:
     row = RUNS[key]
