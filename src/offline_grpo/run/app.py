@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from offline_grpo import progress
 from offline_grpo.errors import StopRequested
-from offline_grpo.run import going_on, launch
+from offline_grpo.run import going_on, launch, lock
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_batches, describe_data, describe_staleness
 from offline_grpo.run.engine_spec import check_overrides
@@ -37,7 +37,7 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
         overrides: of the command line, which `cfg` has in it already.
     """
     fresh = RunDir(output_dir.resolve())
-    with StopSignal.listening() as stop, _leaving_no_empty_folder(fresh), progress.followed(), kept_for_log():
+    with StopSignal.listening() as stop, lock.released_at_end(), _leaving_no_empty_folder(fresh), progress.followed(), kept_for_log():
         config, plain = typed(cfg), as_plain(cfg)
         if launch.is_main():
             print("offline-grpo: loading ...", flush=True)
@@ -52,7 +52,7 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
         with log_to(run_dir.path, ranks):
             if resume is not None and going_on.is_finished(resume, config):
                 log.info(going_on.describe_finished(resume, config))
-                return _report(run_dir) if ranks.is_main else None
+                return report(run_dir) if ranks.is_main else None
             try:
                 return _run(plan, cfg, run_dir, resume, ranks, stop, overrides)
             except StopRequested as signal:
@@ -108,10 +108,10 @@ def _run(
                 loop.run(restored.iteration + 1, restored.source, owes_evaluation=restored.owes_evaluation)
             stop.hold("the report; the run is complete")
             stack.close()
-            return _report(run_dir) if ranks.is_main else None
+            return report(run_dir) if ranks.is_main else None
 
 
-def _report(run_dir: RunDir) -> float | None:
+def report(run_dir: RunDir) -> float | None:
     """Draw report.png and print the summary from the recorded metrics. Returns the last pass@1."""
     from offline_grpo.logger import output_console
     from offline_grpo.report.history import load_history

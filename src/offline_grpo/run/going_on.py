@@ -85,14 +85,15 @@ def describe(point: ResumePoint, config: RunConfig) -> list[str]:
 
 
 def describe_finished(point: ResumePoint, config: RunConfig) -> str:
-    """That a run is finished, and how it is made longer."""
+    """That a run is finished, how it is made longer, and how another one is started."""
     schedule = point.state.lr_schedule
     further = [f"train.iterations={2 * config.train.iterations}"]
     if schedule(point.state.counters.num_updates) == 0:
         further.append(f"train.lr={config.train.lr:g}")
     early = early_stop_reason(point.state.milestones, config.train.stop_when)
     why = f": {early}" if early is not None else ""
-    return f"finished: {point.num_done} of {config.train.iterations} iterations{why}; longer: {command(point.run_dir.path, *further)}"
+    longer = command(point.run_dir.path, *further)
+    return f"finished: {point.num_done} of {config.train.iterations} iterations{why}; longer: {longer}; anew: leave resume out"
 
 
 def command(path: Path, *overrides: str) -> str:

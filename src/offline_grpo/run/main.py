@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from offline_grpo.run import cli, config, resume, sweep_jobs, sweep_resume
 from offline_grpo.run.config import as_plain
 from offline_grpo.run.help import help_text
+from offline_grpo.run.run_dir import RunDir
 
 config.register()  # at import, because processes that a sweep's launcher starts import this module for `job`
 
@@ -25,14 +26,14 @@ def job(cfg: DictConfig) -> float | None:
 
 
 def _run(cfg: DictConfig) -> float | None:
+    from offline_grpo.run import app
+
     folder = Path(HydraConfig.get().runtime.output_dir)
     if cfg.resume == "auto" and HydraConfig.get().mode is RunMode.MULTIRUN and sweep_resume.is_finished(folder, as_plain(cfg)["train"]):
         from offline_grpo.report.sweep_run import read_run
 
         print(f"run {HydraConfig.get().job.num} of the sweep is finished: {folder}")
-        return read_run(folder, folder.name).final_pass_at_1
-    from offline_grpo.run import app
-
+        return read_run(folder, folder.name).final_pass_at_1 if (folder / "report.png").exists() else app.report(RunDir(folder))
     return app.run(resume.own_configuration(cfg), folder, HydraConfig.get().overrides.task)
 
 

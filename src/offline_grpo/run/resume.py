@@ -46,7 +46,7 @@ def arguments(words: Sequence[str]) -> list[str]:
     is_sweep = bool({"-m", "--multirun"} & set(words))
     sweep = sweep_resume.sweep_folder(named) if named not in (None, "auto") else None
     if named == "auto" and is_sweep:
-        sweep = sweep_resume.newest_unfinished([word for word in typed if OVERRIDE.match(word)])
+        sweep = sweep_resume.newest_alike([word for word in typed if OVERRIDE.match(word)])
     if sweep is not None:
         return _of_sweep(sweep, words)
     run = run_folder(named) if named not in (None, "auto") else None
@@ -68,7 +68,7 @@ def _of_sweep(sweep: Path, words: Sequence[str]) -> list[str]:
         options.append("--multirun")
     own = sweep_resume.overrides(sweep, typed)
     if launch.is_main():
-        print(f"going on with the sweep in {sweep}", flush=True)
+        print(f"going on with the sweep in {sweep}; leave resume out to start another one", flush=True)
     return [*options, *own, "resume=auto", f"hydra.sweep.dir={quoted(sweep)}"]
 
 

@@ -11,13 +11,15 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.checkpoint.files import latest_state, newest_sound, verified_state
+from offline_grpo.checkpoint.files import latest_checkpoint, latest_state, newest_sound, verified_state
 from offline_grpo.checkpoint.state import TrainerState
 from offline_grpo.errors import CheckpointError, ConfigError
+from offline_grpo.run import lock
 from offline_grpo.train.schedule import LrSchedule
 
 IGNORED_ON_RESUME = ("resume", "logger", "samples", "num_threads", "cache_dir")
@@ -77,61 +79,88 @@ class ResumePoint:
 
 
 def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:
-    """The checkpoint that `resume` refers to, or None to start a new run.
+    """The checkpoint that `resume` refers to, or None to start a new run. Locks the folder that the run will write to.
 
     Args:
         resume: None; the path of a run folder or of a checkpoint in one; or "auto". "auto" takes `fresh` itself if it has a checkpoint,
-            otherwise the newest unfinished run with the same configuration and a checkpoint. Of a run, its newest sound checkpoint.
+            otherwise the newest run with the same configuration and a checkpoint, finished or not. Of a run, its newest sound checkpoint.
         fresh: the folder that Hydra created for this start.
         config: the resolved configuration.
 
     Raises:
-        ConfigError: the path contains no checkpoint.
+        ConfigError: the path contains no checkpoint, or another process writes there. With "auto", also if another process is at a run of
+            the same configuration.
         CheckpointError: the checkpoint is damaged, or all of the run's are.
     """
+    like = lock.likeness(_comparable(config))
     if resume is None:
+        lock.take(fresh.path, f"hydra.run.dir={fresh.path}", like)
         return None
     if resume == "auto":
-        return _newest_alike(fresh, config)
+        root = _root(fresh.path)
+        with nullcontext() if root is None else lock.choosing(root):
+            point = _newest_in(fresh, "resume=auto", like) or (None if root is None else _newest_alike(root, fresh, config, like))
+            if point is None or point.run_dir == fresh:
+                lock.take(fresh.path, "resume=auto", like)
+            return point
     path = Path(resume).expanduser().resolve()
-    is_checkpoint = os.path.lexists(path / "trainer") or path.name.startswith("iter_")
-    found = (path, verified_state(path)) if is_checkpoint else newest_sound(path / "checkpoints")
-    if found is None:
+    if os.path.lexists(path / "trainer") or path.name.startswith("iter_"):
+        run = RunDir(path.parent.parent)
+        if path.is_dir():
+            lock.take(run.path, f"resume={resume}", like)
+        return ResumePoint(run, path, verified_state(path))
+    point = _newest_in(RunDir(path), f"resume={resume}", like)
+    if point is None:
         raise ConfigError(f"resume={resume}: no checkpoint there; give a run folder, one of its checkpoints/iter_NNN, or auto")
-    return ResumePoint(RunDir(found[0].parent.parent), *found)
+    return point
 
 
-def _newest_alike(fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:
-    own = newest_sound(fresh.checkpoints)
-    if own is not None:  # the user chose the folder, as in a job that the scheduler requeues
-        return ResumePoint(fresh, *own)
-    for run in _earlier_runs(fresh.path):
+def _newest_in(run: RunDir, key: str, like: str) -> ResumePoint | None:
+    """Lock the folder of a run, if it has a checkpoint. The newest is found after that: whoever had the lock may have written one."""
+    if latest_checkpoint(run.checkpoints) is None:
+        return None
+    lock.take(run.path, key, like)
+    found = newest_sound(run.checkpoints)
+    return ResumePoint(run, *found) if found is not None else None
+
+
+def _newest_alike(root: Path, fresh: RunDir, config: Mapping[str, Any], like: str) -> ResumePoint | None:
+    for run in _earlier_runs(root, fresh.path):
+        lock.refuse_another(run, "resume=auto", like)
         latest = latest_state(run / "checkpoints")
         if latest is not None and changed_keys(latest.config, config):  # before all files of its checkpoints are read
             continue
         try:
-            found = newest_sound(run / "checkpoints")
+            point = _newest_in(RunDir(run), "resume=auto", like)
         except CheckpointError as error:
             log.warning("%s; skipped", error)
+            lock.release(run)
             continue
-        if found is not None and (found[1].iteration + 1 < config["train"]["iterations"] or found[1].owes_evaluation):
-            return ResumePoint(RunDir(run), *found)
+        if point is not None:
+            return point
     return None
 
 
-def _earlier_runs(fresh: Path) -> list[Path]:
-    """The other runs under the same root, newest first: siblings of outputs/DATE/TIME are DATE/TIME. The jobs of a sweep have none, because
-    it goes on as a whole (`sweep_resume.py`)."""
-    if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", fresh.parent.name):
-        return []
-    return sorted((path for path in fresh.parent.parent.glob("*/*") if path != fresh), reverse=True)
+def _root(fresh: Path) -> Path | None:
+    """`outputs` for outputs/DATE/TIME. None for other folders: one that was named by hand, as for a job that the scheduler requeues, or
+    that of a job of a sweep, which goes on as a whole (`sweep_resume.py`)."""
+    return fresh.parent.parent if re.fullmatch(r"\d{4}-\d{2}-\d{2}", fresh.parent.name) else None
+
+
+def _earlier_runs(root: Path, fresh: Path) -> list[Path]:
+    """The other runs under the same root, newest first."""
+    return sorted((path for path in root.glob("*/*") if path != fresh), reverse=True)
 
 
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> (saved, now) for every value that differs, except keys that do not affect training."""
-    old, new = _flat(saved), _flat(json.loads(json.dumps(config)))
-    keys = [key for key in {**old, **new} if key.split(".")[0] not in IGNORED_ON_RESUME]
-    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+    old, new = _comparable(saved), _comparable(json.loads(json.dumps(config)))
+    return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
+
+
+def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value, of the keys that affect training."""
+    return {key: value for key, value in _flat(config).items() if key.split(".")[0] not in IGNORED_ON_RESUME}
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -142,7 +171,7 @@ def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
 
 def discard_fresh(folder: Path) -> None:
     """Delete the folder that Hydra created, if nothing else was written to it (a rejected configuration, a resumed run)."""
-    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra", "run.log"}:
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra", "run.log", lock.NAME}:
         shutil.rmtree(folder)
         for parent in (folder.parent, folder.parent.parent):
             if parent.is_dir() and not any(parent.iterdir()):

@@ -33,8 +33,8 @@ def sweep_folder(resume: str) -> Path | None:
     return path if (path / "multirun.yaml").is_file() else None
 
 
-def newest_unfinished(typed: Sequence[str]) -> Path | None:
-    """The newest sweep that was started with the same overrides and has runs to finish.
+def newest_alike(typed: Sequence[str]) -> Path | None:
+    """The newest sweep that was started with the same overrides, finished or not.
 
     None if there is none, or if the command line says where the sweep is.
     """
@@ -44,9 +44,7 @@ def newest_unfinished(typed: Sequence[str]) -> Path | None:
     for path in sorted(ROOT.glob("*/*/multirun.yaml"), reverse=True):
         record = read_yaml(path)["hydra"]
         if _is_basic(record) and sorted(recorded(record)) == sorted(wanted) and _swept(recorded(record)) == _swept(wanted):
-            jobs = _jobs(record["sweeper"]["params"], recorded(record))
-            if sum(is_finished(run) for run in path.parent.iterdir() if run.is_dir()) < len(jobs):
-                return path.parent.resolve()
+            return path.parent.resolve()
     return None
 
 

@@ -4,6 +4,7 @@ import pytest
 from checkpoints import config_of, make_checkpoint, state_of
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.run import lock
 from offline_grpo.run.run_dir import RunDir, changed_keys, discard_fresh, find_resume_point
 
 CONFIG = {**config_of(lr=1e-3, iterations=10), "resume": None, "seed": 0}
@@ -12,6 +13,12 @@ CONFIG = {**config_of(lr=1e-3, iterations=10), "resume": None, "seed": 0}
 def make_run(path, iteration, config=CONFIG):
     make_checkpoint(path / "checkpoints" / f"iter_{iteration:03d}", state_of(iteration, config=config))
     return RunDir(path)
+
+
+@pytest.fixture(autouse=True)
+def unlocked():
+    with lock.released_at_end():
+        yield
 
 
 @pytest.fixture
@@ -31,14 +38,16 @@ def test_no_resume_starts_anew(fresh):
     assert found(None, fresh) is None
 
 
-def test_auto_takes_the_newest_unfinished_run_of_the_same_configuration(fresh):
+def test_auto_takes_the_newest_run_of_the_same_configuration(fresh):
     day = fresh.path.parent
+    make_run(fresh.path.parent.parent / "2026-01-01" / "23-00-00-000000", 8)
+    assert found("auto", fresh) == ("23-00-00-000000", "iter_008")
     make_run(day / "09-00-00-000000", 5)
     make_run(day / "10-00-00-000000", 3)
-    make_run(day / "11-00-00-000000", 9)  # finished
     make_run(day / "11-30-00-000000", 3, {**CONFIG, "seed": 1})
-    make_run(fresh.path.parent.parent / "2026-01-01" / "23-00-00-000000", 8)
     assert found("auto", fresh) == ("10-00-00-000000", "iter_003")
+    make_run(day / "11-00-00-000000", 9)  # finished: a command that is repeated trains nothing more
+    assert found("auto", fresh) == ("11-00-00-000000", "iter_009")
 
 
 def test_auto_goes_on_in_a_folder_that_was_named_by_hand(fresh):

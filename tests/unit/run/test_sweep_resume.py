@@ -40,25 +40,23 @@ def day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "multirun" / "2026-01-31"
 
 
-def test_auto_takes_the_newest_unfinished_sweep_with_the_same_overrides(day: Path) -> None:
+def test_auto_takes_the_newest_sweep_with_the_same_overrides_finished_or_not(day: Path) -> None:
     make_sweep(day / "09-00-00", [2, 1])
-    right = make_sweep(day / "10-00-00", [2, 2, 2])  # the fourth did not begin
-    make_sweep(day / "11-00-00", [2, 2, 2, 2])
+    right = make_sweep(day / "10-00-00", [2, 2, 2, 2])
     make_sweep(day / "12-00-00", [1], words=[*WORDS, "train.iterations=5"])
     make_sweep(day / "13-00-00", [1], words=[WORDS[0], WORDS[2], WORDS[1]])  # other numbers
     typed = ["seed=7", *WORDS, "resume=auto", "hydra.launcher=x"][1:]
-    assert sweep_resume.newest_unfinished(typed) == right
+    assert sweep_resume.newest_alike(typed) == right
     words = resume.arguments(["-m", *typed])
     assert words == ["-m", *WORDS, "hydra.launcher=x", "resume=auto", f"hydra.sweep.dir={right}"]
     assert resume.arguments(typed) == typed, "no sweep"
-    by_hand = ["-m", *typed, f"hydra.sweep.dir={day / '11-00-00'}"]
+    by_hand = ["-m", *typed, f"hydra.sweep.dir={day / '09-00-00'}"]
     assert resume.arguments(by_hand) == by_hand
 
 
-def test_a_search_and_a_finished_sweep_start_anew(day: Path) -> None:
+def test_a_search_starts_anew(day: Path) -> None:
     make_sweep(day / "10-00-00", [1], target="hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper")
-    make_sweep(day / "11-00-00", [2, 2, 2, 2])
-    assert sweep_resume.newest_unfinished([*WORDS, "hydra.launcher=x"]) is None
+    assert sweep_resume.newest_alike([*WORDS, "hydra.launcher=x"]) is None
     with pytest.raises(ConfigError, match="a search starts anew: leave resume out"):
         resume.arguments([f"resume={day / '10-00-00'}"])
 
