@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,10 @@ def test_it_trains_on_what_it_samples(name: str, tmp_path: Path) -> None:
         found = metrics_of(tmp_path / "run")[f"train_iter_{iteration:03d}.json"]
         assert found["alignment/diff_abs_mean"] < 1e-4
         assert found["num_updates"] == 2
+
+
+def test_prompts_that_the_tokenizer_cannot_read_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = (*SMALL, "train.iterations=1", "eval.enabled=false", "model.tiny.warm_start_steps=1", f"cache_dir={tmp_path}/cache")
+    app.run(compose_config(*run, "data.num_train_seeds=20", 'task.prompt_template="¿{a}{op}{b}?"'), tmp_path / "run")
+    [told] = [line for line in "".join(capsys.readouterr()).splitlines() if "does not know some characters" in line]
+    assert re.search(r"characters of 20 prompts, such as '¿\d+.\d+\?', and the model reads <unk> for each; use another model$", told)

@@ -36,6 +36,7 @@ from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.push_schedule import PushSchedule
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
+from offline_grpo.types import Message
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +168,25 @@ def _check_model(plan: Plan, model_id: str) -> int:
             "model, or put a chat_template.jinja beside the model",
             model_id,
         )
-    return check_context(plan, lambda messages: encode(tokenizer, messages), context_length(model_config))
+    unreadable: list[str] = []
+
+    def prompt_ids(messages: Sequence[Message]) -> list[int]:
+        ids = encode(tokenizer, messages)
+        if tokenizer.unk_token_id in ids:
+            unreadable.append(messages[-1]["content"])
+        return ids
+
+    longest = check_context(plan, prompt_ids, context_length(model_config))
+    if unreadable:
+        log.warning(
+            "model.train_id=%s: its tokenizer does not know some characters of %d prompts, such as %r, and the model reads %s for each; "
+            "use another model",
+            model_id,
+            len(unreadable),
+            unreadable[0][:60],
+            tokenizer.unk_token,
+        )
+    return longest
 
 
 def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ranks: Ranks, sharding: Sharding) -> Updater:
