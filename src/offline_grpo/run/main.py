@@ -26,14 +26,19 @@ def job(cfg: DictConfig) -> float | None:
 
 
 def _run(cfg: DictConfig) -> float | None:
-    from offline_grpo.run import app
-
     folder = Path(HydraConfig.get().runtime.output_dir)
-    if cfg.resume == "auto" and HydraConfig.get().mode is RunMode.MULTIRUN and sweep_resume.is_finished(folder, as_plain(cfg)["train"]):
+    is_of_sweep = cfg.resume == "auto" and HydraConfig.get().mode is RunMode.MULTIRUN
+    is_finished = is_of_sweep and sweep_resume.is_finished(folder, as_plain(cfg)["train"])
+    if is_finished:
         from offline_grpo.report.sweep_run import read_run
 
         print(f"run {HydraConfig.get().job.num} of the sweep is finished: {folder}")
-        return read_run(folder, folder.name).final_pass_at_1 if (folder / "report.png").exists() else app.report(RunDir(folder))
+        if (folder / "report.png").exists():
+            return read_run(folder, folder.name).final_pass_at_1
+    from offline_grpo.run import app  # which imports torch
+
+    if is_finished:
+        return app.report(RunDir(folder))
     return app.run(resume.own_configuration(cfg), folder, HydraConfig.get().overrides.task)
 
 
