@@ -31,6 +31,14 @@ class EngineDied(EngineError):
     """The server exited, or was restarted without our weights. `Deployment.recover` restarts it or sends the weights again."""
 
 
+class ForeignWrite(EngineDied):
+    """Somebody else changed the weights that the server serves. `Deployment.recover` brings the run's own back."""
+
+
+KEEP_OUT = "a server that the run starts itself (generation.base_url=null) obeys nobody else."
+"""What to do about a `ForeignWrite`."""
+
+
 class CheckpointError(GrpoError):
     """A checkpoint could not be written or read."""
 

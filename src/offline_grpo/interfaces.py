@@ -271,23 +271,23 @@ class Deployment(Protocol):
     def push(self, policy: Any, *, version: int) -> SyncReport:
         """Serve the policy's weights, and prove that they are served. Idempotent.
 
-        Raises:
-            offline_grpo.errors.EngineDied: an engine that the run started has ended.
-            offline_grpo.errors.EngineError: an engine does not serve what was pushed.
+        Raises EngineDied where an engine that the run started has ended, EngineError where one does not serve what was pushed.
         """
         ...
 
     def check_served(self) -> None:
         """See that all engines still have the weights of the last push. Called after sampling, before anything is learnt from the samples.
 
-        Raises:
-            offline_grpo.errors.EngineDied: one has none since it was started anew.
-            offline_grpo.errors.EngineError: one has other weights.
+        Raises EngineDied where one has none or somebody else wrote to them, EngineError where it has those of another run.
         """
         ...
 
+    def mend(self, policy: Any) -> list[str]:
+        """Write the run's values back to weights whose memory somebody else wrote to. Returns their names. May raise EngineError."""
+        ...
+
     def recover(self, policy: Any, *, version: int) -> None:
-        """After EngineDied, start the engines again that have died, as far as the run started them, and push to all."""
+        """After EngineDied, start the engines again that have died, as far as the run started them, mend the weights, and push to all."""
         ...
 
     def close(self) -> None:
@@ -375,7 +375,7 @@ class Checkpointer(Protocol):
     """Saves everything that the next iteration depends on."""
 
     def write(self, iteration: int, *, owes_evaluation: bool = False) -> PendingCheckpoint:
-        """Save the state after `iteration`, whose evaluation was interrupted if it is owed. Called on every process.
+        """Save the state after `iteration`, whose evaluation was interrupted if it is owed. Called on every process, and perhaps again.
 
         Raises `CheckpointError`, on every process, where it cannot be written; earlier checkpoints are intact.
         """

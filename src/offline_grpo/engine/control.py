@@ -47,7 +47,7 @@ class ServerControl(Protocol):
         ...
 
     def served_tag(self) -> str | None:
-        """The tag that anybody noted last; None if nobody has since the server was started."""
+        """The tag that anybody noted last; None if nobody has since the server was started, "" if weights were loaded since then."""
         ...
 
     def served_bits(self) -> ServedBits | None:

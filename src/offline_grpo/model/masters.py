@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+CHUNK_ELEMENTS = 1 << 24
+"""What is compared at once: few launches on a GPU, and temporaries of at most 48 MiB for 16-bit weights."""
+
 
 class MasterWeights:
     """Pairs each trained parameter of a model with an fp32 master. A parameter that is fp32 already is its own master.
@@ -57,6 +60,17 @@ class MasterWeights:
         for name, working in self._working.items():
             if working is not self.parameters[name]:
                 working.copy_(self.parameters[name])
+
+    @torch.no_grad()
+    def differing(self) -> list[str]:
+        """The parameters that do not hold what `publish` wrote: somebody else, who shares their memory, has written to them."""
+        differ = {}
+        for name, working in self._working.items():
+            if (master := self.parameters[name]) is not working:
+                pairs = zip(working.flatten().split(CHUNK_ELEMENTS), master.flatten().split(CHUNK_ELEMENTS), strict=True)
+                differ[name] = torch.stack([(ours != theirs.to(ours.dtype)).any() for ours, theirs in pairs]).any()
+        flags = torch.stack(list(differ.values())).tolist() if differ else []  # waits for the device once
+        return [name for name, flag in zip(differ, flags, strict=True) if flag]
 
     def state_dict(self) -> dict[str, Tensor]:
         """The masters that say more than the model's weights: what a checkpoint must hold beside the model."""

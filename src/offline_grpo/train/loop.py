@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from offline_grpo import progress
-from offline_grpo.errors import EngineDied, StopRequested
-from offline_grpo.interfaces import Checkpointer, Deployment, Evaluator, RolloutSource, RunListener, StopSignal
+from offline_grpo.errors import KEEP_OUT, EngineDied, EngineError, ForeignWrite, StopRequested
+from offline_grpo.interfaces import Checkpointer, Deployment, Evaluator, PendingCheckpoint, RolloutSource, RunListener, StopSignal
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
@@ -66,6 +67,7 @@ class Loop:
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
     _start_metrics: dict[str, float] = field(default_factory=dict, init=False)
     _num_recoveries: int = field(default=0, init=False)
+    _num_foreign_writes: int = field(default=0, init=False)
     _last_saved: int | None = field(default=None, init=False)
 
     def run(self, first_iteration: int, source_state: Mapping[str, Any] | None, *, owes_evaluation: bool = False) -> None:
@@ -87,7 +89,7 @@ class Loop:
         if self.evaluation is not None and owes_evaluation:
             self._evaluate_alone(self.evaluation, first_iteration - 1)
             if self.checkpointer is not None:
-                self.checkpointer.write(first_iteration - 1).commit()  # again: it may be the best one now
+                self._write(self.checkpointer, first_iteration - 1).commit()  # again: it may be the best one now
         self._start_metrics = progress.start_metrics()
         for iteration in range(first_iteration, self.config.iterations):
             if (reason := self.milestones.stop_reason) is not None:
@@ -125,7 +127,7 @@ class Loop:
         with self._phase("checkpoint", iteration):
             pending = None
             if self.checkpointer is not None and (self.save_due(iteration) or is_milestone or stopped is not None):
-                pending = self.checkpointer.write(iteration, owes_evaluation=stopped is not None)
+                pending = self._write(self.checkpointer, iteration, owes_evaluation=stopped is not None)
         if self.milestones.stop_reason is not None and number < self.config.iterations:
             metrics |= {"stopped_early": 1.0}
         metrics |= time_metrics(self._seconds, metrics) | self._start_metrics | gpu_memory(self.policy.compute_device)
@@ -140,7 +142,7 @@ class Loop:
             raise stopped
 
     def _train(self, groups: Sequence[RolloutGroup], iteration: int) -> dict[str, float]:
-        batch, advantages, metrics = prepare_batch(groups, self.updater, self.config)
+        batch, advantages, metrics = self._on_own_weights(lambda: prepare_batch(groups, self.updater, self.config))
         for listener in self.listeners:
             listener.rollouts("train", groups, advantages=advantages, iteration=iteration)
         if iteration == 0:
@@ -148,7 +150,8 @@ class Loop:
         if batch is None:
             return metrics | {"num_updates": 0.0}
         metrics["num_tokens_trained"] = float(batch.completion_mask.sum()) * self.config.epochs
-        return metrics | self.updater.run(batch, iteration=iteration, before_step=lambda: self._commit_to(iteration))
+        commit = partial(self._commit_to, iteration)
+        return metrics | self.updater.run(batch, iteration=iteration, before_step=commit, on_own_weights=self._on_own_weights)
 
     def _evaluate(self, evaluation: Evaluation, iteration: int) -> Metrics:
         evaluator, deployment, cycle = evaluation.evaluator, evaluation.deployment, iteration + 1
@@ -179,7 +182,14 @@ class Loop:
             self.source.weights_changed(report.version)
         else:
             report = SyncReport(version=self.schedule.version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
-        return report.metrics() | frozen_metric(self.deployment) | {"sync/num_recoveries": float(self._num_recoveries)}
+        return (
+            report.metrics()
+            | frozen_metric(self.deployment)
+            | {
+                "sync/num_recoveries": float(self._num_recoveries),
+                "sync/num_foreign_writes": float(self._num_foreign_writes),
+            }
+        )
 
     def _sample(self, deployment: Deployment, share: Callable[[], list[RolloutGroup]]) -> list[RolloutGroup]:
         """The groups of all processes, each of which samples its `share`, from the weights of the last push and no others."""
@@ -192,11 +202,16 @@ class Loop:
         return self._recovering(deployment, sample)
 
     def _recovering(self, deployment: Deployment, action: Callable[[], T]) -> T:
-        """Run `action`; if the engine dies, recover it and run `action` once more, from the same state. A second death ends the run."""
+        """Run `action`; if the engine dies or loses the weights, recover it and run `action` once more, from the same state.
+
+        A second time in a row ends the run.
+        """
         try:
             return action()
         except EngineDied as death:
-            self._num_recoveries += 1
+            is_foreign = isinstance(death, ForeignWrite)
+            self._num_foreign_writes += is_foreign
+            self._num_recoveries += not is_foreign
             self.stop.hold("the recovery of the server")  # the policy may have other weights meanwhile
             log.warning("%s Serving the weights again.", death)
             if deployment is self.deployment:
@@ -206,6 +221,23 @@ class Loop:
             else:
                 deployment.recover(self.policy, version=self._version)
             return action()
+
+    def _on_own_weights(self, action: Callable[[], T]) -> T:
+        """What `action` computes from the policy's weights; once more, where somebody else wrote to them meanwhile. Twice ends the run."""
+        result = action()
+        for is_last in (False, True):
+            if not (names := self.deployment.mend(self.policy)):
+                break
+            self._num_foreign_writes += 1
+            what = f"somebody else has written to {len(names)} of the policy's tensors through the server ({', '.join(names[:3])})"
+            if is_last:
+                raise EngineError(f"{what}, twice in a row: {KEEP_OUT}")
+            log.warning("%s: their values were written back, and what was computed from them is computed again", what)
+            result = action()
+        return result
+
+    def _write(self, checkpointer: Checkpointer, iteration: int, *, owes_evaluation: bool = False) -> PendingCheckpoint:
+        return self._on_own_weights(lambda: checkpointer.write(iteration, owes_evaluation=owes_evaluation))
 
     def _commit_to(self, iteration: int) -> None:
         """The weights change from here on: the last place to stop before the iteration is complete."""
@@ -221,7 +253,7 @@ class Loop:
         except StopRequested:
             if self.checkpointer is not None and iteration > 0 and self._last_saved != iteration - 1:
                 log.info("saving the state after iteration %d", iteration)
-                self.checkpointer.write(iteration - 1).commit()
+                self._write(self.checkpointer, iteration - 1).commit()
             raise
 
     @contextmanager

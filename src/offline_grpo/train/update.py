@@ -30,7 +30,10 @@ from offline_grpo.train.alignment import Alignment
 from offline_grpo.train.batch import microbatches, share_of_rank, split_updates, totals_of
 from offline_grpo.train.counters import UpdateCounters
 from offline_grpo.train.schedule import LrSchedule
-from offline_grpo.types import TokenBatch, TokenStats
+from offline_grpo.types import BatchTotals, TokenBatch, TokenStats
+
+Gradients = tuple[dict[str, Tensor], Alignment]
+OnOwnWeights = Callable[[Callable[[], Gradients]], Gradients]
 
 
 @dataclass
@@ -54,13 +57,21 @@ class Updater:
     def __post_init__(self) -> None:
         self._peak_lrs: list[float | None] = [group["lr"] for group in self.optimizer.param_groups]
 
-    def run(self, batch: TokenBatch, *, iteration: int, before_step: Callable[[], None] = lambda: None) -> dict[str, float]:
+    def run(
+        self,
+        batch: TokenBatch,
+        *,
+        iteration: int,
+        before_step: Callable[[], None] = lambda: None,
+        on_own_weights: OnOwnWeights = lambda action: action(),
+    ) -> dict[str, float]:
         """Every update of an iteration on `batch` (CPU tensors, the same on every process). Returns metrics averaged over updates.
 
         `batch.old_logprobs` and `ref_logprobs` are filled in by `score`, where this iteration needs them.
 
         Args:
             before_step: called once, before the first step; up to there the weights and the optimizer are those of the last iteration.
+            on_own_weights: runs what computes the gradients of an update; again, if somebody else wrote to the weights meanwhile.
         """
         torch.manual_seed(derive_seed(self.seed, "dropout", iteration, self.ranks.rank))
         updates = [sequences for _ in range(self.config.epochs) for sequences in self.updates_of(batch)]
@@ -68,7 +79,12 @@ class Updater:
         results = []
         for number, sequences in enumerate(updates):
             progress.report(number, len(updates), "updates")
-            results.append(self._update(batch, sequences, iteration, alignment, before_step if number == 0 else None))
+            self._set_lr()
+            totals = totals_of(batch, sequences, max_new_tokens=self.max_new_tokens)
+            shares, found = on_own_weights(lambda sequences=sequences, totals=totals: self._gradients(batch, sequences, totals))
+            alignment.extend(found)
+            results.append(self._step(self._sum_over_ranks(shares), before_step if number == 0 else None))
+            self._count(results[-1] is not None, batch, sequences, iteration)
         applied = [metrics for metrics in results if metrics is not None]
         means = {name: sum(metrics[name] for metrics in applied) / len(applied) for name in (applied[0] if applied else ())}
         means |= alignment.metrics(self.ranks)
@@ -104,14 +120,12 @@ class Updater:
         self.ranks.sum_([logprobs])
         return logprobs
 
-    def _update(
-        self, batch: TokenBatch, sequences: Sequence[int], iteration: int, alignment: Alignment, before_step: Callable[[], None] | None
-    ) -> dict[str, float] | None:
-        """One optimizer step on these sequences and its metrics; None if loss or gradient was not finite and the step was refused."""
-        self._set_lr()
-        totals = totals_of(batch, sequences, max_new_tokens=self.max_new_tokens)
+    def _gradients(self, batch: TokenBatch, sequences: Sequence[int], totals: BatchTotals) -> Gradients:
+        """Fill in the gradients of one update on these sequences. Returns this process's shares of the metrics, and its logprobs."""
+        self.optimizer.zero_grad(set_to_none=True)
         mine = share_of_rank(sequences, batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size)
         shares: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.policy.device))
+        alignment = Alignment()
         needs_old_logprobs = self.needs_old_logprobs(batch)
         prepare_for_gradients(self.policy.model)
         passes = list(self._passes(mine, sequences, batch))
@@ -128,7 +142,10 @@ class Updater:
                 alignment.add(part, stats.logprobs)
                 for name, share in output.metrics.items():
                     shares[name] = shares[name] + share
-        metrics = self._sum_over_ranks(shares)
+        return shares, alignment
+
+    def _step(self, metrics: dict[str, float], before_step: Callable[[], None] | None) -> dict[str, float] | None:
+        """One optimizer step. Returns the update's metrics; None if loss or gradient was not finite and the step was refused."""
         metrics["grad_norm"] = self._gradient_norm()
         is_finite = all(map(math.isfinite, metrics.values()))
         if before_step is not None:
@@ -138,7 +155,6 @@ class Updater:
             self.policy.masters.publish()
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self._count(is_finite, batch, sequences, iteration)
         return metrics if is_finite else None
 
     def _gradient_norm(self) -> float:

@@ -16,7 +16,7 @@ from offline_grpo.types import ServedWeights, SyncReport
 from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.requirements import check_requirements
 from offline_grpo.weight_sync.snapshot import FullWeights, Snapshot
-from offline_grpo.weight_sync.strategy import WeightSync
+from offline_grpo.weight_sync.strategy import SharingSync, WeightSync
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +106,14 @@ class Deployment:
         for engine in self.engines:
             self._strategy.check_served(engine, self._version)
 
+    def mend(self, policy: Policy) -> list[str]:
+        """See `Deployment.mend` in interfaces.py."""
+        if not isinstance(self._strategy, SharingSync):
+            return []
+        return self._strategy.mend(self.engines[0], self._snapshot(policy))
+
     def recover(self, policy: Policy, *, version: int) -> None:
-        """Restart the engines that have died, and push to all. Raises as `connect` and `push` do."""
+        """Restart the engines that have died, mend the weights, and push to all. Raises as `connect` and `push` do."""
         snapshot = self._snapshot(policy)
         for engine in self.engines:
             if engine.has_lost_weights:
@@ -115,6 +121,7 @@ class Deployment:
                 model = self._strategy.recovery_model(snapshot)
                 engine.start(model, self._strategy.start_args(snapshot))
                 self._strategy.reattach(engine, snapshot)
+        self.mend(policy)
         self.push(policy, version=version)
 
     def close(self) -> None:

@@ -44,6 +44,10 @@ class RankZeroDeployment:
         """See `Deployment.check_served`."""
         self._ranks.on_main(self._inner.check_served)
 
+    def mend(self, policy: Policy) -> list[str]:
+        """See `Deployment.mend`. Rank 0 alone shares its weights; all processes take part in computing again."""
+        return self._ranks.on_main(lambda: self._inner.mend(policy))
+
     def recover(self, policy: Policy, *, version: int) -> None:
         """See `Deployment.recover`."""
         self._ranks.on_main(lambda: self._inner.recover(policy, version=version))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from offline_grpo.engine.engine import ServerEngine
-from offline_grpo.errors import ConfigError, EngineDied, EngineError
+from offline_grpo.errors import KEEP_OUT, ConfigError, EngineDied, EngineError, ForeignWrite
 from offline_grpo.weight_sync.proof import Proof, verify
 from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
@@ -83,6 +83,8 @@ class ServerSync(ABC):
         url, found, pushed = engine.server.base_url, engine.control.served_tag(), weights_tag(version)
         if found is None:
             raise EngineDied(f"{url}: the server was started anew and has none of the weights pushed to it.")
+        if found == "":
+            raise ForeignWrite(f"{url}: somebody else has loaded weights into the server; {KEEP_OUT}")
         if found != pushed:
             raise EngineError(
                 f"{url}: the server has version {found}, where {pushed} was pushed: something else pushes weights to it; nothing was "

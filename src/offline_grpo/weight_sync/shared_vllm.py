@@ -22,7 +22,8 @@ from torch import Tensor
 
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.guardian import remove_cuda_driver_files
-from offline_grpo.errors import ConfigError, EngineDied
+from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
+from offline_grpo.errors import KEEP_OUT, ConfigError, EngineDied, EngineError, ForeignWrite
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.bridge import Bridge
 from offline_grpo.weight_sync.gpus import gpu_uuid
@@ -50,6 +51,8 @@ class SharedVllm(PausingSync):
     _engine: ServerEngine | None = field(default=None, init=False)
     _paused_at: float | None = field(default=None, init=False)
     _addresses: dict[str, int] = field(default_factory=dict, init=False)
+    _policy: Policy | None = field(default=None, init=False)
+    _frozen: dict[str, str] = field(default_factory=dict, init=False)  # the fingerprints of what is not trained
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,6 +76,7 @@ class SharedVllm(PausingSync):
         check_coverage(dict(policy.causal_lm.named_parameters()), views, compare=True)
         self._splice(policy, views)
         policy.become_shared(before_publish=self._pause_to_write)
+        self._policy, self._frozen = policy, frozen_fingerprints(policy)
 
     def reattach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.reattach`. Trained weights come back from the masters, frozen ones from the files that the server loads."""
@@ -84,6 +88,41 @@ class SharedVllm(PausingSync):
                 views[name].copy_(master)  # before the policy is pointed at it: whatever interrupts this, the policy stays what it was
         self._splice(policy, views)
 
+    def check_served(self, engine: ServerEngine, version: int) -> None:
+        """See `WeightSync.check_served`. Under a tag that is right, too, the memory may hold what somebody else wrote."""
+        assert self._policy is not None
+        try:
+            super().check_served(engine, version)
+        except ForeignWrite:
+            self._refuse_foreign(engine, self._policy)  # which names the tensors
+            raise
+        self._refuse_foreign(engine, self._policy)
+
+    def mend(self, engine: ServerEngine, snapshot: Snapshot) -> list[str]:
+        """See `SharingSync.mend`. As in `reattach`, frozen weights come from the files that the server loads.
+
+        Trained weights are compared with their masters, frozen ones with what they were when the run began.
+        """
+        names = self._foreign(snapshot.policy)
+        if not names:
+            return []
+        self._pause_to_write()  # until the next push, which also flushes what the server computed from the foreign weights
+        if set(names) & self._frozen.keys():
+            engine.control.call_worker("reload_weights", weights_path=self.recovery_model(snapshot))
+        snapshot.policy.masters.publish()
+        if left := self._foreign(snapshot.policy):
+            raise EngineError(f"{engine.server.base_url}: others write to the shared weights ({some(left)}) as fast as the run; {KEEP_OUT}")
+        return names
+
+    def _foreign(self, policy: Policy) -> list[str]:
+        """Parameters whose memory does not hold what the run wrote to it."""
+        found = frozen_fingerprints(policy)
+        return policy.masters.differing() + [name for name, bits in self._frozen.items() if found[name] != bits]
+
+    def _refuse_foreign(self, engine: ServerEngine, policy: Policy) -> None:
+        if names := self._foreign(policy):
+            raise ForeignWrite(f"{engine.server.base_url}: somebody else has written to the shared weights ({some(names)}); {KEEP_OUT}")
+
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[Staged]:
         """See `WeightSync.staged`. The optimizer's updates are in place already."""
@@ -91,6 +130,7 @@ class SharedVllm(PausingSync):
         moved = [name for name, p in parameters.items() if p.data_ptr() != self._addresses[name]]
         assert not moved, f"parameters have left the server's memory: {moved[:3]}"
         self._pause()
+        self._refuse_foreign(snapshot.host, snapshot.policy)
         if snapshot.policy.compute_device.type == "cuda":
             torch.cuda.synchronize(
                 snapshot.policy.compute_device
@@ -152,6 +192,17 @@ class SharedVllm(PausingSync):
             time.perf_counter() - started,
         )
         return views
+
+
+def frozen_fingerprints(policy: Policy) -> dict[str, str]:
+    """64 bits for each parameter that is not trained, by name."""
+    frozen = {name: p for name, p in policy.causal_lm.named_parameters() if not p.requires_grad}
+    return dict(zip(frozen, fingerprints(list(frozen.values())), strict=True))
+
+
+def some(names: list[str]) -> str:
+    """How many parameters, and the first of them."""
+    return f"{len(names)} tensors: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
 
 
 def check_device(bridge: Bridge, device: torch.device) -> None:

@@ -1,8 +1,10 @@
 """fp32 masters behind a 16-bit model."""
 
+import pytest
 import torch
 from torch import nn
 
+from offline_grpo.model import masters as masters_module
 from offline_grpo.model.masters import MasterWeights
 
 
@@ -79,3 +81,23 @@ def test_frozen_weights_have_no_master():
     layer = model(torch.bfloat16)
     layer.bias.requires_grad_(False)
     assert set(MasterWeights(layer.named_parameters()).parameters) == {"weight"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_somebody_else_wrote_is_found_and_written_over(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the last bit, in the last element, and as NaN; a parameter that is its own master cannot differ."""
+    monkeypatch.setattr(masters_module, "CHUNK_ELEMENTS", 5)
+    torch.manual_seed(0)
+    parameters = {name: nn.Parameter(torch.randn(4, 3).to(dtype)) for name in ("a", "b", "c")}
+    shared = MasterWeights(parameters.items(), separate=True)
+    with torch.no_grad():
+        shared.parameters["a"].add_(0.3)
+    shared.publish()
+    assert shared.differing() == []
+    bits = torch.int16 if dtype is torch.bfloat16 else torch.int32
+    parameters["b"].data.view(bits)[3, 2] ^= 1
+    parameters["c"].data[0, 0] = float("nan")
+    assert shared.differing() == ["b", "c"]
+    shared.publish()
+    assert shared.differing() == []
+    assert MasterWeights({"own": nn.Parameter(torch.zeros(2))}.items()).differing() == []

@@ -92,16 +92,17 @@ def test_what_no_number_equals_has_a_fingerprint_too() -> None:
 def test_chunks_do_not_show(chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = random(50, dtype=dtype)
     expected = one(tensor)
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS_CPU", chunk)
     assert one(tensor) == expected
     assert one(torch.cat([tensor[25:], tensor[:25]])) != expected
 
 
 def test_more_than_one_real_chunk() -> None:
-    tensor = torch.zeros(module.CHUNK_ELEMENTS + 2, dtype=torch.int8)
+    size = module.CHUNK_ELEMENTS_CPU
+    tensor = torch.zeros(size + 2, dtype=torch.int8)
     first, second = tensor.clone(), tensor.clone()
-    first[module.CHUNK_ELEMENTS - 1] = 1
-    second[module.CHUNK_ELEMENTS] = 1
+    first[size - 1] = 1
+    second[size] = 1
     assert len(set(fingerprints([tensor, first, second]))) == 3
 
 

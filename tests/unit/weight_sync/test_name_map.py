@@ -118,6 +118,31 @@ def test_the_state_has_every_parameter_apart() -> None:
     changed = {name for name in SHAPES if before["fingerprints"][name] != after["fingerprints"][name]}
     assert changed == {"model.layers.0.self_attn.k_proj.weight"}
     assert worker.grpo_tag() is None
+
+
+def test_the_tag_is_forgotten_when_anybody_loads_weights() -> None:
+    """By either way that vLLM has: from a folder, and tensor by tensor from another process."""
+
+    class Runner:
+        def reload_weights(self, path: str) -> str:
+            return f"loaded {path}"
+
+    class Loadable(FusedModel):
+        def load_weights(self, weights: list[str]) -> int:
+            return len(weights)
+
+    model = Loadable()
+    worker = make_worker(model)
+    worker.model_runner = Runner()
+    worker.model_runner.get_model = lambda: model
+    for _ in range(2):
+        worker.grpo_set_tag("3 of run r")
+        assert worker.grpo_tag() == "3 of run r"
+        assert worker.model_runner.reload_weights(path="m") == "loaded m"
+        assert worker.grpo_tag() == ""
+        worker.grpo_set_tag("3 of run r")
+        assert model.load_weights(["a", "b"]) == 2
+        assert worker.grpo_tag() == ""
     worker.grpo_set_tag("7 of run 8")
     assert worker.grpo_tag() == "7 of run 8"
 

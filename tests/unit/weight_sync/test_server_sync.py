@@ -397,6 +397,7 @@ def test_shared_weights_are_fenced_before_the_server_goes_on(
     engine = sync._engine = ServerEngine(client, SamplingParams(1))
     sync._addresses = {name: p.data_ptr() for name, p in policy.causal_lm.named_parameters()}
     policy.compute_device = torch.device("cuda", 1)
+    policy.make_masters()
     fenced: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fenced.append((device, [r.path for r in web.requests])))
     with sync.staged(Snapshot(policy, full_weights, engine), 3) as staged:

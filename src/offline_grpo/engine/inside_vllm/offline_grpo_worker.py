@@ -8,6 +8,7 @@ called through POST /collective_rpc and return plain JSON types: anything else w
 from __future__ import annotations
 
 import base64
+import functools
 import os
 import secrets
 import sys
@@ -107,10 +108,23 @@ class WorkerExtension:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._grpo_tag = tag
+        for owner, name in ((self.model_runner, "reload_weights"), (_model(self), "load_weights")):
+            if hasattr(owner, name) and name not in vars(owner):
+                setattr(owner, name, self._grpo_noting(getattr(owner, name)))
 
     def grpo_tag(self) -> str | None:
-        """What was noted last, None if nothing since the start."""
+        """What was noted last, None if nothing since the start, "" if anybody has loaded weights since then."""
         return self._grpo_tag
+
+    def _grpo_noting(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of vLLM's that loads weights, which makes the tag untrue."""
+
+        @functools.wraps(load)
+        def loading(*args: Any, **kwargs: Any) -> Any:
+            self._grpo_tag = ""
+            return load(*args, **kwargs)
+
+        return loading
 
     def grpo_state(self) -> dict[str, Any]:
         """The weights' dtype, and the fingerprint of each checkpoint parameter.
