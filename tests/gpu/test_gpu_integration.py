@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
+from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import app
 from offline_grpo.run.assemble import make_evaluation, make_source, make_updater
 from offline_grpo.run.config import typed
@@ -129,6 +130,28 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert {"eval_init.json", "eval_iter_001.json", "eval_iter_003.json"} <= set(metrics)
     assert (run_dir / "checkpoints" / "iter_003" / "model.safetensors").exists()
     assert processes_naming(str(tmp_path)) == []
+
+
+def test_nothing_is_learnt_from_weights_that_somebody_else_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into memory that CUDA graphs read and that two processes share: the samples are discarded, and the run's own values come back."""
+    original, attacks = OnPolicy.next, []
+
+    def attacked(source: OnPolicy, iteration: int) -> list[RolloutGroup]:
+        groups = original(source, iteration)
+        if iteration == 1 and not attacks:
+            [model] = (tmp_path / "cache").glob("tiny-*")
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}, "timeout": 60}
+            attacks.append(source.client.server.api.post("/collective_rpc", body))  # type: ignore[attr-defined]
+        return groups
+
+    monkeypatch.setattr(OnPolicy, "next", attacked)
+    small = ("model.tiny.warm_start_steps=60", "task.format_weight=0.5", "eval.enabled=false", "train.iterations=3")
+    server = ("generation=vllm_server", "weight_sync=shared_vllm", "engine.args.gpu_memory_utilization=0.1")
+    app.run(compose_config(*server, *OVERRIDES, *small, f"cache_dir={tmp_path}/cache"), tmp_path / "run")
+    metrics = metrics_of(tmp_path / "run")
+    assert len(attacks) == 1
+    assert [metrics[f"train_iter_{i:03d}.json"]["sync/num_foreign_writes"] for i in range(3)] == [0, 1, 1]
+    assert all(metrics[f"train_iter_{i:03d}.json"]["alignment/diff_abs_mean"] < 0.05 for i in range(3))
 
 
 @pytest.mark.parametrize(("option", "where"), [("shared_vllm", "shared_vllm:SharedVllm.apply"), ("ipc", "ipc:Ipc.send")])
