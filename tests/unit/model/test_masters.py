@@ -1,5 +1,7 @@
 """fp32 masters behind a 16-bit model."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -101,3 +103,12 @@ def test_what_somebody_else_wrote_is_found_and_written_over(dtype: torch.dtype, 
     shared.publish()
     assert shared.differing() == []
     assert MasterWeights({"own": nn.Parameter(torch.zeros(2))}.items()).differing() == []
+
+
+def test_every_bit_counts_in_what_somebody_else_wrote():
+    weight = nn.Parameter(torch.tensor([0.0, math.nan], dtype=torch.bfloat16))
+    shared = MasterWeights({"w": weight}.items(), separate=True)
+    assert shared.differing() == []  # NaN is itself
+    with torch.no_grad():
+        weight[0] = -0.0
+    assert shared.differing() == ["w"]
