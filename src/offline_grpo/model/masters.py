@@ -68,7 +68,7 @@ class MasterWeights:
         for name, working in self._working.items():
             if (master := self.parameters[name]) is not working:
                 pairs = zip(working.flatten().split(CHUNK_ELEMENTS), master.flatten().split(CHUNK_ELEMENTS), strict=True)
-                differ[name] = torch.stack([(_bits(ours) != _bits(theirs.to(ours.dtype))).any() for ours, theirs in pairs]).any()
+                differ[name] = torch.stack([_differ(ours, theirs.to(ours.dtype)) for ours, theirs in pairs]).any()
         flags = torch.stack(list(differ.values())).tolist() if differ else []  # waits for the device once
         return [name for name, flag in zip(differ, flags, strict=True) if flag]
 
@@ -84,6 +84,8 @@ class MasterWeights:
         self.publish()
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """As integers, for which 0 is not -0, and NaN is itself."""
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    """Whether any bit differs, [] bool. One NaN is as good as another: which one a conversion makes depends on how it is vectorised."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    is_other = one.view(integer) != other.view(integer)
+    return (is_other & ~(one.isnan() & other.isnan())).any()
