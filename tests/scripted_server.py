@@ -25,6 +25,7 @@ class Reply:
         body: bytes, or what is sent as JSON (NaN and infinities as Python writes them).
         cut: "reset" or "close" ends the connection in the middle of the body, "silence" before the answer.
         byte_pause_s: between any two bytes of the body.
+        raw: writes to the connection instead of an answer.
     """
 
     body: Any = None
@@ -32,6 +33,7 @@ class Reply:
     cut: str = ""
     headers: dict[str, str] = field(default_factory=lambda: {"Content-Type": "application/json"})
     byte_pause_s: float = 0.0
+    raw: Callable[[socket.socket], object] | None = None
 
     @property
     def content(self) -> bytes:
@@ -144,7 +146,10 @@ def _parsed(content: bytes) -> Any:
 
 
 def _send(handler: BaseHTTPRequestHandler, reply: Reply) -> None:
-    handler.close_connection = bool(reply.cut)
+    handler.close_connection = bool(reply.cut or reply.raw)
+    if reply.raw is not None:
+        reply.raw(handler.connection)
+        return
     if reply.cut == "silence":
         return
     content = reply.content

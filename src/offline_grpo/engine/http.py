@@ -36,6 +36,10 @@ MAX_TEXT = 300
 """Characters of a version, a tag, or a reason."""
 
 
+class Refused(EngineError):
+    """The server answered with another status than 200: it does not know the request, or cannot do it."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What came back from `url`, complete. Its text is UTF-8, as JSON is, whatever the headers say."""
@@ -49,11 +53,11 @@ class Answer:
         return self.body.decode(errors="replace")
 
     def check_status(self) -> None:
-        """Raise EngineError unless the status is 200; the message has what the server says about it."""
+        """Raise Refused unless the status is 200; the message has what the server says about it."""
         if 300 <= self.status < 400:
-            raise EngineError(f"{self.url}: status {self.status}: redirects are not followed; name the address that it leads to")
+            raise Refused(f"{self.url}: status {self.status}: redirects are not followed; name the address that it leads to")
         if self.status != 200:
-            raise EngineError(f"{self.url}: status {self.status}: {self._reason()}")
+            raise Refused(f"{self.url}: status {self.status}: {self._reason()}")
 
     def read(self, reader: Callable[[Any], T]) -> T:
         """What `reader` makes of the parsed JSON.
@@ -85,7 +89,7 @@ class Answer:
             message = str(error.get("message", error) if isinstance(error, dict) else error)
         except (ValueError, RecursionError):
             message = self.text[:300]
-        return printable(message[:600]) or "no reason given"
+        return printable(message[:600]) or "no reason given, where status 200 belongs"
 
 
 class ServerApi:
@@ -103,7 +107,8 @@ class ServerApi:
         """The answer to GET `path`.
 
         Raises:
-            EngineError: no connection, no complete answer in time, a status other than 200, or an answer that `exchange` refuses.
+            Refused: a status other than 200.
+            EngineError: no connection, no complete answer in time, or an answer that `exchange` refuses.
         """
         answer = self._call("GET", path, timeout_s)
         answer.check_status()
@@ -148,7 +153,7 @@ class ServerApi:
             failure = describe(error)
         finally:
             answer.cancel()  # a signal may have ended the wait
-        raise EngineError(f"{url_of(self._http, path)}: {failure}")
+        raise EngineError(f"{url_of(self._http, path)}: {failure}; is the server running, and reachable from here?")
 
 
 async def exchange(http: httpx.AsyncClient, method: str, path: str, *, timeout_s: float, max_bytes: int, **arguments: Any) -> Answer:

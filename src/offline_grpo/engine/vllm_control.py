@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offline_grpo.engine.control import HttpControl, ServedBits
-from offline_grpo.engine.http import text_of
-from offline_grpo.errors import EngineError
+from offline_grpo.engine.http import Refused, text_of
 
 
 @dataclass
@@ -34,7 +33,7 @@ class VllmControl(HttpControl):
         try:
             if moves == "full":
                 self.served_tag()
-        except EngineError as error:
+        except Refused as error:
             return f"has no worker extension (--worker-extension-cls; {error})"
         return None
 

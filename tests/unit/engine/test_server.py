@@ -290,7 +290,10 @@ def test_no_answer_in_time(tmp_path: Path) -> None:
         web.hold(request)
         return Reply()
 
-    with ScriptedServer(script) as web, pytest.raises(EngineError, match=rf"^{web.base_url}/pause: no answer within 0\.1 s$"):
+    with (
+        ScriptedServer(script) as web,
+        pytest.raises(EngineError, match=rf"^{web.base_url}/pause: no answer within 0\.1 s; is the server running"),
+    ):
         found(web.base_url, tmp_path).api.post("/pause", timeout_s=0.1)
 
 
