@@ -229,11 +229,10 @@ class ServerClient(ABC):
             raise TypeError("token ids are not integers")
         if not {*map(type, logprobs)} <= {int, float}:
             raise TypeError("logprobs are not numbers")
-        for position, token in enumerate(token_ids):
-            if not 0 <= token < self._vocab_size:
-                raise ValueError(
-                    f"token {position} has id {token}, where the model that is trained has ids from 0 to {self._vocab_size - 1}"
-                )
+        lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
+        if lowest < 0 or highest >= self._vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"a token has id {wrong}, where the model that is trained has ids from 0 to {self._vocab_size - 1}")
         for position, logprob in enumerate(logprobs):
             if not LOWEST_LOGPROB < logprob <= 1e-3:  # NaN fails this too; the 1e-3 is room for rounding
                 raise EngineError(

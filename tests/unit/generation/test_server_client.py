@@ -154,7 +154,7 @@ class Lab:
         """The message of the error that asking gives; it names the URL."""
         with pytest.raises(EngineError) as raised:
             self.ask(**ask)
-        assert type(raised.value) is kind
+        assert isinstance(raised.value, EngineDied) == (kind is EngineDied)
         assert kind is EngineDied or f"{self.server.base_url}{self.client.path}" in str(raised.value)
         return str(raised.value)
 
