@@ -163,10 +163,12 @@ class Checkpointer:
         try:
             state = torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True)
             self.updater.load_state_dict({**state, "counters": vars(record.counters)})
-            self.policy.masters.load_state_dict(_load_if_there(trainer / "masters.safetensors"))
-            self.schedule.load_state_dict(record.schedule, _load_if_there(trainer / "served.safetensors"))
+            self.policy.masters.load_state_dict(_tensors(trainer / "masters.safetensors", self.policy.masters.state_dict()))
+            served = trainer / "served.safetensors"
+            trained = self.policy.trained_parameters() if served.exists() else {}
+            self.schedule.load_state_dict(record.schedule, _tensors(served, trained))
             self.milestones.load_state_dict(record.milestones)
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except Exception as error:  # whatever damaged files raise, in torch's unpickler, safetensors or an optimizer
             raise CheckpointError(f"resume={checkpoint}: its trainer state does not fit this configuration ({reason_of(error)})") from error
         best = self.milestones.best_iteration
         if best is not None and not self._path(best).exists():  # an older checkpoint is gone on from, when a later one was the best
@@ -182,8 +184,15 @@ def _link(link: Path, target: str) -> None:
     os.replace(new, link)
 
 
-def _load_if_there(path: Path) -> dict[str, Tensor]:
-    return load_file(path) if path.exists() else {}
+def _tensors(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the file holds, which must have the names and shapes of `like`; without any there is no file."""
+    found = load_file(path) if like or path.exists() else {}
+    for name in sorted(found.keys() ^ like.keys()):
+        raise ValueError(f"{path.name}: {name} is {'missing' if name in like else 'unknown'}")
+    for name, tensor in found.items():
+        if tensor.shape != like[name].shape:
+            raise ValueError(f"{path.name}: {name} is {list(tensor.shape)} and should be {list(like[name].shape)}")
+    return found
 
 
 def _sync_file(path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
@@ -21,7 +20,7 @@ from offline_grpo.checkpoint.state import TrainerState
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.model.adapters import LanguageModel
 from offline_grpo.model.dtypes import torch_dtype
-from offline_grpo.model.load import load_causal_lm, load_tokenizer, read_model_config
+from offline_grpo.model.load import check_files, load_causal_lm, load_tokenizer, read_model_config
 
 KEY = "MODEL"
 """What messages call the name that was given."""
@@ -81,9 +80,9 @@ class ModelSource:
             ConfigError: the weights cannot be loaded, or the adapter does not fit its base.
         """
         try:
-            trust = {"trust_remote_code": self.trust_remote_code}
-            model = load_causal_lm(self.weights, attn_implementation, device, dtype or self.trained_dtype, **trust).requires_grad_(False)
-        except (OSError, SafetensorError, RuntimeError) as error:
+            how: Any = {"key": KEY, "trust_remote_code": self.trust_remote_code}
+            model = load_causal_lm(self.weights, attn_implementation, device, dtype or self.trained_dtype, **how).requires_grad_(False)
+        except torch.OutOfMemoryError as error:
             raise ConfigError(f"{KEY}={self.name}: the weights in {self.weights} cannot be loaded ({reason_of(error)})") from error
         if self.adapter is None:
             return model
@@ -92,7 +91,7 @@ class ModelSource:
         own = model.dtype
         try:
             adapted = PeftModel.from_pretrained(model.float() if merge else model, self.adapter)
-        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        except Exception as error:  # whatever a damaged adapter raises, in peft or safetensors
             raise ConfigError(f"{KEY}={self.name}: its adapter does not fit the base {self.weights} ({reason_of(error)})") from error
         if not merge:
             return adapted.eval()
@@ -121,6 +120,7 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     state = verified_state(checkpoint, key=KEY) if checkpoint is not None else None
     place = str(checkpoint or folder) if folder.exists() else name
     hub.need_model(place, KEY)
+    check_files(place, KEY)
     base = _base_of_adapter(place)
     if base is None:
         read_model_config(place, KEY, trust_remote_code=trust_remote_code)
@@ -135,10 +135,10 @@ def _base_of_adapter(place: str) -> str | None:
     try:
         found = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
         file = cached_file(place, ADAPTER_CONFIG_NAME, **found)
-        return json.loads(Path(file).read_text())["base_model_name_or_path"] if file is not None else None
+        return str(json.loads(Path(file).read_text())["base_model_name_or_path"]) if file is not None else None
     except OSError:
         return None  # no such model at all, which `read_model_config` tells
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{KEY}={place}: its {ADAPTER_CONFIG_NAME} cannot be read ({reason_of(error)})") from error
 
 

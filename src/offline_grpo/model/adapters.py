@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import nn
 from transformers import PreTrainedModel
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.model.layers import blocks_of, parse_layer_indices
 from offline_grpo.settings import LoraConfig
 
@@ -41,13 +41,16 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter
     """The model with LoRA adapters on top (arXiv 2106.09685): those saved in the folder `adapter`, or new ones.
 
     Raises:
-        ConfigError: target modules or layers that the model does not have.
+        ConfigError: target modules or layers that the model does not have, or a damaged adapter.
     """
     from peft import LoraConfig as PeftLoraConfig
     from peft import PeftModel, get_peft_model
 
     if adapter is not None:
-        return PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+        try:
+            return PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+        except Exception as error:  # whatever a damaged adapter raises, in peft or safetensors
+            raise ConfigError(f"{adapter}: its adapter does not fit the model ({reason_of(error)}); use another checkpoint") from error
     layers, blocks, targets = None, "", lora.target_modules
     if lora.layer_indices is not None:
         layers = parse_layer_indices(lora.layer_indices, num_layers, key="model.lora.layer_indices")

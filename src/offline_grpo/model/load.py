@@ -59,16 +59,28 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
     """
     if not Path(model_id).exists() and not hub.is_model_id(model_id):
         raise ConfigError(f"{key}={model_id}: no such folder; give a local model folder or a Hugging Face id")
+    check_files(model_id, key)
     try:
         return AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever a configuration raises that is damaged or made up
         if "trust_remote_code" in str(error):
             fix = "read that code, and set model.trust_remote_code=true (--trust-remote-code) if you trust it, or take another model"
             raise ConfigError(f"{key}={model_id}: needs Python code that comes with it (auto_map in config.json); {fix}") from error
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"{key}={model_id}: cannot be loaded ({reason}); give a local model folder or a Hugging Face id that you can reach"
-        ) from error
+        raise _not_loaded(key, model_id, error) from error
+
+
+def check_files(model_id: str, key: str) -> None:
+    """Raise ConfigError if a local folder has what is neither file nor folder: reading it could wait for ever."""
+    folder = Path(model_id)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"{key}={model_id}: {path.name} is a pipe, a device or a broken link; take another copy of the model")
+
+
+def _not_loaded(key: str, model_id: str, error: Exception) -> ConfigError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    fix = "give a local model folder or a Hugging Face id that you can reach"
+    return ConfigError(f"{key}={model_id}: cannot be loaded ({reason}); {fix}")
 
 
 def context_length(config: PretrainedConfig) -> int | None:
@@ -90,7 +102,7 @@ def load_tokenizer(model_id: str, *, key: str = "model.train_id", trust_remote_c
     fix = "copy the tokenizer files (tokenizer.json, tokenizer_config.json) of the model that it was made from into the folder"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # damaged files raise anything, those of the library `tokenizers` Exception itself
         raise ConfigError(f"{key}={model_id}: has no tokenizer that can be loaded ({reason_of(error)}); {fix}") from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of some architectures' folders without the files
         raise ConfigError(f"{key}={model_id}: has no tokenizer; {fix}")
@@ -184,7 +196,8 @@ def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, layout
     if config.lora is not None and reference_id == model_id:
         return Scoring(policy.model, scoring.layout, scoring.head, logits=scoring.logits, without_adapter=True)
     key, dtype = "model.ref_id", torch_dtype(precision)
-    model = load_causal_lm(reference_id, config.attn_implementation, policy.device, dtype, trust_remote_code=config.trust_remote_code)
+    trust = config.trust_remote_code
+    model = load_causal_lm(reference_id, config.attn_implementation, policy.device, dtype, key=key, trust_remote_code=trust)
     model.requires_grad_(False)
     with _refused_where_it_does_not_run(model, key):
         reference = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model, key=key))
@@ -223,30 +236,56 @@ def attention_of(model_config: PretrainedConfig, wanted: str) -> str | None:
 
 
 def load_causal_lm(
-    model_id: str, attn_implementation: str, device: torch.device, dtype: torch.dtype | None, *, trust_remote_code: bool = False
+    model_id: str,
+    attn_implementation: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    *,
+    key: str = "model.train_id",
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model in eval mode.
 
     Args:
         attn_implementation: see `attention_of`.
         dtype: None is that of the weights.
+        key: what named the model, for messages.
         trust_remote_code: see `read_model_config`.
 
     Raises:
-        ConfigError: attention that is not there.
+        ConfigError: attention that is not there, or a model that is damaged or not complete.
     """
     trust = {"trust_remote_code": trust_remote_code}
-    attention = attention_of(AutoConfig.from_pretrained(model_id, **trust), attn_implementation)
+    model_config = read_model_config(model_id, key, trust_remote_code=trust_remote_code)
+    attention = attention_of(model_config, attn_implementation)
+    num_layers, num_tensors = model_config.get_text_config().num_hidden_layers, _num_tensors(model_id)
+    if num_tensors is not None and num_layers > num_tensors:  # building them could take for ever
+        raise ConfigError(f"{key}={model_id}: config.json says {num_layers} layers, and there are {num_tensors} tensors; take another copy")
+    settings = {"dtype": dtype or "auto", "attn_implementation": attention, "output_loading_info": True}
     try:
-        model = AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype or "auto", attn_implementation=attention, **trust)
-    except SafetensorError as error:  # in the hub's cache; see `check_weights` for folders
-        raise ConfigError(f"{model_id}: its weights are damaged ({reason_of(error)}); download it again") from error
-    except (ImportError, ValueError) as error:  # kernels that are not installed, or a name that transformers does not know
-        if "attention" not in str(error).lower() and "attn" not in str(error):
-            raise
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model.attn_implementation={attn_implementation}: {reason}; use auto or eager") from error
+        model, info = AutoModelForCausalLM.from_pretrained(model_id, **settings, **trust)  # pyright: ignore[reportGeneralTypeIssues]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a damaged file raises, in transformers, safetensors or the architecture
+        if isinstance(error, (ImportError, ValueError)) and ("attention" in str(error).lower() or "attn" in str(error)):
+            reason = " ".join(str(error).split())  # kernels that are not installed, or a name that transformers does not know
+            raise ConfigError(f"model.attn_implementation={attn_implementation}: {reason}; use auto or eager") from error
+        raise _not_loaded(key, model_id, error) from error
+    if info["missing_keys"]:
+        names = sorted(info["missing_keys"])
+        raise ConfigError(
+            f"{key}={model_id}: has no weights for {names[0]}"
+            + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            + ", which transformers would draw at random; it is damaged, or no causal language model: take another copy"
+        )
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]  # transformers' decorated signature
+
+
+def _num_tensors(model_id: str) -> int | None:
+    """In the safetensors files of a local folder; None where there is no such file."""
+    files = sorted(Path(model_id).glob("*.safetensors"))
+    check_weights(model_id, "take another copy")
+    return sum(len(list(safe_open(path, "pt").keys())) for path in files) if files else None
 
 
 def _disable_dropout_of_checkpointed(model: nn.Module) -> None:

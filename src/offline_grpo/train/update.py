@@ -35,6 +35,9 @@ from offline_grpo.types import BatchTotals, TokenBatch, TokenStats
 Gradients = tuple[dict[str, Tensor], Alignment]
 OnOwnWeights = Callable[[Callable[[], Gradients]], Gradients]
 
+MEANS = {"exp_avg", "exp_avg_sq", "state1", "state2"}
+"""What optimizers call the state that they keep for every weight."""
+
 
 @dataclass
 class Updater:
@@ -218,9 +221,17 @@ class Updater:
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(), "counters": vars(self.counters).copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict()`. The optimizer's settings stay those of the configuration."""
+        """Restore `state_dict()`. The optimizer's settings stay those of the configuration.
+
+        Raises:
+            ValueError: a running mean has another shape than its parameter, which fused kernels would not notice.
+        """
         settings = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for parameter, means in self.optimizer.state.items():
+            for name in MEANS & means.keys():
+                if means[name].shape != parameter.shape:
+                    raise ValueError(f"{name} is {list(means[name].shape)}, for a parameter of {list(parameter.shape)}")
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
         self.scaler.load_state_dict(state["scaler"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from checkpoints import config_of
 from factories import make_policy, make_qwen2, make_updater
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.checkpoint import checkpointer as module
@@ -211,3 +212,46 @@ def test_all_are_kept(saved, tmp_path):
     for iteration in range(5):
         checkpointer.write(iteration).commit()
     assert len(list_checkpoints(tmp_path / "checkpoints")) == 5
+
+
+def test_state_of_other_shapes_is_refused_before_it_is_used(saved, tmp_path):
+    checkpointer, _ = saved(torch.bfloat16)
+    checkpointer.write(0).commit()
+    trainer = tmp_path / "checkpoints" / "iter_000" / "trainer"
+    masters, optimizer = load_file(trainer / "masters.safetensors"), torch.load(trainer / "optimizer.pt", weights_only=True)
+
+    def refused(reason):
+        with pytest.raises(CheckpointError, match=reason):
+            checkpointer.restore(trainer.parent)
+
+    name = next(name for name, tensor in masters.items() if tensor.dim() == 1)
+    for other, reason in (
+        ({**masters, name: masters[name][:1].clone()}, "masters.safetensors: .* is \\[1\\] and should be"),
+        ({key: value for key, value in masters.items() if key != name}, f"masters.safetensors: {name} is missing"),
+        ({**masters, "more": masters[name].clone()}, "masters.safetensors: more is unknown"),
+    ):
+        save_file(other, trainer / "masters.safetensors")
+        refused(reason)
+    (trainer / "masters.safetensors").unlink()
+    refused("does not fit this configuration")
+    save_file(masters, trainer / "masters.safetensors")
+    optimizer["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+    torch.save(optimizer, trainer / "optimizer.pt")
+    refused(r"exp_avg is \[3\], for a parameter of")
+
+
+class Executed:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps(Executed()), None], ids=["empty", "garbage", "pickle", "zip"])
+def test_an_optimizer_state_that_is_none_is_one_line_and_runs_no_code(content, saved, tmp_path, monkeypatch):
+    checkpointer, _ = saved()
+    checkpointer.write(0).commit()
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "checkpoints" / "iter_000" / "trainer" / "optimizer.pt"
+    path.write_bytes(content) if content is not None else torch.save({"optimizer": Executed(), "scaler": {}}, path)
+    with pytest.raises(CheckpointError, match=r"^resume=.*iter_000: its trainer state does not fit this configuration \([^\n]*\)$"):
+        checkpointer.restore(path.parents[1])
+    assert not (tmp_path / "executed").exists()

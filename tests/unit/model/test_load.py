@@ -1,5 +1,7 @@
 """What is decided about a model before its weights are used: attention kernels, and how long its sequences may be."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,15 @@ from transformers import AutoConfig
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.lm_head import TiledHead
-from offline_grpo.model.load import attention_of, check_weights, context_length, load_policy, load_tokenizer
+from offline_grpo.model.load import (
+    attention_of,
+    check_weights,
+    context_length,
+    load_causal_lm,
+    load_policy,
+    load_tokenizer,
+    read_model_config,
+)
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.settings import ModelConfig
@@ -138,3 +148,32 @@ def test_a_model_without_chat_template_is_told_at_the_start(tmp_path: Path, capl
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     _check_model(plan, str(tmp_path))
     assert not caplog.text
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 3, "n_layer": 3}, "has no weights for .*, which transformers would draw at random"),
+        ({"num_hidden_layers": 10**7, "n_layer": 10**7}, "config.json says 10000000 layers, and there are"),
+        ({"model_type": "qwen2"}, "has no weights for|config.json says"),
+        ({"vocab_size": -1}, "cannot be loaded"),
+        ({"hidden_size": "wide", "n_embd": "wide"}, "cannot be loaded"),
+        ({"hidden_activation": "none", "activation_function": "none"}, "cannot be loaded"),
+        (None, "cannot be loaded"),
+    ],
+    ids=str,
+)
+def test_a_config_that_does_not_fit_its_weights_is_one_line(name, change, words, tmp_path):
+    ZOO[name].build().save_pretrained(str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change) if change is not None else "[" * 10**5)
+    with pytest.raises(ConfigError, match=rf"model.ref_id={tmp_path}: ({words}|cannot be loaded \(.*layer)") as caught:
+        load_causal_lm(str(tmp_path), "auto", torch.device("cpu"), None, key="model.ref_id")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_in_a_model_folder_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=r"KEY=.*: config.json is a pipe, a device or a broken link"):
+        read_model_config(str(tmp_path), "KEY")
