@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from offline_grpo.checkpoint import state as trainer_state
-from offline_grpo.checkpoint.files import BEST, latest_checkpoint, list_checkpoints
+from offline_grpo.checkpoint.files import BEST, latest_checkpoint, list_checkpoints, set_link
 from offline_grpo.checkpoint.manifest import write_manifest
 from offline_grpo.checkpoint.state import TrainerState, read_state
 from offline_grpo.errors import CheckpointError, reason_of
@@ -49,16 +49,19 @@ class PendingCheckpoint:
     is_main: bool
 
     def commit(self) -> None:
-        """Rename the checkpoint, then delete all but the best one and the newest `keep_last_k`."""
+        """Rename the checkpoint, then delete all but the best one and the newest `keep_last_k`. Later ones are of another history."""
         if not self.is_main:
             return
-        if self.final.exists():
-            shutil.rmtree(self.final)
         if self.best is not None:  # before the rename: a run that is killed in between repeats the iteration, and sets the link again
-            _link(self.final.with_name(BEST), self.best.name)
+            set_link(self.final.with_name(BEST), self.best.name)
+        replaced = self.hidden.with_name(f".writing_{self.final.name}_replaced")
+        if self.final.exists():  # moved in one step: deleting it takes long enough to be killed in
+            os.rename(self.final, replaced)
         os.replace(self.hidden, self.final)
         _sync_folder(self.final.parent)
-        for old in list_checkpoints(self.final.parent)[: -self.keep_last_k] if self.keep_last_k is not None else []:
+        shutil.rmtree(replaced, ignore_errors=True)
+        found = list_checkpoints(self.final.parent)
+        for old in found[: found.index(self.final) + 1][: -self.keep_last_k] if self.keep_last_k is not None else []:
             if old != self.best:
                 shutil.rmtree(old)
 
@@ -174,14 +177,6 @@ class Checkpointer:
         if best is not None and not self._path(best).exists():  # an older checkpoint is gone on from, when a later one was the best
             self.milestones.forget_best()
         return Restored(record.iteration, record.source, record.owes_evaluation)
-
-
-def _link(link: Path, target: str) -> None:
-    """A relative link, in place of the one that may be there."""
-    new = link.with_name(f".{link.name}")
-    new.unlink(missing_ok=True)
-    new.symlink_to(target)
-    os.replace(new, link)
 
 
 def _tensors(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -27,6 +27,14 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def set_link(link: Path, target: str) -> None:
+    """A relative link, in place of the one that may be there."""
+    new = link.with_name(f".{link.name}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(target)
+    new.replace(link)
+
+
 def latest_state(folder: Path) -> TrainerState | None:
     """What the newest checkpoint says whose `state.json` can be read; its other files are not looked at. None if there is none."""
     for checkpoint in reversed(list_checkpoints(folder)):

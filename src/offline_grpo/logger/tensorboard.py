@@ -31,6 +31,7 @@ class TensorBoardLogger(RunListener):
     flush_s: int
     samples: int
     _end: Any = field(default=None, init=False, repr=False)
+    _has_begun: bool = field(default=False, init=False, repr=False)
     _writer: Any = field(default=None, init=False, repr=False)
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
@@ -46,16 +47,32 @@ class TensorBoardLogger(RunListener):
             self._writer.file_writer.add_summary(summary)
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
+        self._begin(name, iteration)
         step = completed_iterations(name, iteration)
         for key, value in tagged(name, metrics).items():
             self._writer.add_scalar(key, value, global_step=step)
 
     def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int) -> None:
         """The samples of an evaluation, as text."""
+        self._begin(name, iteration)
         if name == "eval" and self.samples:
             records = [record(*sample) for sample in chosen(groups, advantages, self.samples)]
             text = "\n\n".join(json.dumps(line, indent=1) for line in records)
             self._writer.add_text("eval/samples", f"```json\n{text}\n```", global_step=completed_iterations(name, iteration))
+
+    def _begin(self, name: str, iteration: int) -> None:
+        """Tell TensorBoard from which step on it forgets what an earlier start of this run has logged.
+
+        That is one more than where a resumed run begins: the evaluation before that stands there, and is not done again.
+        """
+        if self._has_begun:
+            return
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+
+        self._has_begun = True
+        begins_anew = Event(session_log=SessionLog(status=SessionLog.START))
+        step = completed_iterations("eval", iteration) + (name == "eval")
+        self._writer.file_writer.add_event(begins_anew, step)
 
     def close(self) -> None:
         writer, self._writer = self._writer, None

@@ -21,6 +21,8 @@ from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.messages import kept_for_log, log_to
 from offline_grpo.run.preflight import Plan, listeners, make_plan
 from offline_grpo.run.run_dir import ResumePoint, RunDir, discard_fresh, find_resume_point
+from offline_grpo.run.set_aside import describe as describe_aside
+from offline_grpo.run.set_aside import set_aside
 from offline_grpo.settings import RunConfig
 
 if TYPE_CHECKING:
@@ -88,7 +90,7 @@ def _run(
         loop, restored = assemble(Start(plan, plain, run_dir, resume, ranks), stop, told, stack)
         if ranks.is_main:
             run_dir.create()
-            record_start(run_dir.path)
+            number = record_start(run_dir.path)
             log.info("run folder: %s", run_dir.path)
             for line in (*describe_data(plan.data, config.data.problems_per_iteration), *describe_batches(plan)):
                 log.info(line)
@@ -98,7 +100,10 @@ def _run(
                 log.warning(staleness)
             for line in going_on.describe(resume, config) if resume is not None else ():
                 log.info(line)
-            going_on.record(run_dir, cfg, overrides, resume)
+            aside = set_aside(run_dir, resume, number)
+            if aside is not None:
+                log.info(describe_aside(aside, resume))
+            going_on.record(run_dir, cfg, overrides, resume, aside)
         for listener in told:
             listener.start(plain, config.train.iterations)
         with stop.held("the start of the loop"):

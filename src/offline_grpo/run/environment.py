@@ -19,13 +19,14 @@ from offline_grpo.redaction import redacted_text
 FILE = "environment.json"
 
 
-def record_start(run_folder: Path) -> None:
-    """Add this start to the file in the run's folder: command, working directory, git commit and versions."""
+def record_start(run_folder: Path) -> int:
+    """Add this start to the file in the run's folder: command, working directory, git commit and versions. Returns its number."""
     path = run_folder / FILE
     starts = json.loads(path.read_text()) if path.exists() else []
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps([*starts, this_start()], indent=2) + "\n")
     os.replace(temporary, path)
+    return len(starts) + 1
 
 
 def this_start() -> dict[str, Any]:

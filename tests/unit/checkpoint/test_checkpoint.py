@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from offline_grpo.checkpoint import checkpointer as module
 from offline_grpo.checkpoint.checkpointer import Checkpointer, Restored
-from offline_grpo.checkpoint.files import latest_checkpoint, list_checkpoints
+from offline_grpo.checkpoint.files import latest_checkpoint, list_checkpoints, newest_sound
 from offline_grpo.errors import CheckpointError
 from offline_grpo.settings import StopWhenConfig
 from offline_grpo.train.milestones import Milestones
@@ -80,6 +80,32 @@ def test_only_the_newest_are_kept(saved, tmp_path):
     for iteration in (8, 9, 10, 1000):
         checkpointer.write(iteration).commit()
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["iter_010", "iter_1000"]
+
+
+def test_checkpoints_of_later_iterations_are_neither_counted_nor_deleted(saved, tmp_path):
+    """They are of another history: the run went on from an earlier checkpoint."""
+    checkpointer, _ = saved(keep_last_k=1)
+    (tmp_path / "checkpoints" / "iter_011").mkdir(parents=True)
+    for iteration in (7, 8):
+        checkpointer.write(iteration).commit()
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["iter_008", "iter_011"]
+
+
+def test_killed_while_a_checkpoint_is_replaced_there_is_a_whole_one(saved, tmp_path, monkeypatch):
+    """After an evaluation that was owed, the last checkpoint is written again."""
+    checkpointer, _ = saved(keep_last_k=1)
+    checkpointer.write(3, owes_evaluation=True).commit()
+    pending = checkpointer.write(3)
+
+    def killed(path, **kwargs):
+        (path / "config.json").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        pending.commit()
+    checkpoint, state = newest_sound(tmp_path / "checkpoints")
+    assert (checkpoint.name, state.owes_evaluation) == ("iter_003", False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,3 +1,4 @@
+import time
 from pathlib import Path
 
 from factories import make_group
@@ -49,3 +50,21 @@ def test_samples_of_evaluations_are_text(tmp_path: Path) -> None:
     assert event.step == 2
     assert b'"completion": "\\ud800 <b>"' in event.tensor_proto.string_val[0]
     assert b"second" not in event.tensor_proto.string_val[0]
+
+
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_has_one_curve(tmp_path: Path) -> None:
+    """Starts from iterations 0 and 2; the second finds steps up to 5 of the first."""
+    for first, value in ((0, 1.0), (2, 2.0)):
+        logger = TensorBoardLogger(output_dir=tmp_path, flush_s=10, samples=1)
+        logger.start({}, 5)
+        for iteration in range(first, 5 if first == 0 else 4):
+            logger.rollouts("train", [], advantages=[], iteration=iteration)
+            logger.rollouts("eval", [make_group(("text", 0.0))], advantages=None, iteration=iteration)
+            logger.log("train", {"lr": value}, iteration=iteration)
+            logger.log("eval", {"pass@1": value}, iteration=iteration)
+        logger.close()
+        time.sleep(1.1)  # TensorBoard orders the files by the second in their names
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("eval/pass@1")] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    assert [(event.step, event.value) for event in events.Scalars("train/lr")] == [(0, 1.0), (1, 1.0), (2, 1.0), (2, 2.0), (3, 2.0)]
