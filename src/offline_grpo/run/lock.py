@@ -59,7 +59,7 @@ def take(folder: Path, key: str, like: str = "") -> None:
         os.ftruncate(_held[folder], 0)
         os.pwrite(_held[folder], json.dumps(record).encode(), 0)
     except OSError as error:
-        raise ConfigError(f"{key}: {folder} cannot be written ({error.strerror}); choose a folder that you can write to") from error
+        raise ConfigError(f"{key}: {folder} cannot be made or written ({error.strerror}); choose a folder that you can write to") from error
 
 
 def release(folder: Path) -> None:

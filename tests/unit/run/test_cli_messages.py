@@ -43,9 +43,12 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     ("words", "message"),
     [
         ("+train.foo=1", r"train\.foo: no such key; it may be one of iterations, .*"),
-        ("hydra.run.dir=afile", r"hydra\.run\.dir: afile cannot be made or written \(File exists\); choose a folder that you can write to"),
-        ("hydra.run.dir=afile/x", r"hydra\.run\.dir: afile/x cannot be made or written \(Not a directory\); .*"),
-        ("--multirun hydra.sweep.dir=afile seed=1,2", r"hydra\.sweep\.dir: afile cannot be made or written .*"),
+        (
+            "hydra.run.dir=afile",
+            r"hydra\.run\.dir=afile: \S+/afile cannot be made or written \(File exists\); choose a folder that you can write to",
+        ),
+        ("hydra.run.dir=afile/x", r"hydra\.run\.dir=afile/x: \S+/afile/x cannot be made or written \(Not a directory\); .*"),
+        ("--multirun hydra.sweep.dir=afile seed=1,2", r"hydra\.sweep\.dir=afile: \S+/afile cannot be made or written .*"),
         ("logger=[json,consol]", r"logger=consol: no such option; choose one of console, json, tensorboard, wandb"),
         ("logger=[wandb] logger.wandb.mode=online", r"logger\.wandb\.mode=online: Weights & Biases has no API key of yours; run `wandb .*"),
         ("logger=[] train.lr=0", r"train\.lr=0\.0: must be above 0 and finite"),

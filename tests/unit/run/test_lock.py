@@ -116,7 +116,7 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"^hydra.run.dir=x: .*/file/run cannot be written \(Not a directory\); choose"):
+    with pytest.raises(ConfigError, match=r"^hydra.run.dir=x: .*/file/run cannot be made or written \(Not a directory\); choose"):
         lock.take(tmp_path / "file" / "run", "hydra.run.dir=x")
 
 
