@@ -215,8 +215,12 @@ def url_of(http: httpx.AsyncClient, path: str) -> str:
 
 def describe(error: Exception) -> str:
     """One of `BROKEN` in words."""
-    reason = printable(str(error)[:200]) or type(error).__name__
-    return f"no connection ({reason})" if isinstance(error, httpx.ConnectError) else f"the connection broke ({reason})"
+    what, cause = "the connection broke", error
+    if isinstance(error, httpx.ConnectError):
+        what = "no connection"
+        while cause.__cause__ is not None or cause.__context__ is not None:
+            cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]  # httpx itself says that all attempts failed
+    return f"{what} ({printable(str(cause)[:200]) or type(cause).__name__})"
 
 
 def text_of(value: Any) -> str:

@@ -152,11 +152,13 @@ def check_url(key: str, url: str | None) -> None:
         return
     try:
         parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(httpx.URL(url).host)
+        is_good = parts.scheme in ("http", "https") and bool(httpx.URL(url).host) and parts.port != 0
     except (ValueError, httpx.InvalidURL):
         is_good = False
     if not is_good:
-        raise ConfigError(f"{key}={url}: must begin with http:// or https:// and name a host, for example http://127.0.0.1:8000")
+        raise ConfigError(
+            f"{key}={url}: must begin with http:// or https:// and name a host (a port is at most 65535), for example http://127.0.0.1:8000"
+        )
 
 
 def is_same_url(url: str, other: str | None) -> bool:
