@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import httpx
 
 from offline_grpo.engine.background import start_loop
-from offline_grpo.errors import EngineError
+from offline_grpo.errors import ConfigError, EngineError
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
 
@@ -204,8 +204,12 @@ def ssl_context(base_url: str) -> ssl.SSLContext | bool:
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """The header that vLLM and SGLang expect where they were given a key."""
-    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    """The header that vLLM and SGLang expect where they were given a key; raises ConfigError for a key that fits into none."""
+    if api_key is None:
+        return {}
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("generation.api_key or engine.api_key: must consist of printable ASCII characters: it is sent in an HTTP header")
+    return {"Authorization": f"Bearer {api_key}"}
 
 
 def url_of(http: httpx.AsyncClient, path: str) -> str:

@@ -285,6 +285,13 @@ def test_every_failed_call_names_the_url(tmp_path: Path) -> None:
                 api.get(path).read(dict)
 
 
+def test_a_key_that_fits_into_no_header_is_refused_without_showing_it(tmp_path: Path) -> None:
+    for key in ("schlüssel", "hush\nhush"):
+        with pytest.raises(ConfigError, match=r"^generation\.api_key or engine\.api_key: must consist of printable ASCII") as raised:
+            found("http://127.0.0.1:1", tmp_path, key)
+        assert key not in str(raised.value)
+
+
 def test_no_answer_in_time(tmp_path: Path) -> None:
     def script(request: Request) -> Reply:
         web.hold(request)
