@@ -6,7 +6,7 @@ on bf16 weights changes few of them (84 % stay put at lr 1e-5). Here the update 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -67,10 +67,10 @@ class MasterWeights:
         differ = {}
         for name, working in self._working.items():
             if (master := self.parameters[name]) is not working:
-                pairs = zip(working.flatten().split(CHUNK_ELEMENTS), master.flatten().split(CHUNK_ELEMENTS), strict=True)
-                differ[name] = torch.stack([_differ(ours, theirs.to(ours.dtype)) for ours, theirs in pairs]).any()
+                differ[name] = torch.stack([_any_bit_differs(*pair) for pair in _chunks(working, master)]).any()
         flags = torch.stack(list(differ.values())).tolist() if differ else []  # waits for the device once
-        return [name for name, flag in zip(differ, flags, strict=True) if flag]
+        suspects = [name for name, flag in zip(differ, flags, strict=True) if flag]
+        return [name for name in suspects if any(map(_any_value_differs, _chunks(self._working[name], self.parameters[name])))]
 
     def state_dict(self) -> dict[str, Tensor]:
         """The masters that say more than the model's weights: what a checkpoint must hold beside the model."""
@@ -84,8 +84,22 @@ class MasterWeights:
         self.publish()
 
 
-def _differ(one: Tensor, other: Tensor) -> Tensor:
-    """Whether any bit differs, [] bool. One NaN is as good as another: which one a conversion makes depends on how it is vectorised."""
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    is_other = one.view(integer) != other.view(integer)
-    return (is_other & ~(one.isnan() & other.isnan())).any()
+def _chunks(working: Tensor, master: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """What the model has, and what `publish` would write there, a part at a time."""
+    for ours, theirs in zip(working.flatten().split(CHUNK_ELEMENTS), master.flatten().split(CHUNK_ELEMENTS), strict=True):
+        yield ours, theirs.to(ours.dtype)
+
+
+def _any_bit_differs(ours: Tensor, theirs: Tensor) -> Tensor:
+    """[] bool. Eight bytes are compared at a time where they can be: that is three times as fast on a GPU."""
+    several = 8 // ours.element_size()
+    is_wide = ours.numel() % several == 0 and ours.storage_offset() % several == 0
+    integer = torch.int64 if is_wide else {2: torch.int16, 4: torch.int32}[ours.element_size()]
+    return (ours.view(integer) != theirs.view(integer)).any()
+
+
+def _any_value_differs(pair: tuple[Tensor, Tensor]) -> bool:
+    """One NaN is as good as another: which one a conversion makes depends on how it is vectorised."""
+    ours, theirs = pair
+    is_other = (ours != theirs) | (ours.signbit() != theirs.signbit())
+    return bool((is_other & ~(ours.isnan() & theirs.isnan())).any())
