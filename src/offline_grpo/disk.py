@@ -1,15 +1,22 @@
-"""Reads files that somebody else may have put in place: whatever they hold, reading ends, and ends with a value or one line."""
+"""Reads files that somebody else may have put in place: whatever they hold, reading ends, and ends with a value or one line. Writes files
+whole or not at all, and keeps temporary folders that do not outlive their process."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
+import shutil
 import stat
+import tempfile
 from io import BufferedReader
 from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+
+UNFINISHED = ".unfinished"
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -55,3 +62,75 @@ def parse_json(cls: type[T], content: bytes) -> T:
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         value = "" if first["type"] == "missing" else f"={str(first['input'])[:60]!r}"
         raise ValueError(f"{where}{value}: {first['msg']}") from error
+
+
+def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
+    """Write a file that appears complete or not at all, also if the power fails: what it is called until then, `sweep` deletes.
+
+    Args:
+        is_private: other users of the machine cannot read it.
+
+    Raises:
+        OSError: it cannot be written; nothing new is left behind.
+    """
+    hidden = path.with_name(f".{path.name}{UNFINISHED}")
+    try:
+        with open(hidden, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600 if is_private else 0o666)) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(hidden, path)
+    finally:
+        with contextlib.suppress(OSError):
+            hidden.unlink()
+
+
+def sweep(folder: Path) -> None:
+    """Delete what a killed process left unfinished, in a folder that nobody else writes to: files of `write_whole`, `.writing_*`."""
+    for path in (*folder.rglob(f".*{UNFINISHED}"), *folder.rglob(".writing_*")):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+class OwnFolder:
+    """A new private folder, named `prefix` and then something.
+
+    This process holds a lock on it for as long as it lives, whatever ends it, so that the next one can tell what was left behind, which it
+    deletes, from what is used. A process id could not: containers that share a folder have ids of their own.
+    """
+
+    def __init__(self, parent: Path, prefix: str) -> None:
+        remove_left_behind(parent, prefix)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+            with contextlib.suppress(FileNotFoundError):
+                self._lock = os.open(self.path, os.O_RDONLY)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if self.path.exists():  # another process may have taken it for left behind before it was locked
+                    return
+                os.close(self._lock)
+
+    def remove(self) -> None:
+        """Delete the folder. Called once."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def remove_left_behind(parent: Path, prefix: str) -> None:
+    """Delete the folders of processes that have ended."""
+    for folder in parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # somebody else's, or in use
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

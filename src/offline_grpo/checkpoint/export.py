@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from offline_grpo.checkpoint.pretrained import ModelSource
+from offline_grpo.disk import OwnFolder
 from offline_grpo.errors import CheckpointError, ConfigError, reason_of
 from offline_grpo.model.dtypes import torch_dtype
 
@@ -29,17 +30,16 @@ def export_model(source: ModelSource, out: Path, *, merge: bool, dtype: str | No
         raise ConfigError(f"OUT={out}: is there already and not empty; name a new folder")
     if source.adapter is not None and not merge and dtype is not None:
         raise ConfigError(f"--dtype={dtype}: an adapter is written as it is; use it with --merge")
-    hidden = out.with_name(f".writing_{out.name}")
     try:
-        shutil.rmtree(hidden, ignore_errors=True)
-        hidden.mkdir(parents=True)
-        _write(source, hidden, merge=merge, dtype=dtype)
-        (hidden / "README.md").write_text(card)
-        hidden.replace(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with OwnFolder(out.parent, ".exporting-") as scratch:
+            hidden = scratch / "model"
+            hidden.mkdir()
+            _write(source, hidden, merge=merge, dtype=dtype)
+            (hidden / "README.md").write_text(card)
+            hidden.replace(out)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk as their own errors
         raise CheckpointError(f"OUT={out}: could not be written ({reason_of(error)}); nothing is left there") from error
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _write(source: ModelSource, folder: Path, *, merge: bool, dtype: str | None) -> None:

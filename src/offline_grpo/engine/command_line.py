@@ -9,8 +9,9 @@ import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -36,7 +37,7 @@ class CommandLine(ABC):
         python: interpreter that has the server's package; null is the one that runs the trainer.
         host: address to listen on; any other than this machine's own needs an api_key.
         port: null takes a free one.
-        api_key: what requests must carry, the control endpoints included; null asks for none.
+        api_key: what requests must carry, the control endpoints included; null asks for none (a run makes one up, see `EngineSpec`).
         start_timeout_s: from the start until /health answers.
         args: options of the server, underscores for dashes. null leaves an option out, true gives it without a value.
         env: further environment variables.
@@ -45,7 +46,7 @@ class CommandLine(ABC):
     python: str | None
     host: str
     port: int | None
-    api_key: str | None
+    api_key: str | None = field(repr=False)
     start_timeout_s: float
     args: Any
     env: Any
@@ -54,6 +55,8 @@ class CommandLine(ABC):
     package: ClassVar[str]
     essentials: ClassVar[Mapping[str, Any]]
     """Settings that a server started by hand must have to be usable by a run: `args`, `env`, and fields of the class."""
+    key_is_option: ClassVar[bool]
+    """Whether the server takes its key as an option alone, and not from the environment."""
 
     def __post_init__(self) -> None:
         if self.port is not None and not 0 < self.port < 65536:
@@ -79,6 +82,14 @@ class CommandLine(ABC):
                 "generation.base_url of a server that is running"
             )
 
+    def key_args(self, folder: Path) -> list[str]:
+        """See `Launcher.key_args`."""
+        if self.api_key is None or not self.key_is_option:
+            return []
+        file = folder / "key.yaml"
+        file.write_text(json.dumps({"api-key": self.api_key}))
+        return ["--config", str(file)]
+
     @classmethod
     def by_hand(cls, model: str, base_url: str, *, has_key: bool, args: Mapping[str, Any], env: Mapping[str, str]) -> str:
         """A shell command that starts a server like the run's own, listening at `base_url`."""
@@ -93,6 +104,7 @@ class CommandLine(ABC):
             **cls.essentials,
         )
         _, *words = launcher.command(model, url.port or 80, args)
+        words += flags({"api_key": launcher.api_key if cls.key_is_option else None})
         python = sys.executable if find_spec(cls.package) else "python"
         variables = [f"{name}={shlex.quote(value)}" for name, value in launcher.variables(env).items()]
         return " ".join([*variables, shlex.join([python, *words])])

@@ -47,7 +47,7 @@ class ServerProcess:
         read_end, self._pipe = os.pipe()
         guardian = [sys.executable, "-I", str(GUARDIAN), str(os.getpid()), str(read_end), str(remove or ""), "--"]
         try:
-            with log_path.open("wb") as output:
+            with open(log_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as output:  # SGLang prints its key
                 output.write(f"$ {shown(command)}\n".encode())
                 output.flush()
                 self._guardian = subprocess.Popen(

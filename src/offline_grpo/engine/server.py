@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +27,8 @@ T = TypeVar("T")
 
 GRACE_S = 5.0
 """How long after a failed request a managed server that is ending may take to end."""
+LONGEST_SOCKET_FOLDER = 107 - len("/") - 36
+"""Bytes of a folder in which a socket may have a UUID for its name: the kernel allows 107 for the whole path."""
 HEALTH_INTERVAL_S = 2.0
 """How often a server is asked for its health while a request to it is open."""
 
@@ -42,6 +46,10 @@ class Launcher(Protocol):
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
         """The command line that serves `model`, with a strategy's `args` on top of the configured ones."""
+        ...
+
+    def key_args(self, folder: Path) -> list[str]:
+        """What the command line needs for a key that must not stand on it: other users can read that. May write to the private `folder`."""
         ...
 
     def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
@@ -135,13 +143,12 @@ class Server:
             return
         started = time.monotonic()
         choose_port(self._launcher.host, self._port, key="engine.port")
-        command = self._launcher.command(model, self._port, {**self._args, **(args or {})})
+        command = self._launcher.command(model, self._port, {**self._args, **(args or {})}) + self._launcher.key_args(self.scratch)
         log_path = self.log_dir / f"server_{self.num_starts}.log"
         log.info("starting %s: %s", self._launcher.name, shown(command))
         self.num_starts += 1
-        self._process = ServerProcess(
-            command, env=self._launcher.environment(self._env, self._gpus), log_path=log_path, remove=self.scratch
-        )
+        env = self._launcher.environment({**temporary_folder(self.scratch), **self._env}, self._gpus)
+        self._process = ServerProcess(command, env=env, log_path=log_path, remove=self.scratch)
         what = f"{self._launcher.name} at {self.base_url}"
         with progress.phase("start server"):
             self._process.wait_until(lambda: self.api.answers("/health"), timeout_s=self._launcher.start_timeout_s, what=what)
@@ -202,6 +209,16 @@ class Server:
     def pid(self) -> int | None:
         """Of a managed server's guardian; None for an external server, or one that is not running."""
         return None if self._process is None else self._process.pid
+
+
+def temporary_folder(scratch: Path) -> dict[str, str]:
+    """Environment of a server whose sockets and temporary files go away with its scratch folder; what it has compiled stays."""
+    folder = scratch / "tmp"
+    if len(os.fsencode(folder)) > LONGEST_SOCKET_FOLDER:  # on a machine without /dev/shm
+        return {}
+    folder.mkdir(exist_ok=True)
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    return {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder), "TORCHINDUCTOR_CACHE_DIR": compiled}
 
 
 def _has_ended(pid: int) -> bool:

@@ -17,15 +17,18 @@ class SglangEngine(CommandLine):
     name = "SGLang"
     package = "sglang"
     essentials: ClassVar[Mapping[str, Any]] = {"args": {"mem_fraction_static": 0.45, "enable_deterministic_inference": True}, "env": {}}
+    key_is_option = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         seeded = self.args.get("enable_deterministic_inference")
         require(bool(seeded), "engine.args.enable_deterministic_inference", seeded, "SGLang would ignore seeds; set it to true")
+        file = self.args.get("config")
+        require(file is None, "engine.args.config", file, "the run hands the server's key over in such a file; set the options themselves")
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
         """See `Launcher.command`. The module is started, not the `sglang` script: an interpreter is all that has to be known."""
-        settings = {"host": self.host, "port": port, **self.args, **args, "api_key": self.api_key}
+        settings = {"host": self.host, "port": port, **self.args, **args}
         return [self.interpreter, "-m", "sglang.launch_server", "--model-path", model, *flags(settings)]
 
     def variables(self, env: Mapping[str, str]) -> dict[str, str]:

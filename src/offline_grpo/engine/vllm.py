@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from offline_grpo.engine.command_line import CommandLine, flags
+from offline_grpo.errors import require
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,11 @@ class VllmEngine(CommandLine):
         "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0"},
         "blackwell_workaround": False,
     }
+    key_is_option = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("VLLM_API_KEY" not in self.env, "engine.env.VLLM_API_KEY", "...", "set engine.api_key, which the run sends too")
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
         """See `Launcher.command`. The module is started, not the `vllm` script, which some builds lack."""

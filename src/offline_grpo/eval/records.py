@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from offline_grpo.disk import write_whole
 from offline_grpo.types import RolloutGroup
 
 
@@ -49,6 +49,4 @@ def recording(path: Path) -> Iterator[Records]:
     with path.open("w") as file:
         yield Records(file)
     lines = sorted(path.read_text().splitlines(keepends=True), key=lambda line: json.loads(line)["index"])
-    ordered = path.with_suffix(".tmp")
-    ordered.write_text("".join(lines))
-    os.replace(ordered, path)
+    write_whole(path, "".join(lines))

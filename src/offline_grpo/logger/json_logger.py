@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offline_grpo.disk import write_whole
 from offline_grpo.errors import GrpoError
 from offline_grpo.interfaces import RunListener
 from offline_grpo.types import Metrics
@@ -38,9 +38,7 @@ class JsonLogger(RunListener):
             if not math.isfinite(value):
                 raise GrpoError(f"{name} metric {key} is {value} ({suffix}); metrics must be finite numbers")
         path = self.metrics_dir / f"{name}_{suffix}.json"
-        temporary = path.with_suffix(".json.tmp")
-        temporary.write_text(json.dumps(dict(metrics), indent=2, sort_keys=True, allow_nan=False) + "\n")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(dict(metrics), indent=2, sort_keys=True, allow_nan=False) + "\n")
 
     @property
     def metrics_dir(self) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from offline_grpo.disk import write_whole
 from offline_grpo.errors import require
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import output_console
@@ -58,9 +58,7 @@ class Samples(RunListener):
         suffix = "init" if iteration == -1 else f"iter_{iteration:03d}"
         path = folder / f"{'eval_' if name == 'eval' else ''}{suffix}.jsonl"
         lines = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in records)
-        temporary = path.with_suffix(".jsonl.tmp")
-        temporary.write_text(utf8(lines), encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, utf8(lines))
 
 
 def chosen(

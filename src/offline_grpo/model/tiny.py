@@ -10,7 +10,6 @@ import json
 import logging
 import re
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from offline_grpo import progress as run_progress
+from offline_grpo.disk import OwnFolder, remove_left_behind
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
@@ -30,6 +30,7 @@ from offline_grpo.types import Problem, Split
 
 log = logging.getLogger(__name__)
 
+SCRATCH = ".tiny-"
 FORMAT_VERSION = 1
 """Raise it when the same settings would give another model: folders built before are then no longer found."""
 
@@ -89,6 +90,7 @@ def prepare_tiny_model(settings: TinyModel, task: Task, cache_dir: Path, *, prog
     problems = task.problems(Split.TRAIN)
     if any(re.fullmatch(r"-?[0-9]+", problem.answer) is None for problem in problems):
         raise ConfigError(f"task={type(task).__name__}: the tiny model learns integer answers only; use task=arithmetic or model=hf")
+    remove_left_behind(cache_dir, SCRATCH)
     folder = cache_dir / f"tiny-{_content_hash(settings, problems)}"
     if folder.exists():
         if _is_whole(folder):
@@ -96,8 +98,8 @@ def prepare_tiny_model(settings: TinyModel, task: Task, cache_dir: Path, *, prog
         log.warning("%s is damaged and is built again", folder)
         shutil.rmtree(folder, ignore_errors=True)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".tiny-", dir=cache_dir, ignore_cleanup_errors=True) as scratch:
-        built = Path(scratch) / "model"
+    with OwnFolder(cache_dir, SCRATCH) as scratch:
+        built = scratch / "model"
         with run_progress.step("warm start", f"building the tiny model (once): warm start of {settings.warm_start_steps} steps"):
             _build(settings, problems, built, progress)
         try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from offline_grpo import progress
+from offline_grpo.disk import sweep
 from offline_grpo.errors import StopRequested
 from offline_grpo.run import going_on, launch, lock
 from offline_grpo.run.config import as_plain, typed
@@ -20,7 +21,7 @@ from offline_grpo.run.environment import record_start
 from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.messages import kept_for_log, log_to
 from offline_grpo.run.preflight import Plan, listeners, make_plan
-from offline_grpo.run.run_dir import ResumePoint, RunDir, discard_fresh, find_resume_point
+from offline_grpo.run.run_dir import ResumePoint, RunDir, discard_fresh, find_resume_point, remove_abandoned
 from offline_grpo.run.set_aside import describe as describe_aside
 from offline_grpo.run.set_aside import set_aside
 from offline_grpo.settings import RunConfig
@@ -83,6 +84,10 @@ def _run(
 
     config, plain = plan.config, as_plain(cfg)
     with ExitStack() as stack:
+        if ranks.is_main:
+            sweep(run_dir.path)
+            stack.callback(sweep, run_dir.path)
+            remove_abandoned(run_dir)
         told = listeners(config, run_dir.path) if ranks.is_main else []
         for listener in told:
             stack.callback(listener.close)

@@ -24,6 +24,7 @@ from offline_grpo.model.proof import settle_layout
 from offline_grpo.model.text import encode
 from offline_grpo.placement.devices import check_devices, server_gpus
 from offline_grpo.placement.ranks import Ranks
+from offline_grpo.redaction import redacted
 from offline_grpo.run import serving
 from offline_grpo.run.build import build
 from offline_grpo.run.gpu_memory import check_memory
@@ -90,7 +91,7 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     milestones = Milestones(config.checkpoint.keep_best, config.train.stop_when)
     shared: dict[str, Any] = {"policy": policy, "updater": updater, "schedule": schedule, "source": source, "milestones": milestones}
     checkpointer = Checkpointer(
-        **shared, folder=start.run_dir.checkpoints, ranks=ranks, config=start.plain, keep_last_k=config.checkpoint.num_kept
+        **shared, folder=start.run_dir.checkpoints, ranks=ranks, config=redacted(start.plain), keep_last_k=config.checkpoint.num_kept
     )
     last = config.train.iterations - 1
     loop = Loop(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from offline_grpo.engine.command_line import CommandLine
 from offline_grpo.engine.server import Launcher, plain_url
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.run.build import build, check_settings, resolve
@@ -36,14 +38,14 @@ class EngineSpec:
     Args:
         client_node: `_target_` and settings of the rollout client.
         base_url: of an external server; None where the run starts one, or needs none.
-        api_key: of the server.
+        api_key: of the server. A managed one without a configured key gets a random one, so that nobody else on the machine controls it.
         launcher: starts a managed server; None where none is started.
         key: the group that the client's settings come from, for messages.
     """
 
     client_node: Mapping[str, Any]
     base_url: str | None
-    api_key: str | None
+    api_key: str | None = field(repr=False)
     launcher: Launcher | None
     key: str
 
@@ -89,6 +91,8 @@ def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
     if config.engine is None:
         raise ConfigError("generation.base_url=None: no server to ask; name a running one, or let the run start one with engine=vllm")
     launcher = build(_trusting(config.engine) if config.model.trust_remote_code else config.engine, key="engine")
+    if isinstance(launcher, CommandLine) and launcher.api_key is None:
+        launcher = replace(launcher, api_key=secrets.token_hex(32))
     return replace(spec, api_key=launcher.api_key, launcher=launcher)
 
 

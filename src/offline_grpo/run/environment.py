@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 import subprocess
@@ -14,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from offline_grpo.disk import write_whole
 from offline_grpo.redaction import redacted_text
 
 FILE = "environment.json"
@@ -23,9 +23,7 @@ def record_start(run_folder: Path) -> int:
     """Add this start to the file in the run's folder: command, working directory, git commit and versions. Returns its number."""
     path = run_folder / FILE
     starts = json.loads(path.read_text()) if path.exists() else []
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps([*starts, this_start()], indent=2) + "\n")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps([*starts, this_start()], indent=2) + "\n")
     return len(starts) + 1
 
 

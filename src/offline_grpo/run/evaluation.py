@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,7 @@ from transformers import GenerationConfig
 from offline_grpo import progress
 from offline_grpo.checkpoint.export import export_model
 from offline_grpo.checkpoint.pretrained import ModelSource
+from offline_grpo.disk import OwnFolder
 from offline_grpo.engine.engine import engine_of
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError
@@ -143,7 +143,7 @@ def _served(source: ModelSource, held_out: HeldOut, spec: EngineSpec, out: Path)
         if spec.needs_server:
             runtime["server"] = Server(base_url=spec.base_url, api_key=spec.api_key, launcher=spec.launcher, log_dir=out)
             if source.adapter is not None and spec.base_url is None:
-                place = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".merged_", dir=out))) / "model")
+                place = str(stack.enter_context(OwnFolder(out, ".merged_")) / "model")
                 export_model(source, Path(place), merge=True, dtype=None, card="")
             runtime["eos_ids"] = end_ids(_generation_config(source.weights), tokenizer)
             model_config = read_model_config(source.weights, "MODEL", trust_remote_code=source.trust_remote_code)

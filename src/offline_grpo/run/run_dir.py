@@ -10,8 +10,9 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from typing import Any
 from offline_grpo.checkpoint.files import latest_checkpoint, latest_state, newest_sound, verified_state
 from offline_grpo.checkpoint.state import TrainerState
 from offline_grpo.errors import CheckpointError, ConfigError
+from offline_grpo.redaction import redacted
 from offline_grpo.run import lock
 from offline_grpo.train.schedule import LrSchedule
 
 IGNORED_ON_RESUME = ("resume", "logger", "samples", "num_threads", "cache_dir")
 """Top-level keys that may differ between a run and its continuation; they do not count when configurations are compared."""
+
+ABANDONED_AFTER_S = 86400.0
 
 log = logging.getLogger(__name__)
 
@@ -159,14 +163,23 @@ def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
 
 
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted key -> value, of the keys that affect training."""
-    return {key: value for key, value in _flat(config).items() if key.split(".")[0] not in IGNORED_ON_RESUME}
+    """Dotted key -> value, of the keys that affect training. All secrets are alike, and checkpoints have none."""
+    return {key: value for key, value in _flat(redacted(config)).items() if key.split(".")[0] not in IGNORED_ON_RESUME}
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(node, Mapping) or not node:
         return {prefix: node}
     return {key: value for name, child in node.items() for key, value in _flat(child, f"{prefix}.{name}" if prefix else str(name)).items()}
+
+
+def remove_abandoned(run_dir: RunDir) -> None:
+    """Delete the unfinished checkpoints of runs under the same root that were killed more than a day ago: nobody may go on with them."""
+    root = _root(run_dir.path)
+    for hidden in root.glob("*/*/checkpoints/.writing_*") if root is not None else ():
+        with suppress(OSError):  # somebody else's, or deleted meanwhile
+            if time.time() - hidden.stat().st_mtime > ABANDONED_AFTER_S and lock.owner(hidden.parent.parent) is None:
+                shutil.rmtree(hidden, ignore_errors=True)
 
 
 def discard_fresh(folder: Path) -> None:

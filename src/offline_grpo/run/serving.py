@@ -65,8 +65,8 @@ def for_training(
                 args=needs.server_args,
                 env=needs.env,
             )
-        url = ranks.broadcast(server.base_url if server is not None else None)
-        server = server or Server(base_url=url, api_key=spec.api_key, launcher=None, log_dir=run_folder)
+        url, key = ranks.broadcast((server.base_url, server.api_key) if server is not None else (None, None))
+        server = server or Server(base_url=url, api_key=key, launcher=None, log_dir=run_folder)
     return _deployment(spec, server, weight_sync, policy, sampling, full_weights, ranks)
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from offline_grpo.disk import write_whole
 from offline_grpo.errors import EngineError
 
 T = TypeVar("T")
@@ -94,9 +95,7 @@ class Bridge:
 
     def write(self, path: Path) -> None:
         """Save, for tools that attach later and for people who want to look. The file appears complete."""
-        hidden = path.with_name(f".{path.name}.{os.getpid()}")
-        hidden.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1))
-        os.replace(hidden, path)
+        write_whole(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=1), is_private=True)
 
     @classmethod
     def read(cls, path: Path) -> Bridge:

@@ -25,6 +25,7 @@ def test_flags() -> None:
 class Engine(CommandLine):
     name = "The server"
     package = "no_such_package"
+    key_is_option = False
     essentials: ClassVar[dict[str, Any]] = {"args": {}, "env": {"B": "two words"}}
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import yaml
 from engines import COMMAND_LINE
 from factories import compose_config
 from fake_sglang import FakeSglang, logits_after
@@ -42,7 +43,18 @@ def test_command_of_an_engine() -> None:
         *("--dtype", "float32", "--context-length", "64", "--disable-cuda-graph", "--enable-deterministic-inference"),
         "--skip-server-warmup",
     ]
-    assert SglangEngine(**{**SETTINGS, "api_key": "k"}).command("m", 1, {})[-2:] == ["--api-key", "k"]
+
+
+def test_the_key_is_on_no_command_line(tmp_path: Path) -> None:
+    """SGLang takes it as an option alone, or from a YAML file of options, which it puts before those of the command line."""
+    engine = SglangEngine(**{**SETTINGS, "api_key": "0123e45"})
+    assert "0123e45" not in " ".join(engine.command("m", 1, {}))
+    option, file = engine.key_args(tmp_path)
+    assert option == "--config"
+    assert file.endswith(".yaml")
+    assert yaml.safe_load(Path(file).read_text()) == {"api-key": "0123e45"}, "a text, though it looks like a number"
+    assert SglangEngine(**SETTINGS).key_args(tmp_path) == []
+    assert " --api-key YOUR_KEY" in SglangEngine.by_hand("m", "http://127.0.0.1:1", has_key=True, args={}, env={})
 
 
 def test_the_shipped_engine_makes_seeds_act_and_keeps_the_temperature_in_the_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,3 +104,13 @@ def test_only_untouched_folders_are_discarded(fresh):
     (used / "metrics").mkdir(parents=True)
     discard_fresh(used)
     assert used.exists()
+
+
+def test_a_secret_is_no_change_and_is_not_shown() -> None:
+    """Checkpoints have none, and environment variables may have other ones by then."""
+    saved = {"engine": {"api_key": "***"}, "generation": {"base_url": "http://h"}}
+    assert changed_keys(saved, {"engine": {"api_key": "sk-314"}, "generation": {"base_url": "http://h"}}) == {}
+    assert changed_keys(saved, {"engine": {"api_key": None}, "generation": {"base_url": "http://me:pw@h"}}) == {
+        "engine.api_key": ("***", None),
+        "generation.base_url": ("http://h", "http://***@h"),
+    }

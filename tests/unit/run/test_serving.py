@@ -213,3 +213,33 @@ def test_the_command_of_a_refusal_has_the_settings_of_the_runs_own_servers(optio
     engine = as_plain(compose_config(f"generation={option}_server"))["engine"]
     for name in ("args", "env"):
         assert launcher.essentials[name].items() <= engine[name].items()
+
+
+MANAGED = "generation=vllm_server model.device=cpu"
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_of_the_run_has_a_key_that_nobody_else_knows(kind: str, tmp_path: Path) -> None:
+    """It is another one for each run, one for all processes of a run, in no command line and in nothing that is shown."""
+    overrides = f"generation={kind}_server model.device=cpu".split()
+    first, second = (make_plan(typed(compose_config(*overrides))).engine for _ in range(2))
+    assert first.api_key is not None
+    assert len(first.api_key) == 64
+    assert first.api_key != second.api_key
+    assert first.api_key == first.launcher.api_key  # type: ignore[union-attr]
+    shown = f"{first} {first.launcher} {first.launcher.command('m', 1, {})}"  # type: ignore[union-attr]
+    assert first.api_key not in shown
+
+    def broadcast(value: Any) -> Any:
+        return ("http://127.0.0.1:5", "of rank 0") if isinstance(value, tuple) else value
+
+    other_rank: Any = SimpleNamespace(is_main=False, world_size=2, broadcast=broadcast)
+    plan = make_plan(typed(compose_config(*overrides, "eval.enabled=false")))
+    training, _ = assembled(plan, make_policy(), tmp_path, other_rank)
+    assert training._inner.engines[0].client.server.api_key == "of rank 0"  # type: ignore[attr-defined]
+
+
+def test_a_key_of_ones_own_is_kept_and_the_shells_cannot_replace_it() -> None:
+    assert make_plan(typed(compose_config(*MANAGED.split(), "engine.api_key=mine"))).engine.api_key == "mine"
+    with pytest.raises(ConfigError, match=r"^engine\.env\.VLLM_API_KEY=\.\.\.: set engine\.api_key"):
+        make_plan(typed(compose_config(*MANAGED.split(), "+engine.env.VLLM_API_KEY=theirs")))

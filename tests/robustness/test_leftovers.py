@@ -1,0 +1,131 @@
+"""Whatever ends a run, nothing is left: processes, shared memory, temporary files, unfinished files, copies of the server's key."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from children import SMALL, Kill, run_in_child
+from engines import processes_naming, save_model
+from served_runs import five, own_server
+
+from offline_grpo.interfaces import RunListener
+
+ROOT = Path(__file__).parents[2]
+UNFINISHED = ("*.unfinished", ".writing_*", ".tiny-*", "*.tmp", ".lock")
+
+
+class FillsDisk(RunListener):
+    """The disk is full as the second iteration is saved."""
+
+    def phase(self, name: str, iteration: int) -> None:
+        if (name, iteration) == ("checkpoint", 1):
+
+            def full(*_: Any, **__: Any) -> None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            torch.save = full
+
+
+def unfinished(folder: Path) -> list[Path]:
+    return [path for pattern in UNFINISHED for path in folder.rglob(pattern)]
+
+
+def test_a_run_that_was_killed_while_it_saved_leaves_nothing_once_it_went_on(tmp_path: Path) -> None:
+    run, cache = tmp_path / "run", f"cache_dir={tmp_path / 'cache'}"
+    kills = (
+        Kill("offline_grpo.model.tiny:OwnFolder.__exit__", 1),
+        Kill("offline_grpo.checkpoint.checkpointer:PendingCheckpoint.commit", 1),
+    )
+    for kill, left in zip(kills, (".tiny-*", ".writing_iter_001"), strict=True):
+        assert run_in_child(run, *SMALL, cache, kill=kill) == -signal.SIGKILL
+        assert list(tmp_path.rglob(left)), "else this test would see nothing"
+    assert run_in_child(run, *SMALL, cache, "train.iterations=2", "resume=auto") == 0
+    assert unfinished(tmp_path) == []
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"iter_001"}
+
+
+# Beside a server
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
+    """A run as a user starts it, with a temporary folder of its own."""
+    (folder / "tmp").mkdir()
+    paths = os.pathsep.join(str(ROOT / "tests" / name) for name in (".", "robustness"))
+    command = [sys.executable, str(ROOT / "run_grpo.py"), f"hydra.run.dir={folder / 'run'}", *five(save_model(folder / "model"))]
+    command += [*own_server(folder), "checkpoint.enabled=true", "checkpoint.save_interval=1", *overrides]
+    with (folder / "out.txt").open("wb") as output:
+        env = {**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+        return subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def wait_for(condition: Callable[[], Any], folder: Path, timeout_s: float = 400) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, (folder / "out.txt").read_text()
+        time.sleep(0.1)
+    return found
+
+
+def server_of(folder: Path) -> psutil.Process:
+    """The server itself, below its guardian."""
+    [port] = re.findall(r"--port (\d+)", (folder / "run" / "server_0.log").read_text().splitlines()[0])
+    [server] = [p for pid in processes_naming(f"--port\0{port}") if "guardian" not in " ".join((p := psutil.Process(pid)).cmdline())]
+    return server
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["server SIGKILL", "SIGINT", "SIGTERM", "SIGKILL", "ENOSPC"])
+def test_nothing_is_left(ending: str, tmp_path: Path) -> None:
+    before, logs = shared_memory(), ["+logger=[tensorboard,wandb]", "logger.wandb.mode=offline"]
+    fills = ["+logger.fills._target_=test_leftovers.FillsDisk"] if ending == "ENOSPC" else logs
+    process = start(tmp_path, *fills)
+    try:
+        wait_for((tmp_path / "run" / "metrics" / "train_iter_000.json").exists, tmp_path)
+        server = server_of(tmp_path)
+        environment = server.environ()
+        key, scratch = environment["VLLM_API_KEY"], environment["TMPDIR"]
+        everything = [server.pid, *(p.pid for p in server.children(recursive=True)), process.pid]
+        assert not processes_naming(key)
+        assert list(Path(scratch).iterdir()), "the sockets of the server"
+        if ending == "server SIGKILL":
+            server.kill()
+        elif ending != "ENOSPC":
+            process.send_signal(getattr(signal, ending))
+        code = process.wait(300)
+    finally:
+        process.kill()
+    expected = {"server SIGKILL": 0, "ENOSPC": 1, "SIGKILL": -9, "SIGINT": 130, "SIGTERM": 143}
+    assert code == expected[ending], (tmp_path / "out.txt").read_text()
+    wait_for(lambda: not any(map(psutil.pid_exists, everything)) and not processes_naming(str(tmp_path)), tmp_path, 30)
+    wait_for(lambda: not {name for name in shared_memory() - before if f"-{process.pid}-" in name}, tmp_path, 15)
+    assert [path.name for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torchinductor_")] == []
+    if ending != "SIGKILL":
+        assert unfinished(tmp_path) == []
+    assert files_with(key, tmp_path) == []
+    for path in (tmp_path / "run").glob("server_*.log"):
+        assert path.stat().st_mode & 0o077 == 0
+    if ending == "server SIGKILL":
+        metrics = json.loads((tmp_path / "run" / "metrics" / "train_iter_004.json").read_text())
+        assert metrics["sync/num_recoveries"] == 1
+
+
+def files_with(key: str, folder: Path) -> list[str]:
+    """Configuration, logs, checkpoints, bridge file, W&B, TensorBoard, and what was printed."""
+    return [str(path) for path in folder.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
