@@ -23,6 +23,8 @@ from offline_grpo.run import launch
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 REPEAT_S = 1.0
 """A second signal within this time is the first one again: the terminal sends a Ctrl-C to all processes, and launchers pass it on."""
+LOOK_S = 1.0
+"""How often a process looks whether the one that launched it is still there."""
 
 log = logging.getLogger(__name__)
 
@@ -162,21 +164,35 @@ class StopSignal:
             writer.close()
 
     def _acknowledge(self, reader: socket.socket) -> None:
+        launcher, is_alone = os.getppid(), False
+        reader.settimeout(LOOK_S)
         with reader:  # to its end: Python complains if nobody listens to a later signal
-            while numbers := reader.recv(1):
+            while True:
+                try:
+                    numbers = reader.recv(1)
+                except TimeoutError:
+                    if os.getppid() != launcher and not is_alone:
+                        is_alone = True
+                        _tell(f"the process that launched this one ({launcher}) has ended; `kill -INT {os.getpid()}` stops this one")
+                    continue
+                if not numbers:
+                    return
                 if numbers[0] in HANDLED and not self._acknowledged.is_set():
                     self._say(numbers[0])
                     self._acknowledged.set()
 
     def _say(self, number: int) -> None:
-        if not launch.is_main():
-            return
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         after = f" after {self._waits_for}; a second one ends it at once" if self._waits_for else ""
-        line = f"{name}: stopping{after}"
-        from logging.handlers import MemoryHandler
+        _tell(f"{name}: stopping{after}")
 
-        if all(isinstance(handler, MemoryHandler) for handler in logging.getLogger("offline_grpo").handlers):
-            print(line, file=sys.stderr)  # before run.log is there, and nobody will see what is kept for it
-        else:
-            log.warning(line)
+
+def _tell(line: str) -> None:
+    from logging.handlers import MemoryHandler
+
+    if not launch.is_main():
+        return
+    if all(isinstance(handler, MemoryHandler) for handler in logging.getLogger("offline_grpo").handlers):
+        print(line, file=sys.stderr)  # before run.log is there, and nobody will see what is kept for it
+    else:
+        log.warning(line)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 from offline_grpo.errors import StopRequested
@@ -159,3 +160,34 @@ def test_ctrl_c_before_anything_listens_is_one_line():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr.split("\n") == ["", "stopped before the run began; nothing was saved", ""]
+
+
+def test_a_process_whose_launcher_is_killed_says_so_once_and_goes_on(tmp_path):
+    code = "import time; from offline_grpo.run.interrupt import StopSignal\nwith StopSignal.listening():\n  time.sleep(60)"
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    with (tmp_path / "said").open("wb") as output:
+        launcher = subprocess.Popen([sys.executable, "-c", starts], stderr=output)
+    [child] = _wait_for(lambda: [process for process in psutil.Process(launcher.pid).children() if _listens(process)])
+    launcher.kill()
+    launcher.wait()
+    line = f"the process that launched this one ({launcher.pid}) has ended; `kill -INT {child.pid}` stops this one\n"
+    assert _wait_for((tmp_path / "said").read_text) == line
+    time.sleep(2 * interrupt.LOOK_S)
+    assert child.is_running()
+    child.send_signal(signal.SIGINT)
+    child.wait(20)
+    assert (tmp_path / "said").read_text().startswith(f"{line}Ctrl-C: stopping\n")
+
+
+def _listens(process):
+    with open(f"/proc/{process.pid}/status") as file:
+        caught = int(next(line.split()[1] for line in file if line.startswith("SigCgt")), 16)
+    return caught >> (signal.SIGTERM - 1) & 1
+
+
+def _wait_for(something):
+    deadline = time.monotonic() + 30
+    while not (found := something()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found

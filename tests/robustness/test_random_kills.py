@@ -1,0 +1,69 @@
+"""SIGKILL at a random moment of a run, then the same command with `resume=auto`: nothing is lost, to the bit."""
+
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from children import SMALL, Kill, metrics_of, printed, run_in_child, start_in_child, weights_of
+
+WORDS = (*SMALL, "checkpoint.save_interval=1", "checkpoint.keep_last_k=2", "checkpoint.keep_best=pass@1")
+QUICK, ALL = 3, 20
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return f"cache_dir={tmp_path_factory.mktemp('cache')}"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cache, tmp_path_factory):
+    """The folder of a run that nobody killed, and how long it took when it found the tiny model built."""
+    day = tmp_path_factory.mktemp("undisturbed") / "outputs" / "2026-01-01"
+    assert run_in_child(day / "first", cache, *WORDS, "train.iterations=1") == 0, printed(day / "first")
+    started = time.monotonic()
+    assert run_in_child(day / "run", cache, *WORDS) == 0, printed(day / "run")
+    return day / "run", time.monotonic() - started
+
+
+def content(run: Path) -> tuple:
+    """What two runs of one configuration have in common."""
+    samples = {path.name: path.read_bytes() for path in (run / "samples").iterdir()}
+    hidden = [str(path.relative_to(run)) for path in run.rglob(".*")]
+    rest = {path.name for path in run.iterdir()}
+    return metrics_of(run), weights_of(run), samples, hidden, rest, (run / "checkpoints" / "best").readlink()
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= QUICK else []) for seed in range(ALL)])
+def test_killed_at_a_random_moment_and_resumed(seed, undisturbed, cache, tmp_path):
+    expected, duration_s = undisturbed
+    day = tmp_path / "outputs" / "2026-01-01"
+    killed, fresh = day / "00-00-00-000000", day / "00-01-00-000000"
+    process = start_in_child(killed, cache, *WORDS)
+    process.join(random.Random(seed).uniform(0, 1.1 * duration_s))
+    process.kill()
+    process.join()
+    assert process.exitcode in (-signal.SIGKILL, 0), printed(killed)
+    assert run_in_child(fresh, cache, "resume=auto", *WORDS) == 0, printed(fresh)
+    assert content(fresh if fresh.exists() else killed) == content(expected)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_after_the_last_commit_nothing_is_trained_again_however_often_the_command_is_repeated(number, undisturbed, cache, tmp_path):
+    day = tmp_path / "outputs" / "2026-01-01"
+    run, fresh = day / "00-00-00-000000", day / "00-01-00-000000"
+    kill = Kill("offline_grpo.checkpoint.checkpointer:PendingCheckpoint.commit", 4, "after", number=number)
+    assert run_in_child(run, cache, *WORDS, kill=kill) == (0 if number == signal.SIGINT else -signal.SIGKILL), printed(run)
+    assert (run / "report.png").exists() == (number == signal.SIGINT)
+    for _ in range(2):
+        assert run_in_child(fresh, cache, "resume=auto", *WORDS) == 0, printed(fresh)
+        assert not fresh.exists()
+        assert content(run) == content(undisturbed[0])
+    said = printed(fresh)
+    assert (
+        len(re.findall(r"^finished: 4 of 4 iterations; longer: .* train.iterations=8 .*; anew: leave resume out$", said, re.MULTILINE)) == 2
+    )
+    assert len(re.findall("^pass@1", said, re.MULTILINE)) == 2
+    assert "loading the model" not in said
