@@ -50,7 +50,7 @@ def test_killed_at_a_random_moment_and_resumed(seed, undisturbed, cache, tmp_pat
     assert content(fresh if fresh.exists() else killed) == content(expected)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_after_the_last_commit_nothing_is_trained_again_however_often_the_command_is_repeated(number, undisturbed, cache, tmp_path):
     day = tmp_path / "outputs" / "2026-01-01"
     run, fresh = day / "00-00-00-000000", day / "00-01-00-000000"

@@ -1,18 +1,24 @@
 """Two processes that mean one folder: one of them trains, the other is refused in a line before it has written anything."""
 
+import random
 import re
+import signal
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
-from children import SMALL, metrics_of, printed, run_command, run_in_child, weights_of
+from children import SMALL, metrics_of, printed, run_command, run_in_child, start_in_child, weights_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "run_grpo.py"
 REFUSED = (
     r"^error: {key}: process {pid} writes to {folder} \(since .*, {done}: \d\); stop it with `kill -INT {pid}`, or start in another folder$"
 )
+WORDS = (*SMALL, "model.tiny.warm_start_steps=0", "checkpoint.save_interval=1")
+PAIRS = 11
 WAITS = "+logger.waits._target_=children.Waits"
 
 
@@ -23,6 +29,15 @@ def started(pool: ThreadPoolExecutor, folder: Path, *words: str) -> tuple[Future
         assert not command.done(), command.result()
         time.sleep(0.05)
     return command, int((folder / "waiting").read_text())
+
+
+@contextmanager
+def letting_go(folder: Path):
+    """At the end, whatever it is, commands that wait there go on."""
+    try:
+        yield
+    finally:
+        (folder / "go").touch()
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -40,11 +55,17 @@ def cache(tmp_path_factory):
     return f"cache_dir={tmp_path_factory.mktemp('cache')}"
 
 
-def test_whoever_comes_second_is_refused_and_the_first_ends_as_if_it_were_alone(cache, tmp_path):
-    words = (cache, *SMALL, "checkpoint.save_interval=1")
-    alone = tmp_path / "alone"
-    assert run_in_child(alone, *words) == 0, printed(alone)
-    with ThreadPoolExecutor() as pool:
+@pytest.fixture(scope="module")
+def alone(cache, tmp_path_factory):
+    """The run of one process."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    assert run_in_child(run, cache, *WORDS) == 0, printed(run)
+    return run
+
+
+def test_whoever_comes_second_is_refused_and_the_first_ends_as_if_it_were_alone(alone, cache, tmp_path):
+    words = (cache, *WORDS)
+    with ThreadPoolExecutor() as pool, letting_go(tmp_path):
         first, pid = started(pool, tmp_path, *words)
         [run] = (tmp_path / "outputs").glob("*/*")
         before = content(run)
@@ -62,3 +83,61 @@ def test_whoever_comes_second_is_refused_and_the_first_ends_as_if_it_were_alone(
     assert metrics_of(run) == metrics_of(alone)
     assert weights_of(run) == weights_of(alone)
     assert not (run / ".lock").exists()
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed else []) for seed in range(PAIRS)])
+def test_of_two_that_start_at_once_one_trains(seed, alone, cache, tmp_path):
+    """Both in one new folder; both with `resume=auto`; or both to go on with a run that was killed, one of them with other settings."""
+    rng, kind = random.Random(seed), ("auto", "folder", "path")[seed % 3]
+    day = tmp_path / "outputs" / "2026-01-01"
+    folders = [day / "00-00-00-000000"] * 2 if kind == "folder" else [day / "00-00-00-000000", day / "00-00-00-000001"]
+    more = [[], []] if kind == "folder" else [["resume=auto"]] * 2
+    if kind == "path":
+        killed = day / "killed"
+        assert (
+            run_in_child(killed, cache, *WORDS, mishaps={("train", 2): partial(signal.raise_signal, signal.SIGKILL)}) == -signal.SIGKILL
+        ), printed(killed)
+        more = [[f"resume={killed}"]] * 2
+    processes = []
+    for number, (folder, words) in enumerate(zip(folders, more, strict=True)):
+        processes.append(start_in_child(folder, cache, *WORDS, *words))
+        time.sleep(rng.uniform(0, 0.3) * (1 - number))
+    for process in processes:
+        process.join(120)
+    said = "".join(printed(folder) for folder in dict.fromkeys(folders))
+    codes = sorted(process.exitcode for process in processes)
+    if codes == [0, 0]:  # the machine was so busy that the second began when the first had ended
+        assert kind == "folder" or "finished: 4 of 4 iterations" in said
+    else:
+        assert codes == [0, 2], said
+        assert re.search(r"^error: \S+: process \d+ writes to \S+ \(since ", said, re.MULTILINE), said
+    [run] = [path for path in day.iterdir() if (path / "metrics").is_dir()]
+    assert metrics_of(run) == metrics_of(alone)
+    assert weights_of(run) == weights_of(alone)
+
+
+@pytest.mark.slow
+def test_of_two_sweeps_that_start_at_once_one_runs_and_its_folder_is_refused_to_another(cache, tmp_path):
+    words = ("--multirun", cache, *WORDS, "train.iterations=2", "seed=0,1")
+    with ThreadPoolExecutor() as pool, letting_go(tmp_path):
+        both = [pool.submit(run_command, tmp_path, SCRIPT, *words, "resume=auto", WAITS) for _ in range(2)]
+        while not (tmp_path / "waiting").exists() or not any(command.done() for command in both):
+            time.sleep(0.1)
+        pid = int((tmp_path / "waiting").read_text())
+        [sweep] = (tmp_path / "multirun").glob("*/*")
+        [refused] = [command.result() for command in both if command.done()]
+        assert re.match(f"^error: (resume=auto|hydra.sweep.dir={sweep}): process {pid} writes to {sweep} ", refused.stderr), refused.stderr
+        for typed in (f"hydra.sweep.dir={sweep}", f"resume={sweep}"):
+            third = run_command(tmp_path, SCRIPT, *(words if typed.startswith("hydra") else ()), typed)
+            assert_refused(third, f"hydra.sweep.dir={sweep}", pid, sweep, "runs begun")
+        job = run_command(tmp_path, SCRIPT, f"resume={sweep}/0")
+        assert_refused(job, f"resume={sweep}/0", pid, sweep / "0")
+        (tmp_path / "go").touch()
+        done = next(command for command in both if command.result().returncode == 0).result()
+    assert "1 configuration, 2 runs" in done.stdout
+    again = run_command(tmp_path, SCRIPT, *words, "resume=auto", WAITS)
+    assert again.returncode == 0, again.stderr
+    assert f"going on with the sweep in {sweep}; leave resume out to start another one" in again.stdout
+    assert len(re.findall(r"^run \d of the sweep is finished: ", again.stdout, re.MULTILINE)) == 2
+    assert "1 configuration, 2 runs" in again.stdout
+    assert list((tmp_path / "multirun").glob("*/*")) == [sweep]

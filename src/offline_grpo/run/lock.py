@@ -147,7 +147,7 @@ def _take_or_leave(folder: Path, key: str, like: str = "", others: Path | None =
             take(folder, key, like)
             return
         with choosing(others):
-            for other in others.glob("*/*"):
+            for other in set(others.glob("*/*")) - {folder.resolve()}:
                 refuse_another(other, "resume=auto", like)
             take(folder, key, like)
     except GrpoError as error:
