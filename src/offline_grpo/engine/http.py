@@ -76,9 +76,12 @@ class Answer:
             failure = self._malformed(f"{type(error).__name__}: {error}")
         raise failure
 
+    def _beginning(self, length: int) -> str:
+        return printable(self.body[: 4 * length].decode(errors="replace")[:length])
+
     def _malformed(self, problem: str) -> EngineError:
         return EngineError(
-            f"{self.url}: a malformed answer ({printable(problem[:200])}): {printable(self.text[:200])}; is that the inference server, "
+            f"{self.url}: a malformed answer ({printable(problem[:200])}): {self._beginning(200)}; is that the inference server, "
             "with no proxy in between?"
         )
 
@@ -88,7 +91,7 @@ class Answer:
             error = body.get("error", body) if isinstance(body, dict) else body
             message = str(error.get("message", error) if isinstance(error, dict) else error)
         except (ValueError, RecursionError):
-            message = self.text[:300]
+            message = self._beginning(300)
         return printable(message[:600]) or "no reason given, where status 200 belongs"
 
 
@@ -219,11 +222,12 @@ def url_of(http: httpx.AsyncClient, path: str) -> str:
 
 def describe(error: Exception) -> str:
     """One of `BROKEN` in words."""
-    what, cause = "the connection broke", error
+    what = "the connection broke"
+    cause: BaseException = error
     if isinstance(error, httpx.ConnectError):
         what = "no connection"
-        while cause.__cause__ is not None or cause.__context__ is not None:
-            cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]  # httpx itself says that all attempts failed
+        while (deeper := cause.__cause__ or cause.__context__) is not None:  # httpx itself says that all attempts failed
+            cause = deeper
     return f"{what} ({printable(str(cause)[:200]) or type(cause).__name__})"
 
 
