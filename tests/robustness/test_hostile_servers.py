@@ -127,7 +127,7 @@ def attacked(kind: str, attack: str, route: str, seed: int, undisturbed: Any, mo
     found, url = sample(kind, model, folder, lambda honest: Hostile(honest, ATTACKS[attack], route, first, times, random))
     assert time.monotonic() - started < 60
     if isinstance(found, str):
-        assert url in found or found.startswith("[MISMATCH]"), found  # by the proof: it has compared what the server said of its weights
+        assert url in found, found
         assert found.isprintable()
         assert len(found) < 1500
     else:
