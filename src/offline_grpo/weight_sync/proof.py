@@ -67,16 +67,14 @@ def verify(snapshot: Snapshot, engine: ServerEngine, *, version: int, tolerance_
         f"version {version}: |trainer - server| {diff_abs_mean:.2g} nats on average, {diff_max:.2g} at most"
         f"{f'; {num_equal} of {num_compared} tensors equal bit for bit' if num_compared else ''}"
     )
-    url = engine.server.base_url
+    mismatch = f"[MISMATCH] {engine.server.base_url}: {says}"
     if served_tag != weights_tag(version):
-        raise EngineError(
-            f"[MISMATCH] {url}: {says}; the server has version {served_tag}: something else pushes to it, or it was restarted"
-        )
+        raise EngineError(f"{mismatch}; the server has version {served_tag}: something else pushes to it, or it was restarted")
     if unequal:
-        raise EngineError(f"[MISMATCH] {url}: {says}; others are not what was pushed: {', '.join(unequal[:5])}")
+        raise EngineError(f"{mismatch}; others are not what was pushed: {', '.join(unequal[:5])}")
     if not diff_abs_mean <= tolerance_nats:
         raise EngineError(
-            f"[MISMATCH] {url}: {says}; above weight_sync.tolerance_nats={tolerance_nats:g}: stale weights or caches, or a server that computes "
+            f"{mismatch}; above weight_sync.tolerance_nats={tolerance_nats:g}: stale weights or caches, or a server that computes "
             "something else (dtype, rope scaling, quantisation, logprobs returned without --logprobs-mode processed_logprobs); see "
             "docs/troubleshooting.md"
         )
