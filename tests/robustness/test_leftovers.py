@@ -93,9 +93,12 @@ def shared_memory() -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["server SIGKILL", "SIGINT", "SIGTERM", "SIGKILL", "ENOSPC"])
 def test_nothing_is_left(ending: str, tmp_path: Path) -> None:
-    before, logs = shared_memory(), ["+logger=[tensorboard,wandb]", "logger.wandb.mode=offline"]
-    fills = ["+logger.fills._target_=test_leftovers.FillsDisk"] if ending == "ENOSPC" else logs
-    process = start(tmp_path, *fills)
+    before = shared_memory()
+    loggers = {  # W&B has temporary files of its own, which outlive a process that is killed
+        "server SIGKILL": ["+logger=[tensorboard,wandb]", "logger.wandb.mode=offline"],
+        "ENOSPC": ["+logger.fills._target_=test_leftovers.FillsDisk"],
+    }
+    process = start(tmp_path, *loggers.get(ending, []))
     try:
         wait_for((tmp_path / "run" / "metrics" / "train_iter_000.json").exists, tmp_path)
         server = server_of(tmp_path)
