@@ -17,6 +17,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 UNFINISHED = ".unfinished"
+NOT_WRITABLE = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),  # no room
+    *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO),
+}
+"""What the system says where a file cannot be written, and its user can do something about it."""
 
 
 def open_regular(path: Path) -> BufferedReader:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from offline_grpo import progress
-from offline_grpo.disk import sweep
-from offline_grpo.errors import StopRequested
+from offline_grpo.disk import NOT_WRITABLE, sweep
+from offline_grpo.errors import GrpoError, StopRequested
 from offline_grpo.run import going_on, launch, lock
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_batches, describe_data, describe_staleness
@@ -47,12 +47,13 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
         with progress.phase("imports and data"):
             plan = make_plan(config)
         check_overrides(overrides, plan.engine)
-        resume = find_resume_point(config.resume, fresh, plain) if launch.is_main() else None
+        with _told_if_unwritable(fresh):  # it locks the run's folder
+            resume = find_resume_point(config.resume, fresh, plain) if launch.is_main() else None
         resume = going_on.checked(resume, config, plain) if resume is not None else None
         with progress.phase("imports and data"):
             ranks = _join(config)
         resume, run_dir = ranks.broadcast((resume, resume.run_dir if resume is not None else fresh))
-        with log_to(run_dir.path, ranks):
+        with _told_if_unwritable(run_dir), log_to(run_dir.path, ranks):
             if resume is not None and going_on.is_finished(resume, config):
                 log.info(going_on.describe_finished(resume, config))
                 return report(run_dir) if ranks.is_main else None
@@ -136,6 +137,20 @@ def report(run_dir: RunDir) -> float | None:
     print_summary(history, output_console())
     pass_at_1 = history.series("eval", "pass@1").values
     return float(pass_at_1[-1]) if len(pass_at_1) else None
+
+
+@contextmanager
+def _told_if_unwritable(run_dir: RunDir) -> Iterator[None]:
+    """One line about a disk that is full or a folder that became read-only. What was committed before is whole."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NOT_WRITABLE:
+            raise
+        raise GrpoError(
+            f"{error.filename or run_dir.path}: cannot be written ({error.strerror}); free some space or fix the permissions; "
+            f"{going_on.where(run_dir)}"
+        ) from error
 
 
 @contextmanager

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from offline_grpo import progress
 from offline_grpo.checkpoint.checkpointer import Checkpointer, Restored
-from offline_grpo.errors import ConfigError, require
+from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Deployment, RolloutClient, RolloutSource, RunListener, Sharding
 from offline_grpo.model.dtypes import TORCH_NAMES, torch_dtype
@@ -140,8 +141,8 @@ def _model_id(plan: Plan, ranks: Ranks) -> str:
         require(sampling.max_new_tokens < tiny.max_position_embeddings, f"{key}.max_new_tokens", sampling.max_new_tokens, fix)
     try:
         path = tiny.prepare(plan.data.task, Path(config.cache_dir).resolve(), show_progress=True) if ranks.is_main else None
-    except OSError as error:
-        raise ConfigError(f"cache_dir={config.cache_dir}: the tiny model cannot be kept there ({error.strerror or error})") from error
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cache_dir={config.cache_dir}: the tiny model cannot be kept there ({reason_of(error)})") from error
     return str(ranks.broadcast(path))
 
 

@@ -20,6 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from offline_grpo.disk import NOT_WRITABLE
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested, no_such_key
 from offline_grpo.run import config, launch, resume, sweep_jobs
 from offline_grpo.run.build import sweep_hint
@@ -95,6 +96,12 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         leave(error)
     except BrokenPipeError:
         _leave_closed_pipe()
+    except OSError as error:
+        if error.errno not in NOT_WRITABLE:
+            raise
+        leave(
+            GrpoError(f"{error.filename or 'a file'}: cannot be written or read ({error.strerror}); free some space or fix the permissions")
+        )
     sys.exit(0)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,21 @@ class ToTerminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         (self._console or rich.get_console()).print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
+
+
+class ToFile(logging.FileHandler):
+    """run.log. A disk that is full does not end a run whose results are elsewhere: it is said once."""
+
+    _is_told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._is_told:
+            print(f"{self.baseFilename}: cannot be written ({sys.exc_info()[1]}); messages are lost, the run goes on", file=sys.stderr)
+        self._is_told = True
+
+    def close(self) -> None:
+        with suppress(OSError):  # what is left in the buffer
+            super().close()
 
 
 _early = MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
@@ -59,7 +75,7 @@ def log_to(folder: Path, ranks: Ranks) -> Iterator[None]:
     if ranks.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         to_terminal = ToTerminal()
-        to_file = logging.FileHandler(folder / "run.log")
+        to_file = ToFile(folder / "run.log")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handlers = [to_terminal, to_file]
     package.removeHandler(_early)
