@@ -138,12 +138,12 @@ def test_a_file_system_that_is_read_only_is_one_line(disk, cache, whole, tmp_pat
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_anywhere_costs_nothing(disk, cache, whole) -> None:
-    """With a real file system of 40 sizes, from one that holds nothing to one that holds almost all."""
+    """With a real file system of 20 sizes, from one that holds nothing to one that holds almost all."""
     needed = sum(path.stat().st_blocks * 512 for path in whole.rglob("*"))
     lines = set()
-    for step in range(1, 41):
+    for step in range(1, 21):
         run = disk / f"run_{step}"
-        remount(disk, f"size={needed * step // 41 + 4096}")
+        remount(disk, f"size={needed * step // 21 + 4096}")
         try:
             app.run(compose_config(cache, *SMALL), run)
         except GrpoError as error:

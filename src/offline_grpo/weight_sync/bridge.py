@@ -17,12 +17,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from offline_grpo.disk import write_whole
+from offline_grpo.disk import read_regular, write_whole
 from offline_grpo.errors import EngineError
 
 T = TypeVar("T")
 
 FORMAT = 1
+MAX_BYTES = 64 * 2**20
+"""Of the file. A tensor takes about 500 bytes in it, and large models have some thousands."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -101,20 +103,26 @@ class Bridge:
     def read(cls, path: Path) -> Bridge:
         """Load what `write` saved.
 
+        The file must be this user's or root's: whoever wrote it chooses the process whose memory is opened, and trained into.
+
         Raises:
-            EngineError: no such file, not in this format, or of a server that has ended since.
+            EngineError: no such file, somebody else's, not in this format, or of a server that has ended since.
         """
         try:
-            record = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            content = read_regular(path, MAX_BYTES)
+            owner = path.stat().st_uid
+            record = json.loads(content)
+        except (OSError, ValueError, RecursionError) as error:
             raise EngineError(
                 f"{path}: no readable bridge file ({error}); it is in the run folder of a weight_sync=shared_vllm run"
             ) from error
+        if owner not in (0, os.geteuid()):
+            raise EngineError(f"{path}: belongs to user {owner}, who could lead the trainer into other memory; take your own run's")
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             raise EngineError(f"{path}: is no bridge file of format {FORMAT}")
         bridge = _parse_bridge({key: value for key, value in record.items() if key != "format"}, str(path))
         if start_time_of(bridge.pid) != bridge.start_time:
-            raise EngineError(f"{path}: is stale: the server that wrote it (pid {bridge.pid}, run {bridge.run_id}) has ended")
+            raise _refused(str(path), f"is stale: the server that wrote it (pid {bridge.pid}, run {bridge.run_id}) has ended")
         return bridge
 
     def open(self, device: torch.device) -> dict[str, Tensor]:
@@ -170,24 +178,29 @@ def _memory_file(pid: int, handle: StorageHandle) -> str:
 
 def _parse_bridge(record: Mapping[str, Any], source: str) -> Bridge:
     if not isinstance(record, dict):
-        raise EngineError(f"{source}: is no bridge record")
+        raise _refused(source, "is no bridge record")
     values = dict(record)
     for key, cls in (("storages", StorageHandle), ("tensors", SharedTensor), ("param_mappings", ParamMapping)):
         if not isinstance(values.get(key), list):
-            raise EngineError(f"{source}: {key} must be a list")
+            raise _refused(source, f"{key} must be a list")
         values[key] = [_parse(cls, item, f"{source}: {key}[{index}]") for index, item in enumerate(values[key])]
     bridge = _parse(Bridge, values, source)
     for handle in bridge.storages:
         if handle.kind not in ("file", "cuda"):
-            raise EngineError(f"{source}: storages of kind {handle.kind[:60]!r} are unknown")
+            raise _refused(source, f"storages of kind {handle.kind[:60]!r} are unknown")
     names = {tensor.name: tensor for tensor in bridge.tensors}
     for tensor in bridge.tensors:
         _check_tensor(tensor, bridge, source)
     for mapping in bridge.param_mappings:
         tensor = names.get(mapping.tensor)
         if tensor is None or mapping.row < 0 or mapping.rows < 1 or mapping.row + mapping.rows > (tensor.shape or [1])[0]:
-            raise EngineError(f"{source}: {mapping.name} is not inside {mapping.tensor}")
+            raise _refused(source, f"{mapping.name} is not inside {mapping.tensor}")
     return bridge
+
+
+def _refused(source: str, reason: str) -> EngineError:
+    """One line, however long and of whatever characters the names and values are."""
+    return EngineError(f"{source}: {' '.join(reason.split())[:400]}")
 
 
 def _part(tensor: Tensor, mapping: ParamMapping) -> Tensor:
@@ -200,17 +213,22 @@ def _check_tensor(tensor: SharedTensor, bridge: Bridge, source: str) -> None:
     is_good = dtype is not None and 0 <= tensor.storage < len(bridge.storages) and len(tensor.shape) == len(tensor.stride)
     limit = max(bridge.storages[tensor.storage].num_bytes, 1) if is_good else 0
     if not (is_good and all(type(number) is int and 0 <= number <= limit for number in numbers)):
-        raise EngineError(f"{source}: {tensor.name} is no tensor that can be shared ({tensor})")
+        raise _refused(source, f"{tensor.name} is no tensor that can be shared ({tensor})")
     assert dtype is not None
+    needed = 1  # a dimension's elements must not lie within those of the next smaller one: writing to one would change others
+    for stride, size in sorted(zip(tensor.stride, tensor.shape, strict=True)):
+        if size > 1 and stride < needed:
+            raise _refused(source, f"{tensor.name} has elements that share memory ({tensor})")
+        needed = max(needed, stride * size)
     last = tensor.offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True))
     if (last + 1) * dtype.itemsize > bridge.storages[tensor.storage].num_bytes:
-        raise EngineError(f"{source}: {tensor.name} reaches beyond its memory")
+        raise _refused(source, f"{tensor.name} reaches beyond its memory")
 
 
 def _parse(cls: type[T], item: Any, source: str) -> T:
     """A dataclass from a record whose fields have exactly its names and types. Extra fields are ignored."""
     if not isinstance(item, dict):
-        raise EngineError(f"{source}: must be a record")
+        raise _refused(source, "must be a record")
     types = {"str": str, "int": int, "bool": bool, "str | None": (str, type(None))}
     values = {}
     for name, field in cls.__dataclass_fields__.items():  # type: ignore[attr-defined]
@@ -218,9 +236,9 @@ def _parse(cls: type[T], item: Any, source: str) -> T:
             continue
         expected = types.get(field.type, list)
         if not isinstance(item[name], expected) or (expected is int and isinstance(item[name], bool)):
-            raise EngineError(f"{source}: {name} must be {field.type}, and is {str(item[name])[:60]!r}")
+            raise _refused(source, f"{name} must be {field.type}, and is {str(item[name])[:60]!r}")
         values[name] = item[name]
     try:
         return cls(**values)
     except TypeError as error:
-        raise EngineError(f"{source}: {error}") from error
+        raise _refused(source, str(error)) from error
