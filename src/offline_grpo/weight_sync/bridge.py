@@ -225,6 +225,11 @@ def _check_tensor(tensor: SharedTensor, bridge: Bridge, source: str) -> None:
         raise _refused(source, f"{tensor.name} reaches beyond its memory")
 
 
+def _is_count(value: int) -> bool:
+    """True and False are no numbers here, and C++ takes no more than 64 bits."""
+    return not isinstance(value, bool) and abs(value) < 2**63
+
+
 def _parse(cls: type[T], item: Any, source: str) -> T:
     """A dataclass from a record whose fields have exactly its names and types. Extra fields are ignored."""
     if not isinstance(item, dict):
@@ -235,7 +240,7 @@ def _parse(cls: type[T], item: Any, source: str) -> T:
         if name not in item:
             continue
         expected = types.get(field.type, list)
-        if not isinstance(item[name], expected) or (expected is int and isinstance(item[name], bool)):
+        if not isinstance(item[name], expected) or (expected is int and not _is_count(item[name])):
             raise _refused(source, f"{name} must be {field.type}, and is {str(item[name])[:60]!r}")
         values[name] = item[name]
     try:

@@ -253,7 +253,7 @@ HOSTILE = {
     "one row too many": (with_("tensors", QKV, "shape", value=[33, 8]), "reaches beyond its memory"),
     "stride too long": (with_("tensors", QKV, "stride", value=[9, 1]), "reaches beyond its memory"),
     "huge": (with_("tensors", QKV, "shape", value=[2**40, 2**40]), "is no tensor that can be shared"),
-    "beyond 64 bits": (with_("tensors", QKV, "offset", value=2**70), "is no tensor that can be shared"),
+    "beyond 64 bits": (with_("tensors", QKV, "offset", value=2**70), "offset must be int"),
     "empty but far away": (
         both(with_("tensors", QKV, "shape", value=[32, 0]), with_("tensors", QKV, "stride", value=[1, 2**70])),
         "is no tensor that can be shared",
