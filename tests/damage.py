@@ -1,4 +1,4 @@
-"""Ten ways in which a file comes to harm."""
+"""A dozen ways in which a file comes to harm."""
 
 from __future__ import annotations
 
