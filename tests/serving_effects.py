@@ -41,6 +41,8 @@ from offline_grpo.train.push_schedule import PushSchedule
 from offline_grpo.weight_sync import ipc, nccl, proof
 
 PORT = 1111
+OF_ITS_FOLDER = ("TMPDIR", "VLLM_RPC_BASE_PATH")
+"""Variables of a server that name the folder which it alone has."""
 
 
 def make_policy(*, with_adapters: bool = False, vocab_size: int = 100) -> Policy:
@@ -60,7 +62,8 @@ def engine_effect(engine: Any) -> Any:
 
     class Process:
         def __init__(self, command: Any, *, env: Mapping[str, str], **_: Any) -> None:
-            seen.append((command, sorted(set(env.items()) - set(os.environ.items()))))
+            own = set(env.items()) - set(os.environ.items())
+            seen.append((command, sorted((name, value) for name, value in own if name not in OF_ITS_FOLDER)))
 
         def wait_until(self, _: Any, *, timeout_s: float, what: str) -> None:
             seen.append(timeout_s)

@@ -299,7 +299,7 @@ def task_effect(task: Any) -> Any:
 def logger_effect(logger: Any) -> Any:
     """What the logger asks of the library that it feeds."""
     asked: list[Any] = []
-    writer = SimpleNamespace(add_summary=lambda *_: None)
+    writer = SimpleNamespace(add_summary=lambda *_: None, add_event=lambda *_: None)
     methods: Any = {"define_metric": lambda *_, **__: None, "start": lambda: None}
     fake = SimpleNamespace(**methods, file_writer=writer, transient=True)
     fake.add_text = lambda name, text, **_: asked.append({name: text})
@@ -463,7 +463,8 @@ def placement_effect(overrides: str) -> Any:
 
 
 def evaluation_effect(overrides: str) -> Asked:
-    return ask(overrides, role="evaluation")
+    asked = ask(overrides, role="evaluation")
+    return replace(asked, max_active=min(asked.max_active, 2))  # one at a time, or several; how many of them meet is the machine's affair
 
 
 def evaluation_sync_effect(overrides: str) -> Any:
@@ -480,7 +481,7 @@ def printed_samples(overrides: str) -> str:
     return printed.get()
 
 
-OWN_SERVER = "generation=vllm_server weight_sync=reload"
+OWN_SERVER = "generation=vllm_server weight_sync=reload engine.api_key=ours"  # else each run makes one up
 EVAL_SERVER = "eval.backend=vllm_server eval.base_url=@here"
 ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "engine": (launcher_effect, OWN_SERVER, "engine=sglang"),

@@ -33,6 +33,11 @@ KILLS = {
     "drawing the report": Kill("matplotlib.figure:Figure.savefig", 1),
 }
 """A call that is not made any more, or the beginning of an iteration's phase."""
+QUICK = {
+    *("building the model", "between updates", "between metrics", "before the checkpoint counts", "drawing the report"),
+    *("sampling the fourth", "in the second update of the third", "evaluating after the second"),
+}
+"""Those of `KILLS` and `STOPS` that are no slow tests."""
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +90,7 @@ def test_same_seed_same_metrics_and_another_seed_others(uninterrupted, cache, tm
     assert metrics_of(other)["train_iter_000.json"] != metrics_of(uninterrupted)["train_iter_000.json"]
 
 
-@pytest.mark.parametrize("phase", KILLS)
+@pytest.mark.parametrize("phase", [pytest.param(phase, marks=[] if phase in QUICK else pytest.mark.slow) for phase in KILLS])
 def test_killed_and_resumed_ends_with_the_same_files(phase, uninterrupted, cache, tmp_path):
     cache = f"cache_dir={tmp_path}/cache" if phase == "building the model" else cache
     day = tmp_path / "outputs" / "2026-01-01"
@@ -119,7 +124,7 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("under_way", STOPS)
+@pytest.mark.parametrize("under_way", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in STOPS])
 def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(under_way, uninterrupted, cache, tmp_path):
     kill, num_complete, line = STOPS[under_way]
     stopped, fresh = tmp_path / "stopped", tmp_path / "fresh"

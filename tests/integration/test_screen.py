@@ -81,6 +81,7 @@ def test_the_first_record_tells_what_the_start_took(run):
     assert "num_trainable_parameters" not in second
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_stopped_has_its_table_and_goes_on(tmp_path, run):
     """One run is done, one was stopped, and the third never began; then it is finished by the command that was printed."""
     stops = "+logger.stops={_target_:children.StopsRun,name:'1'}"

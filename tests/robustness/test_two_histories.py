@@ -4,11 +4,13 @@ import shutil
 import signal
 from functools import partial
 
+import pytest
 from children import SMALL, metrics_of, printed, run_in_child, weights_of
 
 from offline_grpo.checkpoint.files import list_checkpoints
 
 
+@pytest.mark.slow
 def test_the_old_history_is_set_aside_and_the_new_one_is_what_it_would_be_alone(tmp_path):
     run, alone, fresh = tmp_path / "run", tmp_path / "alone", tmp_path / "fresh"
     words = (f"cache_dir={tmp_path}/cache", *SMALL, "checkpoint.save_interval=1", "samples.per_iteration=all")
