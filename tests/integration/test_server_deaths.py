@@ -53,7 +53,9 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
         **{moment: partial(kill_engine, None) for moment in DEATHS},
         ("sync", ITERATIONS): partial(signal.raise_signal, signal.SIGSTOP),
     }
-    process = start_in_child(folder / "run", *five(model), *own_server(folder), "weight_sync=shared_vllm", mishaps=mishaps)
+    process = start_in_child(
+        folder / "run", *five(model), *own_server(folder), "weight_sync=shared_vllm", "engine.api_key=ours", mishaps=mishaps
+    )
     try:
         assert process.pid is not None
         wait_for(lambda: is_stopped(process, folder / "run"), 900, "the run to stand still")
@@ -71,7 +73,7 @@ def test_a_server_that_dies_is_started_again(victim: Victim, tmp_path: Path) -> 
     assert recoveries == [sum(death <= i for _, death in DEATHS) for i in range(ITERATIONS)]
     assert all(disturbed[f"train_iter_{i:03d}.json"]["alignment/diff_abs_mean"] < 1e-4 for i in range(ITERATIONS))
     assert (victim.folder / "run.log").read_text().count("Serving the weights again") == len(DEATHS)
-    undisturbed = run(tmp_path / "undisturbed", victim.model, *at(victim.base_url), "weight_sync=reload")
+    undisturbed = run(tmp_path / "undisturbed", victim.model, *at(victim.base_url), "generation.api_key=ours", "weight_sync=reload")
     assert_same(disturbed, {name: undisturbed[name] for name in disturbed})
     assert len({undisturbed[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(ITERATIONS)}) > 1
 

@@ -98,7 +98,8 @@ def test_nothing_is_left(ending: str, tmp_path: Path) -> None:
         "server SIGKILL": ["+logger=[tensorboard,wandb]", "logger.wandb.mode=offline"],
         "ENOSPC": ["+logger.fills._target_=test_leftovers.FillsDisk"],
     }
-    process = start(tmp_path, *loggers.get(ending, []))
+    num_iterations = 20 if ending == "server SIGKILL" else 500  # more than there are until the signal comes
+    process = start(tmp_path, f"train.iterations={num_iterations}", *loggers.get(ending, []))
     try:
         wait_for((tmp_path / "run" / "metrics" / "train_iter_000.json").exists, tmp_path)
         server = server_of(tmp_path)
@@ -125,7 +126,7 @@ def test_nothing_is_left(ending: str, tmp_path: Path) -> None:
     for path in (tmp_path / "run").glob("server_*.log"):
         assert path.stat().st_mode & 0o077 == 0
     if ending == "server SIGKILL":
-        metrics = json.loads((tmp_path / "run" / "metrics" / "train_iter_004.json").read_text())
+        metrics = json.loads((tmp_path / "run" / "metrics" / f"train_iter_{num_iterations - 1:03d}.json").read_text())
         assert metrics["sync/num_recoveries"] == 1
 
 
