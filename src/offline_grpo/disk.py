@@ -100,16 +100,16 @@ def sweep(folder: Path) -> None:
 
 
 class OwnFolder:
-    """A new private folder, named `prefix` and then something.
+    """A new private folder, named `prefix`, this process's id and then something. Those of processes that have ended are deleted.
 
-    This process holds a lock on it for as long as it lives, whatever ends it, so that the next one can tell what was left behind, which it
-    deletes, from what is used. A process id could not: containers that share a folder have ids of their own.
+    This process holds a lock on it for as long as it lives, whatever ends it, so that the next one can tell what was left behind
+    from what is used. A process id could not: containers that share a folder have ids of their own.
     """
 
     def __init__(self, parent: Path, prefix: str) -> None:
         remove_left_behind(parent, prefix)
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+            self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
             with contextlib.suppress(FileNotFoundError):
                 self._lock = os.open(self.path, os.O_RDONLY)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)

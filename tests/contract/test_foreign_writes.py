@@ -114,22 +114,39 @@ def test_a_run_ends_as_if_nobody_had_written(
     assert says in (tmp_path / "run" / "run.log").read_text()
 
 
+IN_A_ROW = [
+    pytest.param(
+        *(OnPolicy, "next", range(1, 9), ForeignWrite, "train_iter_001.json"),
+        r"written to the shared weights \(28 tensors: .*generation.base_url=null.* obeys nobody else",
+        id="while sampling",
+    ),
+    pytest.param(
+        *(Updater, "_gradients", range(4, 9), EngineError, "train_iter_002.json"),
+        r"twice in a row: .*obeys nobody else",
+        id="while training",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "calls", "error", "unwritten", "says"), IN_A_ROW)
 def test_twice_in_a_row_ends_the_run(
-    full_server: Server, model_folder: Path, attack: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    owner: Any,
+    name: str,
+    calls: range,
+    error: type[EngineError],
+    unwritten: str,
+    says: str,
+    full_server: Server,
+    model_folder: Path,
+    attack: Callable[[], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    after(monkeypatch, OnPolicy, "next", range(1, 9), attack)
-    with pytest.raises(ForeignWrite, match=r"written to the shared weights \(28 tensors: .*generation.base_url=null.* obeys nobody else"):
-        run(tmp_path / "sampling", model_folder, *at(full_server), *THREE)
-    assert not (tmp_path / "sampling" / "metrics" / "train_iter_001.json").exists()
-
-
-@pytest.mark.slow
-def test_twice_in_a_row_while_training_ends_the_run(
-    full_server: Server, model_folder: Path, attack: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    after(monkeypatch, Updater, "_gradients", range(4, 9), attack)
-    with pytest.raises(EngineError, match=r"twice in a row: .*obeys nobody else"):
-        run(tmp_path / "training", model_folder, *at(full_server), *THREE)
+    after(monkeypatch, owner, name, calls, attack)
+    with pytest.raises(error, match=says):
+        run(tmp_path / "run", model_folder, *at(full_server), *THREE)
+    assert not (tmp_path / "run" / "metrics" / unwritten).exists()
 
 
 @pytest.mark.slow  # two runs

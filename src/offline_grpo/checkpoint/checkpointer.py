@@ -136,12 +136,11 @@ class Checkpointer:
     def _write_into(self, folder: Path, iteration: int, owes_evaluation: bool) -> None:
         save_policy(self.policy, self.policy.causal_lm.named_parameters(), folder)
         trainer = folder / "trainer"
-        state = self.updater.state_dict()
         schedule, served = self.schedule.state_dict(self.updater.counters.version)
         for name, tensors in (("masters", self.policy.masters.state_dict()), ("served", served)):
             if tensors:
                 save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, trainer / f"{name}.safetensors")
-        torch.save({"optimizer": state["optimizer"], "scaler": state["scaler"]}, trainer / "optimizer.pt")
+        torch.save(self.updater.state_dict(), trainer / "optimizer.pt")
         record = TrainerState(
             iteration=iteration,
             owes_evaluation=owes_evaluation,
@@ -165,7 +164,7 @@ class Checkpointer:
         trainer = checkpoint / "trainer"
         try:
             state = torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True)
-            self.updater.load_state_dict({**state, "counters": vars(record.counters)})
+            self.updater.load_state_dict(state, record.counters)
             self.policy.masters.load_state_dict(_tensors(trainer / "masters.safetensors", self.policy.masters.state_dict()))
             served = trainer / "served.safetensors"
             trained = self.policy.trained_parameters() if served.exists() else {}

@@ -111,14 +111,20 @@ def load_tokenizer(model_id: str, *, key: str = "model.train_id", trust_remote_c
     return tokenizer
 
 
-def check_weights(folder: str | Path, fix: str) -> None:
-    """Raise ConfigError, with `fix`, if a local folder has a safetensors file that is cut short or damaged; a hub id is let through."""
+def check_weights(folder: str | Path, fix: str) -> int | None:
+    """How many tensors the safetensors files of a local folder have; None where there is no such file, as for a hub id.
+
+    Raises:
+        ConfigError: a file is cut short or damaged; the message ends with `fix`.
+    """
+    counts = []
     for path in sorted(Path(folder).glob("*.safetensors")):
         try:
-            with safe_open(path, "pt"):
-                pass
+            with safe_open(path, "pt") as file:
+                counts.append(len(list(file.keys())))
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path}: is damaged ({reason_of(error)}); {fix}") from error
+    return sum(counts) if counts else None
 
 
 def load_policy(
@@ -258,7 +264,7 @@ def load_causal_lm(
     trust = {"trust_remote_code": trust_remote_code}
     model_config = read_model_config(model_id, key, trust_remote_code=trust_remote_code)
     attention = attention_of(model_config, attn_implementation)
-    num_layers, num_tensors = model_config.get_text_config().num_hidden_layers, _num_tensors(model_id)
+    num_layers, num_tensors = model_config.get_text_config().num_hidden_layers, check_weights(model_id, "take another copy")
     if num_tensors is not None and num_layers > num_tensors:  # building them could take for ever
         raise ConfigError(f"{key}={model_id}: config.json says {num_layers} layers, and there are {num_tensors} tensors; take another copy")
     settings = {"dtype": dtype or "auto", "attn_implementation": attention, "output_loading_info": True}
@@ -279,13 +285,6 @@ def load_causal_lm(
             + ", which transformers would draw at random; it is damaged, or no causal language model: take another copy"
         )
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]  # transformers' decorated signature
-
-
-def _num_tensors(model_id: str) -> int | None:
-    """In the safetensors files of a local folder; None where there is no such file."""
-    files = sorted(Path(model_id).glob("*.safetensors"))
-    check_weights(model_id, "take another copy")
-    return sum(len(list(safe_open(path, "pt").keys())) for path in files) if files else None
 
 
 def _disable_dropout_of_checkpointed(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -217,11 +217,11 @@ class Updater:
         return {} if lr is None else {"lr": lr}
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer, scaler and counters, for the checkpoint."""
-        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(), "counters": vars(self.counters).copy()}
+        """Optimizer and scaler, for the checkpoint, which has the counters too."""
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict()`. The optimizer's settings stay those of the configuration.
+    def load_state_dict(self, state: dict[str, Any], counters: UpdateCounters) -> None:
+        """Restore `state_dict()` and the counters. The optimizer's settings stay those of the configuration.
 
         Raises:
             ValueError: a running mean has another shape than its parameter, which fused kernels would not notice.
@@ -235,7 +235,7 @@ class Updater:
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
         self.scaler.load_state_dict(state["scaler"])
-        self.counters = UpdateCounters(**state["counters"])
+        self.counters = replace(counters)
 
 
 def _positions(batch: TokenBatch, sequences: Sequence[int]) -> Tensor:

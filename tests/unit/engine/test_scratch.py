@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from offline_grpo.disk import remove_left_behind
 from offline_grpo.engine import scratch
-from offline_grpo.engine.scratch import Scratch, remove_left_behind
+from offline_grpo.engine.scratch import PREFIX, Scratch
 
 HOLDER = """
 import time
@@ -76,7 +77,7 @@ def test_what_is_in_use_stays(holder: subprocess.Popen[str], memory: Path) -> No
     another = Scratch()
     assert (elsewhere / "weights").exists()
     assert own.path.exists()
-    remove_left_behind()
+    remove_left_behind(memory, PREFIX)
     assert {elsewhere, own.path, another.path} == set(memory.iterdir())
     own.remove()
     another.remove()

@@ -184,7 +184,7 @@ def test_state_resumes_the_next_update_exactly(tmp_path, token_batch):
         one.run(token_batch, iteration=iteration)
     other = make_updater(tmp_path)
     other.policy.model.load_state_dict(one.policy.model.state_dict())
-    other.load_state_dict(torch.load(_saved(one, tmp_path), weights_only=True))
+    other.load_state_dict(torch.load(_saved(one, tmp_path), weights_only=True), one.counters)
     assert other.run(token_batch, iteration=2) == one.run(token_batch, iteration=2)
     for name, p in one.policy.masters.parameters.items():
         assert torch.equal(p, other.policy.masters.parameters[name]), name
