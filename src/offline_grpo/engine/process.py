@@ -71,13 +71,18 @@ class ServerProcess:
         """Of the guardian, which is the parent of the server and leads its process group."""
         return self._guardian.pid
 
-    def check_alive(self) -> None:
-        """Raise EngineDied, with the last error lines of the log, if the server has ended."""
+    def how_it_ended(self) -> str | None:
+        """`has ended (exit code 1)`, and the last error lines of the log; None while it runs."""
         code = self._guardian.poll()
         if code is None:
-            return
+            return None
         why = f"signal {code - 128}" if code > 128 else f"exit code {code}"
-        raise EngineDied(f"the server has ended ({why}); {last_lines(self.log_path)} The whole log: {self.log_path}")
+        return f"has ended ({why}); {last_lines(self.log_path)} The whole log: {self.log_path}"
+
+    def check_alive(self) -> None:
+        """Raise EngineDied if the server has ended."""
+        if (end := self.how_it_ended()) is not None:
+            raise EngineDied(f"the server {end}")
 
     def end_unhealthy(self) -> NoReturn:
         """Stop a server that runs but cannot work any more, and raise EngineDied."""

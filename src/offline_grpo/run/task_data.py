@@ -42,15 +42,16 @@ def task_data(config: RunConfig) -> TaskData:
     runtime = SOURCE_RUNTIME if source.needs_problems else [name for name in SOURCE_RUNTIME if name != "problems"]
     check_settings(source, settings, "rollouts", given_at_runtime=dict.fromkeys(runtime))
     task = build(config.task, key="task", protocol=Task)
-    train = _train_problems(task, config) if source.needs_problems else None
+    train = train_problems(task, config) if source.needs_problems else None
     held_out = held_out_problems(task, config) if config.eval.enabled else []
     if train is None or not config.eval.enabled:
         return TaskData(task, train, held_out)
-    kept = _without_held_out(train, task, held_out)
+    kept = without_held_out(train, task, held_out)
     return TaskData(task, kept, held_out, num_dropped=len(train) - len(kept))
 
 
-def _train_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
+def train_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
+    """The problems that `data` chooses, before those that are held out are left out of them."""
     available = task.problems(Split.TRAIN)
     first = config.data.train_seed_start
     count = config.data.num_train_seeds
@@ -87,7 +88,7 @@ def _slice(available: Sequence[Problem], indices: Sequence[int], key: str, value
     return [available[i] for i in indices]
 
 
-def _without_held_out(train: Sequence[Problem], task: Task, held_out: Sequence[Problem]) -> Sequence[Problem]:
+def without_held_out(train: Sequence[Problem], task: Task, held_out: Sequence[Problem]) -> Sequence[Problem]:
     """The training problems whose prompts are not in the evaluation's split: what is evaluated on must stay what it is.
 
     Of a split without end, only those that the run evaluates on are looked at.

@@ -1,0 +1,170 @@
+"""What a run starts for Atropos: told what they need, in private; started again; ended. Real processes, and the real run-api."""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from urllib.request import urlopen
+
+import psutil
+import pytest
+import yaml
+
+from offline_grpo.errors import ConfigError, GrpoError
+from offline_grpo.rollouts.atropos import processes
+from offline_grpo.rollouts.atropos.processes import Processes, Surroundings
+
+KEY = "a-key-that-nobody-may-see"
+
+
+def surroundings(folder: Path, **changes):
+    given = {"server_url": "http://127.0.0.1:9001", "server_key": KEY, "model": "some/model", "api_url": "http://127.0.0.1:8000"}
+    return Surroundings(**(given | {"run_folder": folder, "group_size": 8, "max_new_tokens": 32} | changes))
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(environment=None, *, url="http://127.0.0.1:8000", start_api=True):
+        made.append(Processes(run_folder=tmp_path, api_url=url, start_api=start_api, environment=environment))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def wait_for(condition, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return result
+
+
+def never():
+    raise AssertionError("nobody asked whether the API answers")
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_an_environment_is_told_what_it_needs_by_its_variables_and_by_a_private_file(make, tmp_path):
+    running = make('env > told; ls -l "$OFFLINE_GRPO_ENV_CONFIG"; cp "$OFFLINE_GRPO_ENV_CONFIG" config; touch done; exec sleep 600')
+    old = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        running.start_environment(surroundings(tmp_path))
+    finally:
+        os.chdir(old)
+    wait_for((tmp_path / "done").exists)
+    told = dict(line.split("=", 1) for line in (tmp_path / "told").read_text().splitlines() if "=" in line)
+    assert told["OFFLINE_GRPO_SERVER_URL"] == "http://127.0.0.1:9001"
+    assert told["OFFLINE_GRPO_SERVER_KEY"] == KEY
+    assert told["OFFLINE_GRPO_API_URL"] == "http://127.0.0.1:8000"
+    assert told["OFFLINE_GRPO_MODEL"] == "some/model"
+    assert told["OFFLINE_GRPO_RUN"] == str(tmp_path)
+    config = yaml.safe_load((tmp_path / "config").read_text())
+    assert config["env"] == {
+        "tokenizer_name": "some/model",
+        "rollout_server_url": "http://127.0.0.1:8000",
+        "group_size": 8,
+        "max_token_length": 32,
+        "total_steps": 10**9,
+        "min_batch_allocation": None,
+        "use_wandb": False,
+    }
+    assert [(server["base_url"], server["api_key"]) for server in config["openai"]] == [("http://127.0.0.1:9001/v1", KEY)] * 2
+    log = tmp_path / "env_0.log"
+    assert "-rw-------" in log.read_text()
+    assert log.stat().st_mode & 0o077 == 0  # environments of atroposlib print the key
+    commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    assert not [command for command in commands if KEY in command]
+    running.close()
+    assert not Path(told["OFFLINE_GRPO_ENV_CONFIG"]).parent.exists()
+    assert KEY not in repr(surroundings(tmp_path))
+
+
+def test_python_is_the_one_of_the_run_and_variables_of_a_launcher_are_not_passed_on(make, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    running = make('python -c \'import os, offline_grpo; print(os.environ.get("RANK"), "done")\'; exec sleep 600')
+    running.start_environment(surroundings(tmp_path))
+    wait_for(lambda: "None done" in (tmp_path / "env_0.log").read_text())
+
+
+def test_an_environment_that_ends_is_started_again_until_it_keeps_ending(make, tmp_path):
+    running = make("echo no such problem >&2; exit 3")
+    running.start_environment(surroundings(tmp_path))
+    with pytest.raises(GrpoError, match=r"rollouts.environment=echo .*3 times .*exit code 3.*no such problem.*env_2\.log"):
+        wait_for(lambda: running.keep_running(never))
+    assert (tmp_path / "env_2.log").exists()
+    assert not (tmp_path / "env_3.log").exists()
+
+
+def test_an_environment_that_lived_for_a_while_has_three_more_lives(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "SHORT_LIFE_S", 0.0)
+    running = make("exit 0")
+    running.start_environment(surroundings(tmp_path))
+    for number in range(1, 5):
+        wait_for(lambda number=number: running.keep_running(never) or (tmp_path / f"env_{number}.log").exists())
+
+
+def test_a_port_that_something_else_has_is_refused_with_its_owner(make):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        running = make(url=f"http://127.0.0.1:{port}")
+        with pytest.raises(
+            ConfigError, match=rf"rollouts\.url=http://127\.0\.0\.1:{port}: is taken by .*pid {os.getpid()}.*no Atropos API"
+        ):
+            running.start_api(never)
+
+
+def test_without_atroposlib_the_error_names_the_extra(make, monkeypatch):
+    monkeypatch.setattr(processes, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="uv run --extra atropos"):
+        make().start_api(never)
+
+
+@pytest.mark.parametrize(
+    ("url", "start_api", "may"),
+    [
+        ("http://127.0.0.1:8000", True, True),
+        ("http://localhost:8000", True, True),
+        ("http://[::1]:8000", True, True),
+        ("http://127.0.0.1:8000", False, False),
+        ("http://10.0.0.7:8000", True, False),
+        ("http://example.org", True, False),
+    ],
+)
+def test_an_api_is_started_on_this_machine_alone(make, url, start_api, may):
+    assert make(url=url, start_api=start_api).may_start_api is may
+
+
+def test_the_real_api_is_started_for_this_machine_alone_and_again_after_a_kill_with_its_environment(make, tmp_path):
+    url = f"http://127.0.0.1:{free_port()}"
+
+    def answers():
+        try:
+            with urlopen(url, timeout=2) as answer:
+                return json.load(answer) == {"message": "AtroposLib API"}
+        except OSError:
+            return False
+
+    running = make("exec sleep 600", url=url)
+    running.start_api(answers)
+    running.start_environment(surroundings(tmp_path, api_url=url))
+    assert answers()
+    assert not running.keep_running(answers)
+    port = int(url.rpartition(":")[2])
+    [listener] = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+    assert listener.laddr.ip == "127.0.0.1"
+    psutil.Process(listener.pid).kill()
+    wait_for(lambda: running.keep_running(answers))
+    assert answers()
+    assert {path.name for path in tmp_path.iterdir()} >= {"api.log", "api_1.log", "env_0.log", "env_1.log"}
+    running.close()
+    assert not answers()
