@@ -220,6 +220,23 @@ def distance(
     return (torch.cat(score(policy, completions, prompts, temperature=temperature)) - theirs).abs().mean().item()
 
 
+def num_running(server: Server) -> float:
+    """Requests that the server is working on."""
+    lines = server.api.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+
+def switch_of(logprobs: Sequence[float], old: Tensor, new: Tensor, where: Where) -> int:
+    """How many tokens have the old policy's logprob, all others having the new one's."""
+    theirs = torch.tensor(logprobs)
+    close = max(5 * where.tolerance_nats, 1e-4)  # the largest of 900 roundings; policies differ by nats
+    is_old, is_new = ((theirs - ours).abs() < close for ours in (old, new))
+    fits = [k for k in range(len(theirs) + 1) if is_old[:k].all() and is_new[k:].all()]
+    neither = [(i, (theirs - old)[i].item(), (theirs - new)[i].item()) for i in range(len(theirs)) if not is_old[i] and not is_new[i]]
+    assert fits, f"tokens of neither policy, or out of order: (position, nats from the old policy, from the new one) {neither[:10]}"
+    return fits[-1]
+
+
 def serve_again(server: Server, model: Path, where: Where) -> None:
     """Give a server the weights of a saved model, whatever it serves or waits for."""
     sync = Reload(interval=1, pause_mode="abort", tolerance_nats=1.0, server_args={}, location="memory")

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 EXTENSION_FOLDER = Path(__file__).with_name("inside_vllm")
 EXTENSION = "offline_grpo_worker.WorkerExtension"
+GENERATE = "offline_grpo_generate.Generate"
 TOKEN_GATE = "offline_grpo_worker.TokenGate"
 SERVED_NAME = "policy"
 
@@ -48,9 +49,9 @@ class VllmEngine(CommandLine):
         """See `Launcher.command`. The module is started, not the `vllm` script, which some builds lack."""
         settings = {"host": self.host, "port": port, "served_model_name": SERVED_NAME, **self.args, **args}
         settings["worker_extension_cls"] = EXTENSION
-        if self.api_key is not None:
-            settings["middleware"] = TOKEN_GATE  # the key itself travels in the environment, where other users cannot read it
-        return [self.interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags(settings)]
+        gate = [] if self.api_key is None else [TOKEN_GATE]  # the key travels in the environment, where other users cannot read it
+        middleware = [word for name in (GENERATE, *gate) for word in ("--middleware", name)]  # vLLM puts each around those before it
+        return [self.interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags(settings), *middleware]
 
     def variables(self, env: Mapping[str, str]) -> dict[str, str]:
         """See `CommandLine.variables`."""

@@ -21,12 +21,13 @@ from engines import (
     full_weights,
     load,
     make_client,
+    num_running,
     sample,
     score,
+    switch_of,
     train,
 )
 from factories import generate, strategy
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.engine.server import Server
@@ -234,7 +235,9 @@ def test_no_completion_is_torn(option: str, mode: str, connect: Callable[..., An
     sync, policy, client = connect(option, f"weight_sync.pause_mode={mode}")
     old = load(model_folder, where)
     completions = sample_during(lambda: push_other_weights(sync, policy), client, where)
-    switches = [switch_of(c, score(old, [c], [p])[0], score(policy, [c], [p])[0], where) for c, p in zip(completions, PROMPTS, strict=True)]
+    switches = [
+        switch_of(c.logprobs, score(old, [c], [p])[0], score(policy, [c], [p])[0], where) for c, p in zip(completions, PROMPTS, strict=True)
+    ]
     lengths = [len(c.token_ids) for c in completions]
     if mode == "keep":
         assert all(0 < switch < where.long == length for switch, length in zip(switches, lengths, strict=True))
@@ -251,7 +254,7 @@ def test_requests_in_flight_finish_on_their_adapter(connect: Callable[..., Any],
     old = load(model_folder, where, lora=True)
     completions = sample_during(lambda: push_other_weights(sync, policy), client, where)
     for completion, prompt in zip(completions, PROMPTS, strict=True):
-        switch = switch_of(completion, score(old, [completion], [prompt])[0], score(policy, [completion], [prompt])[0], where)
+        switch = switch_of(completion.logprobs, score(old, [completion], [prompt])[0], score(policy, [completion], [prompt])[0], where)
         assert switch == len(completion.token_ids) == where.long
     assert distance(policy, sample(client)) < where.tolerance_nats
 
@@ -277,25 +280,8 @@ def sample_during(action: Callable[[], None], client: VllmClient, where: Where) 
         for _ in range(10):
             groups = thread.submit(generate, asker, PROMPTS, sampling, group_size=1, seeds=range(len(PROMPTS)))
             while not groups.done():
-                if num_running(client) == len(PROMPTS):
+                if num_running(client.server) == len(PROMPTS):
                     action()
                     return [completion for [completion] in groups.result()]
             groups.result()  # a busy machine looked too late: the same again
     raise AssertionError("too fast for a push in the middle, ten times")
-
-
-def num_running(client: VllmClient) -> float:
-    """Requests that the server is working on."""
-    lines = client.server.api.get("/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
-
-
-def switch_of(completion: Completion, old: Tensor, new: Tensor, where: Where) -> int:
-    """How many tokens have the old policy's logprob, all others having the new one's."""
-    theirs = torch.tensor(completion.logprobs)
-    close = max(5 * where.tolerance_nats, 1e-4)  # the largest of 900 roundings; policies differ by nats
-    is_old, is_new = ((theirs - ours).abs() < close for ours in (old, new))
-    fits = [k for k in range(len(theirs) + 1) if is_old[:k].all() and is_new[k:].all()]
-    neither = [(i, (theirs - old)[i].item(), (theirs - new)[i].item()) for i in range(len(theirs)) if not is_old[i] and not is_new[i]]
-    assert fits, f"tokens of neither policy, or out of order: (position, nats from the old policy, from the new one) {neither[:10]}"
-    return fits[-1]

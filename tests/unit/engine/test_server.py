@@ -329,6 +329,7 @@ def test_command() -> None:
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "some/model", "--host", "127.0.0.1", "--port", "4321"),
         *("--served-model-name", "policy", "--dtype", "bfloat16", "--max-model-len", "64", "--enforce-eager", "--seed", "0"),
         *("--weight-transfer-config", '{"backend": "ipc"}', "--worker-extension-cls", "offline_grpo_worker.WorkerExtension"),
+        *("--middleware", "offline_grpo_generate.Generate"),
     ]
     assert engine(python="/bin/sh").command("m", 1, {})[0] == "/bin/sh"
 
@@ -339,7 +340,8 @@ def test_the_extension_is_where_the_server_looks_for_it(monkeypatch: pytest.Monk
     monkeypatch.setenv("PYTHONPATH", "/theirs")
     assert environment()["PYTHONPATH"] == f"{EXTENSION_FOLDER}{os.pathsep}/theirs"
     assert environment(env={"PYTHONPATH": "/ours"})["PYTHONPATH"] == f"{EXTENSION_FOLDER}{os.pathsep}/ours"
-    module, _, name = engine().command("m", 1, {})[-1].partition(".")
+    command = engine().command("m", 1, {})
+    module, _, name = command[command.index("--worker-extension-cls") + 1].partition(".")
     assert (EXTENSION_FOLDER / f"{module}.py").is_file()
     assert hasattr(load_extension(), name)
 
@@ -349,9 +351,10 @@ def test_a_key_guards_everything_and_other_users_cannot_read_it(monkeypatch: pyt
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     command = engine(api_key="hush-hush").command("m", 1, {})
     assert "hush-hush" not in " ".join(command)
-    assert command[command.index("--middleware") + 1] == "offline_grpo_worker.TokenGate"
+    gate = ["--middleware", "offline_grpo_worker.TokenGate"]
+    assert command[-2:] == gate  # the last one is outermost: without the key nobody samples either
     assert environment(api_key="hush-hush")["VLLM_API_KEY"] == "hush-hush"
-    assert "--middleware" not in engine().command("m", 1, {})
+    assert gate[1] not in engine().command("m", 1, {})
     assert "VLLM_API_KEY" not in environment()
 
 

@@ -1,0 +1,256 @@
+"""POST /generate, which Atropos environments call: completions of one prompt, with the token ids and logprobs that GRPO needs.
+
+vLLM loads the class by `--middleware`, and its own endpoints stay as they are. Like its neighbour, the module stands alone. All that it
+uses of vLLM is alike from 0.25 to 0.32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+from vllm import exceptions
+from vllm.inputs import tokens_input
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+PATH = "/generate"
+MAX_BODY_BYTES = 8 * 2**20
+"""A prompt of a million tokens has 7 MB."""
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot represent; vLLM's own endpoints use the same number."""
+SLEEP_CHECK_S = 2.0
+"""How often an engine that was sent to sleep is asked whether it still sleeps, while a request is open."""
+CONTEXT_TOKENS = 8
+"""Of the prompt, decoded together with a completion: the text of a token can depend on those before it."""
+
+OURS = {"output_kind", "flat_logprobs", "skip_clone", "output_text_buffer_length", "stream_interval"}
+SAMPLING = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - OURS
+"""What a request may ask of vLLM's sampler."""
+OF_REQUEST = (ValueError, TypeError, OverflowError, RecursionError, getattr(exceptions, "VLLMClientError", ValueError))
+"""What vLLM and msgspec raise over a request that asks for something impossible. vLLM's class is newer than 0.25."""
+
+Message = dict[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Coroutine[Any, Any, Message]]
+
+
+class Refusal(Exception):
+    """A request that is not answered, with the HTTP status that says why."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Generate:
+    """ASGI middleware that answers POST /generate itself, and passes everything else on.
+
+    A request has `prompt`, a string or `{"prompt_token_ids": [...]}`, and any of vLLM's sampling parameters. `logprobs` is 0 where it is
+    not given: that of the chosen token alone. `model` names an adapter, or the base model; without it the adapter that was loaded last is
+    sampled from, so that callers need not know that weights are pushed. `stream: true` answers in lines of `{"text": [prompt + text]}`.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+        self._was_sent_to_sleep = False
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != PATH:
+            self._was_sent_to_sleep |= scope.get("path") == "/sleep"
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._answer(scope, receive, send)
+        except Refusal as refusal:
+            await reply(send, refusal.status, {"error": " ".join(str(refusal).split())})
+
+    async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Raises Refusal, as long as nothing was sent."""
+        if scope["method"] != "POST":
+            raise Refusal(405, f"{PATH} is asked with POST")
+        state = scope["app"].state
+        engine = state.engine_client
+        body = await read_body(receive)
+        if body is None:
+            return
+        try:
+            request = Request(body, state)
+        except OF_REQUEST as error:
+            raise Refusal(400, str(error)) from error
+        working = asyncio.create_task(request.stream(engine, send) if request.is_stream else request.complete(engine, send))
+        leaving = asyncio.create_task(receive())  # returns when the client has gone
+        try:
+            while not (working.done() or leaving.done()):
+                await self._check_awake(engine)
+                await asyncio.wait({working, leaving}, timeout=SLEEP_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+        finally:
+            for task in (working, leaving):
+                task.cancel()  # which makes vLLM abort the request
+            await asyncio.gather(working, leaving, return_exceptions=True)
+
+    async def _check_awake(self, engine: Any) -> None:
+        if self._was_sent_to_sleep:  # the engine is not asked otherwise: it would take its time, and says the same of a pause
+            self._was_sent_to_sleep = await engine.is_sleeping()
+        if self._was_sent_to_sleep:
+            raise Refusal(503, "the engine sleeps; POST /wake_up wakes it")
+
+
+class Request:
+    """What one body asks for. Raises one of OF_REQUEST or Refusal for anything impossible that is seen before the engine sees it.
+
+    Args:
+        state: of vLLM's application.
+    """
+
+    def __init__(self, body: bytes, state: Any) -> None:
+        fields = msgspec.json.decode(body)
+        if not isinstance(fields, dict):
+            raise ValueError("a JSON object with a prompt belongs here")
+        self.is_stream = bool(fields.pop("stream", False))
+        self.tokenizer = state.engine_client.tokenizer
+        self.prompt_ids, self.prompt = self._read_prompt(fields.pop("prompt", None), state.engine_client.model_config.get_vocab_size())
+        self.adapter = adapter_named(fields.pop("model", None), state.openai_serving_models)
+        if unknown := fields.keys() - SAMPLING:
+            raise ValueError(
+                f"unknown: {', '.join(sorted(unknown))}; a request may have prompt, model, stream, {', '.join(sorted(SAMPLING))}"
+            )
+        msgspec.msgpack.encode(fields)  # integers beyond 64 bits would be the engine's death
+        if fields.get("logprobs") is None:
+            fields["logprobs"] = 0
+        params = msgspec.convert(fields, SamplingParams, str_keys=True)
+        params.output_kind = RequestOutputKind.CUMULATIVE if self.is_stream else RequestOutputKind.FINAL_ONLY
+        params.flat_logprobs = not self.is_stream
+        self.wants_text = params.detokenize
+        if not (self.is_stream or params.stop):
+            params.detokenize = False  # the text of a whole completion is made from its tokens faster than token by token
+        self.params = params
+
+    def _read_prompt(self, prompt: Any, vocab_size: int) -> tuple[list[int], str]:
+        if isinstance(prompt, str) and self.tokenizer is not None:
+            return self.tokenizer.encode(prompt), prompt
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        if not (isinstance(ids, list) and ids and {*map(type, ids)} == {int}):
+            raise ValueError('prompt: must be a string, or {"prompt_token_ids": [...]} with at least one id')
+        if not (min(ids) >= 0 and max(ids) < vocab_size):
+            raise ValueError(f"prompt: ids must be from 0 to {vocab_size - 1}, the model's")
+        return ids, "" if self.tokenizer is None else self.tokenizer.decode(ids)
+
+    async def complete(self, engine: Any, send: Send) -> None:
+        """Answer in one piece."""
+        [final] = [output async for output in self._outputs(engine)]
+        answer = {
+            "text": [self._text(output) for output in final.outputs],
+            "prompt": self.prompt,
+            "finish_reasons": [output.finish_reason for output in final.outputs],
+            "logprobs": [[[position] for position in by_position(output.logprobs)] for output in final.outputs],
+            "prompt_token_ids": self.prompt_ids,
+            "token_ids": [list(output.token_ids) for output in final.outputs],
+        }
+        if self.params.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = [position or None for position in by_position(final.prompt_logprobs)]
+        await reply(send, 200, answer)
+
+    async def stream(self, engine: Any, send: Send) -> None:
+        """Answer in lines of JSON, each with all text so far."""
+        texts = [self.prompt] * self.params.n
+        has_begun = False
+        try:
+            async for output in self._outputs(engine):
+                for completion in output.outputs:
+                    texts[completion.index] = self.prompt + completion.text
+                if not has_begun:
+                    has_begun = True
+                    await send(start(200, b"application/x-ndjson"))
+                await send({"type": "http.response.body", "body": msgspec.json.encode({"text": texts}) + b"\n", "more_body": True})
+        except Refusal as refusal:
+            if not has_begun:
+                raise
+            await send({"type": "http.response.body", "body": msgspec.json.encode({"error": str(refusal)}) + b"\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _outputs(self, engine: Any) -> AsyncIterator[Any]:
+        """vLLM's outputs. Raises Refusal where they are not the completions that were asked for."""
+        generating = engine.generate(tokens_input(self.prompt_ids), self.params, f"generate-{uuid.uuid4().hex}", lora_request=self.adapter)
+        try:
+            async with contextlib.aclosing(generating):
+                async for output in generating:
+                    if {"abort", "error"} & {completion.finish_reason for completion in output.outputs}:
+                        raise Refusal(503, "the engine aborted the request, as it does for a push of weights; send it again")
+                    yield output
+        except EngineDeadError as error:
+            raise Refusal(503, "the engine has died") from error
+        except EngineGenerateError as error:
+            raise Refusal(500, f"the engine failed: {error.__cause__!r}") from error
+        except OF_REQUEST as error:
+            raise Refusal(400, str(error)) from error
+        except exceptions.VLLMError as error:  # pyright: ignore[reportAttributeAccessIssue] # from 0.26 on: a full queue, an engine that could not
+            raise Refusal(503, str(error)) from error
+
+    def _text(self, output: Any) -> str:
+        if self.params.detokenize or not self.wants_text or self.tokenizer is None:
+            return output.text
+        ends_itself = output.finish_reason == "stop" and not self.params.include_stop_str_in_output
+        ids = list(output.token_ids)[: -1 if ends_itself else None]
+        before = self.prompt_ids[-CONTEXT_TOKENS:]
+        context, whole = (
+            self.tokenizer.decode(tokens, skip_special_tokens=self.params.skip_special_tokens) for tokens in (before, before + ids)
+        )
+        return whole.removeprefix(context)
+
+
+def adapter_named(name: Any, models: Any) -> Any:
+    """vLLM's request for the adapter of that name; for None that for the newest adapter, if there is one. None is the base model."""
+    adapters = models.lora_requests
+    if name is None:
+        return max(adapters.values(), key=lambda adapter: adapter.lora_int_id, default=None)
+    base = [path.name for path in models.base_model_paths]
+    if name in base:
+        return None
+    if not isinstance(name, str) or name not in adapters:
+        raise ValueError(f"model={str(name)[:80]}: is not served; there are {', '.join([*base, *adapters])}")
+    return adapters[name]
+
+
+def by_position(logprobs: Any) -> list[dict[int, float]]:
+    """{token id: logprob in nats} of each position, the chosen token first, from vLLM's `FlatLogprobs`. Raises Refusal for NaN."""
+    values = [LOWEST_LOGPROB if value < LOWEST_LOGPROB else value for value in logprobs.logprobs]
+    if any(map(math.isnan, values)):
+        raise Refusal(500, "a logprob is not a number; the weights that are served, or their activations, are probably not finite")
+    bounds = zip(logprobs.start_indices, logprobs.end_indices, strict=True)
+    return [dict(zip(logprobs.token_ids[first:end], values[first:end], strict=True)) for first, end in bounds]
+
+
+async def read_body(receive: Receive) -> bytes | None:
+    """All of a request's body; None if the client has gone. Raises Refusal for one that is too long."""
+    parts: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if num_bytes > MAX_BODY_BYTES:
+            raise Refusal(413, f"the request has more than {MAX_BODY_BYTES} bytes")
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def reply(send: Send, status: int, answer: Message) -> None:
+    """Send a whole answer."""
+    body = msgspec.json.encode(answer)
+    await send(start(status, b"application/json", (b"content-length", str(len(body)).encode())))
+    await send({"type": "http.response.body", "body": body})
+
+
+def start(status: int, content: bytes, *headers: Sequence[bytes]) -> Message:
+    """The message that begins an answer."""
+    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", content), *headers]}

@@ -1,0 +1,252 @@
+"""POST /generate of a real vLLM server: its answers are those of vLLM's own endpoint, of the weights that were pushed last, or refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from engines import CPU, PROMPTS, Where, load, num_running, score, serve_again, switch_of, train
+
+from offline_grpo.engine.server import Server
+from offline_grpo.types import Completion, FinishReason
+
+pytestmark = pytest.mark.parametrize("where", [pytest.param(CPU, id="cpu")], indirect=True, scope="session")
+
+IDS = {"prompt_token_ids": PROMPTS[1]}
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def server(full_server: Server, model_folder: Path, where: Where) -> Server:
+    serve_again(full_server, model_folder, where)
+    return full_server
+
+
+def post(server: Server, path: str = "/generate", **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.base_url}{path}", json=body, timeout=60)
+
+
+def generated(server: Server, **body: Any) -> dict[str, Any]:
+    answer = post(server, **body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def completed(server: Server, **body: Any) -> list[dict[str, Any]]:
+    """The same question to vLLM's own endpoint."""
+    body = {"logprobs": 0, "return_token_ids": True, **body, "prompt": body["prompt"]["prompt_token_ids"]}
+    return post(server, "/v1/completions", **body).json()["choices"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"n": 3, "seed": 7, "temperature": 0.7, "max_tokens": LENGTH},
+        {"n": 2, "seed": 1, "logprobs": 3, "max_tokens": LENGTH, "top_k": 5, "min_p": 0.01},
+        {"seed": 3, "stop": ["e"], "max_tokens": 500},
+        {"seed": 3, "stop": ["e"], "include_stop_str_in_output": True, "max_tokens": 500},
+        {"seed": 4, "stop_token_ids": [20, 30], "min_tokens": 9, "max_tokens": 500, "skip_special_tokens": False},
+        {"seed": 5, "max_tokens": 500},  # until the end-of-sequence token
+        {"temperature": 0, "max_tokens": LENGTH, "logit_bias": {"33": 3.5}},
+    ],
+)
+def test_an_answer_is_that_of_the_completions_endpoint(server: Server, asked: dict[str, Any]) -> None:
+    ours = generated(server, prompt=IDS, **asked)
+    theirs = completed(server, prompt=IDS, **asked)
+    assert set(ours) == {"text", "prompt", "finish_reasons", "logprobs", "prompt_token_ids", "token_ids"}
+    assert ours["prompt_token_ids"] == PROMPTS[1]
+    assert ours["token_ids"] == [choice["token_ids"] for choice in theirs]
+    assert ours["text"] == [choice["text"] for choice in theirs]
+    assert ours["finish_reasons"] == [choice["finish_reason"] for choice in theirs]
+    for positions, choice in zip(ours["logprobs"], theirs, strict=True):
+        assert [[int(next(iter(position))) for [position] in positions]] == [choice["token_ids"]]  # the chosen token is the first
+        chosen = [next(iter(position.values())) for [position] in positions]
+        assert chosen == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)
+        for [position], top in zip(positions, choice["logprobs"]["top_logprobs"], strict=True):
+            assert sorted(position.values()) == pytest.approx(sorted(top.values()), abs=1e-5)
+    assert max(map(len, ours["token_ids"])) > 5
+
+
+def test_a_string_is_a_prompt_and_shows_logprobs_unasked(server: Server) -> None:
+    answer = generated(server, prompt="Hello", max_tokens=5)
+    assert answer["prompt"] == "Hello"
+    assert [len(position) for [[position], *_] in answer["logprobs"]] == [1]
+    assert answer["prompt_token_ids"] == post(server, "/tokenize", prompt="Hello").json()["tokens"]
+
+
+def test_logprobs_of_the_prompt(server: Server) -> None:
+    ours = generated(server, prompt=IDS, max_tokens=1, temperature=0, prompt_logprobs=2)["prompt_logprobs"]
+    [theirs] = completed(server, prompt=IDS, max_tokens=1, temperature=0, prompt_logprobs=2)
+    assert ours[0] is theirs["prompt_logprobs"][0] is None
+    for position, expected, token in zip(ours[1:], theirs["prompt_logprobs"][1:], PROMPTS[1][1:], strict=True):
+        assert next(iter(position)) == str(token)
+        assert position == pytest.approx({key: entry["logprob"] for key, entry in expected.items()}, abs=1e-5)
+
+
+def test_tokens_that_cannot_be_drawn_have_a_finite_logprob(server: Server) -> None:
+    """Minus infinity is no JSON, and one in a group of Atropos costs the whole batch."""
+    answer = generated(server, prompt=IDS, max_tokens=3, allowed_token_ids=[40], logprobs=2)
+    logprobs = [logprob for [position] in answer["logprobs"][0] for logprob in position.values()]
+    assert min(logprobs) == -9999
+    assert all(math.isfinite(logprob) for logprob in logprobs)
+
+
+def test_a_stream_is_lines_of_all_text_so_far(server: Server) -> None:
+    asked = {"prompt": IDS, "n": 2, "seed": 7, "max_tokens": LENGTH}
+    answer = post(server, **asked, stream=True)
+    lines = [json.loads(line)["text"] for line in answer.text.splitlines()]
+    whole = generated(server, **asked)
+    assert lines[-1] == [whole["prompt"] + text for text in whole["text"]]
+    assert len(lines) > LENGTH / 2
+    for earlier, later in pairwise(lines):
+        assert all(now.startswith(before) for before, now in zip(earlier, later, strict=True))
+
+
+REFUSED: dict[str, tuple[int, str]] = {
+    "{": (400, "truncated"),
+    "[" * 100_000: (400, "recursion"),
+    "[]": (400, "a JSON object with a prompt"),
+    '{"max_tokens": 5}': (400, "prompt: must be a string"),
+    '{"prompt": {"prompt_token_ids": []}}': (400, "prompt: must be a string"),
+    '{"prompt": {"prompt_token_ids": [true]}}': (400, "prompt: must be a string"),
+    '{"prompt": {"prompt_token_ids": [-1]}}': (400, "from 0 to 99"),
+    '{"prompt": {"prompt_token_ids": [100]}}': (400, "from 0 to 99"),
+    '{"prompt": {"prompt_token_ids": [%s 5]}}' % ("5," * 5000): (400, "longer than the maximum model length of 4096"),
+    '{"prompt": "a", "bogus": 1, "output_kind": 2}': (400, "unknown: bogus, output_kind; a request may have prompt, model, stream"),
+    '{"prompt": "a", "temperature": "hot"}': (400, "Expected `float`, got `str` - at `$.temperature`"),
+    '{"prompt": "a", "temperature": -1}': (400, "temperature must be non-negative"),
+    '{"prompt": "a", "temperature": NaN}': (400, "malformed"),
+    '{"prompt": "a", "seed": 1180591620717411303424}': (400, "can't serialize ints"),
+    '{"prompt": "a", "logprobs": 1000}': (400, "greater than max allowed: 20"),
+    '{"prompt": "a", "stop_token_ids": [-5], "min_tokens": 3}': (400, "out-of-vocab"),
+    '{"prompt": "a", "model": "nobody"}': (400, "model=nobody: is not served; there are policy"),
+    '{"prompt": "%s"}' % ("a" * 9 * 2**20): (413, "more than 8388608 bytes"),
+}
+
+
+def test_what_cannot_be_answered_is_one_line(server: Server) -> None:
+    for body, (status, message) in REFUSED.items():
+        answer = httpx.post(f"{server.base_url}/generate", content=body, timeout=60)
+        assert answer.status_code == status, body[:80]
+        assert message in answer.json()["error"], body[:80]
+        assert "\n" not in answer.text
+    assert httpx.get(f"{server.base_url}/generate").status_code == 405
+    assert generated(server, prompt=IDS, max_tokens=2)["finish_reasons"] == ["length"]
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_who_hangs_up_is_not_worked_for(server: Server) -> None:
+    body = json.dumps({"prompt": IDS, "max_tokens": 3900, "ignore_eos": True, "n": 2}).encode()
+    host, port = server.base_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as caller:
+        caller.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        wait_until(lambda: num_running(server) == 2)
+    wait_until(lambda: num_running(server) == 0)
+
+
+@pytest.mark.parametrize("call", ["/pause?mode=abort", "/sleep?mode=abort&level=1"])
+def test_what_is_cut_short_is_no_answer(server: Server, call: str) -> None:
+    """And an engine that sleeps answers at once, where a paused one lets requests wait."""
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(post, server, prompt=IDS, max_tokens=3900, ignore_eos=True)
+        wait_until(lambda: num_running(server) == 1)
+        post(server, call).raise_for_status()
+        cut = asking.result()
+        assert cut.status_code == 503
+        assert "aborted the request" in cut.json()["error"]
+        later = thread.submit(post, server, prompt=IDS, max_tokens=5)
+        if "sleep" in call:
+            assert "the engine sleeps" in later.result().json()["error"]
+            assert later.result().status_code == 503
+            post(server, "/wake_up").raise_for_status()
+        else:
+            time.sleep(0.3)
+            assert not later.done()
+            post(server, "/resume").raise_for_status()
+            assert later.result().status_code == 200
+    assert generated(server, prompt=IDS, max_tokens=5)["finish_reasons"] == ["length"]
+
+
+@contextmanager
+def asking_all_the_time(server: Server) -> Iterator[list[dict[str, Any]]]:
+    """Answers to the same question, over and over, while the block runs and once after it."""
+    answers: list[dict[str, Any]] = []
+    is_over = False
+
+    def ask() -> None:
+        while True:
+            was_over = is_over
+            try:
+                answer = post(server, prompt=IDS, n=2, max_tokens=LENGTH, ignore_eos=True)
+            except httpx.TransportError:  # the server starts again
+                assert not was_over
+                time.sleep(0.1)
+                continue
+            assert answer.status_code == 200, answer.text
+            answers.append(answer.json())
+            if was_over:
+                return
+
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(ask)
+        wait_until(lambda: bool(answers) or asking.done())
+        yield answers
+        is_over = True
+        asking.result()
+
+
+@pytest.mark.parametrize("option", ["reload", "shared_vllm", "lora_hotswap"])
+def test_answers_are_whole_and_new_while_weights_are_pushed(
+    option: str, connect: Callable[..., Any], where: Where, model_folder: Path
+) -> None:
+    sync, policy, client = connect(option)
+    sync.push(policy, version=0)
+    old = load(model_folder, where, lora=option == "lora_hotswap")
+    with asking_all_the_time(client.server) as answers:
+        train(policy, seed=9, scale=0.1)
+        sync.push(policy, version=1)
+    switches = []
+    for answer in answers:
+        assert answer["finish_reasons"] == ["length"] * 2
+        for ids, positions in zip(answer["token_ids"], answer["logprobs"], strict=True):
+            assert [[str(token)] for token in ids] == [list(position) for [position] in positions]
+            assert len(ids) == LENGTH
+            logprobs = [next(iter(position.values())) for [position] in positions]
+            completion = Completion(tuple(ids), tuple(logprobs), FinishReason.LENGTH, (0,) * LENGTH)
+            ours = (score(one, [completion], [PROMPTS[1]])[0] for one in (old, policy))
+            switches.append(switch_of(logprobs, *ours, where))
+    assert switches[0] == LENGTH  # of the old weights
+    assert switches[-2:] == [0, 0]  # of the new ones
+
+
+def test_adapters_are_sampled_from_by_name_or_the_newest(connect: Callable[..., Any], where: Where) -> None:
+    sync, policy, client = connect("lora_hotswap")
+    sync.push(policy, version=0)
+    train(policy, seed=4, scale=0.2)
+    sync.push(policy, version=1)
+    asked = {"prompt": IDS, "seed": 1, "max_tokens": LENGTH, "ignore_eos": True}
+    unnamed = generated(client.server, **asked)
+    named = generated(client.server, **asked, model=client.weights.name)
+    base = generated(client.server, **asked, model="policy")
+    [theirs] = completed(client.server, **asked, model=client.weights.name)
+    [base_theirs] = completed(client.server, **asked, model="policy")
+    assert unnamed["token_ids"] == named["token_ids"] == [theirs["token_ids"]] != base["token_ids"] == [base_theirs["token_ids"]]
+    for answer, choice in ((unnamed, theirs), (base, base_theirs)):
+        logprobs = [next(iter(position.values())) for [position] in answer["logprobs"][0]]
+        assert logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)
