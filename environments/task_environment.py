@@ -17,10 +17,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
+from tenacity import RetryError
 
 from offline_grpo.generation.judging import Judgement
 from offline_grpo.interfaces import Task
@@ -72,6 +74,7 @@ class TaskEnvironment(BaseEnv):
         super().__init__(config, servers, slurm, testing)
         self.config: TaskConfig = config
         self._codec = TokenizerCodec(self.tokenizer)
+        self._server_urls = [server.base_url or "" for server in servers]
         self._position = -1  # not known yet
         self._scores: list[Score] = []
         self._eval_metrics: dict[str, float] = {}
@@ -105,6 +108,23 @@ class TaskEnvironment(BaseEnv):
         self._task = build(run.task, key="task", protocol=Task)
         self._held_out = held_out_problems(self._task, run)
         self._problems = without_held_out(train_problems(self._task, run), self._task, self._held_out)
+
+    async def setup_wandb(self) -> None:
+        """See `BaseEnv.setup_wandb`. Comes before registering, which would fail where there is no API yet."""
+        await wait_for(f"{self.config.rollout_server_url}/info", "run-api")
+        for url in self._server_urls:
+            await wait_for(url.removesuffix("/v1") + "/health", "the inference server")
+        await super().setup_wandb()
+
+    async def get_status(self) -> None:  # type: ignore[override] # the original is decorated
+        """See `BaseEnv.get_status`. Registers once more with an API that was started again, and knows nobody."""
+        try:
+            await super().get_status()
+        except RetryError:
+            await wait_for(f"{self.config.rollout_server_url}/info", "run-api")
+            await self.register_env()
+            await self.get_server_info()
+            await super().get_status()
 
     async def get_next_item(self) -> Problem:
         """The next problem. The order is that of a run with this seed; the trainer's step says how far it is."""
@@ -196,6 +216,21 @@ def run_config(task: str | None, task_overrides: str) -> RunConfig:
         return conf.typed(base)
     with initialize_config_dir(config_dir=str(conf.folder()), version_base="1.3"):
         return conf.typed(compose("config", overrides=[f"task={task or 'arithmetic'}", *words]))
+
+
+async def wait_for(url: str, what: str) -> None:
+    """Until something answers at `url`; says once what is waited for."""
+    is_told = False
+    async with aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.get(url):
+                    return
+            except aiohttp.ClientError as error:
+                if not is_told:
+                    print(f"waiting for {what}: {error}", flush=True)
+                is_told = True
+                await asyncio.sleep(1)
 
 
 def means(prefix: str, scores: Sequence[Score]) -> dict[str, float]:

@@ -1,0 +1,160 @@
+"""environments/task_environment.py alone: what it asks, what it sends, what it takes over from a run. test_atropos.py has it at work."""
+
+import asyncio
+import json
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from factories import compose_with_hydra
+from omegaconf import OmegaConf
+
+from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.text import encode
+from offline_grpo.rollouts.on_policy import permutation
+from offline_grpo.run.config import typed
+from offline_grpo.run.task_data import task_data
+from offline_grpo.seeding import derive_seed
+from offline_grpo.types import Split
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+KEY = "a-key-that-nobody-may-see"
+
+
+@pytest.fixture(scope="module")
+def module():
+    return runpy.run_path(str(ROOT / "environments" / "task_environment.py"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    build_char_tokenizer(512).save_pretrained(str(folder))
+    return str(folder)
+
+
+@pytest.fixture
+def make(module, tokenizer_folder, monkeypatch):
+    def make(**changes):
+        """An environment that is set up, with a server that writes 7, then 12, and so on, and what it was asked."""
+        module["run_config"].cache_clear()
+        monkeypatch.setenv("OFFLINE_GRPO_SERVER_KEY", KEY)
+        monkeypatch.setenv("OFFLINE_GRPO_MODEL", tokenizer_folder)
+        config, servers = module["TaskEnvironment"].config_init()
+        environment = module["TaskEnvironment"](config.model_copy(update=changes), servers)
+        environment.printed = repr(servers)
+        environment.asked = []
+
+        async def answer(**request):
+            environment.asked.append(request)
+            written = [[*environment.tokenizer.encode(str(7 + 5 * i)), 2] for i in range(request["n"])]
+            return request["input_ids"], written, [[-0.5 - t for t in range(len(ids))] for ids in written], ["stop"] * request["n"]
+
+        environment.server.tokens_and_logprobs_completion = answer
+        asyncio.run(environment.setup())
+        return environment
+
+    return make
+
+
+def test_a_group_has_the_servers_tokens_and_logprobs_and_the_tasks_scores(make):
+    environment = make(group_size=3, temperature=0.7)
+    problem = asyncio.run(environment.get_next_item())
+    group, backlog = asyncio.run(environment.collect_trajectories(problem))
+    prompt = encode(environment.tokenizer, problem.messages)
+    assert backlog == []
+    for i, text in enumerate(("7", "12", "17")):
+        written = [*environment.tokenizer.encode(text), 2]
+        assert group["tokens"][i] == prompt + written
+        assert group["masks"][i] == [-100] * len(prompt) + written
+        assert group["inference_logprobs"][i] == [1.0] * len(prompt) + [-0.5 - t for t in range(len(written))]
+        assert group["scores"][i] == pytest.approx(1.1 if problem.answer == text else 0.1)
+    assert group["generation_params"] == {"temperature": 0.7}
+    [request] = environment.asked
+    assert (request["n"], request["max_tokens"], request["temperature"], request["split"]) == (3, 8, 0.7, "train")
+    assert "stop" not in request
+
+
+@pytest.mark.parametrize(("room", "expected"), [(0, None), (1, 1), (5, 5), (100, 8)])
+def test_the_trainers_limit_is_kept(make, room, expected):
+    environment = make()
+    problem = asyncio.run(environment.get_next_item())
+    environment.max_token_len = len(encode(environment.tokenizer, problem.messages)) + 1 + room
+    group, _ = asyncio.run(environment.collect_trajectories(problem))
+    assert (group is None) == (expected is None)
+    assert [request["max_tokens"] for request in environment.asked] == ([] if expected is None else [expected])
+
+
+def test_problems_are_those_of_a_run_in_its_order_from_where_the_trainer_is(make):
+    environment = make(task_overrides="seed=3 max_operand=12 eval.num_ids=5")
+    run = typed(compose_with_hydra("seed=3", "task.max_operand=12", "eval.num_ids=5"))
+    data = task_data(run)
+    order = permutation(len(data.train), derive_seed(3, "order", 0))
+    environment.curr_step, environment.config.batch_size, environment.config.group_size = 2, 32, 8
+    first = [asyncio.run(environment.get_next_item()) for _ in range(4)]
+    assert first == [data.train[order[position]] for position in (8, 9, 10, 11)]
+    assert len(environment._held_out) == 5
+
+
+@pytest.mark.parametrize("option", sorted(path.stem for path in (ROOT / "conf" / "task").glob("*.yaml")))
+def test_any_task_is_served(make, tmp_path, option):
+    rows = [{"prompt": f"Say {i}.", "question": f"What is {i}?", "answer": f"#### {i}"} for i in range(20)]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[split == "test" :: 2]))
+    local = f"path={tmp_path} name=null" if option in ("dataset", "gsm8k") else ""
+    environment = make(task=option, task_overrides=f"{local} data.num_train_seeds=5 eval.num_ids=3")
+    group, _ = asyncio.run(environment.collect_trajectories(asyncio.run(environment.get_next_item())))
+    assert len(group["scores"]) == 8
+
+
+def test_evaluation_asks_every_held_out_problem_once(make, tmp_path, capsys):
+    environment = make(task_overrides="eval.num_ids=6", eval_temperature=0.3, data_dir_to_save_evals=str(tmp_path / "eval"))
+    asyncio.run(environment.evaluate())
+    held_out = environment._task.problems(Split.EVAL)[:6]
+    asked = sorted(request["input_ids"] for request in environment.asked)
+    assert asked == sorted(encode(environment.tokenizer, problem.messages) for problem in held_out)
+    assert {(request["temperature"], request["n"], request["split"]) for request in environment.asked} == {(0.3, 1, "eval")}
+    correct = sum(problem.answer == "7" for problem in held_out) / 6
+    assert f"eval/percent_correct={correct:.4g}" in capsys.readouterr().out
+    stored = json.loads((tmp_path / "eval" / "metrics.json").read_text())
+    assert stored["results"]["all"]["eval/reward_mean"] == pytest.approx(0.1 + correct)
+
+
+def test_the_key_comes_from_the_environment_and_is_not_in_what_is_printed(make):
+    environment = make()
+    assert environment.server.servers[0].config.api_key == KEY
+    assert environment.server.servers[0].config.server_type == "vllm"
+    assert KEY not in environment.printed
+    assert KEY not in repr(environment.config)
+
+
+def test_task_sampling_and_group_size_are_those_of_the_run_that_starts_it(make, module, tmp_path, monkeypatch):
+    words = ("task=sat", "task.difficulty=0.1", "generation.temperature=0.8", "data.rollouts_per_problem=5", "generation.stop=[END]")
+    (tmp_path / ".hydra").mkdir()
+    OmegaConf.save(compose_with_hydra(*words), tmp_path / ".hydra" / "config.yaml")
+    monkeypatch.setenv("OFFLINE_GRPO_RUN", str(tmp_path))
+    environment = make()
+    assert type(environment._task).__name__ == "SAT"
+    assert (environment.config.temperature, environment.config.group_size) == (0.8, 5)
+    asyncio.run(environment.collect_trajectories(asyncio.run(environment.get_next_item())))
+    assert environment.asked[0]["stop"] == ["END"]
+    assert type(make(task="arithmetic")._task).__name__ == "Arithmetic"
+    assert environment._run.task["difficulty"] == 0.1
+    assert make(task_overrides="difficulty=0.9")._run.task["difficulty"] == 0.9
+    shutil.rmtree(tmp_path / ".hydra")
+
+
+@pytest.mark.parametrize(("name", "port"), [("shared", 1), ("lora", 2)])
+def test_the_files_for_zero_shot_maths_have_the_seeds_settings(module, name, port):
+    given = yaml.safe_load((ROOT / "environments" / "configs" / f"math_zero_{name}.yaml").read_text())
+    config = module["TaskConfig"](**given["env"])
+    assert set(given["env"]) <= set(module["TaskConfig"].model_fields)
+    assert (config.task, config.tokenizer_name, config.wandb_name) == ("gsm8k", "Qwen/Qwen3-4B-Instruct-2507", f"math-zero-{name}-env")
+    assert (config.rollout_server_url, given["openai"]["base_url"]) == (f"http://localhost:800{port}", f"http://localhost:900{port}/v1")
+    assert (config.max_token_length, config.group_size, config.batch_size) == (8192, 8, 64)
+    assert (config.total_steps, config.steps_per_eval, config.max_num_workers_per_node) == (120, 20, 24)
+    assert config.use_wandb
