@@ -104,7 +104,7 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Conso
 @contextmanager
 def _live(console: Console) -> Iterator[None]:
     """Inside, a terminal shows what is done and how far it is."""
-    display = ConsoleLogger(refresh_per_s=REFRESH_PER_S)
+    display = ConsoleLogger(refresh_per_s=REFRESH_PER_S, names="default")
     display.console = console
     with progress.followed():
         progress.tell([display])

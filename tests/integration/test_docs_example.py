@@ -30,6 +30,7 @@ SMALL = [
 IN_OTHER_RUNS = {
     "stopped_early",
     "kl_penalty_mean",
+    "perf/gpu_memory_card_gb",
     "perf/gpu_memory_gb",
     "perf/gpu_memory_reserved_gb",
 }  # with train.loss.kl_placement=reward, on a GPU

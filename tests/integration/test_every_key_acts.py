@@ -8,6 +8,7 @@ act beside a server, or on a machine with GPUs, where such a run is put together
 from __future__ import annotations
 
 import copy
+import io
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -299,18 +300,22 @@ def task_effect(task: Any) -> Any:
 def logger_effect(logger: Any) -> Any:
     """What the logger asks of the library that it feeds."""
     asked: list[Any] = []
+    printed = io.StringIO()
     writer = SimpleNamespace(add_summary=lambda *_: None, add_event=lambda *_: None)
     methods: Any = {"define_metric": lambda *_, **__: None, "start": lambda: None}
     fake = SimpleNamespace(**methods, file_writer=writer, transient=True)
     fake.add_text = lambda name, text, **_: asked.append({name: text})
-    fake.log = lambda values: asked.append({"rows": len(values["eval/samples"].data)})
+    fake.log = lambda values: asked.append({name: len(value.data) if name == "eval/samples" else value for name, value in values.items()})
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((wandb, "init"), (tensorboard_writer, "SummaryWriter"), (console, "Live")):
             patch.setattr(owner, name, lambda *_, **settings: asked.append(settings) or fake)
         if hasattr(logger, "console"):
-            logger.console = rich.console.Console(force_terminal=True)
-        logger.start({}, 1)
+            logger.console = rich.console.Console(force_terminal=True, file=printed)
+        logger.start({"weight_sync": {"_target_": "package.module.Class"}}, 1)
+        if hasattr(logger, "names"):
+            logger.log("train", {"lr": 0.5}, iteration=0)
         logger.rollouts("eval", [make_group(("a", 0.0), ("b", 1.0))], advantages=None, iteration=0)
+    asked.append({"printed": printed.getvalue()})
     return [{name: value for name, value in settings.items() if isinstance(value, (str, int, float, list))} for settings in asked]
 
 
@@ -385,7 +390,7 @@ BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "task=sat": (task_effect, {"difficulty": 0.9, "max_solution_frac": 0.1, "system_prompt": "Think."}),
     "task=gsm8k": (task_effect, ROWS),
     "task=dataset": (task_effect, ROWS),
-    "logger=[console]": (logger_effect, {"console.refresh_per_s": 9}),
+    "logger=[console]": (logger_effect, {"console.refresh_per_s": 9, "console.names": "atropos"}),
     "logger=[wandb]": (
         logger_effect,
         {
@@ -395,6 +400,7 @@ BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
             "wandb.group": "sweep",
             "wandb.name": "first",
             "wandb.notes": "why",
+            "wandb.names": "atropos",
             "wandb.tags": ["new"],
             "wandb.samples": 1,
         },
@@ -543,7 +549,7 @@ def in_conf() -> set[tuple[str, str]]:
         is_another = node.get("_target_") != (OmegaConf.select(default, place) or {}).get("_target_")
         is_part = is_another or group == "logger"
         found |= {(choice if is_part else "", key) for key in leaves(node, place)}
-    return found - {("", "logger.console.refresh_per_s")}  # ("logger=[console]", ...)
+    return found - {("", f"logger.console.{name}") for name in ("refresh_per_s", "names")}  # ("logger=[console]", ...)
 
 
 def test_every_key_is_in_exactly_one_table() -> None:

@@ -25,7 +25,7 @@ from collections.abc import Iterable
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 KILL_AFTER_S = 10.0
-TRACKERS_TAKE_S = 2.0
+CLEANERS_TAKE_S = 2.0
 POLL_S = 0.2
 LOOK_S = 5.0
 SHARED_MEMORY = "/dev/shm/"
@@ -82,7 +82,8 @@ def _is_closed(pipe: int) -> bool:
 def _terminate(server: subprocess.Popen[bytes]) -> None:
     """SIGTERM, then SIGKILL, to the command and to all that it started.
 
-    Python's resource trackers come last: they end by themselves once the others have, and delete the semaphores that those left.
+    Those that clean up come last, because they end by themselves once the others have: Python's resource trackers, which delete the
+    semaphores of their processes, and the guardians of servers that the command started.
     """
     if server.poll() is None:
         _signal(_children(), signal.SIGTERM)
@@ -91,17 +92,18 @@ def _terminate(server: subprocess.Popen[bytes]) -> None:
         time.sleep(0.05)
     started = time.monotonic()
     while (left := _children()) and time.monotonic() < deadline + KILL_AFTER_S:
-        is_late = time.monotonic() > started + TRACKERS_TAKE_S
-        _signal([pid for pid in left if is_late or not _is_tracker(pid)], signal.SIGKILL)
+        is_late = time.monotonic() > started + CLEANERS_TAKE_S
+        _signal([pid for pid in left if is_late or not _cleans_up(pid)], signal.SIGKILL)
         _reap(server)
         time.sleep(0.05)
     server.wait()
 
 
-def _is_tracker(pid: int) -> bool:
+def _cleans_up(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return b"resource_tracker" in file.read()
+            command = file.read()
+            return b"resource_tracker" in command or os.fsencode(__file__) in command
     except OSError:
         return False
 

@@ -71,9 +71,14 @@ class ServerProcess:
         """Of the guardian, which is the parent of the server and leads its process group."""
         return self._guardian.pid
 
+    @property
+    def exit_code(self) -> int | None:
+        """128 + N after signal N; None while the command runs."""
+        return self._guardian.poll()
+
     def how_it_ended(self) -> str | None:
         """`has ended (exit code 1)`, and the last error lines of the log; None while it runs."""
-        code = self._guardian.poll()
+        code = self.exit_code
         if code is None:
             return None
         why = f"signal {code - 128}" if code > 128 else f"exit code {code}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from offline_grpo import progress
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import output_console
+from offline_grpo.logger.atropos_names import check_choice, console_lines
 from offline_grpo.logger.lines import GAP, clock, eval_cells, folded, train_cells, train_line
 from offline_grpo.types import Metrics
 
@@ -33,9 +34,11 @@ class ConsoleLogger(RunListener):
 
     Args:
         refresh_per_s: refresh rate of the live display, in Hz.
+        names: "atropos" prints, also above the live display, what Atropos' trainer prints after a step.
     """
 
     refresh_per_s: float
+    names: str
     console: Console = field(default_factory=output_console, init=False, repr=False)
     _live: Live | None = field(default=None, init=False, repr=False)
     _spinner: Spinner = field(default_factory=lambda: Spinner("dots"), init=False, repr=False)
@@ -51,6 +54,7 @@ class ConsoleLogger(RunListener):
     _iteration_s: deque[float] = field(default_factory=lambda: deque(maxlen=ITERATIONS_IN_ESTIMATE), init=False, repr=False)
 
     def __post_init__(self) -> None:
+        check_choice("logger.console.names", self.names)
         if self.refresh_per_s <= 0:
             raise ConfigError(f"logger.console.refresh_per_s={self.refresh_per_s}: must be above 0, for example 4")
 
@@ -80,15 +84,19 @@ class ConsoleLogger(RunListener):
         else:
             self._train = metrics
         self._mark_time(name, iteration)
+        at = f"{self._num_done:>{len(str(self._num_iterations))}}/{self._num_iterations}"
         if self._live is None:
-            at = f"{self._num_done:>{len(str(self._num_iterations))}}/{self._num_iterations}"
             width = self.console.width
             if name == "eval":
                 lines = folded(f"{at}{GAP}eval", eval_cells(metrics), width=width)
             else:
                 lines = [train_line(at, metrics, f"{self._time_left()} left", width=width)]
-            for line in lines:
-                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._print(lines)
+        if self.names == "atropos" and name == "train":
+            self._print(console_lines(at.lstrip(), metrics))
+
+    def _print(self, lines: Sequence[str]) -> None:
+        self.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Draw the last state and restore the terminal and its cursor. Safe to call twice."""

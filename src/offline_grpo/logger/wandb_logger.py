@@ -14,6 +14,8 @@ from typing import Any
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations, sweep_folder, tagged
+from offline_grpo.logger.atropos_names import SECTIONS, check_choice, renamed
+from offline_grpo.logger.benchmark import Benchmark, mode_of
 from offline_grpo.logger.samples import Advantages, chosen, prompt_text, record, utf8
 from offline_grpo.redaction import redacted, redacted_text
 from offline_grpo.types import Metrics, RolloutGroup
@@ -36,6 +38,7 @@ class WandbLogger(RunListener):
 
     Args:
         group: "auto" is the folder of the sweep that the run belongs to, and no group outside a sweep.
+        names: "atropos" writes training metrics under the names of Atropos' trainer, and its `benchmark/*` of this start at the end.
 
     Raises:
         ConfigError: the project is missing, the mode is unknown, or there is no API key to be online with.
@@ -48,14 +51,18 @@ class WandbLogger(RunListener):
     group: str | None
     name: str | None
     notes: str | None
+    names: str
     tags: list[str]
     samples: int
     _defined: set[str] = field(default_factory=set, init=False, repr=False)
     _run: Any = field(default=None, init=False, repr=False)
+    _mode: str = field(default="", init=False, repr=False)
+    _benchmark: Benchmark = field(default_factory=Benchmark, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ConfigError(f"logger.wandb.mode={self.mode}: must be one of {', '.join(MODES)}")
+        check_choice("logger.wandb.names", self.names)
         if not self.project:
             raise ConfigError(f"logger.wandb.project={self.project}: set the project of the run, for example offline-grpo")
         if self.mode == "online":
@@ -86,11 +93,16 @@ class WandbLogger(RunListener):
             )
         # wandb's own step can only increase, but a resumed run logs some iterations again.
         self._run.define_metric(STEP_METRIC, hidden=True)
-        for section in ("train", "eval", "eval_intervals"):
+        self._mode = mode_of(config) if self.names == "atropos" else ""
+        for section in {"train", "eval", "eval_intervals", *(SECTIONS if self._mode else ())}:
             self._run.define_metric(f"{section}/*", step_metric=STEP_METRIC)
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
-        shown = tagged(name, metrics)
+        theirs: dict[str, float] = {}
+        if self._mode and name == "train":
+            self._benchmark.add(metrics)
+            theirs, metrics = renamed(metrics)
+        shown = tagged(name, metrics) | theirs
         for key in shown.keys() - self._defined:  # each by its name: of two patterns that fit, W&B takes any
             self._defined.add(key)
             for best, patterns in SUMMARIES.items():
@@ -114,6 +126,8 @@ class WandbLogger(RunListener):
     def close(self) -> None:
         run, self._run = self._run, None
         if run is not None:
+            if self._mode:
+                run.summary.update({"benchmark/mode": self._mode, **self._benchmark.as_metrics()})
             run.finish()
 
     def _group(self) -> str | None:

@@ -1,4 +1,4 @@
-"""`python -m offline_grpo.report RUN`: the report and the table of a run, finished or killed, or the table of a sweep."""
+"""`python -m offline_grpo.report RUN`: report and table of a run, finished or killed, or the table of a sweep or of a comparison."""
 
 from __future__ import annotations
 
@@ -13,19 +13,28 @@ from rich.console import Console
 
 from offline_grpo.errors import ConfigError, GrpoError
 from offline_grpo.logger import output_console
+from offline_grpo.logger.benchmark import Benchmark, mode_of
+from offline_grpo.report import comparison
 from offline_grpo.report.history import load_history
+from offline_grpo.report.run_files import read_yaml
 from offline_grpo.report.sweep import print_sweep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.report", description="Draw report.png of a run and print its table.")
-    parser.add_argument("folder", type=Path, help="a run, such as outputs/2026-01-31/12-00-00-000000, or the folder of a --multirun")
-    folder = parser.parse_args(arguments).folder
+    parser.add_argument(
+        "folder", type=Path, help="a run, such as outputs/2026-01-31/12-00-00-000000, or the folder of a --multirun or of a comparison"
+    )
+    parser.add_argument("--benchmark", action="store_true", help="of a run, print the BENCHMARK SUMMARY of the Atropos trainer instead")
+    options = parser.parse_args(arguments)
+    folder: Path = options.folder
     console = output_console()
     try:
         if (folder / "metrics").is_dir():
-            _report(folder, console)
+            _report(folder, console, benchmark=options.benchmark)
+        elif (folder / comparison.FILE).is_file():
+            comparison.print_comparison(folder, console)
         elif any(folder.rglob(".hydra/overrides.yaml")):
             print_sweep(folder, console)
         else:
@@ -46,13 +55,17 @@ def _failed(message: str, exit_code: int) -> int:
     return exit_code
 
 
-def _report(run_dir: Path, console: Console) -> None:
+def _report(run_dir: Path, console: Console, *, benchmark: bool) -> None:
     from offline_grpo.report.plots import save_report  # matplotlib, which a sweep's table does not need
     from offline_grpo.report.summary import LABEL_WIDTH, print_summary
 
     history = load_history(run_dir)
     if not history.train and not history.evals:
         raise ConfigError(f"{run_dir}: has no metrics yet, so there is nothing to report")
+    if benchmark:
+        mode = mode_of(read_yaml(run_dir / ".hydra" / "config.yaml"))
+        console.print("\n".join(Benchmark.of(history.train.values()).summary(mode)), markup=False, highlight=False, soft_wrap=True)
+        return
     print_summary(history, console)
     console.print("report".ljust(LABEL_WIDTH) + str(save_report(history)), markup=False, highlight=False, soft_wrap=True)
 

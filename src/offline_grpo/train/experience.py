@@ -44,6 +44,10 @@ def prepare_batch(
     batch = with_advantages(batch.select(chosen) if len(chosen) < batch.num_sequences else batch, flat)
     numbers = [n for group, own, kept in zip(groups, advantages, keep, strict=True) if kept for n in _numbers(group, own)]
     metrics |= {"advantage_mean": fmean(numbers), "advantage_std": pstdev(numbers)}
+    metrics |= {
+        "num_advantages_positive": float(sum(n > 0 for n in numbers)),
+        "num_advantages_negative": float(sum(n < 0 for n in numbers)),
+    }
     return batch if updater.loss.kl_in_reward else updater.score(batch), per_rollout, metrics
 
 

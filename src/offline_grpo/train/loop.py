@@ -28,7 +28,7 @@ from offline_grpo.settings import TrainConfig
 from offline_grpo.train.experience import prepare_batch, rollout_metrics
 from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.push_schedule import PushSchedule
-from offline_grpo.train.resources import gpu_memory, time_metrics
+from offline_grpo.train.resources import card_bytes, gpu_memory, time_metrics
 from offline_grpo.train.update import Updater
 from offline_grpo.types import Metrics, RolloutGroup, SyncReport
 
@@ -65,6 +65,7 @@ class Loop:
     ranks: Ranks
     stop: StopSignal
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
+    _card_bytes: int = field(default=0, init=False)
     _start_metrics: dict[str, float] = field(default_factory=dict, init=False)
     _num_recoveries: int = field(default=0, init=False)
     _num_foreign_writes: int = field(default=0, init=False)
@@ -104,7 +105,7 @@ class Loop:
         self._log("eval", metrics, iteration)
 
     def _iterate(self, iteration: int) -> None:
-        self._seconds = {}
+        self._seconds, self._card_bytes = {}, 0
         number = iteration + 1
         with self._safe_point(iteration):
             with self._phase("generate", iteration):
@@ -130,7 +131,8 @@ class Loop:
                 pending = self._write(self.checkpointer, iteration, owes_evaluation=stopped is not None)
         if self.milestones.stop_reason is not None and number < self.config.iterations:
             metrics |= {"stopped_early": 1.0}
-        metrics |= time_metrics(self._seconds, metrics) | self._start_metrics | gpu_memory(self.policy.compute_device)
+        metrics |= time_metrics(self._seconds, metrics) | self._start_metrics
+        metrics |= gpu_memory(self.policy.compute_device, self._card_bytes)
         self._start_metrics = {}
         self._log("train", metrics, iteration)
         if eval_metrics is not None:
@@ -273,6 +275,7 @@ class Loop:
         with progress.phase(name, iteration):
             yield
         self._seconds[name] = time.perf_counter() - started
+        self._card_bytes = max(self._card_bytes, card_bytes(self.policy.compute_device))  # torch keeps what a phase needed at most
 
     def _log(self, name: str, metrics: Metrics, iteration: int) -> None:
         for listener in self.listeners:

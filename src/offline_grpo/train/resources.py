@@ -25,14 +25,26 @@ def time_metrics(seconds: Mapping[str, float], metrics: Metrics) -> dict[str, fl
     return found
 
 
-def gpu_memory(device: torch.device) -> dict[str, float]:
+def card_bytes(device: torch.device) -> int:
+    """What all processes together hold on a GPU now, a server's included; 0 without a GPU."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def gpu_memory(device: torch.device, card_bytes: int) -> dict[str, float]:
     """The most memory that this process has held on its GPU since the last call, in GB (1e9 bytes); empty without a GPU.
 
-    Allocated is what tensors took, reserved what torch took from the device to put them into. What a server takes is not in it.
+    Allocated is what tensors took, reserved what torch took from the device to put them into. What a server takes is not in them.
+
+    Args:
+        card_bytes: the most that was seen in use on that GPU, a server's share included.
     """
     if device.type != "cuda":
         return {}
     peaks = {
+        "perf/gpu_memory_card_gb": card_bytes / 1e9,
         "perf/gpu_memory_gb": torch.cuda.max_memory_allocated(device) / 1e9,
         "perf/gpu_memory_reserved_gb": torch.cuda.max_memory_reserved(device) / 1e9,
     }

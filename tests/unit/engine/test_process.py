@@ -101,6 +101,17 @@ def folder_with_a_file(path: Path) -> Path:
     return path
 
 
+RUN_WITH_A_SERVER = """
+import pathlib, os, sys, time
+from offline_grpo.engine.process import ServerProcess
+folder = pathlib.Path(sys.argv[1])
+command = [sys.executable, "-c", sys.argv[2], str(folder)]
+server = ServerProcess(command, env=os.environ, log_path=folder / "inner.log", remove=folder / "gone")
+time.sleep(100)
+"""
+"""A run that has a server of its own, with a folder that goes away with it."""
+
+
 # What it says
 
 
@@ -517,3 +528,12 @@ def test_processes_of_others_survive(start: Starter, tmp_path: Path) -> None:
         for pid in pids.values():
             os.kill(pid, signal.SIGKILL)
         foreign.wait(WAIT_S)
+
+
+def test_what_the_servers_of_a_run_leave_is_cleaned_up_before_their_guardians_are_killed(start: Starter, tmp_path: Path) -> None:
+    gone = folder_with_a_file(tmp_path / "gone")
+    run = start(sys.executable, "-c", RUN_WITH_A_SERVER, str(tmp_path), FAMILY)
+    family = family_of(tmp_path)
+    run.stop()
+    assert not any(map(is_running, family.values()))
+    assert not gone.exists()

@@ -25,7 +25,7 @@ EVAL = {"pass@1": 0.25, "pass@1_low": 0.125, "pass@1_high": 0.5, "pass@10": 0.9,
 
 def logger_on(*, terminal: bool, width: int = 80) -> tuple[ConsoleLogger, io.StringIO]:
     stream = io.StringIO()
-    logger = ConsoleLogger(refresh_per_s=50)
+    logger = ConsoleLogger(refresh_per_s=50, names="default")
     logger.console = Console(file=stream, force_terminal=terminal, width=width, color_system=None)
     return logger, stream
 
@@ -49,6 +49,16 @@ def test_a_log_file_gets_one_plain_line_per_record() -> None:
     before, train = stream.getvalue().splitlines()
     assert before == " 0/10  eval  pass@1 0.250 [0.125, 0.500]  pass@10 0.900 [0.800, 1.000]"
     assert train == " 3/10  reward 0.412  success 0.375  KL 0.0012  gen tok/s 12,346  0:00:00 left"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_on_demand_the_words_of_the_atropos_trainer_come_too(terminal: bool) -> None:
+    logger, stream = logger_on(terminal=terminal)
+    logger.names = "atropos"
+    logger.start({}, 10)
+    logger.log("train", TRAIN, iteration=2)
+    logger.close()
+    assert "Step 3/10\n  Loss: -0.012300, Grad norm: 0.5000\n" in stream.getvalue()
 
 
 def test_a_wide_file_gets_more_and_no_line_is_wider_than_it() -> None:
@@ -161,4 +171,4 @@ def test_time_left_is_that_of_recent_iterations(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_refresh_rate_of_zero_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"logger\.console\.refresh_per_s=0"):
-        ConsoleLogger(refresh_per_s=0)
+        ConsoleLogger(refresh_per_s=0, names="default")

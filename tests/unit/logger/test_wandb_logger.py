@@ -17,7 +17,17 @@ EVAL = {"pass@1": 0.25, "pass@1_low": 0.125, "pass@1_high": 0.375}
 
 
 def make(output_dir: Path, **changes: Any) -> WandbLogger:
-    settings = {"mode": "offline", "project": "p", "entity": None, "group": "g", "name": "n", "notes": "why", "tags": ["t"], "samples": 2}
+    settings = {
+        "mode": "offline",
+        "project": "p",
+        "entity": None,
+        "group": "g",
+        "name": "n",
+        "notes": "why",
+        "names": "default",
+        "tags": ["t"],
+        "samples": 2,
+    }
     return WandbLogger(output_dir=output_dir, **(settings | changes))
 
 
@@ -77,6 +87,35 @@ def test_the_table_of_runs_has_the_best_beside_the_last(tmp_path: Path, monkeypa
     assert dict(summary["train/entropy"]) == {"min": 0.25, "last": 0.5}
     assert summary["eval/tasks"] == 0.5
     logger.close()
+
+
+def test_the_names_of_the_atropos_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"logger\.wandb\.names=seeds: must be one of default, atropos"):
+        make(tmp_path, names="seeds")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = make(tmp_path, names="atropos")
+    logger.start({"weight_sync": {"_target_": "offline_grpo.weight_sync.restart.Restart"}}, 2)
+    step = {"loss_total": 0.5, "reward_mean": 0.25, "time/train_s": 2.0, "time/iteration_s": 6.0, "alignment/diff_mean": 0.125}
+    logger.log("train", step, iteration=0)
+    logger.log("train", step, iteration=1)
+    logger.log("eval", EVAL, iteration=1)
+    logger.close()
+    records = stored(next((tmp_path / "wandb").glob("offline-run-*/*.wandb")))
+    rows = [{(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in r.history.item} for r in records]
+    train, _, evaluation = [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows if row]
+    expected = {"train/loss": 0.5, "train/step_time": 2.0, "train/reward_mean": 0.25, "alignment/diff_mean": 0.125}
+    assert train == {"iteration": 0, "train/time/iteration_s": 6.0, **expected}
+    assert evaluation["eval/pass@1"] == 0.25
+    summary: dict[str, Any] = {}
+    for record in records:
+        summary |= {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.summary.update}
+    assert {key: value for key, value in summary.items() if key.startswith("benchmark/")} == {
+        "benchmark/mode": "restart",
+        "benchmark/total_time_seconds": 12.0,
+        "benchmark/total_time_minutes": 0.2,
+        "benchmark/total_steps": 2.0,
+        "benchmark/avg_step_time_seconds": 2.0,
+    }
 
 
 @pytest.mark.parametrize(

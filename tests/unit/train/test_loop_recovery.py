@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.placement.ranks import Ranks
@@ -14,6 +15,8 @@ from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.train.loop import Evaluation, Loop
 from offline_grpo.train.push_schedule import PushSchedule
 from offline_grpo.types import SyncReport
+
+POLICY = SimpleNamespace(compute_device=torch.device("cpu"))
 
 
 class Engine:
@@ -47,7 +50,7 @@ def make_loop(engine: Engine, evaluation: Evaluation | None = None) -> Loop:
     unused: Any = None
     return Loop(
         config=unused,
-        policy="policy",  # type: ignore[arg-type]
+        policy=POLICY,  # type: ignore[arg-type]
         source=SimpleNamespace(weights_changed=lambda version: engine.calls.append(("changed", version))),  # type: ignore[arg-type]
         updater=SimpleNamespace(counters=SimpleNamespace(version=7)),  # type: ignore[arg-type]
         deployment=engine,  # type: ignore[arg-type]
@@ -62,7 +65,7 @@ def make_loop(engine: Engine, evaluation: Evaluation | None = None) -> Loop:
     )
 
 
-PUSH, RECOVER, CHANGED = ("push", "policy", 7), ("recover", "policy", 7), ("changed", 7)
+PUSH, RECOVER, CHANGED = ("push", POLICY, 7), ("recover", POLICY, 7), ("changed", 7)
 
 
 def test_no_death() -> None:

