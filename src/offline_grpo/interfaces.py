@@ -97,12 +97,18 @@ class RolloutSource(Protocol):
     needs_problems: ClassVar[bool]
     """Whether it trains on problems of the task; if not, none are made and its constructor cannot ask for them. Said by the class."""
 
+    @staticmethod
+    def check(config: Any) -> None:
+        """Raise ConfigError if it cannot work in a run with this `settings.RunConfig`. Called before a model is loaded."""
+        ...
+
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
         """Called once, before the first `next`, with the iteration that comes first and what `state_dict` returned for the checkpoint."""
         ...
 
     def next(self, iteration: int) -> list[RolloutGroup]:
-        """This process's scored groups of the iteration. With W processes, item i of process r becomes item i * W + r of the whole.
+        """This process's scored groups of the iteration. With W processes, item i of process r becomes item i * W + r of the whole:
+        all groups may come from one process, in order.
 
         Raises:
             offline_grpo.errors.EngineDied: the engine has ended; the loop recovers it and asks again.
@@ -111,6 +117,10 @@ class RolloutSource(Protocol):
 
     def weights_changed(self, version: int) -> None:
         """The engine serves new weights, which carry `version` updates."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """What the source has to say about the last `next`, for the iteration's metrics file; those of the first process are kept."""
         ...
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -350,7 +360,7 @@ class RunListener(Protocol):
         """Phase `name` ("generate", "train", "sync", "eval", "checkpoint", or one of the start) of `iteration` begins, or goes on."""
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """`done` of the phase's `total` "completions", "microbatches", ... are done, as far as this process knows."""
+        """`done` of the phase's `total` (0: unknown) "completions", "microbatches", ... are done, as far as this process knows."""
 
     def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, advantages: Sequence[Sequence[float]] | None, iteration: int) -> None:
         """What phase `name` ("train" or "eval") sampled, on all processes, before any is dropped; advantages in training only."""

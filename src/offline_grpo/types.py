@@ -132,16 +132,19 @@ class Rollout:
     token_ids: tuple[int, ...]  # [N]
     is_sampled: tuple[bool, ...]  # [N]
     logprobs: tuple[float, ...]  # [N] nats, from the engine while it sampled; ignored where not sampled
-    versions: tuple[int, ...]  # [N] updates that the weights carried which drew the token; ignored where not sampled
+    versions: tuple[int, ...]  # [N] updates that the weights carried which drew the token, -1: unknown; ignored where not sampled
     temperature: float  # what the sampler divided the logits by
-    finish_reason: FinishReason  # of the last completion
+    finish_reason: FinishReason | None  # of the last completion; None where the source does not know
     text: str  # what the task judged: the sampled text without special tokens
     score: Score
+    ref_logprobs: tuple[float, ...] | None = None  # [N] nats, of a reference, from whoever made the rollout; ignored where not sampled
+    zero_advantage: bool = False  # it counts in the mean of its group, but gets the advantage 0
 
     def __post_init__(self) -> None:
-        lengths = {len(self.token_ids), len(self.is_sampled), len(self.logprobs), len(self.versions)}
+        rows = (self.token_ids, self.is_sampled, self.logprobs, self.versions, self.ref_logprobs)
+        lengths = {len(row) for row in rows if row is not None}
         if len(lengths) != 1:
-            raise ValueError(f"token_ids, is_sampled, logprobs and versions of a rollout differ in length: {sorted(lengths)}")
+            raise ValueError(f"token_ids, is_sampled, logprobs, versions or ref_logprobs of a rollout differ in length: {sorted(lengths)}")
         if self.is_sampled[:1] == (True,):
             raise ValueError("the first token of a rollout cannot have been sampled: a prompt has at least one token")
 
@@ -169,8 +172,7 @@ class Rollout:
 class RolloutGroup:
     """The G rollouts of one problem, whose rewards are compared with each other.
 
-    `problem` is None where a source has the rollouts alone. `advantages`, one list of N numbers per rollout, replace those that the
-    trainer would compute from the rewards; None leaves it to the trainer.
+    `problem` is None where a source has the rollouts alone. `advantages`, N numbers per rollout, replace those computed from the rewards.
     """
 
     problem: Problem | None
@@ -219,11 +221,10 @@ class TokenBatch:
             starts.append(starts[-1] + length)
         index = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in sequences]).to(self.token_ids.device)  # [T']
         lengths = tuple(self.sequence_lengths[s] for s in sequences)
-        device = self.token_ids.device
         return TokenBatch(
             token_ids=self.token_ids[index],
             position_ids=self.position_ids[index],
-            sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device),
+            sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(index.device),
             completion_mask=self.completion_mask[index],
             advantages=self.advantages[index],
             rollout_logprobs=self.rollout_logprobs[index],

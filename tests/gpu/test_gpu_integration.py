@@ -68,7 +68,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 @pytest.fixture(scope="module")
 def groups(bench: Bench) -> list[RolloutGroup]:
-    return make_source(bench.plan, bench.policy, bench.client, bench.ranks).next(0)
+    return make_source(bench.plan, bench.policy, bench.client, bench.ranks, Path()).next(0)
 
 
 def test_rollouts(bench: Bench, groups: list[RolloutGroup]) -> None:

@@ -113,6 +113,10 @@ FILES = {
             def __init__(self, advantage: float, rank: int) -> None:
                 self.advantage, self.rank, self.calls = advantage, rank, []
 
+            @staticmethod
+            def check(config):
+                assert config.train.iterations > 0
+
             def start(self, iteration, state):
                 self.calls.append(("start", iteration, state))
 
@@ -127,6 +131,9 @@ FILES = {
 
             def weights_changed(self, version):
                 self.calls.append(("weights_changed", version))
+
+            def metrics(self):
+                return {"stored/num_calls": float(len(self.calls))}
 
             def state_dict(self):
                 return {"num_calls": len(self.calls)}

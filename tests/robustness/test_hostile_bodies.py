@@ -142,7 +142,7 @@ def test_other_programs_that_answer(tmp_path: Path) -> None:
         threading.Thread(target=web.serve_forever, args=(0.02,), daemon=True).start()
         server = Server(base_url=f"http://127.0.0.1:{web.server_address[1]}", api_key=None, launcher=None, log_dir=tmp_path)
         server.start("model")
-        with pytest.raises(EngineError, match=r"/version: a malformed answer .*<html>hello</html>; is that the inference server"):
+        with pytest.raises(EngineError, match=r"/version: a malformed answer .*<html>hello</html>; is that the right server"):
             VllmClient.control(server).check_version()
         with pytest.raises(EngineError, match=r"/server_info: status 404"):
             SglangClient.control(server).check_version()

@@ -40,6 +40,10 @@ class Refused(EngineError):
     """The server answered with another status than 200: it does not know the request, or cannot do it."""
 
 
+class Unreachable(EngineError):
+    """No answer came: no connection, a broken one, or none in time."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What came back from `url`, complete. Its text is UTF-8, as JSON is, whatever the headers say."""
@@ -81,7 +85,7 @@ class Answer:
 
     def _malformed(self, problem: str) -> EngineError:
         return EngineError(
-            f"{self.url}: a malformed answer ({printable(problem[:200])}): {self._beginning(200)}; is that the inference server, "
+            f"{self.url}: a malformed answer ({printable(problem[:200])}): {self._beginning(200)}; is that the right server, "
             "with no proxy in between?"
         )
 
@@ -100,20 +104,24 @@ class ServerApi:
 
     Args:
         timeout_s: from the beginning of a call to the last byte of its answer, where the call names no other.
+        keep_alive_s: 0 for a server that closes connections after an error, at which the next request would break.
     """
 
-    def __init__(self, base_url: str, api_key: str | None, *, timeout_s: float = 120.0) -> None:
-        self._http = connection(base_url, api_key, ssl_context(base_url))
+    def __init__(self, base_url: str, api_key: str | None, *, timeout_s: float = 120.0, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+        self._http = connection(base_url, api_key, ssl_context(base_url), keep_alive_s=keep_alive_s)
         self._timeout_s = timeout_s
 
-    def get(self, path: str, *, timeout_s: float | None = None) -> Answer:
+    def get(
+        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None, max_bytes: int = MAX_CONTROL_BYTES
+    ) -> Answer:
         """The answer to GET `path`.
 
         Raises:
             Refused: a status other than 200.
-            EngineError: no connection, no complete answer in time, or an answer that `exchange` refuses.
+            Unreachable: no connection, or no complete answer in time.
+            EngineError: an answer that `exchange` refuses.
         """
-        answer = self._call("GET", path, timeout_s)
+        answer = self._call("GET", path, timeout_s, max_bytes, json=body)
         answer.check_status()
         return answer
 
@@ -144,9 +152,9 @@ class ServerApi:
             answer.check_status()
         return answer.status != 404
 
-    def _call(self, method: str, path: str, timeout_s: float | None, **arguments: Any) -> Answer:
+    def _call(self, method: str, path: str, timeout_s: float | None, max_bytes: int = MAX_CONTROL_BYTES, **arguments: Any) -> Answer:
         timeout_s = timeout_s or self._timeout_s
-        asking = exchange(self._http, method, path, timeout_s=timeout_s, max_bytes=MAX_CONTROL_BYTES, **arguments)
+        asking = exchange(self._http, method, path, timeout_s=timeout_s, max_bytes=max_bytes, **arguments)
         answer = asyncio.run_coroutine_threadsafe(asking, _control_loop())
         try:
             return answer.result()
@@ -156,7 +164,7 @@ class ServerApi:
             failure = describe(error)
         finally:
             answer.cancel()  # a signal may have ended the wait
-        raise EngineError(f"{url_of(self._http, path)}: {failure}; is the server running, and reachable from here?")
+        raise Unreachable(f"{url_of(self._http, path)}: {failure}; is the server running, and reachable from here?")
 
 
 async def exchange(http: httpx.AsyncClient, method: str, path: str, *, timeout_s: float, max_bytes: int, **arguments: Any) -> Answer:
@@ -178,7 +186,7 @@ async def exchange(http: httpx.AsyncClient, method: str, path: str, *, timeout_s
         async for part in response.aiter_raw():
             body += part
             if len(body) > max_bytes:
-                raise EngineError(f"{url}: the answer has more than the {max_bytes} bytes that it can need; is that the inference server?")
+                raise EngineError(f"{url}: the answer has more than the {max_bytes} bytes that it can need; is that the right server?")
     return Answer(url, response.status_code, body)
 
 
@@ -188,13 +196,18 @@ not follow them; OSErrors are of TLS."""
 
 
 def connection(
-    base_url: str, api_key: str | None, verify: ssl.SSLContext | bool, *, max_connections: int | None = None
+    base_url: str,
+    api_key: str | None,
+    verify: ssl.SSLContext | bool,
+    *,
+    max_connections: int | None = None,
+    keep_alive_s: float = KEEP_ALIVE_S,
 ) -> httpx.AsyncClient:
     """Connections to a server, none of them open yet. `exchange` has the deadlines."""
     return httpx.AsyncClient(
         base_url=base_url,
         headers={"Accept-Encoding": "identity", **authorization(api_key)},
-        limits=httpx.Limits(max_connections=max_connections, keepalive_expiry=KEEP_ALIVE_S),
+        limits=httpx.Limits(max_connections=max_connections, keepalive_expiry=keep_alive_s),
         timeout=None,
         trust_env=False,
         verify=verify,

@@ -166,6 +166,12 @@ class Server:
                 return
             time.sleep(0.1)
 
+    def check_healthy(self) -> None:
+        """Raise EngineDied if a managed server has ended or is unhealthy: one whose engine has died ends only when its requests have."""
+        self.check_alive()
+        if self._process is not None and not self.api.answers("/health"):
+            self._process.end_unhealthy()
+
     def watch(self, pid: int | None) -> None:
         """Treat a server started by rank 0 as managed; watch `pid`."""
         self._watched_pid = pid
@@ -181,20 +187,18 @@ class Server:
             EngineError: the request failed, and the server lives.
         """
         try:
-            return call() if self._process is None else self._with_health_checks(self._process, call)
+            return call() if self._process is None else self._with_health_checks(call)
         except EngineError:
             self.check_alive(grace_s=GRACE_S)
             raise
 
-    def _with_health_checks(self, process: ServerProcess, call: Callable[[], T]) -> T:
+    def _with_health_checks(self, call: Callable[[], T]) -> T:
         outcome = in_background(call)
         while True:
             try:
                 return outcome.result(timeout=HEALTH_INTERVAL_S)
             except TimeoutError:
-                self.check_alive()
-                if not self.api.answers("/health"):
-                    process.end_unhealthy()
+                self.check_healthy()
 
     def stop(self) -> None:
         """Stop a managed server, and remove the scratch folder; an external server goes on."""

@@ -22,7 +22,7 @@ def record_of(index: int, group: RolloutGroup) -> dict[str, Any]:
             "is_correct": rollout.score.is_correct,
             "parts": dict(rollout.score.parts),
             "num_tokens": rollout.num_sampled,
-            "finish_reason": rollout.finish_reason.value,
+            "finish_reason": rollout.finish_reason,
             "text": rollout.text,
         }
         for rollout in group.rollouts

@@ -153,7 +153,8 @@ class ConsoleLogger(RunListener):
     def _phase_row(self) -> RenderableType:
         if self._phase in FINAL_PHASES:
             return Text(self._phase, "bold")
-        parts = [f"{done:,}/{total:,} {unit}" for unit, (done, total) in self._progress.items() if done < total > 1]
+        shown = [(unit, done, total) for unit, (done, total) in self._progress.items() if done < total > 1 or total == 0]
+        parts = [f"{done:,}/{total:,} {unit}" if total else f"{done:,} {unit}" for unit, done, total in shown]
         took = clock(time.monotonic() - self._phase_began_s)
         self._spinner.update(text=Text.assemble((self._phase, "bold"), GAP, GAP.join([*parts, ""]), (took, "dim")))
         return self._spinner

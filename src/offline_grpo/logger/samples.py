@@ -78,7 +78,8 @@ def chosen(
 
 
 def record(group: RolloutGroup, rollout: Rollout, advantage: float | None) -> dict[str, Any]:
-    """A completion as a line of JSON. Prompt and answer are null without a problem, the advantage in evaluations."""
+    """A completion as a line of JSON. Prompt and answer are null without a problem, the advantage in evaluations, the finish reason
+    where nobody knows it."""
     problem = group.problem
     return {
         "problem_id": None if problem is None else problem.problem_id,
@@ -89,7 +90,7 @@ def record(group: RolloutGroup, rollout: Rollout, advantage: float | None) -> di
         "parts": dict(rollout.score.parts),
         "advantage": advantage,
         "is_correct": rollout.score.is_correct,
-        "finish_reason": str(rollout.finish_reason),
+        "finish_reason": rollout.finish_reason,
         "num_tokens": rollout.num_sampled,
     }
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from offline_grpo.generation.sample import sample_in_order
 from offline_grpo.interfaces import RolloutClient, Task, TextCodec
 from offline_grpo.seeding import derive_seed
-from offline_grpo.types import Problem, RolloutGroup, SamplingParams
+from offline_grpo.types import Metrics, Problem, RolloutGroup, SamplingParams
 
 
 @lru_cache(maxsize=2)
@@ -46,6 +46,10 @@ class OnPolicy:
 
     needs_problems: ClassVar[bool] = True
 
+    @staticmethod
+    def check(config: Any) -> None:
+        """See `RolloutSource.check`. It works in every run."""
+
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
         """See `RolloutSource.start`. Nothing runs ahead."""
 
@@ -58,6 +62,10 @@ class OnPolicy:
 
     def weights_changed(self, version: int) -> None:
         """See `RolloutSource.weights_changed`. The client knows."""
+
+    def metrics(self) -> Metrics:
+        """See `RolloutSource.metrics`. The rollouts say it all."""
+        return {}
 
     def state_dict(self) -> Mapping[str, Any]:
         """See `RolloutSource.state_dict`. The iteration says it all."""

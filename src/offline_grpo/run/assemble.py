@@ -87,7 +87,7 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     if start.resume is not None and start.resume.lr_schedule is not None:
         updater.lr_schedule = start.resume.lr_schedule
     schedule = PushSchedule(plan.weight_sync.interval)
-    source = make_source(plan, policy, training.client, ranks)
+    source = make_source(plan, policy, training.client, ranks, start.run_dir.path)
     stack.callback(source.close)
     milestones = Milestones(config.checkpoint.keep_best, config.train.stop_when)
     shared: dict[str, Any] = {"policy": policy, "updater": updater, "schedule": schedule, "source": source, "milestones": milestones}
@@ -214,7 +214,7 @@ def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ran
     )
 
 
-def make_source(plan: Plan, policy: Policy, client: RolloutClient, ranks: Ranks) -> RolloutSource:
+def make_source(plan: Plan, policy: Policy, client: RolloutClient, ranks: Ranks, run_folder: Path) -> RolloutSource:
     """The component of the group `rollouts`, connected to the client that it samples from."""
     problems = {"problems": plan.data.train} if plan.data.train is not None else {}
     return build(
@@ -224,7 +224,9 @@ def make_source(plan: Plan, policy: Policy, client: RolloutClient, ranks: Ranks)
         client=client,
         task=plan.data.task,
         codec=policy,
+        vocab_size=policy.vocab_size,
         sampling=plan.sampling,
+        run_folder=run_folder,
         rank=ranks.rank,
         world_size=ranks.world_size,
         **problems,

@@ -78,6 +78,7 @@ def make_plan(config: RunConfig) -> Plan:
     watched = watched_metrics(config, metric_names(config.eval.ks, config.eval.replicates))
     check_url("generation.base_url", node.get("base_url"))
     check_url("eval.base_url", config.eval.base_url)
+    check_url("rollouts.url", config.rollouts.get("url"))
     listeners(config, Path())  # their constructors refuse bad settings
     data = task_data(config)
     for key, name in (("model.train_id", config.model.train_id), ("model.ref_id", config.model.ref_id)):
@@ -182,7 +183,7 @@ def evaluation_sampling(config: RunConfig) -> SamplingParams:
 
 
 def check_context(plan: Plan, encode: Callable[[Sequence[Message]], list[int]], context: int | None) -> int:
-    """The longest prompt of training and evaluation, in tokens.
+    """The longest prompt of training and evaluation, in tokens; of a source with a limit on prompt and completion, what that leaves.
 
     Args:
         encode: messages -> prompt token ids.
@@ -192,6 +193,11 @@ def check_context(plan: Plan, encode: Callable[[Sequence[Message]], list[int]], 
         ConfigError: the longest prompt and `max_new_tokens` do not fit into a context of that many tokens.
     """
     longest_of_all = 0
+    limit = plan.config.rollouts.get("max_token_len")  # of rollouts that others have sampled
+    if limit is not None:
+        fix = f"is beyond the model's context of {context}"
+        require(context is None or limit <= context, "rollouts.max_token_len", limit, fix)
+        longest_of_all = max(0, limit - plan.sampling.max_new_tokens)
     for key, problems, sampling in (("generation", plan.data.train, plan.sampling), ("eval", plan.data.held_out, plan.eval_sampling)):
         if not problems:
             continue

@@ -11,7 +11,7 @@ from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import Problem, Split
 
-SOURCE_RUNTIME = ("client", "task", "problems", "codec", "sampling", "rank", "world_size")
+SOURCE_RUNTIME = ("client", "task", "problems", "codec", "vocab_size", "sampling", "run_folder", "rank", "world_size")
 """Names under which a rollout source's constructor may ask for objects that exist only once the model is loaded."""
 
 MAX_PROBLEMS = 1_000_000
@@ -41,6 +41,7 @@ def task_data(config: RunConfig) -> TaskData:
     settings = {name: value for name, value in config.rollouts.items() if name != "_target_"}
     runtime = SOURCE_RUNTIME if source.needs_problems else [name for name in SOURCE_RUNTIME if name != "problems"]
     check_settings(source, settings, "rollouts", given_at_runtime=dict.fromkeys(runtime))
+    source.check(config)
     task = build(config.task, key="task", protocol=Task)
     train = train_problems(task, config) if source.needs_problems else None
     held_out = held_out_problems(task, config) if config.eval.enabled else []

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def build_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBatch:
-    """Lay S rollouts end to end, on the CPU; advantages are 0 until `with_advantages`.
+    """Lay S rollouts end to end, on the CPU; advantages are 0 until `with_advantages`, and `ref_logprobs` None unless all have some.
 
     Args:
         mask_truncated: leave the tokens of rollouts that hit the length limit out of the loss.
@@ -27,6 +27,7 @@ def build_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBa
     is_trained = torch.tensor([not (mask_truncated and r.finish_reason is FinishReason.LENGTH) for r in rollouts])
     completion_mask = torch.tensor(_flat(r.is_sampled for r in rollouts)) & is_trained[sequence_ids]  # [T]
     zeros = torch.zeros(len(sequence_ids))
+    refs = [r.ref_logprobs for r in rollouts if r.ref_logprobs is not None]
     return TokenBatch(
         token_ids=torch.tensor(_flat(r.token_ids for r in rollouts)),
         position_ids=torch.arange(len(sequence_ids)) - starts,
@@ -35,7 +36,7 @@ def build_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBa
         advantages=zeros,
         rollout_logprobs=torch.where(completion_mask, torch.tensor(_flat(r.logprobs for r in rollouts)), zeros),
         old_logprobs=zeros,
-        ref_logprobs=None,
+        ref_logprobs=torch.where(completion_mask, torch.tensor(_flat(refs)), zeros) if len(refs) == len(rollouts) else None,
         temperature=torch.tensor([r.temperature for r in rollouts])[sequence_ids],
         sequence_lengths=tuple(lengths),
     )

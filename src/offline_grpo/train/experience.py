@@ -57,6 +57,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     rewards = [r.score.reward for r in rollouts]
     lengths = [r.num_sampled for r in rollouts]
     parts = sorted({name for r in rollouts for name in r.score.parts})
+    reasons = [r.finish_reason for r in rollouts if r.finish_reason is not None]
     return {
         "reward_mean": fmean(rewards),
         "reward_std": pstdev(rewards),
@@ -64,13 +65,14 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "completion_tokens_mean": fmean(lengths),
         "completion_tokens_max": float(max(lengths)),
         "num_completion_tokens": float(sum(lengths)),
-        "truncated_frac": fmean(r.finish_reason is FinishReason.LENGTH for r in rollouts),
+        **({"truncated_frac": fmean(reason is FinishReason.LENGTH for reason in reasons)} if reasons else {}),
         **{f"reward/{name}": fmean(r.score.parts.get(name, 0.0) for r in rollouts) for name in parts},
     }
 
 
 def _advantages(groups: Sequence[RolloutGroup], rewards: list[list[float]], updater: Updater) -> list[list[float | Sequence[float]]]:
-    """For every rollout of every group its advantage: computed from the rewards, or, where the source gave advantages, one per token.
+    """For every rollout of every group its advantage: computed from the rewards, or, where the source gave advantages, one per token;
+    0 for those that were to get none.
 
     Raises:
         ConfigError: a KL penalty in the reward, and advantages that were made without it.
@@ -81,7 +83,13 @@ def _advantages(groups: Sequence[RolloutGroup], rewards: list[list[float]], upda
             "train.loss.kl_placement=loss"
         )
     computed = group_advantages(rewards, scale=updater.loss.scale_rewards)
-    return [list(group.advantages or own) for group, own in zip(groups, computed, strict=True)]
+    return [_without_zeroed(group, group.advantages or own) for group, own in zip(groups, computed, strict=True)]
+
+
+def _without_zeroed(group: RolloutGroup, advantages: Sequence[float | Sequence[float]]) -> list[float | Sequence[float]]:
+    pairs = zip(group.rollouts, advantages, strict=True)
+    zeros = [0.0 if group.advantages is None else (0.0,) * len(rollout.token_ids) for rollout in group.rollouts]
+    return [zero if rollout.zero_advantage else own for (rollout, own), zero in zip(pairs, zeros, strict=True)]
 
 
 def _numbers(group: RolloutGroup, advantages: Sequence[float | Sequence[float]]) -> list[float]:

@@ -84,7 +84,7 @@ class Loop:
         self._last_saved = first_iteration - 1 if first_iteration > 0 else None
         with self._interruptible():
             self._push_first()
-        self.source.start(first_iteration, source_state)
+            self.ranks.gather_results(lambda: [self.source.start(first_iteration, source_state)])
         if self.evaluation is not None and self.evaluation.before_training and first_iteration == 0:
             self._evaluate_alone(self.evaluation, -1)
         if self.evaluation is not None and owes_evaluation:
@@ -111,7 +111,7 @@ class Loop:
             with self._phase("generate", iteration):
                 groups = self._sample(self.deployment, lambda: self.source.next(iteration))
             with self._phase("train", iteration):
-                metrics = rollout_metrics(groups) | self._train(groups, iteration)
+                metrics = {**rollout_metrics(groups), **self.source.metrics(), **self._train(groups, iteration)}
         evaluation = self.evaluation if self.evaluation is not None and self.evaluation.is_due(iteration) else None
         self.stop.hold(f"the weight sync of iteration {number}")
         with self._phase("sync", iteration):

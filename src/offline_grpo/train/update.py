@@ -107,9 +107,12 @@ class Updater:
         return self.loss.kl_in_reward or (has_several_updates and self.loss.ratio_reference == "old")
 
     def score(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with the logprobs of the policy before its first update, and of the reference, where the iteration needs them."""
+        """The batch with the logprobs of the policy before its first update, and of the reference, where the iteration needs them.
+
+        Reference logprobs that came with the rollouts take the place of a pass.
+        """
         old = self._score_all(self.policy.scoring, batch) if self.needs_old_logprobs(batch) else None
-        ref = self._score_all(self.reference, batch) if self.reference is not None else None
+        ref = self._score_all(self.reference, batch) if self.reference is not None and batch.ref_logprobs is None else None
         return batch.with_logprobs(old=old, ref=ref)
 
     def _score_all(self, scoring: Scoring, batch: TokenBatch) -> Tensor:

@@ -1,0 +1,179 @@
+"""Rollouts that environments have sampled and scored elsewhere, from the queue of an Atropos API."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic_core import from_json
+
+from offline_grpo.engine.http import Answer
+from offline_grpo.errors import require
+from offline_grpo.interfaces import RolloutClient, TextCodec
+from offline_grpo.rollouts.atropos.api import AtroposApi, Registration
+from offline_grpo.rollouts.atropos.feed import Feed
+from offline_grpo.rollouts.atropos.groups import Dropped, GroupReader, Reason
+from offline_grpo.settings import RunConfig
+from offline_grpo.types import Metrics, RolloutGroup
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Atropos:
+    """A `RolloutSource` that is the trainer of an Atropos API. The first process asks it; the others contribute nothing.
+
+    An iteration has the `problems_per_iteration * group_size` sequences that the API makes a batch of; where groups were dropped, those of
+    the next batch fill it up. What it trains on is not repeated by a run that goes on from an earlier checkpoint.
+
+    Args:
+        num_steps, save_checkpoint_interval, wandb_project: told to the environments.
+        run_folder: where environments are told to keep their state.
+    """
+
+    url: str
+    problems_per_iteration: int
+    group_size: int
+    max_token_len: int
+    num_steps: int
+    save_checkpoint_interval: int
+    wandb_project: str
+    poll_s: float
+    connect_timeout_s: float
+    restart_timeout_s: float
+    take_over: bool
+
+    client: RolloutClient
+    codec: TextCodec
+    vocab_size: int
+    run_folder: Path
+    rank: int
+
+    _feed: Feed | None = field(default=None, init=False)
+    _name: str = field(default="", init=False)
+    _groups: deque[RolloutGroup] = field(default_factory=deque, init=False)  # that no iteration has had yet
+    _num_dropped: Counter[Reason] = field(default_factory=Counter, init=False)
+    _wait_s: float = field(default=0.0, init=False)
+    _told: set[Reason] = field(default_factory=set, init=False)
+
+    needs_problems: ClassVar[bool] = False
+
+    @staticmethod
+    def check(config: RunConfig) -> None:
+        """See `RolloutSource.check`."""
+        settings = config.rollouts
+        for name in ("problems_per_iteration", "group_size", "max_token_len", "poll_s", "connect_timeout_s", "restart_timeout_s"):
+            require(settings[name] > 0, f"rollouts.{name}", settings[name], "must be above 0")
+        fix = "Atropos does not say which completions hit a length limit; use false"
+        require(not config.train.mask_truncated, "train.mask_truncated", True, fix)
+
+    def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
+        """See `RolloutSource.start`. Raises what `Feed.connect` does."""
+        if self.rank != 0:
+            return
+        folder = self.run_folder
+        self._name = (state or {}).get("registration") or f"{folder.parent.name}-{folder.name}-{secrets.token_hex(4)}"[-128:]
+        if self.client.engine_name is None:
+            log.warning("generation samples in this process, so environments get no new weights; use generation=vllm_server")
+        registration = Registration(
+            wandb_group=self._name,
+            wandb_project=self.wandb_project,
+            batch_size=self._batch_size,
+            max_token_len=self.max_token_len,
+            checkpoint_dir=str(folder),
+            save_checkpoint_interval=self.save_checkpoint_interval,
+            starting_step=iteration,
+            num_steps=self.num_steps,
+        )
+        self._feed = Feed(
+            AtroposApi(self.url),
+            registration,
+            poll_s=self.poll_s,
+            restart_timeout_s=self.restart_timeout_s,
+            check_engine=self._check_engine,
+        )
+        self._feed.connect(self.connect_timeout_s, take_over=self.take_over)
+
+    def next(self, iteration: int) -> list[RolloutGroup]:
+        """See `RolloutSource.next`.
+
+        Raises:
+            MissingLogprobs: a group that is well-formed otherwise has none.
+            ConfigError, EngineError: see `Feed.next`.
+        """
+        if self._feed is None:
+            return []
+        self._num_dropped.clear()
+        self._feed.num_polls = self._feed.num_lost = 0
+        self._wait_s = 0.0
+        while sum(len(group.rollouts) for group in self._groups) < self._batch_size:
+            began = time.perf_counter()
+            answer = self._feed.next()
+            self._wait_s += time.perf_counter() - began
+            self._read(self._feed, answer)
+        chosen: list[RolloutGroup] = []
+        room = self._batch_size
+        while self._groups and len(self._groups[0].rollouts) <= room:
+            chosen.append(self._groups.popleft())
+            room -= len(chosen[-1].rollouts)
+        return chosen
+
+    def weights_changed(self, version: int) -> None:
+        """See `RolloutSource.weights_changed`. Environments ask the engine, and need not know."""
+
+    def metrics(self) -> Metrics:
+        """See `RolloutSource.metrics`."""
+        if self._feed is None:
+            return {}
+        return {
+            **{f"rollouts/num_dropped_{reason}": float(self._num_dropped[reason]) for reason in Reason},
+            "rollouts/num_lost_batches": float(self._feed.num_lost),
+            "time/rollouts_wait_s": self._wait_s,
+            "perf/rollouts_polls": float(self._feed.num_polls),
+            "perf/rollouts_queue": float(self._feed.queue_size),
+        }
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """See `RolloutSource.state_dict`: the name by which the API knows the run."""
+        return {"registration": self._name}
+
+    def close(self) -> None:
+        """See `RolloutSource.close`. The API keeps the registration, for the run that goes on from this one's checkpoint."""
+
+    @property
+    def _batch_size(self) -> int:
+        return self.problems_per_iteration * self.group_size
+
+    def _check_engine(self) -> None:
+        server = getattr(self.client, "server", None)
+        if server is not None:
+            server.check_healthy()
+
+    def _read(self, feed: Feed, answer: Answer) -> None:
+        """Add the usable groups of a batch to those that are held."""
+        reader = GroupReader(
+            decode=self.codec.decode, vocab_size=self.vocab_size, max_members=self._batch_size, max_token_len=self.max_token_len
+        )
+        try:
+            groups = from_json(answer.body)["batch"]
+            if not isinstance(groups, list):
+                raise TypeError("no list of groups")
+        except (ValueError, TypeError, LookupError) as error:
+            feed.lose(f"{answer.url}: a malformed answer ({str(error)[:200]})")
+            return
+        groups.reverse()
+        while groups:  # so that each is freed when it has been read
+            raw = groups.pop()
+            try:
+                self._groups.append(reader(raw))
+            except Dropped as dropped:
+                self._num_dropped[dropped.reason] += 1
+                if dropped.reason not in self._told:
+                    self._told.add(dropped.reason)
+                    log.warning("dropped a group (rollouts/num_dropped_%s counts, this is said once): %s", dropped.reason, dropped)

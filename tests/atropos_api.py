@@ -1,0 +1,113 @@
+"""The real Atropos API in a child process, and groups to post to it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from typing import Any
+
+import httpx
+from children import CONTEXT
+
+from offline_grpo.types import RolloutGroup
+
+TIMEOUT_S = 30.0
+
+
+def serve(port: int) -> None:
+    """What `run-api` does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import uvicorn
+    from atroposlib.api import app
+
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")
+
+
+class RunApi:
+    """`run-api` on a port of its own; it can be killed and started again there. A context manager."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, trust_env=False)
+        self.start()
+
+    def start(self) -> None:
+        self._process = CONTEXT.Process(target=serve, args=(self.port,), daemon=True)
+        self._process.start()
+        deadline = time.monotonic() + TIMEOUT_S
+        while not self._answers():
+            assert time.monotonic() < deadline, "run-api did not come up"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def _answers(self) -> bool:
+        try:
+            return self.get("/") is not None
+        except httpx.TransportError:
+            return False
+
+    def get(self, path: str, body: Any = None) -> Any:
+        answer = self._http.request("GET", path, json=body)
+        answer.raise_for_status()
+        return answer.json() if answer.headers["content-type"].startswith("application/json") else answer.text
+
+    def post(self, path: str, body: Any) -> Any:
+        answer = self._http.post(path, json=body)
+        answer.raise_for_status()
+        return answer.json()
+
+    def send(self, *groups: dict[str, Any]) -> None:
+        """Groups of an environment that did not register."""
+        for group in groups:
+            self.post("/scored_data", group)
+
+    def send_bytes(self, body: bytes) -> None:
+        """A group as an environment's own JSON, NaN included."""
+        self._http.post("/scored_data", content=body, headers={"Content-Type": "application/json"}).raise_for_status()
+
+    def register_environment(self, group_size: int) -> int:
+        body = {"max_token_length": 64, "desired_name": "test", "weight": 1.0, "group_size": group_size}
+        return self.post("/register-env", body)["env_id"]
+
+    def __enter__(self) -> RunApi:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._http.close()
+
+
+def group(
+    *sequences: tuple[list[int], list[int]], scores: list[float] | None = None, logprob: float = -0.5, **fields: Any
+) -> dict[str, Any]:
+    """A group's JSON: a prompt and a completion for each sequence."""
+    return {
+        "tokens": [prompt + completion for prompt, completion in sequences],
+        "masks": [[-100] * len(prompt) + completion for prompt, completion in sequences],
+        "scores": scores or [float(index) for index in range(len(sequences))],
+        "inference_logprobs": [[1.0] * len(prompt) + [logprob] * len(completion) for prompt, completion in sequences],
+        **fields,
+    }
+
+
+def pair(number: int = 0, **fields: Any) -> dict[str, Any]:
+    """A group of two sequences, which `number` tells from others."""
+    return group(([5, 6], [7, 2]), ([5, 6], [8, number % 20, 2]), **fields)
+
+
+def as_json(groups: RolloutGroup) -> dict[str, Any]:
+    """What an environment would send of a group."""
+    rollouts = groups.rollouts
+    return {
+        "tokens": [list(r.token_ids) for r in rollouts],
+        "masks": [[t if s else -100 for t, s in zip(r.token_ids, r.is_sampled, strict=True)] for r in rollouts],
+        "scores": [r.score.reward for r in rollouts],
+        "inference_logprobs": [[lp if s else 1.0 for lp, s in zip(r.logprobs, r.is_sampled, strict=True)] for r in rollouts],
+        "generation_params": {"temperature": rollouts[0].temperature},
+    }

@@ -1,0 +1,247 @@
+"""`rollouts=atropos` with the real Atropos API (`run-api`) in a child process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from atropos_api import RunApi, as_json, group, pair
+from children import SMALL, metrics_of
+from factories import compose_config
+from safetensors.torch import load_file
+
+from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.rollouts.atropos import Atropos, feed
+from offline_grpo.rollouts.atropos.groups import MissingLogprobs
+from offline_grpo.rollouts.on_policy import OnPolicy
+from offline_grpo.run import app
+
+
+@pytest.fixture(scope="module")
+def shared_api() -> Iterator[RunApi]:
+    with RunApi() as api:
+        yield api
+
+
+@pytest.fixture
+def api(shared_api: RunApi) -> RunApi:
+    """Without a trainer, environments or groups."""
+    shared_api.get("/reset_data")
+    return shared_api
+
+
+def make_source(api: RunApi, **settings: Any) -> Atropos:
+    """Of batches of two pairs."""
+    defaults: dict[str, Any] = {
+        "url": api.url,
+        "problems_per_iteration": 2,
+        "group_size": 2,
+        "max_token_len": 32,
+        "num_steps": 10,
+        "save_checkpoint_interval": 3,
+        "wandb_project": "project",
+        "poll_s": 0.1,
+        "connect_timeout_s": 5,
+        "restart_timeout_s": 60,
+        "take_over": False,
+        "client": SimpleNamespace(engine_name=None),
+        "codec": SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
+        "vocab_size": 30,
+        "run_folder": Path("/runs/first"),
+        "rank": 0,
+    }
+    return Atropos(**{**defaults, **settings})
+
+
+def started(api: RunApi, **settings: Any) -> Atropos:
+    source = make_source(api, **settings)
+    source.start(0, None)
+    return source
+
+
+def after(seconds: float, *actions: Callable[[], object]) -> threading.Thread:
+    def act() -> None:
+        for action in actions:
+            time.sleep(seconds)
+            action()
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+def texts(groups: Any) -> list[str]:
+    """Of the second sequence of each pair, which has its number."""
+    return [group.rollouts[1].text for group in groups]
+
+
+def test_environments_learn_what_the_trainer_wants(api: RunApi) -> None:
+    source = make_source(api)
+    source.start(4, None)
+    assert api.get("/info") == {"batch_size": 4, "max_token_len": 32}
+    found = api.get("/wandb_info")
+    assert found["project"] == "project"
+    assert found["group"].startswith("runs-first-")
+    assert source.state_dict() == {"registration": found["group"]}
+    told = api.post("/register-env", {"max_token_length": 64, "desired_name": "x", "weight": 1.0, "group_size": 2})
+    assert told["status"] == "success", "the trainer has polled"
+    assert (told["checkpoint_dir"], told["starting_step"], told["checkpoint_interval"], told["num_steps"]) == ("/runs/first", 4, 3, 10)
+
+
+def test_batches_that_were_formed_at_once_are_trained_oldest_first(api: RunApi) -> None:
+    source = started(api)
+    api.send(*(pair(number) for number in range(6)))
+    assert [texts(source.next(i)) for i in range(2)] == [["8 0 2", "8 1 2"], ["8 2 2", "8 3 2"]]
+    api.send(*(pair(number) for number in range(6, 10)))  # the third was taken before these came
+    assert [texts(source.next(i)) for i in range(3)] == [["8 4 2", "8 5 2"], ["8 6 2", "8 7 2"], ["8 8 2", "8 9 2"]]
+
+
+def test_the_other_processes_have_no_share(api: RunApi) -> None:
+    source = make_source(api, rank=1, url="http://127.0.0.1:1")
+    source.start(0, None)
+    assert source.next(0) == []
+    assert source.metrics() == {}
+
+
+def test_a_second_trainer_is_refused(api: RunApi) -> None:
+    first = started(api)
+    name = first.state_dict()["registration"]
+    with pytest.raises(
+        ConfigError, match=rf"^rollouts.url={api.url}: another trainer owns this API \({name}, batch_size=4, max_token_len=32\)"
+    ):
+        started(api)
+    make_source(api).start(3, first.state_dict())  # the run that goes on from a checkpoint of the first
+    with pytest.raises(ConfigError, match=r"this run registered there with batch_size=4, max_token_len=32, and has 8 .* and 32 .* now"):
+        make_source(api, problems_per_iteration=4).start(3, first.state_dict())
+
+    second = started(api, take_over=True)
+    assert api.get("/wandb_info")["group"] == second.state_dict()["registration"] != name
+    api.send(pair(1), pair(2))
+    with pytest.raises(ConfigError, match="another trainer owns this API"):
+        first.next(0)
+
+
+def test_groups_that_came_before_the_trainer_do_not_keep_it_out(api: RunApi) -> None:
+    """They make the API ignore registrations, until it is reset."""
+    api.send(pair(1))
+    source = started(api)
+    assert api.get("/info")["batch_size"] == 4
+    api.send(pair(2), pair(3))
+    assert texts(source.next(0)) == ["8 2 2", "8 3 2"]
+
+
+def test_a_reset_or_a_restart_in_the_middle(caplog: pytest.LogCaptureFixture) -> None:
+    with RunApi() as api:
+        source = started(api)
+        name = source.state_dict()["registration"]
+
+        def environment(first: int) -> None:
+            api.send(pair(first))  # before the trainer has come back, perhaps: it is lost then
+            time.sleep(0.2)
+            while api.get("/wandb_info")["group"] != name:
+                time.sleep(0.05)
+            api.send(pair(first + 1), pair(first + 2))
+
+        after(0.2, lambda: api.get("/reset_data"), lambda: environment(0))
+        assert texts(source.next(0))[-1] in ("8 1 2", "8 2 2")
+        assert "it was started anew or reset; registering again" in caplog.text
+        after(0.1, api.kill, api.start, lambda: environment(3))
+        assert texts(source.next(1))[-1] in ("8 4 2", "8 5 2")
+        assert "Waiting for it for up to 60 s" in caplog.text
+
+
+def test_a_batch_that_the_api_lost(api: RunApi, caplog: pytest.LogCaptureFixture) -> None:
+    """It answers with status 500 where a group has a NaN in it."""
+    source = started(api)
+    api.send_bytes(b'{"tokens":[[1,2],[1,3]],"masks":[[-100,2],[-100,3]],"scores":[NaN,1]}')
+    api.send(pair(1), pair(2), pair(3))
+    assert texts(source.next(0)) == ["8 2 2", "8 3 2"]
+    assert source.metrics()["rollouts/num_lost_batches"] == 1
+    assert "lost a batch, and go on" in caplog.text
+    assert "/batch: status 500" in caplog.text
+
+
+@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_a_group_of_which_no_batch_can_be_made_is_explained(
+    size: int, is_registered: bool, api: RunApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert feed.STUCK_S <= 25
+    monkeypatch.setattr(feed, "STUCK_S", 0.3)
+    source = started(api)
+    fields = {"env_id": api.register_environment(size)} if is_registered else {}
+    api.send(*(group(*[([1], [2])] * size, **fields) for _ in range(4)))
+    with pytest.raises(ConfigError, match=rf"the queue of {api.url} has a group of {size} sequences, and no batch of 4 .* can be made"):
+        source.next(0)
+
+
+def test_an_api_that_is_not_there() -> None:
+    with pytest.raises(
+        EngineError, match=r"rollouts.url=http://127.0.0.1:9: Atropos API not reachable for 0.1 s \(rollouts.connect_timeout_s\)"
+    ):
+        make_source(SimpleNamespace(url="http://127.0.0.1:9"), connect_timeout_s=0.1).start(0, None)  # type: ignore[arg-type]
+
+
+def test_groups_without_logprobs_end_the_run(api: RunApi) -> None:
+    source = started(api)
+    api.send(pair(1, inference_logprobs=None, env_id=5), pair(2))
+    with pytest.raises(
+        MissingLogprobs, match=r"^GRPO requires inference_logprobs for importance sampling! .* environment 5 .*server_type=vllm"
+    ):
+        source.next(0)
+
+
+def test_a_batch_is_filled_up_where_groups_are_dropped(api: RunApi, caplog: pytest.LogCaptureFixture) -> None:
+    source = started(api)
+    wrong = [
+        pair(1, scores=[0.0]),
+        pair(2, env_id=3),
+        pair(3),
+        group(([5] * 31, [6, 7]), ([5], [6])),
+        group(([5], [31]), ([5], [6])),
+        pair(4),
+    ]
+    api.send(*wrong)
+    assert texts(source.next(0)) == ["8 2 2", "8 3 2"]
+    assert source.metrics()["rollouts/num_dropped_malformed"] == 1
+    api.send(pair(5), pair(6))
+    assert texts(source.next(1)) == ["8 4 2", "8 5 2"]
+    assert {name: value for name, value in source.metrics().items() if name.startswith("rollouts/") and value} == {
+        "rollouts/num_dropped_vocabulary": 1
+    }, "the long one was dropped for the first iteration"
+    assert caplog.text.count("dropped a group") == 3
+
+
+def test_the_trajectory_is_that_of_the_run_whose_groups_it_gets(api: RunApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit: losses, gradient norms, and weights in the end."""
+    recorded: list[Any] = []
+    sample = OnPolicy.next
+    monkeypatch.setattr(OnPolicy, "next", lambda self, i: recorded.append(sample(self, i)) or recorded[-1])
+    overrides = [*SMALL, f"cache_dir={tmp_path}/cache", "eval.enabled=false", "train.lr=0.01"]
+    app.run(compose_config(*overrides), tmp_path / "on_policy")
+
+    def environment() -> None:
+        while api.get("/info")["batch_size"] != 16:
+            time.sleep(0.05)
+        api.send(*(as_json(group) for groups in recorded for group in groups))
+
+    after(0.05, environment)
+    atropos = ["rollouts=atropos", f"rollouts.url={api.url}", "rollouts.max_token_len=64"]
+    app.run(compose_config(*overrides, *atropos), tmp_path / "atropos")
+
+    expected, found = metrics_of(tmp_path / "on_policy"), metrics_of(tmp_path / "atropos")
+    assert found.keys() == expected.keys()
+    for name, metrics in expected.items():
+        same = metrics.keys() & found[name].keys()
+        assert {"grad_norm", "loss_total", "reward_mean", "mismatch/kl_k3"} <= same
+        assert {key: found[name][key] for key in same - {"success_rate"}} == {key: metrics[key] for key in same - {"success_rate"}}
+    assert expected["train_iter_003.json"]["grad_norm"] > 0
+    weights = [load_file(tmp_path / run / "checkpoints" / "iter_003" / "model.safetensors") for run in ("on_policy", "atropos")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
