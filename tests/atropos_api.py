@@ -5,11 +5,22 @@ from __future__ import annotations
 import signal
 import socket
 import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import pytest
 from children import CONTEXT
+from factories import compose_config
+from scripted_server import Reply, Request, ScriptedServer
 
+from offline_grpo.errors import GrpoError
+from offline_grpo.interfaces import RolloutSource
+from offline_grpo.rollouts.atropos import feed
+from offline_grpo.run.build import build
+from offline_grpo.run.config import as_plain
 from offline_grpo.types import RolloutGroup
 
 TIMEOUT_S = 30.0
@@ -111,3 +122,61 @@ def as_json(groups: RolloutGroup) -> dict[str, Any]:
         "inference_logprobs": [[lp if s else 1.0 for lp, s in zip(r.logprobs, r.is_sampled, strict=True)] for r in rollouts],
         "generation_params": {"temperature": rollouts[0].temperature},
     }
+
+
+def settings_effect(overrides: str) -> Any:
+    """What an API hears from the source that these overrides make, how long that waits at most, and what it says.
+
+    @here and @there are APIs; @owned is one of another trainer, and @gone one that answers no question for a batch but the first.
+    """
+    heard: dict[str, Any] = {}
+    pauses: list[float] = []
+    names = ("here", "there", "owned", "gone")
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            web = stack.enter_context(ScriptedServer(scripted_api(name, heard)))
+            overrides = overrides.replace(f"@{name}", web.base_url)
+        patch.setattr(feed.time, "sleep", pauses.append)
+        node = as_plain(compose_config("rollouts=atropos", "rollouts.url=" + "http://127.0.0.1:9", *overrides.split()))["rollouts"]
+        codec = SimpleNamespace(decode=str)
+        given = {"client": SimpleNamespace(engine_name=None), "codec": codec, "vocab_size": 30, "run_folder": Path("/runs/a"), "rank": 0}
+        source = build(node, key="rollouts", protocol=RolloutSource, **given)
+        try:
+            source.start(0, None)
+            source.next(0)
+        except GrpoError as error:
+            heard["error"] = str(error).replace(node["url"], "")
+    return heard | {"longest_pause_s": max(pauses, default=0)}
+
+
+def scripted_api(name: str, heard: dict[str, Any]) -> Any:
+    """Of one batch, after six questions for it."""
+    owner: dict[str, Any] = {"wandb_group": "another", "batch_size": 1, "max_token_len": 1} if name == "owned" else {}
+    num_polls = 0
+
+    def answer(request: Request) -> Reply:
+        nonlocal num_polls
+        if request.path == "/register":
+            owner.update(request.body)
+            heard[name] = {**request.body, "wandb_group": ""}
+        if request.path == "/reset_data":
+            owner.clear()
+        if request.path == "/batch":
+            num_polls += 1
+            if name == "gone" and num_polls > 1:
+                return Reply(cut="silence")
+            size = owner["batch_size"]
+            return Reply({"batch": [pair(1)] * (size // 2) if num_polls > 6 else None})
+        return Reply(
+            {
+                "uuid": 1,
+                "group": owner.get("wandb_group"),
+                "batch_size": owner.get("batch_size", -1),
+                "max_token_len": owner.get("max_token_len", -1),
+                "current_step": 0,
+                "queue_size": 0,
+            },
+            cut="silence" if name == "gone" and num_polls > 1 else "",
+        )
+
+    return answer

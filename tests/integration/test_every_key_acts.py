@@ -24,6 +24,7 @@ import rich.console
 import torch
 import wandb
 import yaml
+from atropos_api import settings_effect as atropos_effect
 from factories import CONF, compose_config, make_batch, make_group, prompt_of, sampled
 from laboratory import Laboratory, Trace
 from omegaconf import OmegaConf
@@ -445,6 +446,22 @@ CLIENT: dict[str, tuple[str, Callable[[Asked], Any], str]] = {
 """Settings of the clients that ask a server."""
 
 
+ATROPOS: dict[str, tuple[str, str]] = {
+    # setting of rollouts=atropos: changed to, on top of
+    "url": ("@there", "rollouts.url=@here"),
+    "problems_per_iteration": ("6", "rollouts.url=@here"),
+    "group_size": ("4", "rollouts.url=@here"),
+    "max_token_len": ("64", "rollouts.url=@here"),
+    "num_steps": ("5", "rollouts.url=@here"),
+    "save_checkpoint_interval": ("7", "rollouts.url=@here"),
+    "wandb_project": ("mine", "rollouts.url=@here"),
+    "poll_s": ("0.2", "rollouts.url=@here"),
+    "connect_timeout_s": ("0.02", "rollouts.connect_timeout_s=0.01"),
+    "restart_timeout_s": ("0.02", "rollouts.restart_timeout_s=0.01 rollouts.url=@gone"),
+    "take_over": ("true", "rollouts.url=@owned"),
+}
+
+
 def launcher_effect(overrides: str) -> Any:
     return make_plan(typed(compose_config(*overrides.split()))).engine.launcher
 
@@ -555,7 +572,8 @@ def in_conf() -> set[tuple[str, str]]:
 def test_every_key_is_in_exactly_one_table() -> None:
     built = [(choice, f"{choice.partition('=')[0].replace('/', '.')}.{name}") for choice, (_, changes) in BUILT.items() for name in changes]
     asked = [(f"generation={option}", f"generation.{name}") for option in ("vllm_server", "sglang_server") for name in CLIENT]
-    rows = [("", key) for key in (*RUNS, *ASSEMBLED)] + built + asked
+    environments = [("rollouts=atropos", f"rollouts.{name}") for name in ATROPOS]
+    rows = [("", key) for key in (*RUNS, *ASSEMBLED)] + built + asked + environments
     assert len(rows) == len(set(rows))
     assert set(rows) == in_conf()
 
@@ -654,6 +672,14 @@ def test_a_run_is_put_together_otherwise_with(key: str) -> None:
     effect, base, change = ASSEMBLED[key]
     before, after = effect(base), effect(f"{base} {change}")
     assert before == effect(base)
+    assert before != after
+
+
+@pytest.mark.parametrize("name", ATROPOS)
+def test_the_trainer_of_an_atropos_api_changes_with(name: str) -> None:
+    value, base = ATROPOS[name]
+    before, after = atropos_effect(base), atropos_effect(f"{base} rollouts.{name}={value}")
+    assert before == atropos_effect(base)
     assert before != after
 
 
