@@ -6,7 +6,7 @@
 Arms. All compute the logprob of a target and the entropy, both with gradient, for trainable weights:
     materialised  logits, / temperature, log_softmax, gather; entropy = -(p * log p).sum(); autograd
     tiled         offline_grpo.model.lm_head.TiledHead
-    entropy_as_metric  the same, with an entropy that carries no gradient
+    entropy_as_metric  the same, with an entropy that carries no gradient; on a GPU in bfloat16 it keeps its tiles (kept_head.py)
     trl_fused     trl.kernels.ChunkedLogProbFunction with the tile width that TRL uses
     three_gemms   only the products for logits, hidden gradient and weight gradient: a lower bound for methods of this kind
 
@@ -160,6 +160,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=256, help="H, width of the model")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="dtype of hidden states and weights")
+    parser.add_argument("--without-trl", action="store_true", help="where TRL is not installed")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=11, help="timed calls per arm")
     parser.add_argument("--name", default="loss_head", help="name of the result file")
@@ -174,16 +175,24 @@ def main() -> None:
         return
     inputs = Inputs.random(args, args.tokens)
     differences = largest_differences(inputs)
-    arms: dict[str, Callable[[], object]] = {name: lambda head=head: backward(head, inputs) for name, head in HEADS.items()}
+    heads = {name: head for name, head in HEADS.items() if name != "trl_fused" or not args.without_trl}
+    arms: dict[str, Callable[[], object]] = {name: lambda head=head: backward(head, inputs) for name, head in heads.items()}
     timings = alternate(arms | {"three_gemms": three_gemms(inputs)}, rounds=args.rounds)
-    peak_bytes = {name: measure_peak_in_child(name) for name in HEADS}
+    peak_bytes = {name: measure_peak_in_child(name) for name in heads}
+    against_trl = {}
+    if not args.without_trl:
+        against_trl = {
+            "time_ratio_to_trl_fused": timings.ratio("tiled", "trl_fused"),
+            "memory_ratio_to_trl_fused": peak_bytes["tiled"] / peak_bytes["trl_fused"],
+        }
     measured = {
         "time_ratio": timings.ratio("tiled", BASELINE),
         "time_ratio_of_minima": timings.min_s("tiled") / timings.min_s(BASELINE),
         "memory_ratio": peak_bytes["tiled"] / peak_bytes[BASELINE],
-        "time_ratio_to_trl_fused": timings.ratio("tiled", "trl_fused"),
-        "memory_ratio_to_trl_fused": peak_bytes["tiled"] / peak_bytes["trl_fused"],
+        **against_trl,
         "time_ratio_to_three_gemms": timings.ratio("tiled", "three_gemms"),
+        "entropy_as_metric_time_s": timings.median_s("entropy_as_metric"),
+        "entropy_as_metric_peak_gib": peak_bytes["entropy_as_metric"] / 2**30,
         **{f"largest_difference_{key}": value for key, value in differences.items()},
     }
     write_result(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -111,3 +112,5 @@ def watch(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     count(Scoring, "forward", "forward")
     count(lm_head, "_matmul_into", "product")
     count(nn.functional, "scaled_dot_product_attention", "sdpa")
+    patch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="eager"))  # generates no code, which takes long
+    count(nn.Module, "compile", "compile")

@@ -38,12 +38,14 @@ class ModelConfig:
     attn_implementation: str
     layout: Any
     head: Any
+    compile: Any  # bool or "auto": OmegaConf 2.3 cannot nest a union of the two
     tiny: Any
     trust_remote_code: bool
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         require(self.train_id is not None or self.tiny is not None, "model.train_id", None, "name a Hugging Face id or a local folder")
+        require(self.compile in ("auto", True, False), "model.compile", self.compile, "must be one of auto, true, false")
 
 
 @dataclass

@@ -130,6 +130,7 @@ RUNS: dict[str, Acts] = {
     "model.device": Acts("model.device=cuda:99", error),
     "model.attn_implementation": Acts("model.attn_implementation=eager", calls("sdpa"), to=0),
     "model.layout": Acts("model.layout=varlen", error),
+    "model.compile": Acts("model.compile=true", calls("compile"), base=BRIEF, to=4),  # blocks of policy and reference
     "model.head.tile_width": Acts("model.head.tile_width=1", calls("product")),
     "model.lora": Acts("model/lora=default", lambda run: "checkpoints/iter_001/adapter_config.json" in run.files, to=True),
     "model.tiny": Acts("model.tiny=null", error, to="model.train_id=None: name a Hugging Face id or a local folder"),
@@ -504,11 +505,18 @@ def printed_samples(overrides: str) -> str:
     return printed.get()
 
 
+def head_on_gpu(overrides: str) -> int:
+    """What the loss head needs there."""
+    sizes = {"num_tokens": 8192, "hidden_size": 1024, "vocab_size": 100_000, "dtype": torch.bfloat16, "device": torch.device("cuda")}
+    return make_plan(typed(compose_config(*overrides.split()))).head.scratch_bytes(**sizes)
+
+
 OWN_SERVER = "generation=vllm_server weight_sync=reload engine.api_key=ours"  # else each run makes one up
 EVAL_SERVER = "eval.backend=vllm_server eval.base_url=@here"
 ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "engine": (launcher_effect, OWN_SERVER, "engine=sglang"),
     "model.trust_remote_code": (launcher_effect, OWN_SERVER, "model.trust_remote_code=true"),
+    "model.head.kept_gib": (head_on_gpu, "", "model.head.kept_gib=0"),
     "samples.on_console": (printed_samples, "", "samples.on_console=1"),
     "placement.engine_devices": (placement_effect, f"{OWN_SERVER} placement.check_memory=false", "placement.engine_devices=[0]"),
     "placement.check_memory": (placement_effect, "", "placement.check_memory=false"),

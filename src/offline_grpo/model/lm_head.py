@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from offline_grpo.errors import require
+from offline_grpo.model import kept_head
 
 CPU_TILE_BYTES = 8 * 2**20  # a tile and its scratch copy stay in the last-level cache
 GPU_TILE_BYTES = 256 * 2**20  # large enough that the matrix products run at full speed
@@ -39,12 +40,16 @@ class TiledHead:
 
     Args:
         tile_width: how many tokens v of the vocabulary a tile covers; None chooses it from the device and N, so that a tile has 8 MiB on
-            the CPU and 256 MiB on a GPU. It changes speed and memory only.
+            the CPU and 256 MiB on a GPU, or 512 MiB where tiles are kept. It changes speed and memory only.
+        kept_gib: GiB that a GPU keeps from the forward to the backward pass, so that less is computed again (see kept_head.py). For
+            bfloat16 without an entropy bonus.
     """
 
     tile_width: int | None
+    kept_gib: float = 3.0
 
     def __post_init__(self) -> None:
+        require(self.kept_gib >= 0, "model.head.kept_gib", self.kept_gib, "must be 0 (nothing is kept) or more")
         require(self.tile_width is None or self.tile_width > 0, "model.head.tile_width", self.tile_width, "must be at least 1, or null")
 
     def __call__(
@@ -62,7 +67,15 @@ class TiledHead:
 
         The matrix products read `hidden`'s dtype. Logits and softmax are float32 whatever it is, or float64 if it is.
         """
+        if self.kept_gib > 0 and not entropy_requires_grad and kept_head.runs_on(hidden):
+            width = self.tile_width or kept_head.tile_width(len(hidden), len(weight))
+            settings = (softcap, min(width, len(weight)), self._kept_bytes)
+            return kept_head.KeptHead.apply(hidden, weight, bias, targets, temperature, *settings)
         return _TiledHead.apply(hidden, weight, bias, targets, temperature, softcap, entropy_requires_grad, self.tile_width)
+
+    @property
+    def _kept_bytes(self) -> int:
+        return int(self.kept_gib * 2**30)
 
     def scratch_bytes(self, *, num_tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> int:
         """See `LossHead`. The larger of two sums, both over the two tile buffers; vectors [N] are left out.
@@ -71,8 +84,11 @@ class TiledHead:
         backward: the sum over tiles that becomes the gradient of 16-bit `hidden`, and the 16-bit copy of a tile's gradient
 
         The CPU multiplies in float32, so it also holds `hidden` and a tile of `weight` in it, and, until the gradient of `hidden` exists,
-        another of them or its gradient.
+        another of them or its gradient. Where a GPU may keep tiles, they are counted.
         """
+        if self.kept_gib > 0 and device.type == "cuda" and dtype == torch.bfloat16:
+            width = min(self.tile_width or kept_head.tile_width(num_tokens, vocab_size), vocab_size)
+            return kept_head.scratch_bytes(num_tokens, hidden_size, vocab_size, width, self._kept_bytes)
         stats_bytes = torch.promote_types(dtype, torch.float32).itemsize
         width = _tile_width(self.tile_width, num_tokens, vocab_size, stats_bytes, device)
         buffers = 2 * num_tokens * width * stats_bytes

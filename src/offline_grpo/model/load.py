@@ -20,7 +20,7 @@ from offline_grpo.model.layers import parse_layer_indices, train_only_blocks
 from offline_grpo.model.layouts import choose_layout
 from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
-from offline_grpo.model.proof import settle_layout
+from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.settings import ModelConfig
 
@@ -144,8 +144,8 @@ def load_policy(
 
     Args:
         layout: see `settle_layout`.
-        shares_weights: load it on the CPU; its weights will be memory on `device` that the engine has allocated. `settle_layout` is left to
-            the caller then.
+        shares_weights: load it on the CPU; its weights will be memory on `device` that the engine has allocated. `settle_layout` and
+            `settle_compile` are left to the caller then.
 
     Raises:
         ConfigError: the layout does not run on `device` or is wrong for the model, the model has no such layers or target modules, or it
@@ -164,6 +164,7 @@ def load_policy(
         scoring = Scoring(model, choose_layout(layout, device, dtype), head, logits=measure_logit_transform(unwrapped(model)))
         if not shares_weights:
             settle_layout(scoring, layout, device)
+            settle_compile(scoring, config.compile, device)
     return Policy(scoring, load_tokenizer(model_id, trust_remote_code=config.trust_remote_code), compute_device=device)
 
 
@@ -209,6 +210,7 @@ def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, layout
         reference = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model, key=key))
         is_like_policy = type(model) is type(policy.causal_lm)  # what holds for one holds for the other, and is said once
         settle_layout(reference, scoring.layout if is_like_policy else layout, policy.device, key=key)
+        settle_compile(reference, config.compile, policy.device, key=key)
     return reference
 
 

@@ -1,4 +1,5 @@
-"""Proves a layout on the model itself: a few short sequences must get the logprobs and the gradient that they get one at a time.
+"""Proves a layout, and compiled blocks, on the model itself: a few short sequences must get the logprobs and the gradient that they get
+one at a time.
 
 Layouts put sequences side by side, and not every architecture keeps them apart there: convolutions and recurrences run on from one to the
 next, and some attention ignores masks or positions. The ratio of a loss would hide it, because old and new logprobs are wrong alike.
@@ -7,6 +8,7 @@ next, and some attention ignores masks or positions. The ratio of a loss would h
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout
+from offline_grpo.model.compiling import compile_blocks, is_compiled_by_default, uncompile_blocks
 from offline_grpo.model.layouts import choose_layout
 from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.model.scoring import Scoring, eval_mode, modes_restored, prepare_for_gradients
@@ -61,6 +64,39 @@ def settle_layout(scoring: Scoring, requested: Layout | None, device: torch.devi
         fault = _fault(scoring, batch, expected)
     if fault is not None:
         raise ConfigError(f"{key}={model.name_or_path}: {type(model).__name__} cannot be scored in batches: {fault}; choose another model")
+
+
+def settle_compile(scoring: Scoring, requested: bool | str, device: torch.device, *, key: str = "model.train_id") -> None:
+    """Compile the model's blocks, where `requested` (`model.compile`) is true, or is `auto` and they are compiled on `device` by default.
+
+    Called once the layout is settled. Blocks that cannot be compiled, or that compute something else then, stay as they are under `auto`.
+
+    Raises:
+        ConfigError: they cannot be compiled, or are wrong then, and `requested` is true.
+    """
+    if requested is False or (requested == "auto" and not is_compiled_by_default(device)):
+        return
+    model = scoring.causal_lm
+    batch = _batch(len(scoring.output.weight), device)
+    expected = _alone(scoring, batch)
+    started, num_blocks, fault = time.monotonic(), 0, None
+    try:
+        num_blocks = compile_blocks(model)
+    except ConfigError as error:
+        fault = str(error)
+    else:
+        fault = _fault(scoring, batch, expected)
+    seconds = time.monotonic() - started
+    if fault is None:
+        log.info("model.compile=%s: compiled the %d blocks of %s in %.0f s", str(requested).lower(), num_blocks, key, seconds)
+        return
+    if num_blocks:
+        uncompile_blocks(model)
+    if requested is True:
+        raise ConfigError(
+            f"model.compile=true: does not work with {type(model).__name__} ({key}), {fault}; use model.compile=auto or false"
+        )
+    log.warning("model.compile=auto: not compiled, because %s does not work then: %s", type(model).__name__, fault)
 
 
 def _batch(vocab_size: int, device: torch.device) -> TokenBatch:

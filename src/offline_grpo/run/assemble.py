@@ -21,7 +21,7 @@ from offline_grpo.model.dtypes import TORCH_NAMES, torch_dtype
 from offline_grpo.model.layouts import choose_layout
 from offline_grpo.model.load import context_length, load_policy, load_reference, load_tokenizer, read_model_config, resolve_device
 from offline_grpo.model.policy import Policy
-from offline_grpo.model.proof import settle_layout
+from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.text import encode
 from offline_grpo.placement.devices import check_devices, server_gpus
 from offline_grpo.placement.ranks import Ranks
@@ -81,6 +81,7 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
         deployment.connect(policy)
     if plan.weight_sync.requires.shares_weights and ranks.is_main:
         settle_layout(policy.scoring, plan.layout, policy.compute_device)
+        settle_compile(policy.scoring, config.model.compile, policy.compute_device)
     sharding.prepare(policy)
     policy.make_masters()
     updater = make_updater(plan, policy, model_id, start.run_dir, ranks, sharding)

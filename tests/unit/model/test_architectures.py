@@ -152,7 +152,7 @@ def test_a_gradient_that_is_wrong_is_refused() -> None:
 def test_dropout_in_the_code_of_a_block_stays_off(checkpointing: bool) -> None:
     """OPT's is a number in its blocks and no module. The proof compares the mode that trains with eval mode."""
     scoring = make_scoring(ZOO["opt"].build(dropout=0.5, attention_dropout=0.5))
-    settings = ModelConfig("opt", None, "cpu", "auto", "auto", None, None, trust_remote_code=False)
+    settings = ModelConfig("opt", None, "cpu", "auto", "auto", None, "auto", None, trust_remote_code=False)
     prepare(scoring.causal_lm, settings, train_layer_indices=None, gradient_checkpointing=checkpointing)
     calls: list[object] = []
     decoder_of(scoring.causal_lm).layers[0].fc1.register_forward_hook(lambda *_: calls.append(1))
@@ -166,7 +166,7 @@ def test_dropout_in_the_code_of_a_block_stays_off(checkpointing: bool) -> None:
 def test_scoring_without_gradient_leaves_each_module_in_its_mode() -> None:
     """Checkpointed blocks are in train mode inside a model that is not."""
     scoring = make_scoring(ZOO["llama"].build())
-    settings = ModelConfig("llama", None, "cpu", "auto", "auto", None, None, trust_remote_code=False)
+    settings = ModelConfig("llama", None, "cpu", "auto", "auto", None, "auto", None, trust_remote_code=False)
     prepare(scoring.causal_lm, settings, train_layer_indices=None, gradient_checkpointing=True)
     prepare_for_gradients(scoring.model)
     modes = [module.training for module in scoring.model.modules()]

@@ -40,7 +40,7 @@ LORA = LoraConfig(r=4, alpha=8.0, dropout=0.0, target_modules=["all-linear"], la
 def footprint(
     config=QWEN2, *, precision="bf16", lora=None, attention="eager", layers=None, checkpointing=False, microbatch=MICROBATCH, **settings
 ):
-    model_config = ModelConfig("none", None, "auto", attention, "auto", None, None, trust_remote_code=False, lora=lora)
+    model_config = ModelConfig("none", None, "auto", attention, "auto", None, "auto", None, trust_remote_code=False, lora=lora)
     model = build_on_meta(config, model_config, precision=precision, train_layer_indices=layers, gradient_checkpointing=checkpointing)
     return measure(model, microbatch, **{"layout": Padded(), "head": TiledHead(tile_width=None), "separate_masters": False, **settings})
 

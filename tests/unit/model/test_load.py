@@ -50,7 +50,7 @@ def test_sdpa_does_drop_it():
 
 def load(folder: Path, *, attention: str = "auto", precision: str = "fp32") -> Policy:
     return load_policy(
-        ModelConfig(str(folder), None, "cpu", attention, "auto", None, None, trust_remote_code=False),
+        ModelConfig(str(folder), None, "cpu", attention, "auto", None, "auto", None, trust_remote_code=False),
         str(folder),
         layout=None,
         head=TiledHead(tile_width=None),

@@ -1,0 +1,124 @@
+"""torch.compile of the blocks: logprobs and gradients of every kind of architecture stay what they are, and changing lengths compile
+nothing anew. What traces the blocks is real; the code generator, which takes half a minute an architecture, is left out here and runs in
+tests/gpu."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from architectures import ZOO
+from torch import nn
+from torch._dynamo.utils import counters
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.model import compiling, proof
+from offline_grpo.model.compiling import compile_blocks, not_compiled
+from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.lm_head import TiledHead
+from offline_grpo.model.logits import measure_logit_transform
+from offline_grpo.model.proof import settle_compile
+from offline_grpo.model.scoring import Scoring
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def without_code_generation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="eager"))
+    yield
+    torch.compiler.reset()
+
+
+def scoring_of(name: str, *, checkpointing: bool = False) -> Scoring:
+    model = ZOO[name].build()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return Scoring(model, Padded(), TiledHead(tile_width=None), logits=measure_logit_transform(model))
+
+
+def is_compiled(scoring: Scoring) -> bool:
+    return any(module._compiled_call_impl is not None for module in scoring.model.modules())
+
+
+@pytest.mark.parametrize(("name", "checkpointing"), [("gemma2", False), ("qwen3", True)])
+def test_one_graph_serves_all_blocks_and_all_lengths(name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    scoring = scoring_of(name, checkpointing=checkpointing)
+    settle_compile(scoring, True, CPU)
+    assert is_compiled(scoring)
+    scoring.logprobs(proof._batch(97, CPU))
+    warm = counters["stats"]["unique_graphs"]
+    kinds = len(set(getattr(scoring.causal_lm.config, "layer_types", None) or ["full"]))
+    assert 0 < warm <= 3 * kinds, "with gradients, checkpointed or not, and without, for each kind of block"
+    for groups in (((20, (8, 3)),), ((7, (30, 2, 5)), (4, (9, 9))), ((9, (5, 5, 5, 5, 6)),)):
+        monkeypatch.setattr(proof, "GROUPS", groups)
+        batch = proof._batch(97, CPU)
+        proof._packed(scoring, batch)
+        compiled = scoring.logprobs(batch)
+        with not_compiled(scoring.model):
+            torch.testing.assert_close(compiled, scoring.logprobs(batch), rtol=1e-4, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == warm
+
+
+def test_on_the_cpu_auto_compiles_nothing() -> None:
+    scoring = scoring_of("llama")
+    for requested in ("auto", False):
+        settle_compile(scoring, requested, CPU)
+        assert not is_compiled(scoring)
+
+
+def test_a_model_that_computes_something_else_then_is_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        return lambda *args: [out * 1.5 if out.is_floating_point() else out for out in graph(*args)]
+
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend=wrong))
+    monkeypatch.setattr(proof, "is_compiled_by_default", lambda device: True)
+    scoring = scoring_of("llama")
+    with caplog.at_level(logging.WARNING):
+        settle_compile(scoring, "auto", CPU)
+    assert not is_compiled(scoring)
+    assert "model.compile=auto: not compiled, because LlamaForCausalLM does not work then: logprobs differ" in caplog.text
+    with pytest.raises(ConfigError, match=r"model.compile=true: does not work with LlamaForCausalLM.*; use model.compile=auto or false"):
+        settle_compile(scoring, True, CPU)
+
+
+def test_what_the_compiler_raises_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no compiler here\nat all")
+
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend=broken))
+    with pytest.raises(ConfigError, match=r"^model.compile=true: .*no compiler here at all.*$"):
+        settle_compile(scoring_of("llama"), True, CPU)
+
+
+def test_gpus_without_triton_are_not_asked_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, expected in (((6, 1), False), ((7, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, capability=capability: capability)
+        assert compiling.is_compiled_by_default(CUDA) is expected
+    monkeypatch.setattr(compiling, "find_spec", lambda _name: None)
+    assert not compiling.is_compiled_by_default(CUDA)
+
+
+@pytest.mark.slow  # ten seconds for each
+@pytest.mark.parametrize("name", ["gpt2", "mistral_window", "qwen3_moe", "mamba"])
+def test_whatever_the_architecture_it_is_compiled_or_left_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "is_compiled_by_default", lambda device: True)
+    scoring = scoring_of(name)
+    if proof._fault(scoring, (batch := proof._batch(97, CPU)), proof._alone(scoring, batch)) is not None:
+        return  # not in padded rows either
+    settle_compile(scoring, "auto", CPU)
+    assert proof._fault(scoring, batch, proof._alone(scoring, batch)) is None
+
+
+def test_blocks_are_found_whatever_they_are_called() -> None:
+    for name in ("llama", "gpt2"):
+        assert compile_blocks(ZOO[name].build()) == 2

@@ -1,0 +1,133 @@
+"""The head that keeps its tiles, against materialised logits in float64. What it compiles runs as plain PyTorch here, see tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from offline_grpo.model import kept_head, lm_head
+from offline_grpo.model.kept_head import KeptHead
+from offline_grpo.model.lm_head import TiledHead
+
+N, H, V = 13, 8, 50
+EVERYTHING = 1 << 40
+
+
+def leaf(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(*shape, generator=generator)).to(torch.bfloat16).requires_grad_()
+
+
+def oracle(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor, softcap: float | None
+) -> list[Tensor]:
+    """Logprobs, entropies, and the gradients of a weighted sum of the logprobs, in float64."""
+    leaves = [t.detach().double().requires_grad_() for t in (hidden, weight, bias) if t is not None]
+    logits = leaves[0] @ leaves[1].T + (leaves[2] if bias is not None else 0)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    log_p = torch.log_softmax(logits / temperature.double()[:, None], -1)
+    logprobs = log_p.gather(1, targets[:, None]).squeeze(1)
+    return [logprobs.detach(), -(log_p.exp() * log_p).sum(-1).detach(), *torch.autograd.grad(logprobs @ coefs(), leaves)]
+
+
+def coefs() -> Tensor:
+    return torch.linspace(-1, 2, N, dtype=torch.float64)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize(("width", "kept_bytes"), [(V, EVERYTHING), (7, EVERYTHING), (7, 2 * N * 7 * 3), (7, 0)])
+def test_values_and_gradients(width: int, kept_bytes: int, has_bias: bool, softcap: float | None) -> None:
+    hidden, weight, bias = leaf(N, H, seed=0), leaf(V, H, seed=1), leaf(V, seed=2) if has_bias else None
+    targets = torch.randint(V, (N,), generator=torch.Generator().manual_seed(3))
+    temperature = torch.linspace(0.3, 3, N)
+    expected = oracle(hidden, weight, bias, targets, temperature, softcap)
+    logprobs, entropy = KeptHead.apply(hidden, weight, bias, targets, temperature, softcap, width, kept_bytes)
+    assert not entropy.requires_grad
+    found = torch.autograd.grad(logprobs.double() @ coefs(), [t for t in (hidden, weight, bias) if t is not None])
+    for value, right in zip((logprobs, entropy), expected[:2], strict=True):
+        torch.testing.assert_close(value.detach().double(), right, rtol=2e-6, atol=2e-6)
+    for gradient, right in zip(found, expected[2:], strict=True):
+        assert relative(gradient, right) < 0.006, "bfloat16 has 8 bits"
+
+
+@pytest.mark.parametrize("width", [V, 7])
+def test_a_target_that_is_all_but_certain_keeps_its_small_gradient(width: int) -> None:
+    """1 - p is 1e-4: the difference of two bfloat16 numbers would be 0, or tens of times too large."""
+    hidden, weight = leaf(N, H, seed=0, scale=0.05), leaf(V, H, seed=1, scale=0.05)
+    temperature = torch.ones(N)
+    bias = torch.full((V,), -1.0)
+    bias[5] = 12.0
+    targets = torch.full((N,), 5)
+    expected = oracle(hidden, weight, bias.bfloat16(), targets, temperature, None)
+    assert float(expected[0].max()) > -2e-4
+    logprobs, _ = KeptHead.apply(hidden, weight, bias.bfloat16(), targets, temperature, None, width, EVERYTHING)
+    found = torch.autograd.grad(logprobs.double() @ coefs(), [hidden, weight])
+    for gradient, right in zip(found, expected[2:4], strict=True):
+        assert relative(gradient, right) < 0.01
+
+
+def test_a_target_in_a_tile_far_below_the_peak_keeps_its_gradient() -> None:
+    """200 nats below: nothing of that tile can be told from 0 beside the peak, and the target's own gradient is whole."""
+    hidden, weight = leaf(N, H, seed=0), leaf(V, H, seed=1)
+    bias = torch.zeros(V)
+    bias[40:] = 200.0
+    targets = torch.arange(N)
+    expected = oracle(hidden, weight, bias.bfloat16(), targets, torch.ones(N), None)
+    logprobs, _ = KeptHead.apply(hidden, weight, bias.bfloat16(), targets, torch.ones(N), None, 10, EVERYTHING)
+    found = torch.autograd.grad(logprobs.double() @ coefs(), [hidden, weight])
+    assert all(torch.isfinite(gradient).all() for gradient in found)
+    for gradient, right in zip(found, expected[2:4], strict=True):
+        assert relative(gradient, right) < 0.006
+
+
+def test_a_frozen_weight_gets_no_gradient_and_scoring_keeps_nothing() -> None:
+    hidden, weight = leaf(N, H, seed=0), leaf(V, H, seed=1).detach()
+    targets, ones = torch.arange(N), torch.ones(N)
+    expected = oracle(hidden, weight, None, targets, ones, None)
+    logprobs, _ = KeptHead.apply(hidden, weight, None, targets, ones, None, 7, EVERYTHING)
+    (found,) = torch.autograd.grad(logprobs.double() @ coefs(), [hidden])
+    assert relative(found, expected[2]) < 0.006
+    with torch.no_grad():
+        logprobs, _ = KeptHead.apply(hidden, weight, None, targets, ones, None, 7, EVERYTHING)
+    assert logprobs.grad_fn is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "kept_gib", "entropy_requires_grad", "is_kept"),
+    [
+        (torch.bfloat16, "cuda", 3.0, False, True),
+        (torch.bfloat16, "cuda", 3.0, True, False),
+        (torch.bfloat16, "cuda", 0.0, False, False),
+        (torch.float16, "cuda", 3.0, False, False),
+        (torch.float32, "cuda", 3.0, False, False),
+        (torch.bfloat16, "cpu", 3.0, False, False),
+    ],
+)
+def test_when_tiles_are_kept(
+    dtype: torch.dtype, device: str, kept_gib: float, entropy_requires_grad: bool, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_head, "is_compiled_by_default", lambda _: device == "cuda")
+    chosen: list[str] = []
+    for owner, name in ((kept_head, "KeptHead"), (lm_head, "_TiledHead")):
+        stand_in = type(name, (), {"apply": staticmethod(lambda *_, name=name: chosen.append(name))})
+        monkeypatch.setattr(owner, name, stand_in)
+    hidden, weight = torch.zeros(N, H, dtype=dtype), torch.zeros(V, H, dtype=dtype)
+    head = TiledHead(tile_width=None, kept_gib=kept_gib)
+    head(hidden, weight, None, torch.zeros(N, dtype=torch.int64), torch.ones(N), entropy_requires_grad=entropy_requires_grad)
+    assert chosen == ["KeptHead" if is_kept else "_TiledHead"]
+
+
+def test_what_is_kept_stays_within_its_limit() -> None:
+    cuda = torch.device("cuda")
+    sizes = {"num_tokens": 8192, "hidden_size": 4096, "vocab_size": 151936, "dtype": torch.bfloat16, "device": cuda}
+    whole = TiledHead(tile_width=None, kept_gib=8.0).scratch_bytes(**sizes)
+    limited = TiledHead(tile_width=None, kept_gib=1.0).scratch_bytes(**sizes)
+    assert 2 * 8192 * 151936 < whole < 4 * 2**30
+    assert limited < 2.2 * 2**30
+    assert kept_head.num_kept(8192, 151936, 16384, 2**30) * 2 * 8192 * 16384 <= 2**30
