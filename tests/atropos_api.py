@@ -19,9 +19,10 @@ from scripted_server import Reply, Request, ScriptedServer
 from offline_grpo.errors import GrpoError
 from offline_grpo.interfaces import RolloutSource
 from offline_grpo.rollouts.atropos import feed
+from offline_grpo.rollouts.atropos.processes import Processes
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain
-from offline_grpo.types import RolloutGroup
+from offline_grpo.types import RolloutGroup, SamplingParams
 
 TIMEOUT_S = 30.0
 
@@ -137,16 +138,22 @@ def settings_effect(overrides: str) -> Any:
             web = stack.enter_context(ScriptedServer(scripted_api(name, heard)))
             overrides = overrides.replace(f"@{name}", web.base_url)
         patch.setattr(feed.time, "sleep", pauses.append)
-        node = as_plain(compose_config("rollouts=atropos", "rollouts.url=" + "http://127.0.0.1:9", *overrides.split()))["rollouts"]
+        patch.setattr(Processes, "start_api", lambda *_: heard.update(started_api=True))
+        patch.setattr(Processes, "start_environment", lambda self, _: heard.update(environment=self._command))
+        node = as_plain(
+            compose_config("rollouts=atropos", "rollouts.url=http://127.0.0.1:9", "rollouts.start_api=false", *overrides.split())
+        )["rollouts"]
         codec = SimpleNamespace(decode=str)
-        given = {"client": SimpleNamespace(engine_name=None), "codec": codec, "vocab_size": 30, "run_folder": Path("/runs/a"), "rank": 0}
+        server = SimpleNamespace(base_url="http://127.0.0.1:9", api_key=None, check_healthy=lambda: None)
+        given = {"client": SimpleNamespace(engine_name="vLLM", server=server), "codec": codec, "vocab_size": 30}
+        given |= {"run_folder": Path("/runs/a"), "model_id": "model", "sampling": SamplingParams(8), "rank": 0}
         source = build(node, key="rollouts", protocol=RolloutSource, **given)
         try:
             source.start(0, None)
             source.next(0)
         except GrpoError as error:
             heard["error"] = str(error).replace(node["url"], "")
-    return heard | {"longest_pause_s": max(pauses, default=0)}
+    return heard if "error" in heard else heard | {"longest_pause_s": max(pauses, default=0)}  # of an error, it is a matter of luck
 
 
 def scripted_api(name: str, heard: dict[str, Any]) -> Any:

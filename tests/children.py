@@ -191,6 +191,13 @@ def run_command(folder: Path, script: Path, *words: str, count: int = 1) -> subp
     return subprocess.CompletedProcess([str(script), *words], max(codes), out, err)
 
 
+def start_command(folder: Path, script: Path, *words: str, outputs: Path) -> BaseProcess:
+    """See `run_command`. Does not wait; what is printed goes to the files `out` and `err` in `outputs`."""
+    process = CONTEXT.Process(target=_command, args=(str(folder), str(script), list(words), str(outputs)))
+    process.start()
+    return process
+
+
 def _command(folder: str, script: str, words: list[str], outputs: str) -> None:
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{outputs}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)

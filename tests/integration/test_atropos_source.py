@@ -21,6 +21,7 @@ from offline_grpo.rollouts.atropos import Atropos, feed
 from offline_grpo.rollouts.atropos.groups import MissingLogprobs
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import app
+from offline_grpo.types import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +51,13 @@ def make_source(api: RunApi, **settings: Any) -> Atropos:
         "connect_timeout_s": 5,
         "restart_timeout_s": 60,
         "take_over": False,
+        "start_api": False,
+        "environment": None,
         "client": SimpleNamespace(engine_name=None),
         "codec": SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
         "vocab_size": 30,
+        "model_id": "model",
+        "sampling": SamplingParams(8),
         "run_folder": Path("/runs/first"),
         "rank": 0,
     }

@@ -460,6 +460,8 @@ ATROPOS: dict[str, tuple[str, str]] = {
     "connect_timeout_s": ("0.02", "rollouts.connect_timeout_s=0.01"),
     "restart_timeout_s": ("0.02", "rollouts.restart_timeout_s=0.01 rollouts.url=@gone"),
     "take_over": ("true", "rollouts.url=@owned"),
+    "start_api": ("true", "rollouts.connect_timeout_s=0.01"),
+    "environment": ("sleep", "rollouts.url=@here"),
 }
 
 

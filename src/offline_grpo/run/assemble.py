@@ -88,7 +88,7 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     if start.resume is not None and start.resume.lr_schedule is not None:
         updater.lr_schedule = start.resume.lr_schedule
     schedule = PushSchedule(plan.weight_sync.interval)
-    source = make_source(plan, policy, training.client, ranks, start.run_dir.path)
+    source = make_source(plan, policy, training.client, ranks, start.run_dir.path, model_id)
     stack.callback(source.close)
     milestones = Milestones(config.checkpoint.keep_best, config.train.stop_when)
     shared: dict[str, Any] = {"policy": policy, "updater": updater, "schedule": schedule, "source": source, "milestones": milestones}
@@ -215,7 +215,7 @@ def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ran
     )
 
 
-def make_source(plan: Plan, policy: Policy, client: RolloutClient, ranks: Ranks, run_folder: Path) -> RolloutSource:
+def make_source(plan: Plan, policy: Policy, client: RolloutClient, ranks: Ranks, run_folder: Path, model_id: str) -> RolloutSource:
     """The component of the group `rollouts`, connected to the client that it samples from."""
     problems = {"problems": plan.data.train} if plan.data.train is not None else {}
     return build(
@@ -228,6 +228,7 @@ def make_source(plan: Plan, policy: Policy, client: RolloutClient, ranks: Ranks,
         vocab_size=policy.vocab_size,
         sampling=plan.sampling,
         run_folder=run_folder,
+        model_id=model_id,
         rank=ranks.rank,
         world_size=ranks.world_size,
         **problems,

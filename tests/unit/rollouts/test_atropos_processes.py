@@ -77,6 +77,7 @@ def test_an_environment_is_told_what_it_needs_by_its_variables_and_by_a_private_
         "total_steps": 10**9,
         "min_batch_allocation": None,
         "use_wandb": False,
+        "wandb_name": "environment",
     }
     assert [(server["base_url"], server["api_key"]) for server in config["openai"]] == [("http://127.0.0.1:9001/v1", KEY)] * 2
     log = tmp_path / "env_0.log"

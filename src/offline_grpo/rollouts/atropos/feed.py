@@ -32,18 +32,19 @@ class Feed:
     unread. What is taken and not trained on is lost where the process is killed; environments sample more.
 
     Args:
-        check_engine: raises EngineDied where the engine that environments ask has ended: they would wait for it, and we for them.
+        look_after: is called every two seconds of a wait. Raises EngineDied where the engine that environments ask has ended: they would
+            wait for it, and we for them.
         restart_timeout_s: how long an API that does not answer any more is waited for.
     """
 
     def __init__(
-        self, api: AtroposApi, registration: Registration, *, poll_s: float, restart_timeout_s: float, check_engine: Callable[[], None]
+        self, api: AtroposApi, registration: Registration, *, poll_s: float, restart_timeout_s: float, look_after: Callable[[], None]
     ) -> None:
         self._api = api
         self._registration = registration
         self._poll_s = poll_s
         self._restart_timeout_s = restart_timeout_s
-        self._check_engine = check_engine
+        self._look_after_others = look_after
         self._is_registered = False
         self._step = 0  # batches formed, as the API counts them
         self._held: deque[Answer] = deque()
@@ -74,7 +75,7 @@ class Feed:
         """The oldest batch; waits for one as long as it takes.
 
         Raises:
-            EngineDied: see `check_engine`.
+            EngineDied: see `look_after`.
             EngineError: the API stayed away.
             ConfigError: another trainer has taken the API over, or groups in its queue are of a size that no batch can be made of.
         """
@@ -216,4 +217,4 @@ class Feed:
     def _check_now_and_then(self) -> None:
         if time.monotonic() - self._last_check_s > HEALTH_INTERVAL_S:
             self._last_check_s = time.monotonic()
-            self._check_engine()
+            self._look_after_others()

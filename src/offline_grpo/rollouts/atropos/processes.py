@@ -85,6 +85,7 @@ class Surroundings:
             "total_steps": FOREVER,  # the run decides when it ends
             "min_batch_allocation": None,  # an environment that had one and ended would keep all batches back
             "use_wandb": False,
+            "wandb_name": "environment",  # one without a name cannot register
         }
         return {"env": env, "openai": [server, server]}
 

@@ -19,8 +19,9 @@ from offline_grpo.interfaces import RolloutClient, TextCodec
 from offline_grpo.rollouts.atropos.api import AtroposApi, Registration
 from offline_grpo.rollouts.atropos.feed import Feed
 from offline_grpo.rollouts.atropos.groups import Dropped, GroupReader, Reason
+from offline_grpo.rollouts.atropos.processes import Processes, Surroundings
 from offline_grpo.settings import RunConfig
-from offline_grpo.types import Metrics, RolloutGroup
+from offline_grpo.types import Metrics, RolloutGroup, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +49,19 @@ class Atropos:
     connect_timeout_s: float
     restart_timeout_s: float
     take_over: bool
+    start_api: bool
+    environment: str | None
 
     client: RolloutClient
+    model_id: str
     codec: TextCodec
+    sampling: SamplingParams
     vocab_size: int
     run_folder: Path
     rank: int
 
     _feed: Feed | None = field(default=None, init=False)
+    _processes: Processes | None = field(default=None, init=False)
     _name: str = field(default="", init=False)
     _groups: deque[RolloutGroup] = field(default_factory=deque, init=False)  # that no iteration has had yet
     _num_dropped: Counter[Reason] = field(default_factory=Counter, init=False)
@@ -70,11 +76,13 @@ class Atropos:
         settings = config.rollouts
         for name in ("problems_per_iteration", "group_size", "max_token_len", "poll_s", "connect_timeout_s", "restart_timeout_s"):
             require(settings[name] > 0, f"rollouts.{name}", settings[name], "must be above 0")
+        fix = "environments need a server that they can ask, and generation samples in this process; use generation=vllm_server"
+        require(settings["environment"] is None or config.engine is not None, "rollouts.environment", settings["environment"], fix)
         fix = "Atropos does not say which completions hit a length limit; use false"
         require(not config.train.mask_truncated, "train.mask_truncated", True, fix)
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        """See `RolloutSource.start`. Raises what `Feed.connect` does."""
+        """See `RolloutSource.start`. Raises what `Feed.connect` and `Processes` do."""
         if self.rank != 0:
             return
         folder = self.run_folder
@@ -91,14 +99,20 @@ class Atropos:
             starting_step=iteration,
             num_steps=self.num_steps,
         )
+        api = AtroposApi(self.url)
+        self._processes = Processes(run_folder=folder, api_url=api.url, start_api=self.start_api, environment=self.environment)
+        if self._processes.may_start_api and not api.answers():
+            self._processes.start_api(api.answers)
         self._feed = Feed(
-            AtroposApi(self.url),
+            api,
             registration,
             poll_s=self.poll_s,
             restart_timeout_s=self.restart_timeout_s,
-            check_engine=self._check_engine,
+            look_after=lambda: self._look_after(api),
         )
         self._feed.connect(self.connect_timeout_s, take_over=self.take_over)
+        if self.environment is not None:
+            self._processes.start_environment(self._surroundings())
 
     def next(self, iteration: int) -> list[RolloutGroup]:
         """See `RolloutSource.next`.
@@ -144,16 +158,33 @@ class Atropos:
         return {"registration": self._name}
 
     def close(self) -> None:
-        """See `RolloutSource.close`. The API keeps the registration, for the run that goes on from this one's checkpoint."""
+        """See `RolloutSource.close`. An API that the run found keeps the registration, for the run that goes on from its checkpoint."""
+        if self._processes is not None:
+            self._processes.close()
 
     @property
     def _batch_size(self) -> int:
         return self.problems_per_iteration * self.group_size
 
-    def _check_engine(self) -> None:
+    def _look_after(self, api: AtroposApi) -> None:
+        """See that what a batch needs is there. Raises EngineDied where the engine that environments ask has ended."""
         server = getattr(self.client, "server", None)
         if server is not None:
             server.check_healthy()
+        if self._processes is not None:
+            self._processes.keep_running(api.answers)
+
+    def _surroundings(self) -> Surroundings:
+        server: Any = getattr(self.client, "server", None)  # `check` has seen to it
+        return Surroundings(
+            server_url=server.base_url,
+            server_key=server.api_key,
+            model=self.model_id,
+            api_url=self.url,
+            run_folder=self.run_folder,
+            group_size=self.group_size,
+            max_new_tokens=self.sampling.max_new_tokens,
+        )
 
     def _read(self, feed: Feed, answer: Answer) -> None:
         """Add the usable groups of a batch to those that are held."""

@@ -1,0 +1,186 @@
+"""The whole of Atropos on the CPU: the real run-api, real environments of atroposlib's BaseEnv, a real vLLM server, and a run."""
+
+import itertools
+import json
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import atropos_world
+import psutil
+import pytest
+from atropos_world import Groups
+from children import SMALL, metrics_of, start_command
+from served_runs import own_server, run
+
+from offline_grpo.rollouts.atropos.groups import MissingLogprobs
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+
+def wait_for(condition, timeout_s=300.0):
+    deadline = time.monotonic() + timeout_s
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+    return result
+
+
+def free_url():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def named(trainer, text):
+    """The processes below the trainer with this text in their command line, without guardians and shells."""
+    found = []
+    for process in trainer.children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            words = process.cmdline()
+            if text in " ".join(words) and not {"guardian.py", "sh"} & {Path(word).name for word in words[:3]}:
+                found.append(process)
+    return found
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """`run_grpo.py experiment=atropos_shared`, whose run-api was killed, then its environment, and after five iterations the run itself."""
+    folder = tmp_path_factory.mktemp("killed")
+    words = (*SMALL, *own_server(folder), f"hydra.run.dir={folder}/run", f"rollouts.url={free_url()}", "rollouts.poll_s=0.2")
+    words += (
+        "experiment=atropos_shared",
+        "model.tiny.hidden_size=128",
+        "train.iterations=50",
+        "train.updates_per_iteration=1",
+        "eval.interval=50",
+        "model.device=cpu",
+    )
+    child = start_command(ROOT, ROOT / "run_grpo.py", *words, outputs=folder)
+    trainer = psutil.Process(child.pid)
+
+    def metrics(iteration):
+        path = folder / "run" / "metrics" / f"train_iter_{iteration:03d}.json"
+        assert child.is_alive(), (folder / "out").read_text() + (folder / "err").read_text()
+        return path.exists()
+
+    wait_for(lambda: metrics(0))
+    [environment] = named(trainer, "task_environment.py")
+    environ = environment.environ()
+    [api] = named(trainer, "run_api")
+    api.kill()
+    wait_for(lambda: metrics(2))
+    [environment] = wait_for(lambda: named(trainer, "task_environment.py"))
+    environment.kill()
+    wait_for(lambda: (folder / "run" / "env_2.log").exists())
+    wait_for(lambda: metrics(4))
+    below = trainer.children(recursive=True)
+    trainer.kill()
+    killed_at = time.monotonic()
+    psutil.wait_procs(below, timeout=30)
+    left = [process for process in below if process.is_running()]
+    child.join()
+    return SimpleNamespace(folder=folder / "run", environ=environ, num_below=len(below), left=left, seconds=time.monotonic() - killed_at)
+
+
+def test_a_run_trains_from_run_api_fed_by_its_own_environment_and_pushes_its_weights(killed):
+    found = [metrics_of(killed.folder)[f"train_iter_{i:03d}.json"] for i in range(5)]
+    assert [each["sync/version"] for each in found] == [1, 2, 3, 4, 5]
+    assert all(0 <= each["reward_mean"] <= 1.5 for each in found)
+    assert found[0]["mismatch/ratio_mean"] == pytest.approx(1, abs=1e-3)
+    assert found[0]["ratio_mean"] == pytest.approx(1, abs=1e-3)
+    assert found[0]["alignment/diff_abs_mean"] < 1e-3
+    assert all(each["mismatch/kl_k3"] < 0.1 for each in found)
+    assert any(each["grad_norm"] > 0 for each in found)
+    assert all(each[f"rollouts/num_dropped_{reason}"] == 0 for each in found for reason in ("malformed", "masks", "numbers"))
+
+
+def test_what_was_killed_was_started_again_and_left_its_log(killed):
+    names = {path.name for path in killed.folder.glob("*.log")}
+    assert names >= {"run.log", "api.log", "api_1.log", "server_0.log", "env_0.log", "env_1.log", "env_2.log"}
+    told = (killed.folder / "run.log").read_text()
+    assert "the Atropos API (run-api) has ended (signal 9)" in told
+    assert "rollouts.environment=python environments/task_environment.py serve has ended" in told
+
+
+def test_the_environment_takes_task_and_sampling_from_the_run(killed):
+    log = (killed.folder / "env_0.log").read_text()
+    assert "group_size=4" in log
+    assert "max_token_length=8" in log
+
+
+def test_the_servers_key_is_in_no_file_of_the_run(killed):
+    key = killed.environ["OFFLINE_GRPO_SERVER_KEY"]
+    assert len(key) > 10
+    assert not [path for path in killed.folder.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+
+
+def test_nothing_outlives_a_run_that_is_killed(killed):
+    assert killed.num_below >= 6  # three guardians, the API, the environment and the server
+    assert killed.left == []
+    assert killed.seconds < 25
+
+
+@pytest.fixture(scope="module")
+def fed(tmp_path_factory):
+    """A run fed by atroposlib's own GSM8K environment and by one of two turns, then by one that sends no logprobs, which ends it."""
+    folder = tmp_path_factory.mktemp("fed")
+    gsm8k, reversal = atropos_world.upstream(folder, "environments/gsm8k_server.py", "environments/text_reversal_environment.py")
+    world, model = atropos_world.data_sets(folder), atropos_world.guessing_model(folder / "model")
+    config = "serve --config $OFFLINE_GRPO_ENV_CONFIG"
+    late = f"{reversal} {config} --env.thinking_mode False --env.train_max_tokens 24 --env.train_dataset texts.jsonl"
+    commands = (
+        f"python {ROOT}/tests/multi_turn_environment.py {config} --env.data_path_to_save_groups {folder}/sent.jsonl &",
+        f"python {gsm8k} {config} &",
+        f"(while ! test -e {folder}/late; do sleep 0.2; done; exec python {late} --env.eval_dataset texts.jsonl --env.eval_split train) &",
+        "wait",
+    )
+    overrides = (
+        *own_server(folder),
+        f"rollouts.environment='cd {world}; export HF_HUB_OFFLINE=1 HF_DATASETS_CACHE={folder}/cache; {' '.join(commands)}'",
+        *("rollouts=atropos", f"rollouts.url={free_url()}", "rollouts.poll_s=0.2", "rollouts.max_token_len=512"),
+        *("generation.max_new_tokens=24", "eval.enabled=false"),
+        *("train.iterations=500", "train.updates_per_iteration=1", "weight_sync=reload", Groups.override),
+        *("train.loss.ratio_reference=rollout", "train.loss.importance_correction=none", "train.kl_coef=0"),
+    )
+    Groups.seen = []
+    mishaps = {("generate", 3): (folder / "late").touch}
+    with pytest.raises(MissingLogprobs) as ended:
+        run(folder / "run", model, *overrides, mishaps=mishaps)
+    sent = [json.loads(line) for line in (folder / "sent.jsonl").read_text().splitlines()]
+    groups = [group for groups in Groups.seen for group in groups]
+    return SimpleNamespace(folder=folder / "run", message=str(ended.value), groups=groups, sent=sent)
+
+
+def spans(rollout):
+    """How many runs of tokens the model wrote."""
+    mask = [False, *rollout.is_sampled]
+    return sum(now and not before for before, now in itertools.pairwise(mask))
+
+
+def test_an_environment_that_ships_with_atroposlib_feeds_the_run(fed):
+    theirs = [group for group in fed.groups if all(spans(rollout) == 1 for rollout in group.rollouts)]
+    assert theirs
+    assert all({rollout.score.reward for rollout in group.rollouts} == {1.0, -1.0} for group in theirs)
+    assert any("quite sure that it is" in rollout.text for group in theirs for rollout in group.rollouts)
+
+
+def test_of_several_turns_exactly_what_the_model_wrote_is_trained_on(fed):
+    expected = {
+        tuple(tokens): ([token != -100 for token in mask], logprobs)
+        for group in fed.sent
+        for tokens, mask, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True)
+    }
+    turns = [rollout for group in fed.groups for rollout in group.rollouts if spans(rollout) == 2]
+    assert len(turns) >= 4
+    for rollout in turns:
+        is_sampled, logprobs = expected[tuple(rollout.token_ids)]
+        assert list(rollout.is_sampled) == is_sampled
+        assert rollout.logprobs == pytest.approx([value for value, mine in zip(logprobs, is_sampled, strict=True) if mine])
+
+
+def test_an_environment_without_logprobs_ends_the_run_with_the_seeds_message(fed):
+    assert "GRPO requires inference_logprobs for importance sampling!" in fed.message
