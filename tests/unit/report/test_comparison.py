@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import matplotlib.image
+import numpy as np
 import pytest
 import rich
 from rich.console import Console
@@ -122,8 +123,9 @@ def test_the_picture_shows_the_figures_and_nothing_covers_anything(names: list[s
     bars = [bar.get_path().get_extents(bar.get_patch_transform()) for bar in seconds.patches]
     ends = [max(bar.x1 for bar in bars if bar.y0 < row < bar.y1) for row in range(len(names))]
     assert ends == pytest.approx([3 + 4.0 / (1 + place) for place in range(len(names))])
-    assert [line.get_xydata().shape for line in reward.lines] == [(4, 2)] * len(names)
-    assert reward.lines[0].get_xydata()[-1, 0] == pytest.approx((4 * 3 + 2 * 8) / 60)
+    curves = [np.asarray(line.get_xydata()) for line in reward.lines]
+    assert [curve.shape for curve in curves] == [(4, 2)] * len(names)
+    assert curves[0][-1, 0] == pytest.approx((4 * 3 + 2 * 8) / 60)
     assert len(memory.lines) == (len(names) if gpu else 0)
     boxes = [axes.get_tightbbox() for axes in figure.axes]
     for place, box in enumerate(boxes):
