@@ -38,7 +38,7 @@ class Benchmark:
         for key, value in metrics.items():
             if key.startswith("time/") and not key.startswith("time/start"):
                 self.seconds[key] = self.seconds.get(key, 0.0) + value
-        self.num_syncs += metrics.get("time/sync_push_s", 0.0) > 0
+        self.num_syncs += metrics.get("time/sync_push_s", 0.0) > 0 and "sync/frozen" not in metrics
         self.num_completion_tokens += metrics.get("num_completion_tokens", 0.0)
         self.num_tokens_trained += metrics.get("num_tokens_trained", 0.0)
         if "perf/gpu_memory_card_gb" in metrics:

@@ -38,6 +38,7 @@ MEASURES = {
     "tokens_per_s": ("overall, tokens/s", ",.0f"),
     "gpu_peak_gb": ("GPU memory, peak GB", ",.1f"),
     "gpu_mean_gb": ("GPU memory, mean GB", ",.1f"),
+    "checkpoint_mb": ("checkpoint, MB", ",.1f"),
     "reward_first": ("reward, first step", ".3f"),
     "reward_last": ("reward, last step", ".3f"),
 }
@@ -77,9 +78,15 @@ class Arm:
             "tokens_per_s": found.tokens_per_s("iteration"),
             "gpu_peak_gb": found.peak_gb,
             "gpu_mean_gb": found.mean_gb,
+            "checkpoint_mb": self._checkpoint_mb(),
             "reward_first": float(reward[0]) if len(reward) else None,
             "reward_last": float(reward[-1]) if len(reward) else None,
         }
+
+    def _checkpoint_mb(self) -> float | None:
+        """Of the newest checkpoint's weights: of adapters alone, where only they are trained."""
+        newest = max((self.history.run_dir / "checkpoints").glob("iter_*"), default=None)
+        return None if newest is None else sum(path.stat().st_size for path in newest.glob("*.safetensors")) / 1e6
 
     @property
     def cells(self) -> list[str]:

@@ -41,6 +41,7 @@ def test_sums_and_means() -> None:
     assert found.tokens_per_s("train") == 100.0
     assert found.tokens_per_s("iteration") == pytest.approx(1500 / 19.5)
     assert (found.peak_gb, found.mean_gb) == (20.0, 15.0)
+    assert Benchmark.of([STEPS[1] | {"sync/frozen": 1.0}]).num_syncs == 0, "nothing is pushed to a server that keeps its weights"
 
 
 def test_the_block_that_scripts_look_for() -> None:

@@ -27,6 +27,10 @@ def record(folder: Path, mode: str, *, steps: int = 2, sync_s: float = 8.0, gpu:
         step |= {"time/start_s": 30.0} if i == 0 else {}
         step |= {"perf/gpu_memory_card_gb": 40.0 + i} if gpu else {}
         (metrics / f"train_iter_{i:03d}.json").write_text(json.dumps(step))
+    checkpoint = folder / mode / "checkpoints" / "iter_001"
+    (checkpoint / "trainer").mkdir(parents=True)
+    for name in ("model-1.safetensors", "model-2.safetensors", "trainer/masters.safetensors"):
+        (checkpoint / name).write_bytes(b"x" * 10_000)
 
 
 def printed(folder: Path, width: int = 80) -> list[str]:
@@ -58,6 +62,7 @@ def test_figures_of_a_mode(tmp_path: Path) -> None:
         "gpu_mean_gb": 40.5,
         "reward_first": 0.5,
         "reward_last": 0.625,
+        "checkpoint_mb": 0.02,
     }
 
 

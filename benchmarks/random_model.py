@@ -1,0 +1,47 @@
+"""A model with random weights, problems and a reward for `offline_grpo.compare` on a machine without the Hub.
+
+    python benchmarks/random_model.py FOLDER [--shape small]
+    python -m offline_grpo.compare model=hf model.train_id=FOLDER/model task=dataset task.path=FOLDER/problems.jsonl \\
+        task.reward=benchmarks.random_model:sevens ...
+
+Every token of the vocabulary has a text. The model hardly ever draws the end-of-sequence token, so that all modes sample the same number of
+tokens. The reward differs between completions, and training can raise it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+
+def sevens(completion: str) -> float:
+    """The share of sevens among the characters of a completion, times ten."""
+    return 10 * completion.count("7") / max(len(completion), 1)
+
+
+def main() -> None:
+    from tokenizers.models import WordLevel
+    from weight_sync import SHAPES, save_model
+
+    from offline_grpo.model.load import load_tokenizer
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2_5_0_5b")
+    parser.add_argument("--dtype", default="bfloat16")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    model = save_model(arguments.folder / "model", arguments.shape, arguments.dtype)
+    tokenizer: Any = load_tokenizer(str(model))  # of characters, fewer than the model has tokens
+    characters = tokenizer.get_vocab()
+    words = {f" {i}": i for i in range(len(characters), SHAPES[arguments.shape]["vocab_size"])}
+    tokenizer.backend_tokenizer.model = WordLevel(characters | words, unk_token="<unk>")
+    tokenizer.save_pretrained(str(model))
+    rows = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(100) for b in range(10)]
+    (arguments.folder / "problems.jsonl").write_text("\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()
