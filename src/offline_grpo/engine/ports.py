@@ -26,7 +26,7 @@ def choose_port(host: str, port: int | None, *, key: str) -> int:
             return int(probe.getsockname()[1])
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # the address is to blame: no other port would help
-            host_key = f"{key.removesuffix('.port')}.host" if key.endswith(".port") else key
+            host_key = f"{key.removesuffix('port')}host" if key.endswith("port") else key
             raise ConfigError(f"{host_key}={host}: cannot be used ({error.strerror}); name an address of this machine") from error
         owner = f"is taken by {owner_of(port)}" if port and owner_of(port) else f"cannot be used on {host} ({error.strerror})"
         raise ConfigError(f"{key}={port}: {owner}; stop that process, choose another port, or null for any free one") from error
@@ -42,7 +42,7 @@ def owner_of(port: int) -> str | None:
         if listener.pid is None:
             return "a process of another user"
         try:
-            return f"{' '.join(psutil.Process(listener.pid).cmdline())[:120]} (pid {listener.pid})"
+            return f"{' '.join(' '.join(psutil.Process(listener.pid).cmdline()).split())[:120]} (pid {listener.pid})"
         except psutil.Error:
             return f"pid {listener.pid}"
     return None

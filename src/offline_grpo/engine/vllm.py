@@ -19,6 +19,8 @@ EXTENSION = "offline_grpo_worker.WorkerExtension"
 GENERATE = "offline_grpo_generate.Generate"
 TOKEN_GATE = "offline_grpo_worker.TokenGate"
 SERVED_NAME = "policy"
+LORA_KERNELS = os.environ.get("VLLM_TUNED_CONFIG_FOLDER") or str(EXTENSION_FOLDER / "lora_kernels")
+"""Settings of vLLM's LoRA kernels that are faster for few tokens (`benchmarks/lora_kernels.py`); on other GPUs vLLM uses its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

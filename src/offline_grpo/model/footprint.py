@@ -82,9 +82,9 @@ def measure(model: LanguageModel, microbatch: Microbatch, *, layout: Layout, hea
         separate_masters: fp32 weights have masters too (see `MasterWeights`).
     """
     layout = layout.for_memory_plan()
-    config: Any = decoder_of(unwrapped(model)).config
-    if config._attn_implementation == "sdpa":
-        config._attn_implementation = CUDA_SDPA
+    decoder: Any = decoder_of(unwrapped(model))
+    if decoder.config._attn_implementation == "sdpa" and decoder._supports_attention_backend:  # Falcon calls no attention but its own
+        decoder.config._attn_implementation = CUDA_SDPA
     prepare_for_gradients(model)
     live = LiveBytes()
     weights_bytes = live.add([*model.parameters(), *model.buffers()])

@@ -158,19 +158,24 @@ def _check_server(device: DevicePlan) -> None:
 
 
 def _refusal(device: DevicePlan) -> str:
-    trainer_bytes = sum(part.num_bytes for part in device.trainer)
     largest = max(device.trainer or device.server, key=lambda part: part.num_bytes)
     setting, fix = largest.setting, largest.fix
-    if device.server:
-        weights, rest, context = device.server
-        room = floor((device.total_bytes - trainer_bytes - context.num_bytes) / device.total_bytes * 100) / 100
-        if room * device.total_bytes >= weights.num_bytes * KV_CACHE_FLOOR:
-            setting, fix = rest.setting, f"use {rest.setting.partition('=')[0]}={room:.2f} or less"
+    if device.server and (room := room_for_server(device, total_bytes=device.total_bytes)) is not None:
+        rest = device.server[1]
+        setting, fix = rest.setting, f"use {rest.setting.partition('=')[0]}={room:.2f} or less"
     parts = ", ".join(f"{part.name} {_gib(part.num_bytes)}" for part in sorted(device.parts, key=lambda part: -part.num_bytes)[:4])
     return (
         f"{setting}: GPU {device.gpu} has {_gib(device.total_bytes)} and would have to hold {_gib(device.needed_bytes)} ({parts}, ...); "
         f"{fix}; placement.check_memory=false starts all the same"
     )
+
+
+def room_for_server(device: DevicePlan, *, total_bytes: int) -> float | None:
+    """The largest share of a GPU of `total_bytes` that a server may have beside the trainer; None if that is too little for its weights."""
+    weights, _, context = device.server
+    trainer_bytes = sum(part.num_bytes for part in device.trainer)
+    room = floor((total_bytes - trainer_bytes - context.num_bytes) / total_bytes * 100) / 100
+    return room if room * total_bytes >= weights.num_bytes * KV_CACHE_FLOOR else None
 
 
 def largest_microbatch(request: MemoryRequest) -> Microbatch:

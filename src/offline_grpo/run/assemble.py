@@ -151,8 +151,9 @@ def _check_found_servers(plan: Plan, model_id: str, ranks: Ranks) -> None:
     """See `serving.check_found`. Of a model with adapters, a server has the base."""
     lora = plan.config.model.lora
     about = {"dtype": TORCH_NAMES[plan.config.train.precision], "lora_rank": None if lora is None else lora.r}
-    for spec, weight_sync in ((plan.engine, plan.weight_sync), (plan.eval_engine, plan.eval_weight_sync)):
-        ranks.on_main(lambda spec=spec, weight_sync=weight_sync: serving.check_found(spec, weight_sync, model_id, **about))
+    of_training = {**about, "for_environments": plan.config.rollouts.get("url") is not None}
+    ranks.on_main(lambda: serving.check_found(plan.engine, plan.weight_sync, model_id, **of_training))
+    ranks.on_main(lambda: serving.check_found(plan.eval_engine, plan.eval_weight_sync, model_id, **about))
 
 
 def _check_model(plan: Plan, model_id: str) -> int:

@@ -105,11 +105,14 @@ def evaluation_sync(spec: EngineSpec | None, settings: EvalConfig, training: Wei
     return Reload(**common, server_args={}, location=settings.location, pause_mode="abort")  # of this run, no request is in flight
 
 
-def check_found(spec: EngineSpec | None, weight_sync: WeightSync, model: str, *, dtype: str, lora_rank: int | None) -> None:
+def check_found(
+    spec: EngineSpec | None, weight_sync: WeightSync, model: str, *, dtype: str, lora_rank: int | None, for_environments: bool = False
+) -> None:
     """Look at a server that the run does not start, before anything large is loaded.
 
     Args:
         model, dtype: what it should serve, for the message.
+        for_environments: Atropos environments will call it too.
 
     Raises:
         EngineError: nobody answers there.
@@ -122,9 +125,12 @@ def check_found(spec: EngineSpec | None, weight_sync: WeightSync, model: str, *,
     control = spec.client_class.control(server)
     control.check_version()
     lack = control.lacks(needs.moves)
+    lacks_generate = for_environments and not server.api.has("/generate")
+    if lacks_generate:
+        lack = "has no POST /generate, which environments call (--middleware offline_grpo_generate.Generate)"
     if lack is None:
         return
-    if needs.moves == "nothing":
+    if needs.moves == "nothing" and not lacks_generate:
         log.warning("%s=%s: that server %s; weight_sync=none uses it as it is", server.key, server.base_url, lack)
         return
     message = f"{server.key}={server.base_url}: that server {lack}; see docs/weight_sync.md, Your own server"

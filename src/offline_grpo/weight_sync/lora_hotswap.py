@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offline_grpo.engine.engine import ServerEngine
-from offline_grpo.engine.vllm import EXTENSION_FOLDER
+from offline_grpo.engine.vllm import LORA_KERNELS
 from offline_grpo.errors import EngineError
 from offline_grpo.weight_sync.proof import Proof, verify
 from offline_grpo.weight_sync.reload import StagedFolder
@@ -25,9 +25,6 @@ from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.saving import save_weights
 from offline_grpo.weight_sync.server_sync import ServerSync
 from offline_grpo.weight_sync.snapshot import Snapshot
-
-LORA_KERNELS = os.environ.get("VLLM_TUNED_CONFIG_FOLDER") or str(EXTENSION_FOLDER / "lora_kernels")
-"""Settings of vLLM's LoRA kernels that are faster for few tokens (`benchmarks/lora_kernels.py`); on other GPUs vLLM uses its own."""
 
 
 @dataclass(kw_only=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from factories import make_rollout
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, Qwen2Config
+from transformers import FalconConfig, LlamaConfig, Qwen2Config
 
 from offline_grpo.model.footprint import Microbatch, build_on_meta, measure, weights_bytes
 from offline_grpo.model.layouts.padded import Padded
@@ -64,6 +64,16 @@ def test_fp32_weights_are_their_own_masters_unless_they_are_shared():
     assert footprint(precision="fp32").weights_bytes == about(4 * QWEN2_SIZE)
     assert footprint(precision="fp32").masters_bytes == 0
     assert footprint(precision="fp32", separate_masters=True).masters_bytes == about(4 * QWEN2_SIZE)
+
+
+@pytest.mark.parametrize("layout", [Padded(), Varlen()])
+def test_attention_of_the_models_own_is_run_as_it_is(layout):
+    """Falcon asks for sdpa or computes scores with a mask, and takes no other kernel."""
+    config = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    found = footprint(config, layout=layout)
+    num_weights = found.weights_bytes // 2
+    assert found.masters_bytes == about(4 * num_weights)
+    assert found.activations_bytes > 0
 
 
 def test_lora_trains_the_adapters_alone():

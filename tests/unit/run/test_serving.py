@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,6 +207,26 @@ def test_an_sglang_server_without_its_option(caplog: pytest.LogCaptureFixture) -
         fake.version = "0.5.10"
         with pytest.raises(ConfigError, match=r"versions 0\.5\.11 to 0\.5\.15 are supported"):
             look("generation=sglang_server weight_sync=none", web.base_url)
+
+
+def test_a_server_that_environments_cannot_call() -> None:
+    """A stock vLLM answers 404, and 405 to GET where there is a route for POST. The run itself asks nothing else of it here."""
+    routes = {"/health": 200, "/version": 200}
+
+    def script(request: Request) -> Reply:
+        return Reply({"version": "0.32.0"}, status=routes.get(request.path, 404))
+
+    plan = make_plan(typed(compose_config("generation=vllm_server", "weight_sync=none", f"generation.base_url={DEAD}")))
+    with ScriptedServer(script) as web:
+        spec = replace(plan.engine, base_url=web.base_url)
+        check_found(spec, plan.weight_sync, "some/model", dtype="bfloat16", lora_rank=None)
+        refusal = (
+            rf"^generation\.base_url={web.base_url}: that server has no POST /generate, .* Start one that has it: .*offline_grpo_generate"
+        )
+        with pytest.raises(ConfigError, match=refusal):
+            check_found(spec, plan.weight_sync, "some/model", dtype="bfloat16", lora_rank=None, for_environments=True)
+        routes["/generate"] = 405
+        check_found(spec, plan.weight_sync, "some/model", dtype="bfloat16", lora_rank=None, for_environments=True)
 
 
 @pytest.mark.parametrize(("option", "launcher"), [("vllm", VllmEngine), ("sglang", SglangEngine)])

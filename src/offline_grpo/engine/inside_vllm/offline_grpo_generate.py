@@ -34,6 +34,8 @@ SAMPLING = {name for name in SamplingParams.__struct_fields__ if not name.starts
 """What a request may ask of vLLM's sampler."""
 OF_REQUEST = (ValueError, TypeError, OverflowError, RecursionError, getattr(exceptions, "VLLMClientError", ValueError))
 """What vLLM and msgspec raise over a request that asks for something impossible. vLLM's class is newer than 0.25."""
+NOT_NOW = getattr(exceptions, "VLLMError", EngineDeadError)
+"""Of what vLLM raises otherwise, such as over a full queue. 0.25 has no such class."""
 
 Message = dict[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -191,7 +193,7 @@ class Request:
             raise Refusal(500, f"the engine failed: {error.__cause__!r}") from error
         except OF_REQUEST as error:
             raise Refusal(400, str(error)) from error
-        except exceptions.VLLMError as error:  # pyright: ignore[reportAttributeAccessIssue] # from 0.26 on: a full queue, an engine that could not
+        except NOT_NOW as error:
             raise Refusal(503, str(error)) from error
 
     def _text(self, output: Any) -> str:

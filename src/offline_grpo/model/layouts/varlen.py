@@ -71,9 +71,11 @@ class Varlen:
 
 
 def _packs(decoder: nn.Module, batch: TokenBatch) -> bool:
-    """Whether the kernel can do what the model does with this batch. It knows windows, and no chunks; padded rows are right for both."""
+    """Whether the kernel can do what the model does with this batch. It knows windows, and no chunks; padded rows are right for both, and
+    for models such as Falcon, which have attention of their own."""
     chunk = getattr(decoder.config, CHUNK, None)
-    return chunk is None or max(batch.sequence_lengths) <= chunk
+    takes_kernels = getattr(decoder, "_supports_attention_backend", True)
+    return takes_kernels and (chunk is None or max(batch.sequence_lengths) <= chunk)
 
 
 def _varlen_attention(

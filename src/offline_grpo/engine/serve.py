@@ -1,0 +1,164 @@
+"""`python -m offline_grpo.engine.serve MODEL`: the vLLM server of a run, by itself, for trainers and Atropos environments to call."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from offline_grpo.engine.command_line import ELSEWHERE, is_loopback
+from offline_grpo.engine.http import authorization
+from offline_grpo.engine.ports import choose_port
+from offline_grpo.engine.server import Server
+from offline_grpo.engine.vllm import LORA_KERNELS, VllmEngine
+from offline_grpo.errors import ConfigError, GrpoError
+
+KEY_VARIABLE = "VLLM_API_KEY"
+POLL_S = 1.0
+EPILOG = f"""
+Any other option of vLLM may follow, such as --max-num-seqs 64. A key is read from --api-key-file or the variable {KEY_VARIABLE}: other
+users can read command lines. The server has POST /generate, /v1, and what weight sync needs.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command takes, besides options of vLLM."""
+    parser = argparse.ArgumentParser(
+        prog="python -m offline_grpo.engine.serve", description=__doc__, epilog=EPILOG, allow_abbrev=False, usage="%(prog)s MODEL [OPTIONS]"
+    )
+    parser.add_argument("model", metavar="MODEL", help="model folder or Hub id")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than the default need a key")
+    parser.add_argument("--port", type=port_or_null, default=9001, help="null: any free one (default: 9001)")
+    parser.add_argument("--dtype", default="bfloat16", help="that of the trainer's train.precision (default: bfloat16)")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.45, metavar="FRAC", help="of the GPU (default: 0.45)")
+    parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="prompt and completion (default: the model's limit)")
+    parser.add_argument("--enable-lora", action="store_true", help="for weight_sync=lora_hotswap")
+    parser.add_argument("--max-lora-rank", type=int, default=16, metavar="RANK", help="of adapters (default: 16)")
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="requests must carry the key that this file holds")
+    parser.add_argument("--python", metavar="FILE", help="interpreter that has vLLM (default: this one)")
+    parser.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="FOLDER", help="for what vLLM prints (default: logs)")
+    return parser
+
+
+def run(words: Sequence[str] | None = None) -> None:
+    """Serve until a signal or the server's end. Raises ConfigError or EngineError."""
+    options, others = parser().parse_known_args(words)
+    key = read_key(options.api_key_file)
+    if key is None and not is_loopback(options.host):
+        raise ConfigError(
+            f"--host={options.host}: on that address others could control the server; give it a key by --api-key-file, or use 127.0.0.1"
+        )
+    if options.python is None and find_spec("vllm") is None:
+        raise ConfigError("--python: vLLM is not installed in this environment; start with `uv run --extra vllm -m ...`, or name another's")
+    engine = launcher(options, others, key)
+    port = choose_port(options.host, options.port, key="--port")
+    at_port: Any = replace(engine, port=port)
+    server = Server(base_url=None, api_key=None, launcher=at_port, log_dir=options.log_dir / f"serve_{port}")
+    try:
+        server.start(options.model)
+        print("\n".join(how_to_use(options.model, server)), flush=True)
+        while True:
+            server.check_alive()
+            time.sleep(POLL_S)
+    finally:
+        server.stop()
+
+
+def launcher(options: argparse.Namespace, others: Sequence[str], key: str | None) -> VllmEngine:
+    """The engine of the command's options: that of a run, with its essentials."""
+    essentials = VllmEngine.essentials
+    args = {**essentials["args"], "seed": 0}
+    args |= {name: getattr(options, name) for name in ("dtype", "gpu_memory_utilization", "max_model_len")}
+    env = dict(essentials["env"])
+    if options.enable_lora:
+        args |= {"enable_lora": True, "max_lora_rank": options.max_lora_rank, "max_loras": 1, "specialize_active_lora": True}
+        env["VLLM_TUNED_CONFIG_FOLDER"] = LORA_KERNELS
+    return VllmEngine(
+        python=options.python,
+        host=options.host,
+        port=options.port,
+        api_key=key,
+        start_timeout_s=900.0,
+        args=args | passed_through(others),
+        env=env,
+        blackwell_workaround=essentials["blackwell_workaround"],
+    )
+
+
+def passed_through(words: Sequence[str]) -> dict[str, Any]:
+    """Options of vLLM, `["--max-num-seqs", "64", "--enforce-eager"]` as `{"max_num_seqs": "64", "enforce_eager": True}`."""
+    given: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            if name in ELSEWHERE:
+                raise ConfigError(f"--{name.replace('_', '-')}: is decided elsewhere; a key is given by --api-key-file, a model as MODEL")
+            given[name] = value or True
+        elif not name:
+            raise ConfigError(f"{word}: MODEL is one word and comes first; options of vLLM begin with --")
+        else:
+            given[name] = word if given[name] is True else [*([given[name]] if isinstance(given[name], str) else given[name]), word]
+    return given
+
+
+def port_or_null(word: str) -> int | None:
+    """For argparse."""
+    if word != "null" and not (word.isdecimal() and 0 < int(word) < 65536):
+        raise argparse.ArgumentTypeError(f"{word}: must be from 1 to 65535, or null for any free one")
+    return None if word == "null" else int(word)
+
+
+def read_key(file: Path | None) -> str | None:
+    """The key of a file, or else of the environment; None for none."""
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    try:
+        key = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file={file}: cannot be read ({error})") from error
+    if not key:
+        raise ConfigError(f"--api-key-file={file}: is empty; write the key into it")
+    authorization(key)
+    return key
+
+
+def how_to_use(model: str, server: Server) -> list[str]:
+    """What a trainer and an environment must be told."""
+    key = " generation.api_key=KEY", " --openai.api_key KEY"
+    for_trainer, for_environment = key if server.api_key is not None else ("", "")
+    return [
+        f"{model} is served at {server.base_url}",
+        *(["  without a key: any user of this machine can call it"] if server.api_key is None else []),
+        "  trainer:",
+        f"    generation=vllm_server generation.base_url={server.base_url}{for_trainer}",
+        "  environment:",
+        f"    --openai.server_type vllm --openai.base_url {server.base_url}/v1{for_environment}",
+        "Ctrl-C ends it.",
+    ]
+
+
+def main() -> None:
+    """The command."""
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("offline_grpo").setLevel(logging.INFO)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell lets its background jobs ignore the first one
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        run()
+    except GrpoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""`python -m offline_grpo.engine.serve`: the server of a run, started by hand, is one that trainers and environments can use."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from engines import CPU, CPU_ENV, forking_python, processes_naming
+from served_runs import run
+
+from offline_grpo.engine.ports import choose_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("where", [pytest.param(CPU, id="cpu")], indirect=True, scope="session")]
+
+KEY = "open-sesame"
+FAST = ("--enforce-eager", "--distributed-executor-backend", "uni", "--kv-cache-memory-bytes", "67108864", "--dtype", "float32")
+LORA = ("model/lora=default", "model.lora.target_modules=[all-linear]", "model.lora.r=8", "weight_sync.server_args.max_lora_rank=16")
+
+
+def serve(*words: str) -> list[str]:
+    return [sys.executable, "-m", "offline_grpo.engine.serve", *words]
+
+
+@pytest.fixture(scope="module")
+def command(where: object, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The running command, and the URL that it printed."""
+    folder = tmp_path_factory.mktemp("serve")
+    (folder / "key").write_text(f"{KEY}\n")
+    own = ("--port", str(choose_port("127.0.0.1", None, key="-")), "--api-key-file", "key", "--python", forking_python(folder))
+    words = serve(str(model_folder), *own, *FAST, "--max-num-batched-tokens=32768", "--enable-lora")
+    env = {**os.environ, **CPU_ENV}
+    with subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            yield process, first.removeprefix(f"{model_folder} is served at ").strip()
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    "overrides", [("weight_sync=reload",), ("weight_sync=shared_vllm",), ("weight_sync=lora_hotswap", *LORA)], ids=lambda words: words[0]
+)
+def test_a_trainer_uses_it(overrides: tuple[str, ...], command: tuple[object, str], model_folder: Path, tmp_path: Path) -> None:
+    _, url = command
+    if "lora" in overrides[0]:  # adapters are on top of the weights that training starts from, and others were pushed before
+        restore(url, model_folder)
+    found = (f"generation.base_url={url}", f"generation.api_key={KEY}", "generation=vllm_server", "train.iterations=2", "eval.interval=2")
+    metrics = run(tmp_path / "run", model_folder, *found, *overrides)
+    assert metrics["train_iter_001.json"]["alignment/diff_abs_mean"] < 1e-4
+    restore(url, model_folder)
+
+
+def restore(url: str, model: Path) -> None:
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    for path, content in (("/pause", None), ("/collective_rpc", body), ("/reset_prefix_cache", None), ("/resume", None)):
+        httpx.post(f"{url}{path}", json=content, headers=headers, timeout=60).raise_for_status()
+
+
+def test_an_environment_needs_the_key(command: tuple[object, str]) -> None:
+    _, url = command
+    body = {"prompt": "Hello", "max_tokens": 5}
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.post(f"{url}/generate", json=body).status_code == 401
+    answer = httpx.post(f"{url}/generate", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+    assert len(answer.json()["logprobs"][0]) == 5
+
+
+def test_a_taken_port_names_its_owner(command: tuple[object, str]) -> None:
+    _, url = command
+    second = subprocess.run(serve("m", "--port", url.rpartition(":")[2]), capture_output=True, text=True)
+    assert second.returncode == 2
+    assert f"error: --port={url.rpartition(':')[2]}: is taken by" in second.stderr
+
+
+def test_ctrl_c_ends_it_and_its_children(command: tuple[subprocess.Popen[str], str], model_folder: Path) -> None:
+    process, url = command
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) > 1
+    assert KEY not in " ".join(word for child in children for word in child.cmdline())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert not processes_naming(f"--port {url.rpartition(':')[2]}")

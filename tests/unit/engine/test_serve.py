@@ -1,0 +1,66 @@
+"""What `python -m offline_grpo.engine.serve` makes of its words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offline_grpo.engine import serve
+from offline_grpo.engine.vllm import LORA_KERNELS
+from offline_grpo.errors import ConfigError
+
+
+def test_options_reach_the_servers_command_line() -> None:
+    words = ["Qwen/Qwen3-0.6B", "--max-model-len", "512", "--max-num-seqs=64", "--enable-lora", "--trust-remote-code", "--a", "1", "2"]
+    options, others = serve.parser().parse_known_args(words)
+    engine = serve.launcher(options, others, None)
+    line = " ".join(engine.command(options.model, 9001, {}))
+    for expected in (
+        *("--model Qwen/Qwen3-0.6B --host 127.0.0.1 --port 9001", "--dtype bfloat16", "--logprobs-mode processed_logprobs"),
+        *("--enable-lora --max-lora-rank 16", "--max-model-len 512", "--max-num-seqs 64", "--trust-remote-code", "--a 1 2"),
+        *("--generation-config vllm", "--gpu-memory-utilization 0.45", "--middleware offline_grpo_generate.Generate"),
+    ):
+        assert f" {expected}" in line
+    variables = engine.variables({})
+    assert variables["VLLM_SERVER_DEV_MODE"] == "1"
+    assert variables["VLLM_TUNED_CONFIG_FOLDER"] == LORA_KERNELS
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["m", "--host", "0.0.0.0"], "--host=0.0.0.0: on that address others could control the server"),
+        (["m", "--api-key", "hush-hush"], "--api-key: is decided elsewhere; a key is given by --api-key-file"),
+        (["m", "--api_key=hush-hush"], "--api-key: is decided elsewhere"),
+        (["m", "--middleware", "x.Y"], "--middleware: is decided elsewhere"),
+        (["m", "n"], "n: MODEL is one word and comes first"),
+        (["m", "--api-key-file", "/nobody/here"], "--api-key-file=/nobody/here: cannot be read"),
+        (["m", "--api-key-file", "/dev/null"], "--api-key-file=/dev/null: is empty"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setattr(serve, "Server", None)  # it does not come so far
+    with pytest.raises(ConfigError) as refused:
+        serve.run(words)
+    assert str(refused.value).startswith(message)
+    assert "hush-hush" not in str(refused.value)
+
+
+def test_ports(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.port_or_null("null") is None
+    assert serve.port_or_null("8001") == 8001
+    for word in ("0", "65536", "-1", "x"):
+        with pytest.raises(SystemExit):
+            serve.parser().parse_args(["m", "--port", word])
+        assert "or null for any free one" in capsys.readouterr().err
+
+
+def test_a_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "of the shell")
+    (tmp_path / "key").write_text(" of a file \n")
+    assert serve.read_key(tmp_path / "key") == "of a file"
+    assert serve.read_key(None) == "of the shell"
+    monkeypatch.delenv("VLLM_API_KEY")
+    assert serve.read_key(None) is None
