@@ -80,7 +80,7 @@ def _validator() -> SchemaValidator:
     """Of `_Group`. It stops at the first error: a hostile group may have millions."""
 
     def rows(item: schema.CoreSchema) -> schema.CoreSchema:
-        return schema.list_schema(schema.list_schema(item, fail_fast=True), fail_fast=True)
+        return schema.list_schema(schema.list_schema(item, fail_fast=True, strict=True), fail_fast=True, strict=True)
 
     def fields(cls: type, optional: dict[str, schema.CoreSchema], required: dict[str, schema.CoreSchema]) -> schema.CoreSchema:
         nullable = {name: schema.with_default_schema(schema.nullable_schema(item), default=None) for name, item in optional.items()}
@@ -88,26 +88,28 @@ def _validator() -> SchemaValidator:
         names = [field["name"] for field in all_fields]
         return schema.dataclass_schema(cls, schema.dataclass_args_schema(cls.__name__, all_fields), names, strict=False)
 
-    number, bounded = schema.float_schema(), schema.float_schema(ge=-LARGEST, le=LARGEST)
-    temperature = schema.float_schema(ge=TEMPERATURES[0], le=TEMPERATURES[1])
-    settings = fields(_Settings, {"temperature": temperature, "set_advantage_to_zero": schema.bool_schema()}, {})
+    def number(lowest: float | None = None, highest: float | None = None) -> schema.CoreSchema:
+        return schema.float_schema(ge=lowest, le=highest, allow_inf_nan=False, strict=True)
+
+    token, bounded = schema.int_schema(strict=True), number(-LARGEST, LARGEST)
+    settings = fields(_Settings, {"temperature": number(*TEMPERATURES), "set_advantage_to_zero": schema.bool_schema(strict=True)}, {})
     group = fields(
         _Group,
         {
-            "inference_logprobs": rows(number),
+            "inference_logprobs": rows(number()),
             "advantages": rows(bounded),
-            "ref_logprobs": rows(number),
+            "ref_logprobs": rows(number()),
             "generation_params": settings,
             "overrides": schema.list_schema(schema.nullable_schema(settings), fail_fast=True),
             "group_overrides": settings,
         },
         {
-            "tokens": rows(schema.int_schema()),
-            "masks": rows(schema.int_schema()),
+            "tokens": rows(token),
+            "masks": rows(token),
             "scores": schema.list_schema(bounded, fail_fast=True),
         },
     )
-    return SchemaValidator(group, {"strict": True, "allow_inf_nan": False})
+    return SchemaValidator(group)
 
 
 _VALIDATOR = _validator()
