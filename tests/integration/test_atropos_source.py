@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +15,17 @@ from typing import Any
 import pytest
 import torch
 from atropos_api import RunApi, as_json, group, pair
-from children import SMALL, metrics_of
+from children import SMALL, draw_nothing, metrics_of, printed, run_in_children
 from factories import compose_config
 from safetensors.torch import load_file
 
 from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.report import plots
 from offline_grpo.rollouts.atropos import Atropos, feed
 from offline_grpo.rollouts.atropos.groups import MissingLogprobs
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import app
-from offline_grpo.types import SamplingParams
+from offline_grpo.types import RolloutGroup, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -223,30 +227,73 @@ def test_a_batch_is_filled_up_where_groups_are_dropped(api: RunApi, caplog: pyte
     assert caplog.text.count("dropped a group") == 3
 
 
-def test_the_trajectory_is_that_of_the_run_whose_groups_it_gets(api: RunApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit: losses, gradient norms, and weights in the end."""
-    recorded: list[Any] = []
+@dataclass(frozen=True)
+class Recorded:
+    """A run of `rollouts=on_policy`: its overrides, its folder, and the groups of each iteration."""
+
+    overrides: list[str]
+    folder: Path
+    groups: list[list[RolloutGroup]]
+
+    def send(self, api: RunApi) -> None:
+        """Post all groups once the trainer is there."""
+
+        def environment() -> None:
+            while api.get("/info")["batch_size"] != 16:
+                time.sleep(0.05)
+            api.send(*(as_json(group) for groups in self.groups for group in groups))
+
+        after(0.05, environment)
+
+    def from_environments(self, api: RunApi) -> list[str]:
+        return [*self.overrides, "rollouts=atropos", f"rollouts.url={api.url}", "rollouts.max_token_len=64"]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    folder = tmp_path_factory.mktemp("recorded")
+    groups: list[list[RolloutGroup]] = []
     sample = OnPolicy.next
-    monkeypatch.setattr(OnPolicy, "next", lambda self, i: recorded.append(sample(self, i)) or recorded[-1])
-    overrides = [*SMALL, f"cache_dir={tmp_path}/cache", "eval.enabled=false", "train.lr=0.01"]
-    app.run(compose_config(*overrides), tmp_path / "on_policy")
+    overrides = [*SMALL, f"cache_dir={folder}/cache", "eval.enabled=false", "train.lr=0.001"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OnPolicy, "next", lambda self, i: groups.append(sample(self, i)) or groups[-1])
+        patch.setattr(plots, "save_report", draw_nothing)
+        app.run(compose_config(*overrides), folder / "on_policy")
+    return Recorded(overrides, folder / "on_policy", groups)
 
-    def environment() -> None:
-        while api.get("/info")["batch_size"] != 16:
-            time.sleep(0.05)
-        api.send(*(as_json(group) for groups in recorded for group in groups))
 
-    after(0.05, environment)
-    atropos = ["rollouts=atropos", f"rollouts.url={api.url}", "rollouts.max_token_len=64"]
-    app.run(compose_config(*overrides, *atropos), tmp_path / "atropos")
+def last_weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / "iter_003" / "model.safetensors")
 
-    expected, found = metrics_of(tmp_path / "on_policy"), metrics_of(tmp_path / "atropos")
+
+def test_the_trajectory_is_that_of_the_run_whose_groups_it_gets(
+    api: RunApi, recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: losses, gradient norms, and weights in the end."""
+    monkeypatch.setattr(plots, "save_report", draw_nothing)
+    recorded.send(api)
+    app.run(compose_config(*recorded.from_environments(api)), tmp_path / "run")
+
+    expected, found = metrics_of(recorded.folder), metrics_of(tmp_path / "run")
     assert found.keys() == expected.keys()
     for name, metrics in expected.items():
-        same = metrics.keys() & found[name].keys()
+        same = (metrics.keys() & found[name].keys()) - {"success_rate"}
         assert {"grad_norm", "loss_total", "reward_mean", "mismatch/kl_k3"} <= same
-        assert {key: found[name][key] for key in same - {"success_rate"}} == {key: metrics[key] for key in same - {"success_rate"}}
+        assert {key: found[name][key] for key in same} == {key: metrics[key] for key in same}
     assert expected["train_iter_003.json"]["grad_norm"] > 0
-    weights = [load_file(tmp_path / run / "checkpoints" / "iter_003" / "model.safetensors") for run in ("on_policy", "atropos")]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    weights, ours = last_weights(recorded.folder), last_weights(tmp_path / "run")
+    assert weights.keys() == ours.keys()
+    assert all(torch.equal(weights[name], ours[name]) for name in weights)
+    glossary = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
+    in_glossary = glossary.partition("with rollouts=atropos\n")[2].partition("\n###")[0]
+    recorded_names = json.loads((tmp_path / "run" / "metrics" / "train_iter_000.json").read_text()).keys()
+    assert {name for name in recorded_names if "rollouts" in name} == set(re.findall(r"`([a-z]+/rollouts\w*|rollouts/\w+)`", in_glossary))
+
+
+@pytest.mark.slow
+def test_two_processes_train_on_what_the_first_one_fetches(api: RunApi, recorded: Recorded, tmp_path: Path) -> None:
+    recorded.send(api)
+    assert run_in_children(2, tmp_path / "run", *recorded.from_environments(api)) == [0, 0], printed(tmp_path / "run")
+    weights, ours = last_weights(recorded.folder), last_weights(tmp_path / "run")
+    for name, tensor in weights.items():
+        torch.testing.assert_close(ours[name], tensor, atol=1e-6, rtol=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import compress
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -46,8 +47,10 @@ def test_what_was_sampled_is_told_by_the_masks() -> None:
     assert found.problem is None
     assert first.token_ids == (5, 6, 7, 8, 9, 10, 11)
     assert first.is_sampled == (False, False, True, True, False, False, True)
-    assert first.logprobs == (0.0, 0.0, -0.5, -1.0, 0.0, 0.0, 0.0)
-    assert first.ref_logprobs == (0.0, 0.0, -0.25, -9.0, 0.0, 0.0, -3.0)
+    assert first.logprobs == (1.0, 1.0, -0.5, -1.0, 1.0, 1.0, 0.0)
+    assert first.ref_logprobs == (1.0, 1.0, -0.25, -9.0, 1.0, 1.0, -3.0)
+    batch = build_batch(found.rollouts, mask_truncated=False)
+    assert batch.rollout_logprobs.tolist() == [0.0, 0.0, -0.5, -1.0, 0.0, 0.0, 0.0, 0.0, -2.0], "placeholders go no further"
     assert first.versions == (-1,) * 7
     assert first.finish_reason is None
     assert first.text == "7 8 11"
@@ -204,7 +207,7 @@ def check(groups: list[RolloutGroup]) -> None:
         for rollout in found.rollouts:
             assert 1 <= len(rollout.token_ids) <= MAX_TOKENS
             assert all(type(token) is int and 0 <= token < VOCAB for token in rollout.token_ids)
-            assert all(-30 <= logprob <= 1e-3 for logprob in rollout.logprobs)
+            assert all(-30 <= logprob <= 1e-3 for logprob in compress(rollout.logprobs, rollout.is_sampled))
             assert 0.01 <= rollout.temperature <= 100
             assert abs(rollout.score.reward) <= 1e4
     batch = build_batch([rollout for found in groups for rollout in found.rollouts], mask_truncated=False)

@@ -151,7 +151,7 @@ class GroupReader:
         rollouts = [self._rollout(group, index, own or _Settings()) for index, own in enumerate(overrides)]
         if not any(any(rollout.is_sampled) for rollout in rollouts):
             raise Dropped(Reason.MASKS, "no token is trained on")
-        advantages = None if group.advantages is None else tuple(tuple(map(float, row)) for row in group.advantages)
+        advantages = None if group.advantages is None else tuple(map(tuple, group.advantages))
         return RolloutGroup(problem=None, rollouts=tuple(rollouts), advantages=advantages)
 
     def _check(self, group: _Group, raw: Any) -> None:
@@ -186,7 +186,7 @@ class GroupReader:
         if is_sampled[0]:
             raise Dropped(Reason.MASKS, "a first token that is trained on, though nothing predicts it")
         assert group.inference_logprobs is not None
-        reward = float(group.scores[index])
+        reward = group.scores[index]
         return Rollout(
             token_ids=tuple(tokens),
             is_sampled=is_sampled,
@@ -212,17 +212,17 @@ def _parsed(raw: Any) -> _Group:
 
 
 def _logprobs(row: Sequence[float], is_sampled: Sequence[bool], lowest: float) -> tuple[float, ...]:
-    """[N] nats, 0 where not sampled."""
+    """[N] nats; where not sampled whatever was sent, a finite number."""
     sampled = list(compress(row, is_sampled))
     if sampled and not lowest <= min(sampled) <= max(sampled) <= ROUNDING:
         wrong = min(sampled) if max(sampled) <= ROUNDING else max(sampled)
         raise Dropped(Reason.NUMBERS, f"a logprob of {wrong:g} at a token that is trained on; {lowest:g} to 0 are possible")
-    return tuple([float(value) if flag else 0.0 for value, flag in zip(row, is_sampled, strict=True)])
+    return tuple(row)
 
 
 def _temperature(group: _Group, own: _Settings) -> float:
     """What the environment says last: of the sequence, then of its request, then of the group; 1 where it says nothing."""
     for settings in (own, group.generation_params, group.group_overrides):
         if settings is not None and settings.temperature is not None:
-            return float(settings.temperature)
+            return settings.temperature
     return 1.0
