@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerFast
 
 from offline_grpo.model.text import decode
 from offline_grpo.rollouts.atropos import Atropos
+from offline_grpo.types import SamplingParams
 
 TRAIN_TOKENS_PER_S = 38_000
 """Measured on one H100 with a model of 1.5 billion parameters. A slower iteration would flatter the source."""
@@ -113,6 +114,10 @@ def main() -> None:
         connect_timeout_s=30,
         restart_timeout_s=30,
         take_over=False,
+        start_api=False,
+        environment=None,
+        model_id="",
+        sampling=SamplingParams(max_new_tokens=args.tokens),
         client=SimpleNamespace(engine_name=None),  # type: ignore[arg-type]
         codec=SimpleNamespace(decode=lambda ids: decode(tokenizer, ids)),  # type: ignore[arg-type]
         vocab_size=tokenizer.vocab_size,
