@@ -145,7 +145,7 @@ def settings_effect(overrides: str) -> Any:
         )["rollouts"]
         codec = SimpleNamespace(decode=str)
         server = SimpleNamespace(base_url="http://127.0.0.1:9", api_key=None, check_healthy=lambda: None)
-        given = {"client": SimpleNamespace(engine_name="vLLM", server=server), "codec": codec, "vocab_size": 30}
+        given = {"client": SimpleNamespace(engine_name="vLLM", server=server), "codec": codec, "vocab_size": 30, "context": None}
         given |= {"run_folder": Path("/runs/a"), "model_id": "model", "sampling": SamplingParams(8), "rank": 0}
         source = build(node, key="rollouts", protocol=RolloutSource, **given)
         try:

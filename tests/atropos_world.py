@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,21 +24,24 @@ from offline_grpo.model.warm_start import collate
 from offline_grpo.types import RolloutGroup
 
 NUMBERS = (1, 2, 3)
-ANSWER = "After some thought I am quite sure that it is \\boxed{{{0}}} <reversed_text> {0} </reversed_text>"
+ANSWER = "After some thought I am quite sure that it is \\boxed{{{0}}}"
 QUESTION = "What is {0} + 0?"
 FILLER = [f"w{i}" for i in range(60)]
 CONTEXT = 512
 
 
 class Groups(RunListener):
-    """Remembers the groups that a run in this process trained on, iteration by iteration."""
+    """Remembers the groups that a run in this process trained on, and asks it to stop once `is_enough` of them."""
 
-    seen: ClassVar[list[list[RolloutGroup]]] = []
+    seen: ClassVar[list[RolloutGroup]] = []
+    is_enough: ClassVar[Callable[[list[RolloutGroup]], bool]]
     override = "+logger.groups._target_=atropos_world.Groups"
 
     def rollouts(self, name: str, groups: Any, *, advantages: Any, iteration: int) -> None:
         if name == "train":
-            self.seen.append(list(groups))
+            self.seen.extend(groups)
+            if type(self).is_enough(self.seen):
+                signal.raise_signal(signal.SIGTERM)
 
 
 def guessing_model(folder: Path) -> Path:
@@ -67,9 +72,8 @@ def guessing_model(folder: Path) -> Path:
     model = LlamaForCausalLM(config)
     rng = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99))
-    for _ in range(80):
-        ends = [rng.choice((QUESTION, "{0}")).format(rng.choice(NUMBERS)) for _ in range(8)]
-        contents = [" ".join([*rng.choices(FILLER, k=rng.randint(0, 130)), end]) for end in ends]
+    for _ in range(60):
+        contents = [" ".join([*rng.choices(FILLER, k=rng.randint(0, 130)), QUESTION.format(rng.choice(NUMBERS))]) for _ in range(8)]
         prompts = [encode(fast, [{"role": "user", "content": content}]) for content in contents]
         token_ids, labels = collate(fast, prompts, [ANSWER.format(rng.choice(NUMBERS)) for _ in prompts])
         logits = model(input_ids=token_ids, use_cache=False).logits
@@ -98,7 +102,7 @@ def upstream(folder: Path, *names: str) -> list[Path]:
 
 
 def data_sets(folder: Path) -> Path:
-    """In `folder`, what `load_dataset("gsm8k", "main")` finds there, and a file of texts to reverse."""
+    """In `folder`, what `load_dataset("gsm8k", "main")` finds there, as from the Hub."""
     main = folder / "gsm8k" / "main"
     main.mkdir(parents=True)
     for split in ("train", "test"):
@@ -106,5 +110,4 @@ def data_sets(folder: Path) -> Path:
         (main / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = "".join(f"  - split: {split}\n    path: main/{split}.jsonl\n" for split in ("train", "test"))
     (folder / "gsm8k" / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": str(n)}) + "\n" for n in NUMBERS * 4))
     return folder

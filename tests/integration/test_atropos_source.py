@@ -60,6 +60,7 @@ def make_source(api: RunApi, **settings: Any) -> Atropos:
         "client": SimpleNamespace(engine_name=None),
         "codec": SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
         "vocab_size": 30,
+        "context": None,
         "model_id": "model",
         "sampling": SamplingParams(8),
         "run_folder": Path("/runs/first"),
@@ -297,3 +298,8 @@ def test_two_processes_train_on_what_the_first_one_fetches(api: RunApi, recorded
     weights, ours = last_weights(recorded.folder), last_weights(tmp_path / "run")
     for name, tensor in weights.items():
         torch.testing.assert_close(ours[name], tensor, atol=1e-6, rtol=0)
+
+
+def test_a_sequence_is_at_most_as_long_as_the_models_context(api: RunApi) -> None:
+    started(api, max_token_len=2048, context=512)
+    assert api.get("/info")["max_token_len"] == 512

@@ -195,9 +195,7 @@ def check_context(plan: Plan, encode: Callable[[Sequence[Message]], list[int]], 
     longest_of_all = 0
     limit = plan.config.rollouts.get("max_token_len")  # of rollouts that others have sampled
     if limit is not None:
-        fix = f"is beyond the model's context of {context}"
-        require(context is None or limit <= context, "rollouts.max_token_len", limit, fix)
-        longest_of_all = max(0, limit - plan.sampling.max_new_tokens)
+        longest_of_all = max(0, min(limit, context or limit) - plan.sampling.max_new_tokens)
     for key, problems, sampling in (("generation", plan.data.train, plan.sampling), ("eval", plan.data.held_out, plan.eval_sampling)):
         if not problems:
             continue

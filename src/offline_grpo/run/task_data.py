@@ -11,7 +11,19 @@ from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import Problem, Split
 
-SOURCE_RUNTIME = ("client", "task", "problems", "codec", "vocab_size", "sampling", "run_folder", "model_id", "rank", "world_size")
+SOURCE_RUNTIME = (
+    "client",
+    "task",
+    "problems",
+    "codec",
+    "vocab_size",
+    "context",
+    "sampling",
+    "run_folder",
+    "model_id",
+    "rank",
+    "world_size",
+)
 """Names under which a rollout source's constructor may ask for objects that exist only once the model is loaded."""
 
 MAX_PROBLEMS = 1_000_000

@@ -34,6 +34,7 @@ class Atropos:
     the next batch fill it up. What it trains on is not repeated by a run that goes on from an earlier checkpoint.
 
     Args:
+        max_token_len: of a sequence; the model's `context` is another limit.
         num_steps, save_checkpoint_interval, wandb_project: told to the environments.
         run_folder: where environments are told to keep their state.
     """
@@ -57,6 +58,7 @@ class Atropos:
     codec: TextCodec
     sampling: SamplingParams
     vocab_size: int
+    context: int | None
     run_folder: Path
     rank: int
 
@@ -93,7 +95,7 @@ class Atropos:
             wandb_group=self._name,
             wandb_project=self.wandb_project,
             batch_size=self._batch_size,
-            max_token_len=self.max_token_len,
+            max_token_len=self._max_token_len,
             checkpoint_dir=str(folder),
             save_checkpoint_interval=self.save_checkpoint_interval,
             starting_step=iteration,
@@ -166,6 +168,10 @@ class Atropos:
     def _batch_size(self) -> int:
         return self.problems_per_iteration * self.group_size
 
+    @property
+    def _max_token_len(self) -> int:
+        return min(self.max_token_len, self.context or self.max_token_len)
+
     def _look_after(self, api: AtroposApi) -> None:
         """See that what a batch needs is there. Raises EngineDied where the engine that environments ask has ended."""
         server = getattr(self.client, "server", None)
@@ -189,7 +195,7 @@ class Atropos:
     def _read(self, feed: Feed, answer: Answer) -> None:
         """Add the usable groups of a batch to those that are held."""
         reader = GroupReader(
-            decode=self.codec.decode, vocab_size=self.vocab_size, max_members=self._batch_size, max_token_len=self.max_token_len
+            decode=self.codec.decode, vocab_size=self.vocab_size, max_members=self._batch_size, max_token_len=self._max_token_len
         )
         try:
             groups = from_json(answer.body)["batch"]
