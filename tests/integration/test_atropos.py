@@ -175,4 +175,4 @@ def test_of_several_turns_exactly_what_the_model_wrote_is_trained_on(fed):
     for rollout in turns:
         is_sampled, logprobs = expected[tuple(rollout.token_ids)]
         assert list(rollout.is_sampled) == is_sampled
-        assert rollout.logprobs == pytest.approx([value for value, mine in zip(logprobs, is_sampled, strict=True) if mine])
+        assert rollout.logprobs == pytest.approx([value * mine for value, mine in zip(logprobs, is_sampled, strict=True)])
