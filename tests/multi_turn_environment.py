@@ -1,8 +1,10 @@
 """An Atropos environment of two turns: the model writes, the environment answers, the model writes again. Run as `... serve --config FILE`.
 
-What it sends also goes to the file of the setting `env.data_path_to_save_groups`.
+What it sends it also appends to the file that the variable SENT names.
 """
 
+import json
+import os
 import random
 from typing import Any
 
@@ -47,6 +49,8 @@ class MultiTurn(BaseEnv):
                 ("inference_logprobs", logprobs),
             ):
                 group[name].append(value)
+        with open(os.environ["SENT"], "a") as file:
+            file.write(json.dumps(group) + "\n")
         return ScoredDataGroup(**group), []  # type: ignore[typeddict-item]
 
 

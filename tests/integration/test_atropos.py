@@ -143,7 +143,7 @@ def fed(tmp_path_factory):
     world, model = atropos_world.data_sets(folder), atropos_world.guessing_model(folder / "model")
     serve = "serve --config $OFFLINE_GRPO_ENV_CONFIG"
     command = f"cd {world}; export HF_HUB_OFFLINE=1 HF_DATASETS_CACHE={folder}/cache; python {gsm8k} {serve} & "
-    command += f"python {ROOT}/tests/multi_turn_environment.py {serve} --env.data_path_to_save_groups {folder}/sent.jsonl & wait"
+    command += f"SENT={folder}/sent.jsonl python {ROOT}/tests/multi_turn_environment.py {serve} & wait"
     overrides = (
         *(*own_server(folder), f"rollouts.environment='{command}'", "weight_sync=reload", Groups.override),
         *("rollouts=atropos", f"rollouts.url={free_url()}", "rollouts.poll_s=0.2"),
