@@ -121,6 +121,7 @@ def main() -> None:
         client=SimpleNamespace(engine_name=None),  # type: ignore[arg-type]
         codec=SimpleNamespace(decode=lambda ids: decode(tokenizer, ids)),  # type: ignore[arg-type]
         vocab_size=tokenizer.vocab_size,
+        context=None,
         run_folder=Path("/runs/benchmark"),
         rank=0,
     )

@@ -195,7 +195,7 @@ def make_source() -> Atropos:
         "restart_timeout_s",
         "take_over",
     )
-    others += ("start_api", "environment", "model_id", "sampling")
+    others += ("start_api", "environment", "model_id", "sampling", "context")
     places = {"client": None, "codec": SimpleNamespace(decode=str), "run_folder": Path()}
     return Atropos(**settings, **places, **dict.fromkeys(others, 0))  # type: ignore[arg-type]
 
