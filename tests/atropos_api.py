@@ -18,7 +18,7 @@ from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.errors import GrpoError
 from offline_grpo.interfaces import RolloutSource
-from offline_grpo.rollouts.atropos import feed
+from offline_grpo.rollouts.atropos import Atropos, feed
 from offline_grpo.rollouts.atropos.processes import Processes
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain
@@ -111,6 +111,34 @@ def group(
 def pair(number: int = 0, **fields: Any) -> dict[str, Any]:
     """A group of two sequences, which `number` tells from others."""
     return group(([5, 6], [7, 2]), ([5, 6], [8, number % 20, 2]), **fields)
+
+
+def make_source(url: str, **settings: Any) -> Atropos:
+    """Of batches of two pairs."""
+    defaults: dict[str, Any] = {
+        "url": url,
+        "problems_per_iteration": 2,
+        "group_size": 2,
+        "max_token_len": 32,
+        "num_steps": 10,
+        "save_checkpoint_interval": 3,
+        "wandb_project": "project",
+        "poll_s": 0.1,
+        "connect_timeout_s": 5,
+        "restart_timeout_s": 60,
+        "take_over": False,
+        "start_api": False,
+        "environment": None,
+        "client": SimpleNamespace(engine_name=None),
+        "codec": SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
+        "vocab_size": 30,
+        "context": None,
+        "model_id": "model",
+        "sampling": SamplingParams(8),
+        "run_folder": Path("/runs/first"),
+        "rank": 0,
+    }
+    return Atropos(**{**defaults, **settings})
 
 
 def as_json(groups: RolloutGroup) -> dict[str, Any]:

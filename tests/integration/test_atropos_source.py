@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from atropos_api import RunApi, as_json, group, pair
+from atropos_api import RunApi, as_json, group, make_source, pair
 from children import SMALL, draw_nothing, metrics_of, printed, run_in_children
 from factories import compose_config
 from safetensors.torch import load_file
@@ -25,7 +24,7 @@ from offline_grpo.rollouts.atropos import Atropos, feed
 from offline_grpo.rollouts.atropos.groups import MissingLogprobs
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import app
-from offline_grpo.types import RolloutGroup, SamplingParams
+from offline_grpo.types import RolloutGroup
 
 
 @pytest.fixture(scope="module")
@@ -41,36 +40,8 @@ def api(shared_api: RunApi) -> RunApi:
     return shared_api
 
 
-def make_source(api: RunApi, **settings: Any) -> Atropos:
-    """Of batches of two pairs."""
-    defaults: dict[str, Any] = {
-        "url": api.url,
-        "problems_per_iteration": 2,
-        "group_size": 2,
-        "max_token_len": 32,
-        "num_steps": 10,
-        "save_checkpoint_interval": 3,
-        "wandb_project": "project",
-        "poll_s": 0.1,
-        "connect_timeout_s": 5,
-        "restart_timeout_s": 60,
-        "take_over": False,
-        "start_api": False,
-        "environment": None,
-        "client": SimpleNamespace(engine_name=None),
-        "codec": SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
-        "vocab_size": 30,
-        "context": None,
-        "model_id": "model",
-        "sampling": SamplingParams(8),
-        "run_folder": Path("/runs/first"),
-        "rank": 0,
-    }
-    return Atropos(**{**defaults, **settings})
-
-
 def started(api: RunApi, **settings: Any) -> Atropos:
-    source = make_source(api, **settings)
+    source = make_source(api.url, **settings)
     source.start(0, None)
     return source
 
@@ -92,7 +63,7 @@ def texts(groups: Any) -> list[str]:
 
 
 def test_environments_learn_what_the_trainer_wants(api: RunApi) -> None:
-    source = make_source(api)
+    source = make_source(api.url)
     source.start(4, None)
     assert api.get("/info") == {"batch_size": 4, "max_token_len": 32}
     found = api.get("/wandb_info")
@@ -113,7 +84,7 @@ def test_batches_that_were_formed_at_once_are_trained_oldest_first(api: RunApi) 
 
 
 def test_the_other_processes_have_no_share(api: RunApi) -> None:
-    source = make_source(api, rank=1, url="http://127.0.0.1:1")
+    source = make_source("http://127.0.0.1:1", rank=1)
     source.start(0, None)
     assert source.next(0) == []
     assert source.metrics() == {}
@@ -126,9 +97,9 @@ def test_a_second_trainer_is_refused(api: RunApi) -> None:
         ConfigError, match=rf"^rollouts.url={api.url}: another trainer owns this API \({name}, batch_size=4, max_token_len=32\)"
     ):
         started(api)
-    make_source(api).start(3, first.state_dict())  # the run that goes on from a checkpoint of the first
+    make_source(api.url).start(3, first.state_dict())  # the run that goes on from a checkpoint of the first
     with pytest.raises(ConfigError, match=r"this run registered there with batch_size=4, max_token_len=32, and has 8 .* and 32 .* now"):
-        make_source(api, problems_per_iteration=4).start(3, first.state_dict())
+        make_source(api.url, problems_per_iteration=4).start(3, first.state_dict())
 
     second = started(api, take_over=True)
     assert api.get("/wandb_info")["group"] == second.state_dict()["registration"] != name
@@ -195,7 +166,7 @@ def test_an_api_that_is_not_there() -> None:
     with pytest.raises(
         EngineError, match=r"rollouts.url=http://127.0.0.1:9: Atropos API not reachable for 0.1 s \(rollouts.connect_timeout_s\)"
     ):
-        make_source(SimpleNamespace(url="http://127.0.0.1:9"), connect_timeout_s=0.1).start(0, None)  # type: ignore[arg-type]
+        make_source("http://127.0.0.1:9", connect_timeout_s=0.1).start(0, None)
 
 
 def test_groups_without_logprobs_end_the_run(api: RunApi) -> None:
