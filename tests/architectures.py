@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from factories import make_rollout
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from offline_grpo.model.load import attention_of
+from offline_grpo.train.batch import build_batch
+from offline_grpo.types import TokenBatch
 
 VOCAB = 97
 NEW: dict[str, Any] = {
@@ -198,3 +201,15 @@ ZOO: dict[str, Architecture] = {
     ),
 }
 CANNOT_SAMPLE_IN_PROCESS = {"mamba", "mamba2"}
+
+
+def long_batch() -> TokenBatch:
+    """Two prompts, with completions of up to 31 tokens."""
+    generator = torch.Generator().manual_seed(5)
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(8, VOCAB, (length,), generator=generator).tolist()
+
+    prompts = [ids(20), ids(5)]
+    rollouts = [make_rollout(prompt, ids(1 + 6 * i)) for prompt in prompts for i in range(6)]
+    return build_batch(rollouts, mask_truncated=False)

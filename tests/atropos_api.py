@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +19,7 @@ from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.errors import GrpoError
 from offline_grpo.interfaces import RolloutSource
-from offline_grpo.rollouts.atropos import Atropos, feed
+from offline_grpo.rollouts.atropos import Atropos
 from offline_grpo.rollouts.atropos.processes import Processes
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain
@@ -165,7 +166,8 @@ def settings_effect(overrides: str) -> Any:
         for name in names:
             web = stack.enter_context(ScriptedServer(scripted_api(name, heard)))
             overrides = overrides.replace(f"@{name}", web.base_url)
-        patch.setattr(feed.time, "sleep", pauses.append)
+        main, sleep = threading.current_thread(), time.sleep
+        patch.setattr(time, "sleep", lambda seconds: pauses.append(seconds) if threading.current_thread() is main else sleep(seconds))
         patch.setattr(Processes, "start_api", lambda *_: heard.update(started_api=True))
         patch.setattr(Processes, "start_environment", lambda self, _: heard.update(environment=self._command))
         node = as_plain(

@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from architectures import ZOO
-from factories import make_rollout, make_scoring
+from architectures import ZOO, long_batch
+from factories import make_scoring
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from offline_grpo.model import proof
 from offline_grpo.model.layouts import LAYOUTS
 from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.proof import settle_layout
-from offline_grpo.train.batch import build_batch
-from offline_grpo.types import TokenBatch
 
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 NO_BF16 = {"mamba", "mamba2"}  # their own forward mixes formats
-
-
-def long_batch() -> TokenBatch:
-    generator = torch.Generator().manual_seed(5)
-
-    def ids(length: int) -> list[int]:
-        return torch.randint(8, 97, (length,), generator=generator).tolist()
-
-    prompts = [ids(20), ids(5)]
-    rollouts = [make_rollout(prompt, ids(1 + 6 * i)) for prompt in prompts for i in range(6)]
-    return build_batch(rollouts, mask_truncated=False).to(CUDA)
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in NO_BF16])
@@ -38,7 +25,7 @@ def test_auto_is_right(name: str) -> None:
     scoring.logits = measure_logit_transform(scoring.causal_lm)
     settle_layout(scoring, None, CUDA)
     chosen = type(scoring.layout)
-    batch = long_batch()
+    batch = long_batch().to(CUDA)
     found = scoring.logprobs(batch)
     alone = torch.cat([scoring.logprobs(batch.select([i])) for i in range(batch.num_sequences)])
     mask = batch.completion_mask

@@ -6,9 +6,8 @@ import logging
 
 import pytest
 import torch
-from architectures import ZOO
+from architectures import ZOO, long_batch
 from factories import compose_config, make_scoring
-from test_gpu_architectures import long_batch
 from torch import Tensor
 
 from offline_grpo.model.compiling import not_compiled
@@ -31,7 +30,7 @@ def test_auto_compiles_what_it_can_and_changes_nothing(name: str, caplog: pytest
     settle_layout(scoring, None, CUDA)
     with caplog.at_level(logging.INFO):
         settle_compile(scoring, "auto", CUDA)
-    batch = long_batch()
+    batch = long_batch().to(CUDA)
     compiled = scoring.logprobs(batch)
     with not_compiled(scoring.model):
         plain = scoring.logprobs(batch)

@@ -107,7 +107,7 @@ class ServerApi:
         keep_alive_s: 0 for a server that closes connections after an error, at which the next request would break.
     """
 
-    def __init__(self, base_url: str, api_key: str | None, *, timeout_s: float = 120.0, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+    def __init__(self, base_url: str, api_key: str | None, *, timeout_s: float = 120.0, keep_alive_s: float | None = None) -> None:
         self._http = connection(base_url, api_key, ssl_context(base_url), keep_alive_s=keep_alive_s)
         self._timeout_s = timeout_s
 
@@ -201,13 +201,13 @@ def connection(
     verify: ssl.SSLContext | bool,
     *,
     max_connections: int | None = None,
-    keep_alive_s: float = KEEP_ALIVE_S,
+    keep_alive_s: float | None = None,
 ) -> httpx.AsyncClient:
     """Connections to a server, none of them open yet. `exchange` has the deadlines."""
     return httpx.AsyncClient(
         base_url=base_url,
         headers={"Accept-Encoding": "identity", **authorization(api_key)},
-        limits=httpx.Limits(max_connections=max_connections, keepalive_expiry=keep_alive_s),
+        limits=httpx.Limits(max_connections=max_connections, keepalive_expiry=KEEP_ALIVE_S if keep_alive_s is None else keep_alive_s),
         timeout=None,
         trust_env=False,
         verify=verify,

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, unwrapped
 from offline_grpo.model.dtypes import torch_dtype
+from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.model.live_bytes import LiveBytes
 from offline_grpo.model.load import attention_of, prepare
 from offline_grpo.model.logits import decoder_of, output_embeddings
@@ -81,9 +82,10 @@ def measure(model: LanguageModel, microbatch: Microbatch, *, layout: Layout, hea
     Args:
         separate_masters: fp32 weights have masters too (see `MasterWeights`).
     """
-    layout = layout.for_memory_plan()
     decoder: Any = decoder_of(unwrapped(model))
-    if decoder.config._attn_implementation == "sdpa" and decoder._supports_attention_backend:  # Falcon calls no attention but its own
+    takes_kernels = decoder._supports_attention_backend  # Falcon calls no attention but its own, and is trained in padded rows
+    layout = (layout if takes_kernels else Padded()).for_memory_plan()
+    if decoder.config._attn_implementation == "sdpa" and takes_kernels:
         decoder.config._attn_implementation = CUDA_SDPA
     prepare_for_gradients(model)
     live = LiveBytes()

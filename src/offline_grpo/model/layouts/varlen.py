@@ -71,11 +71,9 @@ class Varlen:
 
 
 def _packs(decoder: nn.Module, batch: TokenBatch) -> bool:
-    """Whether the kernel can do what the model does with this batch. It knows windows, and no chunks; padded rows are right for both, and
-    for models such as Falcon, which have attention of their own."""
+    """Whether the kernel can do what the model does with this batch. It knows windows, and no chunks; padded rows are right for both."""
     chunk = getattr(decoder.config, CHUNK, None)
-    takes_kernels = getattr(decoder, "_supports_attention_backend", True)
-    return takes_kernels and (chunk is None or max(batch.sequence_lengths) <= chunk)
+    return chunk is None or max(batch.sequence_lengths) <= chunk
 
 
 def _varlen_attention(
