@@ -72,6 +72,7 @@ def killed(tmp_path_factory):
     environ = environment.environ()
     [api] = named(trainer, "run_api")
     api.kill()
+    wait_for(lambda: (folder / "run" / "env_1.log").exists())  # with a new API comes a new environment
     wait_for(lambda: metrics(2))
     [environment] = wait_for(lambda: named(trainer, "task_environment.py"))
     environment.kill()
@@ -165,11 +166,14 @@ def test_an_environment_that_ships_with_atroposlib_feeds_the_run(fed):
 
 
 def test_of_several_turns_exactly_what_the_model_wrote_is_trained_on(fed):
-    sent = set()
-    for group in fed.sent:
-        for tokens, mask, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
-            is_sampled = tuple(token != -100 for token in mask)
-            sent.add((tuple(tokens), is_sampled, tuple(value * mine for value, mine in zip(logprobs, is_sampled, strict=True))))
+    def known(tokens, is_sampled, logprobs):
+        return tuple(tokens), tuple(is_sampled), tuple(itertools.compress(logprobs, is_sampled))
+
+    sent = {
+        known(tokens, [token != -100 for token in mask], logprobs)
+        for group in fed.sent
+        for tokens, mask, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True)
+    }
     turns = [rollout for group in fed.groups for rollout in group.rollouts if spans(rollout) == 2]
     assert len(turns) >= 4
-    assert all((tuple(turn.token_ids), tuple(turn.is_sampled), tuple(turn.logprobs)) in sent for turn in turns)
+    assert all(known(turn.token_ids, turn.is_sampled, turn.logprobs) in sent for turn in turns)
