@@ -109,7 +109,7 @@ def test_gpus_without_triton_are_not_asked_to_compile(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow  # ten seconds for each
-@pytest.mark.parametrize("name", ["gpt2", "mistral_window", "qwen3_moe", "mamba"])
+@pytest.mark.parametrize("name", ["gpt2", "mistral_window", "qwen3_moe"])
 def test_whatever_the_architecture_it_is_compiled_or_left_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "is_compiled_by_default", lambda device: True)
     scoring = scoring_of(name)
