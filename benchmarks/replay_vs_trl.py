@@ -22,33 +22,26 @@ import math
 import random
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 from common import Target, alternate, write_result
+from our_trainer import ADAMW, make_updater
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl_arm import WARMUP_BLOCKS, Interleave, MethodTimes, make_trainer
 
-from offline_grpo.loss.dapo import DAPO
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
-from offline_grpo.placement.ranks import Ranks
-from offline_grpo.settings import StopWhenConfig, TrainConfig
 from offline_grpo.train.experience import prepare_batch
-from offline_grpo.train.optimizer import AdamW
-from offline_grpo.train.schedule import LrSchedule
-from offline_grpo.train.sharding import Replicas
-from offline_grpo.train.update import Updater
 from offline_grpo.types import Completion, FinishReason, Problem, Rollout, RolloutGroup, Score
 
 VOCAB, GROUP_SIZE, GROUPS = 32000, 8, 4
 MEAN_LENGTH, MAX_LENGTH, GATE = 100, 1024, 1e-5
-ADAMW = {"lr": 1e-5, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+LR = 1e-5
 TRL_PHASES = ("_generate_and_score_completions", "compute_loss", "training_step")
 
 
@@ -97,63 +90,20 @@ class OurArm:
     def __init__(self, batches: Sequence[list[RolloutGroup]], *, tokens_per_microbatch: int) -> None:
         policy = Policy(Scoring(make_model(), Padded(), TiledHead(tile_width=None)), build_char_tokenizer(2048))
         self._batches = batches
-        self._config = TrainConfig(
-            iterations=1,
-            stop_when=StopWhenConfig("pass@1", None, None),
-            updates_per_iteration=1,
-            epochs=1,
-            batch_size=None,
-            tokens_per_microbatch=tokens_per_microbatch,
-            grad_accum_steps=None,
-            lr=ADAMW["lr"],
-            weight_decay=0.0,
-            warmup_steps=0,
-            schedule="constant",
-            grad_clip=1.0,
-            kl_coef=0.0,
-            entropy_coef=0.0,
+        self.updater = make_updater(
+            policy,
             precision="fp32",
-            gradient_checkpointing=False,
-            train_layer_indices=None,
-            mask_truncated=False,
-            drop_zero_signal_groups=True,
-            max_bad_updates=1,
-            loss=None,
-            optimizer=None,
-        )
-        self.updater = Updater(
-            policy=policy,
-            reference=None,
-            loss=DAPO(
-                clip_low=0.2,
-                clip_high=0.2,
-                dual_clip=None,
-                ratio_reference="old",
-                kl_coef=0.0,
-                kl_estimator="k3",
-                kl_placement="loss",
-                kl_importance_weight=True,
-                entropy_coef=0.0,
-                importance_correction="none",
-                importance_cap=2.0,
-                importance_floor=0.0,
-                scale_rewards="group",
-            ),
-            optimizer=AdamW(**ADAMW).create(policy.make_masters().parameters.values()),
-            scaler=torch.amp.GradScaler("cpu", enabled=False),  # type: ignore[attr-defined]
-            config=self._config,
-            ranks=(ranks := Ranks(use_cpu=True)),
-            sharding=Replicas(ranks),
+            tokens_per_microbatch=tokens_per_microbatch,
             max_new_tokens=MAX_LENGTH,
-            lr_schedule=LrSchedule(kind="constant", num_updates=1, warmup_steps=0),
-            seed=0,
-            failure_dir=Path(),
+            lr=LR,
+            clip_high=0.2,
+            checkpointing=False,
         )
         self._next = 0
 
     def update(self) -> dict[str, float]:
         """Make one update on the next stored batch."""
-        batch, _, _ = prepare_batch(self._batches[self._next % len(self._batches)], self.updater, self._config)
+        batch, _, _ = prepare_batch(self._batches[self._next % len(self._batches)], self.updater, self.updater.config)
         assert batch is not None
         self._next += 1
         return self.updater.run(batch, iteration=self._next)
@@ -189,7 +139,7 @@ def trl_arm(batches: Sequence[list[RolloutGroup]], callbacks: list[Any], *, batc
         loss_type="dapo",
         epsilon=0.2,
         scale_rewards="group",
-        learning_rate=ADAMW["lr"],
+        learning_rate=LR,
         weight_decay=0.0,
         adam_beta1=ADAMW["beta1"],
         adam_beta2=ADAMW["beta2"],

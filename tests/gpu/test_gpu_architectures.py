@@ -10,6 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from offline_grpo.model import proof
 from offline_grpo.model.layouts import LAYOUTS
+from offline_grpo.model.layouts.varlen import Varlen
 from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.proof import settle_layout
 
@@ -47,4 +48,4 @@ def test_a_deep_model_stays_far_below_the_tolerance(monkeypatch: pytest.MonkeyPa
     for name, tolerance in (("LOGPROB_TOLERANCE", 0.025), ("GRADIENT_TOLERANCE", 0.1)):
         monkeypatch.setitem(getattr(proof, name), torch.bfloat16, tolerance)  # half of what a run allows
     settle_layout(scoring, None, CUDA)
-    assert type(scoring.layout) is LAYOUTS["varlen"]
+    assert isinstance(scoring.layout, Varlen)

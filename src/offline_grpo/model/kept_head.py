@@ -8,33 +8,27 @@ so that the gradient of the logits, without an entropy term, is powers times a n
 factor of both matrix products. So there are three products instead of four, and nothing of [N, v] is written in the backward pass but one
 element per row: the target's, (1 - p) / T, which would lose its digits as the difference of two rounded numbers.
 
-torch.compile makes one kernel of all that happens between the products. Tiles beyond `kept_bytes` keep nothing and are computed again.
+On a GPU one kernel (head_kernel.py) does all that happens between the products. Tiles beyond `kept_bytes` keep nothing and are computed
+again.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from offline_grpo.model.compiling import is_compiled_by_default
+from offline_grpo.model.vocab_tiles import TileStats, locate, merge, tiles_of
 
 TILE_BYTES = 512 * 2**20
+MAX_WIDTH = 16384
+"""The kernel holds a row of a tile in registers."""
 MIN_SHIFT = -60.0
 """In bits: a tile whose peak lies this far below the row's adds nothing to the row but its target. Keeps scaled numbers in range."""
-
-
-class Stats(NamedTuple):
-    """Of a row of a tile, [N] each: its largest logit, sum(2^bits) and sum(2^bits * bits), where bits = log2(e) (z - peak) / T."""
-
-    peak: Tensor
-    power_sum: Tensor
-    bits_sum: Tensor
 
 
 def runs_on(hidden: Tensor) -> bool:
@@ -42,9 +36,9 @@ def runs_on(hidden: Tensor) -> bool:
     return hidden.dtype == torch.bfloat16 and is_compiled_by_default(hidden.device)
 
 
-def tile_width(num_tokens: int, vocab_size: int) -> int:
+def tile_width(num_tokens: int) -> int:
     """Tokens of the vocabulary in a tile of float32 logits."""
-    return min(vocab_size, max(TILE_BYTES // (4 * max(num_tokens, 1)) // 256 * 256, 256))
+    return min(MAX_WIDTH, max(TILE_BYTES // (4 * max(num_tokens, 1)) // 256 * 256, 256))
 
 
 def num_kept(num_tokens: int, vocab_size: int, width: int, kept_bytes: int) -> int:
@@ -53,13 +47,14 @@ def num_kept(num_tokens: int, vocab_size: int, width: int, kept_bytes: int) -> i
 
 
 def scratch_bytes(num_tokens: int, hidden_size: int, vocab_size: int, width: int, kept_bytes: int) -> int:
-    """See `LossHead.scratch_bytes`: what is kept, and the larger of what forward and backward pass hold beside it."""
+    """See `LossHead.scratch_bytes`: the larger of what forward and backward pass hold."""
     tiles = -(-vocab_size // width)
-    kept = num_kept(num_tokens, vocab_size, width, kept_bytes)
-    again = 0 if kept == tiles else 6 * num_tokens * width  # logits and powers
-    backward = 10 * num_tokens * hidden_size + again  # the sum that becomes the gradient of `hidden`, and a product or a scaled `hidden`
-    forward = 4 * num_tokens * width + 40 * tiles * num_tokens
-    return 2 * num_tokens * min(vocab_size, kept * width) + max(forward, backward)
+    num = num_kept(num_tokens, vocab_size, width, kept_bytes)
+    kept = 2 * num_tokens * min(vocab_size, num * width)
+    again = 0 if num == tiles else 6 * num_tokens * width  # logits and powers of a tile, once those that were kept are gone
+    forward = kept + 4 * num_tokens * width + 40 * tiles * num_tokens
+    backward = max(kept, again) + 10 * num_tokens * hidden_size  # the gradient of `hidden`, and a product or a scaled `hidden`
+    return max(forward, backward)
 
 
 class KeptHead(torch.autograd.Function):
@@ -84,18 +79,18 @@ class KeptHead(torch.autograd.Function):
         keeps = any(ctx.needs_input_grad[:3])
         limit = num_kept(len(hidden), len(weight), width, kept_bytes) if keeps else 0
         kept: list[Tensor | None] = []
-        stats: list[Stats] = []
+        stats: list[TileStats] = []
         target_logits = torch.full_like(bits_per_logit, torch.nan)  # [N]
         buffer = _buffer(hidden, width)
-        for columns in _columns(len(weight), width):
+        for columns in tiles_of(len(weight), width):
             logits = _logits(buffer, hidden, weight[columns])  # [N, v]
             tile_bias = None if bias is None else bias[columns]
-            index, inside = _locate(targets, columns)
+            index, inside = locate(targets, columns)
             target_logits = torch.where(inside, _capped(logits[index], None if bias is None else bias[targets], softcap), target_logits)
-            *found, powers = _fused(_powers_and_stats)(logits, tile_bias, softcap, bits_per_logit, len(kept) < limit)
-            stats.append(Stats(*found))
+            found, powers = _stats_and_powers(logits, tile_bias, softcap, bits_per_logit, keep=len(kept) < limit)
+            stats.append(found)
             kept.append(powers)
-        merged, shifts = _merge(stats, bits_per_logit)
+        merged, shifts = merge(stats, bits_per_logit)
         logprobs = (target_logits - merged.peak) / temperature - merged.power_sum.log()
         entropy = merged.power_sum.log() - math.log(2) * merged.bits_sum / merged.power_sum
         ctx.mark_non_differentiable(entropy)
@@ -104,7 +99,6 @@ class KeptHead(torch.autograd.Function):
                 hidden, weight, bias, targets, temperature, bits_per_logit, target_logits, logprobs, merged.power_sum, shifts
             )
             ctx.kept, ctx.softcap, ctx.width = kept, softcap, width
-            ctx.peaks = [tile.peak for tile in stats]
         return logprobs, entropy
 
     @staticmethod
@@ -119,34 +113,25 @@ class KeptHead(torch.autograd.Function):
         slope_of_cap = 1.0 if ctx.softcap is None else 1 - (target_logits / ctx.softcap).square()
         target = torch.expm1(logprobs) * power_sum * slope_of_cap  # [N], (p - 1) S
         buffer = None
-        for number, columns in enumerate(_columns(len(weight), ctx.width)):
+        for number, columns in enumerate(tiles_of(len(weight), ctx.width)):
             powers, ctx.kept[number] = ctx.kept[number], None  # [N, v]
             if powers is None:
                 buffer = _buffer(hidden, ctx.width) if buffer is None else buffer
                 logits = _logits(buffer, hidden, weight[columns])
-                powers = _fused(_powers)(logits, None if bias is None else bias[columns], ctx.softcap, bits_per_logit, ctx.peaks[number])
+                tile_bias = None if bias is None else bias[columns]
+                _, powers = _stats_and_powers(logits, tile_bias, ctx.softcap, bits_per_logit, keep=True)
+                assert powers is not None
             shift = shifts[number].clamp(min=MIN_SHIFT)  # [N]
-            index, inside = _locate(targets, columns)
+            index, inside = locate(targets, columns)
             powers[index] = torch.where(inside, target * torch.exp2(-shift), powers[index].float()).to(powers.dtype)
             factor = -slope * torch.exp2(shift) / power_sum  # [N]: grad_logits = factor * powers
             if grad_bias is not None:
-                grad_bias[columns] = _fused(_weighted_sum)(powers, factor)
+                grad_bias[columns] = _product(powers.T, factor[:, None].to(powers.dtype))[:, 0]
             if grad_hidden is not None:
-                _fused(_add_scaled)(grad_hidden, _product(powers, weight[columns]), factor)
+                grad_hidden.addcmul_(_product(powers, weight[columns]), factor[:, None])
             if grad_weight is not None:
                 torch.mm(powers.T, (hidden * factor[:, None]).to(hidden.dtype), out=grad_weight[columns])
         return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
-
-
-def _columns(vocab_size: int, width: int) -> Iterator[slice]:
-    return (slice(start, min(start + width, vocab_size)) for start in range(0, vocab_size, width))
-
-
-def _locate(targets: Tensor, columns: slice) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """An index into [N, v] of every row's target, and [N] bool: whether it lies in this tile (else the index is arbitrary)."""
-    local = targets - columns.start
-    width = columns.stop - columns.start
-    return (torch.arange(len(targets), device=targets.device), local.clamp(0, width - 1)), (local >= 0) & (local < width)
 
 
 def _buffer(hidden: Tensor, width: int) -> Tensor:
@@ -170,46 +155,17 @@ def _capped(logits: Tensor, bias: Tensor | None, softcap: float | None) -> Tenso
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def _powers_and_stats(
-    logits: Tensor, bias: Tensor | None, softcap: float | None, bits_per_logit: Tensor, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The three of `Stats`, and what is kept: 2^bits, times the slope of the soft-cap."""
+def _stats_and_powers(
+    logits: Tensor, bias: Tensor | None, softcap: float | None, bits_per_logit: Tensor, *, keep: bool
+) -> tuple[TileStats, Tensor | None]:
+    """A tile's statistics, and 2^bits in bfloat16, times the slope of the soft-cap, if asked for."""
+    if logits.is_cuda:
+        from offline_grpo.model.head_kernel import stats_and_powers
+
+        return stats_and_powers(logits, bias, softcap, bits_per_logit, keep=keep)
     capped = _capped(logits, bias, softcap)
     peak = capped.amax(-1)
     bits = (capped - peak[:, None]) * bits_per_logit[:, None]
     powers = torch.exp2(bits)
-    return peak, powers.sum(-1), (powers * bits).sum(-1), _sloped(powers, capped, softcap).bfloat16() if keep else None
-
-
-def _powers(logits: Tensor, bias: Tensor | None, softcap: float | None, bits_per_logit: Tensor, peak: Tensor) -> Tensor:
-    """What was not kept."""
-    capped = _capped(logits, bias, softcap)
-    return _sloped(torch.exp2((capped - peak[:, None]) * bits_per_logit[:, None]), capped, softcap).bfloat16()
-
-
-def _sloped(powers: Tensor, capped: Tensor, softcap: float | None) -> Tensor:
-    return powers if softcap is None else powers * (1 - (capped / softcap).square())
-
-
-def _add_scaled(total: Tensor, product: Tensor, factor: Tensor) -> None:
-    total += factor[:, None] * product
-
-
-def _weighted_sum(powers: Tensor, factor: Tensor) -> Tensor:
-    return (powers * factor[:, None]).sum(0)
-
-
-def _merge(stats: list[Stats], bits_per_logit: Tensor) -> tuple[Stats, Tensor]:
-    """Those of whole rows, and by how many bits each tile's peak lies below the row's, [tiles, N], <= 0."""
-    peaks, power_sums, bits_sums = (torch.stack(values) for values in zip(*stats, strict=True))  # [tiles, N]
-    peak = peaks.amax(0)
-    shifts = (peaks - peak) * bits_per_logit
-    factor = torch.exp2(shifts)
-    return Stats(peak, (factor * power_sums).sum(0), (factor * (bits_sums + shifts * power_sums)).sum(0)), shifts
-
-
-@functools.cache
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one kernel, or few, for tensors of any size; on a CPU, in tests, as it is."""
-    compiled = torch.compile(function, dynamic=True)
-    return lambda *args: compiled(*args) if args[0].is_cuda else function(*args)
+    slope = 1 if softcap is None else 1 - (capped / softcap).square()
+    return TileStats(peak, powers.sum(-1), (powers * bits).sum(-1)), (powers * slope).bfloat16() if keep else None

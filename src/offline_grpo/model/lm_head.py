@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from offline_grpo.errors import require
 from offline_grpo.model import kept_head
+from offline_grpo.model.vocab_tiles import TileStats, locate, merge, tiles_of
 
 CPU_TILE_BYTES = 8 * 2**20  # a tile and its scratch copy stay in the last-level cache
 GPU_TILE_BYTES = 256 * 2**20  # large enough that the matrix products run at full speed
@@ -68,14 +69,16 @@ class TiledHead:
         The matrix products read `hidden`'s dtype. Logits and softmax are float32 whatever it is, or float64 if it is.
         """
         if self.kept_gib > 0 and not entropy_requires_grad and kept_head.runs_on(hidden):
-            width = self.tile_width or kept_head.tile_width(len(hidden), len(weight))
-            settings = (softcap, min(width, len(weight)), self._kept_bytes)
+            settings = (softcap, self._kept_width(len(hidden), len(weight)), self._kept_bytes)
             return kept_head.KeptHead.apply(hidden, weight, bias, targets, temperature, *settings)
         return _TiledHead.apply(hidden, weight, bias, targets, temperature, softcap, entropy_requires_grad, self.tile_width)
 
     @property
     def _kept_bytes(self) -> int:
         return int(self.kept_gib * 2**30)
+
+    def _kept_width(self, num_tokens: int, vocab_size: int) -> int:
+        return min(self.tile_width or kept_head.tile_width(num_tokens), kept_head.MAX_WIDTH, vocab_size)
 
     def scratch_bytes(self, *, num_tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> int:
         """See `LossHead`. The larger of two sums, both over the two tile buffers; vectors [N] are left out.
@@ -87,7 +90,7 @@ class TiledHead:
         another of them or its gradient. Where a GPU may keep tiles, they are counted.
         """
         if self.kept_gib > 0 and device.type == "cuda" and dtype == torch.bfloat16:
-            width = min(self.tile_width or kept_head.tile_width(num_tokens, vocab_size), vocab_size)
+            width = self._kept_width(num_tokens, vocab_size)
             return kept_head.scratch_bytes(num_tokens, hidden_size, vocab_size, width, self._kept_bytes)
         stats_bytes = torch.promote_types(dtype, torch.float32).itemsize
         width = _tile_width(self.tile_width, num_tokens, vocab_size, stats_bytes, device)
@@ -108,21 +111,13 @@ class _Tile(NamedTuple):
     logits: Tensor  # [N, v], before the temperature; overwritten by the next tile
     scratch: Tensor  # [N, v], likewise
 
-    def locate(self, targets: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """An index into [N, v] of every row's target, and [N] bool: whether the target lies in this tile (else the index is arbitrary)."""
-        local = targets - self.columns.start
-        width = self.logits.shape[1]
-        index = (torch.arange(len(targets), device=targets.device), local.clamp(0, width - 1))
-        return index, (local >= 0) & (local < width)
-
 
 def _tiles(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, tile_width: int | None) -> Iterator[_Tile]:
     dtype, num_tokens = _stats_dtype(hidden), len(hidden)
     full_width = _tile_width(tile_width, num_tokens, len(weight), dtype.itemsize, hidden.device)
     logits_buffer, scratch_buffer = torch.empty(2, num_tokens * full_width, dtype=dtype, device=hidden.device)
-    for start in range(0, len(weight), full_width):
-        columns = slice(start, min(start + full_width, len(weight)))
-        width = columns.stop - start
+    for columns in tiles_of(len(weight), full_width):
+        width = columns.stop - columns.start
         tile = _Tile(
             columns,
             weight[columns].to(hidden.dtype),
@@ -153,16 +148,16 @@ class _TiledHead(torch.autograd.Function):
         dtype = _stats_dtype(hidden)
         bits_per_logit = 1 / (math.log(2) * temperature.to(dtype))  # [N]
         target_logits = torch.full_like(bits_per_logit, torch.nan)  # [N]
-        tile_stats: list[tuple[Tensor, Tensor, Tensor]] = []
+        tile_stats: list[TileStats] = []
         for tile in _tiles(_matmul_input(hidden), weight, bias, softcap, tile_width):
-            index, inside = tile.locate(targets)
+            index, inside = locate(targets, tile.columns)
             target_logits = torch.where(inside, tile.logits[index], target_logits)
             peak = tile.logits.amax(-1)  # [N]
             bits = tile.logits.sub_(peak[:, None]).mul_(bits_per_logit[:, None])  # [N, v], <= 0
             powers = torch.exp2(bits, out=tile.scratch)
-            tile_stats.append((peak, powers.sum(-1), powers.mul_(bits).sum(-1)))
+            tile_stats.append(TileStats(peak, powers.sum(-1), powers.mul_(bits).sum(-1)))
 
-        peak, power_sum, bits_sum = _merge(tile_stats, bits_per_logit)
+        (peak, power_sum, bits_sum), _ = merge(tile_stats, bits_per_logit)
         logprobs = (target_logits - peak) / temperature - power_sum.log()
         entropy = power_sum.log() - math.log(2) * bits_sum / power_sum
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, bits_per_logit, peak, power_sum, entropy)
@@ -195,7 +190,7 @@ class _TiledHead(torch.autograd.Function):
             bits = tile.logits.sub_(peak[:, None]).mul_(bits_per_logit[:, None])  # [N, v]
             grad_logits = torch.exp2(bits, out=tile.scratch)  # [N, v]
             grad_logits.mul_(offset[:, None] if slope is None else bits.mul_(slope[:, None]).add_(offset[:, None]))
-            index, inside = tile.locate(targets)
+            index, inside = locate(targets, tile.columns)
             grad_logits[index] += torch.where(inside, target_grad, 0)  # one element per row: no two writes meet
             if slope_of_cap is not None:
                 grad_logits.mul_(slope_of_cap)
@@ -207,15 +202,6 @@ class _TiledHead(torch.autograd.Function):
             if grad_weight is not None:
                 _matmul_into(grad_weight[tile.columns], grad_logits.T, inputs)
         return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
-
-
-def _merge(tile_stats: list[tuple[Tensor, Tensor, Tensor]], bits_per_logit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest logit, sum(2^bits) and sum(2^bits * bits) of whole rows, [N] each, from those of tiles with a peak of their own."""
-    peaks, power_sums, bits_sums = (torch.stack(stat) for stat in zip(*tile_stats, strict=True))  # [tiles, N]
-    peak = peaks.amax(0)  # [N]
-    shift = (peaks - peak) * bits_per_logit  # [tiles, N], <= 0
-    factor = torch.exp2(shift)
-    return peak, (factor * power_sums).sum(0), (factor * (bits_sums + shift * power_sums)).sum(0)
 
 
 def _stats_dtype(hidden: Tensor) -> torch.dtype:

@@ -17,7 +17,7 @@ from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
 from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.layers import parse_layer_indices, train_only_blocks
-from offline_grpo.model.layouts import choose_layout
+from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
@@ -161,7 +161,7 @@ def load_policy(
     model = load_causal_lm(weights, config.attn_implementation, home, dtype, trust_remote_code=config.trust_remote_code)
     model = prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing, adapter=adapter)
     with _refused_where_it_does_not_run(unwrapped(model), "model.train_id"):
-        scoring = Scoring(model, choose_layout(layout, device, dtype), head, logits=measure_logit_transform(unwrapped(model)))
+        scoring = Scoring(model, layouts_for(layout, device, dtype)[0], head, logits=measure_logit_transform(unwrapped(model)))
         if not shares_weights:
             settle_layout(scoring, layout, device)
             settle_compile(scoring, config.compile, device)

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout
 from offline_grpo.model.compiling import compile_blocks, is_compiled_by_default, uncompile_blocks
-from offline_grpo.model.layouts import choose_layout
-from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.scoring import Scoring, eval_mode, modes_restored, prepare_for_gradients
 from offline_grpo.types import TokenBatch
 
@@ -53,17 +52,19 @@ def settle_layout(scoring: Scoring, requested: Layout | None, device: torch.devi
     model = scoring.causal_lm
     batch = _batch(len(scoring.output.weight), device)
     expected = _alone(scoring, batch)
-    scoring.layout = choose_layout(requested, device, model.dtype)
-    fault = _fault(scoring, batch, expected)
-    name = type(scoring.layout).__name__.lower()
-    if fault is not None and name != "padded" and requested is not None:
-        raise ConfigError(f"model.layout={name}: wrong for {type(model).__name__}, {fault}; use model.layout=auto")
-    if fault is not None and name != "padded":
-        log.info("model.layout=auto: padded rows, because %s is wrong for %s: %s", name, type(model).__name__, fault)
-        scoring.layout = Padded()
+    faults: list[str] = []
+    fault = None
+    for scoring.layout in layouts_for(requested, device, model.dtype):
         fault = _fault(scoring, batch, expected)
-    if fault is not None:
-        raise ConfigError(f"{key}={model.name_or_path}: {type(model).__name__} cannot be scored in batches: {fault}; choose another model")
+        name = type(scoring.layout).__name__.lower()
+        if fault is None:
+            if faults:
+                log.info("model.layout=auto: %s, because %s", name, "; ".join(faults))
+            return
+        faults.append(f"{name} is wrong for {type(model).__name__}: {fault}")
+        if requested is not None and name != "padded":
+            raise ConfigError(f"model.layout={name}: wrong for {type(model).__name__}, {fault}; use model.layout=auto")
+    raise ConfigError(f"{key}={model.name_or_path}: {type(model).__name__} cannot be scored in batches: {fault}; choose another model")
 
 
 def settle_compile(scoring: Scoring, requested: bool | str, device: torch.device, *, key: str = "model.train_id") -> None:

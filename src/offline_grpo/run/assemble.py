@@ -18,7 +18,7 @@ from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Deployment, RolloutClient, RolloutSource, RunListener, Sharding
 from offline_grpo.model.dtypes import TORCH_NAMES, torch_dtype
-from offline_grpo.model.layouts import choose_layout
+from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import context_length, load_policy, load_reference, load_tokenizer, read_model_config, resolve_device
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
@@ -65,7 +65,7 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
         plan.engine.launcher.check_installed()
     devices = plan.devices(ranks.world_size)
     check_devices(devices)
-    choose_layout(plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision))  # before a model is made
+    layouts_for(plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision))  # before a model is made
     model_id = _model_id(plan, ranks)
     _check_found_servers(plan, model_id, ranks)
     check_memory(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)

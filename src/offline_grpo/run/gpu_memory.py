@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from offline_grpo.model.dtypes import TORCH_NAMES, torch_dtype
-from offline_grpo.model.layouts import choose_layout
+from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import read_model_config
 from offline_grpo.placement.devices import server_gpus, trainer_gpus
 from offline_grpo.placement.memory_plan import MemoryRequest, ServerRequest, check, describe, predict
@@ -81,7 +81,7 @@ def memory_request(
         train=config.train,
         model_config=model_config,
         reference_config=reference_config,
-        layout=choose_layout(plan.layout, torch.device("cuda"), torch_dtype(config.train.precision)),
+        layout=layouts_for(plan.layout, torch.device("cuda"), torch_dtype(config.train.precision))[0],
         head=plan.head,
         optimizer=plan.optimizer,
         shares_weights=plan.weight_sync.requires.shares_weights,

@@ -1,6 +1,10 @@
-"""The head that keeps its tiles, against materialised logits in float64. What it compiles runs as plain PyTorch here, see tests/gpu."""
+"""The head that keeps its tiles, against materialised logits in float64. On a CPU the kernel is plain PyTorch, see tests/gpu."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -131,3 +135,30 @@ def test_what_is_kept_stays_within_its_limit() -> None:
     assert 2 * 8192 * 151936 < whole < 4 * 2**30
     assert limited < 2.2 * 2**30
     assert kept_head.num_kept(8192, 151936, 16384, 2**30) * 2 * 8192 * 16384 <= 2**30
+
+
+INTERPRETED = """
+import torch
+from offline_grpo.model import head_kernel, kept_head
+torch.manual_seed(0)
+for softcap in (None, 3.0):
+    for width in (37, 256, 300):
+        logits, bias, bits_per_logit = 5 * torch.randn(9, width), torch.randn(width).bfloat16(), torch.rand(9) + 0.5
+        for args in ((logits, bias, softcap, bits_per_logit), (logits, None, softcap, bits_per_logit)):
+            stats, powers = head_kernel.stats_and_powers(*args, keep=True)
+            right, expected = kept_head._stats_and_powers(*args, keep=True)
+            for found, value in zip(stats, right, strict=True):
+                torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(powers, expected)
+            assert head_kernel.stats_and_powers(*args, keep=False)[1] is None
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_is_right() -> None:
+    """By Triton's interpreter, without a GPU; it is switched on before Triton is imported."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

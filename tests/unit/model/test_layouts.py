@@ -9,7 +9,7 @@ from factories import make_qwen2, make_rollout, make_scoring
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout
-from offline_grpo.model.layouts import LAYOUTS, choose_layout, layout_named
+from offline_grpo.model.layouts import LAYOUTS, layout_named, layouts_for
 from offline_grpo.model.layouts.padded import Padded, attention_window
 from offline_grpo.model.layouts.tree import Tree
 from offline_grpo.model.layouts.varlen import VARLEN, Varlen
@@ -32,14 +32,15 @@ CPU, CUDA, MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
 )
 def test_auto_is_the_fastest_that_runs_there(device, dtype, name):
     assert layout_named("auto") is None
-    assert type(choose_layout(None, device, dtype)) is LAYOUTS[name]
+    assert type(layouts_for(None, device, dtype)[0]) is LAYOUTS[name]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_is_what_its_name_says(name):
     layout = layout_named(name)
     assert isinstance(layout, Layout)
-    assert choose_layout(layout, CUDA, torch.bfloat16) is layout
+    if name != "flash4":  # which is not installed here
+        assert layouts_for(layout, CUDA, torch.bfloat16) == [layout]
     assert isinstance(layout.for_memory_plan(), (Padded, Varlen))
 
 
@@ -47,7 +48,12 @@ def test_a_layout_is_what_its_name_says(name):
 def test_varlen_is_refused_where_its_kernel_does_not_run(device, dtype, has):
     message = f"^model.layout=varlen: needs a CUDA device and .* this run has {has}; use model.layout=auto$"
     with pytest.raises(ConfigError, match=message):
-        choose_layout(Varlen(), device, dtype)
+        layouts_for(Varlen(), device, dtype)
+
+
+def test_flash4_is_refused_where_it_does_not_run():
+    with pytest.raises(ConfigError, match=r"^model.layout=flash4: needs a Hopper or Blackwell GPU, .* and the package flash-attn-4"):
+        layouts_for(layout_named("flash4"), CUDA, torch.bfloat16)
 
 
 def test_attention_is_the_layouts_inside_and_the_models_own_afterwards(token_batch):

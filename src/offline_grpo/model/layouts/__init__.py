@@ -6,15 +6,16 @@ import torch
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout
+from offline_grpo.model.layouts.flash4 import Flash4, has_flash4
 from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.model.layouts.tree import Tree
 from offline_grpo.model.layouts.varlen import Varlen, has_varlen_kernel
 
-LAYOUTS: dict[str, type[Layout]] = {"padded": Padded, "tree": Tree, "varlen": Varlen}
+LAYOUTS: dict[str, type[Layout]] = {"padded": Padded, "tree": Tree, "varlen": Varlen, "flash4": Flash4}
 
 
 def layout_named(name: str) -> Layout | None:
-    """The layout that `model.layout=NAME` asks for; None for `auto` (see `choose_layout`).
+    """The layout that `model.layout=NAME` asks for; None for `auto` (see `layouts_for`).
 
     Raises:
         ConfigError: no layout has that name.
@@ -27,15 +28,18 @@ def layout_named(name: str) -> Layout | None:
     return LAYOUTS[name]()
 
 
-def choose_layout(layout: Layout | None, device: torch.device, dtype: torch.dtype) -> Layout:
-    """`layout`; where it is None (`auto`), varlen if its kernel runs on `device` in `dtype`, tree on the CPU, padded elsewhere.
+def layouts_for(layout: Layout | None, device: torch.device, dtype: torch.dtype) -> list[Layout]:
+    """`layout`; where it is None (`auto`), those that run on `device` in `dtype`, the fastest first and padded rows last.
 
     Raises:
         ConfigError: `layout` does not run there.
     """
     if layout is not None:
         layout.check(device, dtype)
-        return layout
+        return [layout]
+    found: list[Layout] = [Flash4()] if has_flash4(device, dtype) else []
     if has_varlen_kernel(device, dtype):
-        return Varlen()
-    return Tree() if device.type == "cpu" else Padded()  # building trees reads token ids, which on a GPU would wait for it
+        found.append(Varlen())
+    elif device.type == "cpu":  # building trees reads token ids, which on a GPU would wait for it
+        found.append(Tree())
+    return [*found, Padded()]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,8 @@ class Varlen:
     """All sequences end to end, each told apart by torch's variable-length attention. Needs CUDA and 16 bit."""
 
     pads = False
+    kernel: ClassVar[str] = VARLEN
+    """What transformers knows it by; see `register`."""
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise ConfigError where the kernel does not run."""
@@ -59,13 +63,13 @@ class Varlen:
             return
         config: Any = decoder.config
         before = config._attn_implementation
-        config._attn_implementation = VARLEN
+        config._attn_implementation = self.kernel
         try:
             yield
         finally:
             config._attn_implementation = before
 
-    def for_memory_plan(self) -> Varlen:
+    def for_memory_plan(self) -> Self:
         """Runs on the meta device as it is."""
         return self
 
@@ -76,7 +80,19 @@ def _packs(decoder: nn.Module, batch: TokenBatch) -> bool:
     return chunk is None or max(batch.sequence_lengths) <= chunk
 
 
-def _varlen_attention(
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None], Tensor]
+"""Causal attention of q [T, heads, D], k and v [T, kv_heads, D] within the sequences between boundaries [S+1], the longest of which has so
+many tokens. The scale of the scores is 1 / sqrt(D) if None, and a window is how many tokens a token sees, itself included. [T, heads, D]"""
+
+
+def register(name: str, kernel: Kernel) -> None:
+    """Put a kernel behind transformers' attention interface. There it raises ValueError if a model asks for attention of another kind."""
+    AttentionInterface.register(name, functools.partial(_attention, kernel))
+    AttentionMaskInterface.register(name, lambda *_args, **_kwargs: None)
+
+
+def _attention(
+    kernel: Kernel,
     module: nn.Module,
     query: Tensor,  # [1, heads, T, D]
     key: Tensor,  # [1, kv_heads, T, D]
@@ -88,36 +104,27 @@ def _varlen_attention(
     max_length_q: int = 0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """`torch.nn.attention.varlen` behind transformers' attention interface: [1, T, heads, D].
-
-    Raises:
-        ValueError: the model asks for attention that the kernel does not compute.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
+    """[1, T, heads, D], and no attention weights."""
     if cu_seq_lens_q is None:
         raise ValueError("variable-length attention needs cu_seq_lens_q: this model drops the arguments that its decoder is called with")
     others["attention_mask"] = attention_mask
     unknown = sorted(name for name, value in others.items() if name not in HARMLESS and value is not None and value is not False)
     if unknown:
         raise ValueError(f"variable-length attention has no {', '.join(unknown)}")
-    heads_per_kv = query.shape[1] // key.shape[1]
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
-    if heads_per_kv > 1:
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [T, heads, D]
+    return kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)[None], None
+
+
+def _torch_kernel(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float | None, window: int | None) -> Tensor:
+    """`torch.nn.attention.varlen`, which is FlashAttention 2."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    how: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}  # to the left, besides itself
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        how["enable_gqa"] = True
+    elif (heads_per_kv := q.shape[1] // k.shape[1]) > 1:
         k, v = k.repeat_interleave(heads_per_kv, dim=1), v.repeat_interleave(heads_per_kv, dim=1)
-    out: Any = varlen_attn(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),  # tokens to the left, besides the token itself
-    )
-    return out[None], None
+    return varlen_attn(q, k, v, boundaries, boundaries, longest, longest, **how)  # pyright: ignore[reportReturnType]
 
 
-AttentionInterface.register(VARLEN, _varlen_attention)
-AttentionMaskInterface.register(VARLEN, lambda *_args, **_kwargs: None)
+register(VARLEN, _torch_kernel)
