@@ -35,7 +35,7 @@ class FakeVllm:
         if request.method == "GET":
             return Reply({"detail": "Method Not Allowed"}, status=405)
         with self._lock:
-            if request.path == "/v1/completions":
+            if request.path == "/generate_tokens":
                 return Reply(self._complete(request.body))
             if request.path == "/collective_rpc":
                 return Reply({"results": [self._call(request.body["method"], request.body["kwargs"])]})
@@ -54,17 +54,14 @@ class FakeVllm:
 
     def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
         sampling = SamplingParams(body["max_tokens"], temperature=body["temperature"])
-        completions = complete_in_order(self._client, [SamplingRequest(tuple(body["prompt"]), body["n"], body["seed"])], sampling)[0]
+        prompt = body["prompt"]["prompt_token_ids"]
+        completions = complete_in_order(self._client, [SamplingRequest(tuple(prompt), body["n"], body["seed"])], sampling)[0]
         choices = [
             {
-                "index": index,
-                "text": "",
-                "finish_reason": str(completion.finish_reason),
-                "stop_reason": None,
                 "token_ids": list(completion.token_ids),
-                "prompt_token_ids": body["prompt"],
-                "logprobs": {"token_logprobs": list(completion.logprobs), "top_logprobs": None},
+                "logprobs": list(completion.logprobs),
+                "finish_reason": str(completion.finish_reason),
             }
-            for index, completion in enumerate(completions)
+            for completion in completions
         ]
-        return {"id": "cmpl-1", "object": "text_completion", "model": "policy", "choices": choices, "usage": {"total_tokens": 9}}
+        return {"prompt_token_ids": prompt, "choices": choices}

@@ -153,9 +153,9 @@ class Answers:
             return Reply(status=503)
         time.sleep(0.1)
         body = request.body
-        if request.path == "/v1/completions":
-            choice = {"prompt_token_ids": body["prompt"], "token_ids": [2], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
-            return Reply({"choices": [{"index": index, **choice} for index in range(2)]})
+        if request.path == "/generate_tokens":
+            choice = {"token_ids": [2], "logprobs": [-1.0], "finish_reason": "stop"}
+            return Reply({"prompt_token_ids": body["prompt"]["prompt_token_ids"], "choices": [choice] * body["n"]})
         tokens = {"completion_tokens": 1, "output_token_logprobs": [[-1.0, 2, None]], "finish_reason": {"type": "stop"}}
         return Reply([{"meta_info": {"prompt_tokens": len(prompt), **tokens}} for prompt in body["input_ids"]])
 

@@ -37,8 +37,9 @@ from engines import (
 from factories import strategy
 
 from offline_grpo.engine.server import Server
+from offline_grpo.generation.sample import complete_in_order
 from offline_grpo.model.policy import Policy
-from offline_grpo.types import Completion, FinishReason
+from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest
 
 pytestmark = pytest.mark.parametrize("where", [pytest.param(CPU, id="cpu")], indirect=True, scope="session")
 
@@ -178,6 +179,57 @@ def test_who_hangs_up_is_not_worked_for(server: Server) -> None:
         caller.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
         wait_until(lambda: num_running(server) == 2)
     wait_until(lambda: num_running(server) == 0)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(LENGTH, temperature=0.7),
+        SamplingParams(LENGTH, top_p=0.9, top_k=5, repetition_penalty=1.2),
+        SamplingParams(500, stop=("e", "f")),
+        SamplingParams(LENGTH, temperature=0),
+    ],
+)
+def test_a_run_gets_the_tokens_that_a_stock_server_gives(server: Server, sampling: SamplingParams) -> None:
+    def completions(path: str) -> list[list[Completion]]:
+        client = make_client(server)
+        client.path = path
+        found = complete_in_order(client, [SamplingRequest(tuple(PROMPTS[i]), 3, 2**40 + i) for i in range(2)], sampling)
+        client.close()
+        assert client.path == path
+        return found
+
+    ours, theirs = ([completion for group in completions(path) for completion in group] for path in ("/generate_tokens", "/v1/completions"))
+    assert [(one.token_ids, one.finish_reason) for one in ours] == [(one.token_ids, one.finish_reason) for one in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    if sampling.stop:
+        assert {FinishReason.STOP} == {one.finish_reason for one in ours}
+
+
+def test_what_a_run_may_not_ask_for_is_one_line(server: Server) -> None:
+    """Nor does it get the newest adapter unless it names it: `model` left out is the base model."""
+    for body, (status, message) in REFUSED.items():
+        if '"prompt": "a"' not in body:
+            answer = httpx.post(f"{server.base_url}/generate_tokens", content=body, timeout=60)
+            assert (status, message in answer.json()["error"]) == (answer.status_code, True), body[:80]
+    streamed = post(server, "/generate_tokens", prompt=IDS, stream=True)
+    assert streamed.status_code == 400
+    assert "only /generate answers in parts" in streamed.json()["error"]
+    assert httpx.get(f"{server.base_url}/generate_tokens").status_code == 405
+
+
+def test_a_run_hears_that_its_request_was_aborted(server: Server) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(post, server, "/generate_tokens", prompt=IDS, n=2, max_tokens=3900, ignore_eos=True)
+        wait_until(lambda: num_running(server) == 2)
+        post(server, "/pause?mode=abort").raise_for_status()
+        cut = asking.result()
+        post(server, "/resume").raise_for_status()
+    assert cut.status_code == 200
+    for choice in cut.json()["choices"]:
+        assert choice["finish_reason"] == "abort"
+        assert len(choice["token_ids"]) == len(choice["logprobs"]) < 3900
 
 
 @pytest.mark.parametrize("call", ["/pause?mode=abort", "/sleep?mode=abort&level=1"])

@@ -25,7 +25,7 @@ DEADLINE_S = 2.0
 """Of every call; runs have minutes."""
 
 RPC = "/collective_rpc"
-MANY_TIMES = ("/v1/completions", "/generate", f"{RPC} grpo_tag", "/pause", "/resume")
+MANY_TIMES = ("/generate_tokens", "/generate", f"{RPC} grpo_tag", "/pause", "/resume")
 COMMON = ("/health", "/version", f"{RPC} grpo_tag", f"{RPC} grpo_state", f"{RPC} grpo_set_tag", "/pause", "/resume", "/reset_prefix_cache")
 
 
@@ -40,11 +40,11 @@ class Kind:
 
 VLLM = "generation=vllm_server"
 KINDS = {
-    "reload": Kind((VLLM, "weight_sync=reload"), FakeVllm, (*COMMON, f"{RPC} reload_weights", "/v1/completions")),
+    "reload": Kind((VLLM, "weight_sync=reload"), FakeVllm, (*COMMON, f"{RPC} reload_weights", "/generate_tokens")),
     "shared_vllm": Kind(
         (VLLM, "weight_sync=shared_vllm"),
         FakeVllm,
-        (*COMMON, f"{RPC} grpo_describe", f"{RPC} grpo_export", f"{RPC} grpo_layout", "/v1/completions"),
+        (*COMMON, f"{RPC} grpo_describe", f"{RPC} grpo_export", f"{RPC} grpo_layout", "/generate_tokens"),
     ),
     "sglang": Kind(
         ("generation=sglang_server", "weight_sync=none"), lambda _: FakeSglang(), ("/health", "/server_info", "/generate", "/generate")
@@ -115,8 +115,8 @@ def hurried(exchange: Any) -> Any:
     return lambda *words, timeout_s, **named: exchange(*words, timeout_s=min(timeout_s, DEADLINE_S), **named)
 
 
-CASES = [("reload", "html", ""), ("reload", "mutated", "/v1/completions"), ("shared_vllm", "slow", f"{RPC} grpo_export")]
-QUICK = [*CASES, ("shared_vllm", "deep", f"{RPC} grpo_tag"), ("reload", "endless", "/v1/completions"), ("sglang", "idna", "/generate")]
+CASES = [("reload", "html", ""), ("reload", "mutated", "/generate_tokens"), ("shared_vllm", "slow", f"{RPC} grpo_export")]
+QUICK = [*CASES, ("shared_vllm", "deep", f"{RPC} grpo_tag"), ("reload", "endless", "/generate_tokens"), ("sglang", "idna", "/generate")]
 
 
 def attacked(kind: str, attack: str, route: str, seed: int, undisturbed: Any, model: Path, folder: Path) -> None:

@@ -40,6 +40,10 @@ class Refused(EngineError):
     """The server answered with another status than 200: it does not know the request, or cannot do it."""
 
 
+class NotFound(Refused):
+    """It has nothing at that path."""
+
+
 class Unreachable(EngineError):
     """No answer came: no connection, a broken one, or none in time."""
 
@@ -61,7 +65,8 @@ class Answer:
         if 300 <= self.status < 400:
             raise Refused(f"{self.url}: status {self.status}: redirects are not followed; name the address that it leads to")
         if self.status != 200:
-            raise Refused(f"{self.url}: status {self.status}: {self._reason()}")
+            kind = NotFound if self.status == 404 else Refused
+            raise kind(f"{self.url}: status {self.status}: {self._reason()}")
 
     def read(self, reader: Callable[[Any], T]) -> T:
         """What `reader` makes of the parsed JSON.

@@ -31,10 +31,6 @@ LONGEST_PAUSE_S = 10.0
 LOWEST_LOGPROB = -9999.0
 """Servers send this or a lower value for minus infinity, which JSON cannot represent."""
 
-MAX_BYTES_PER_TOKEN = 1024
-"""Of an answer. vLLM writes a token's text three times, beside 60 bytes of numbers; the longest tokens of today's vocabularies have 128
-characters, such as line breaks, with two bytes each in JSON."""
-
 MAX_BYTES_PER_PROMPT_TOKEN = 16
 """vLLM returns the ids."""
 
@@ -62,7 +58,9 @@ class ServerClient(ABC):
     """
 
     engine_name: ClassVar[str | None]
-    path: ClassVar[str]
+    path: str
+    max_bytes_per_token: int
+    """Of an answer, the token's text included."""
     logprobs_are_filtered: ClassVar[bool] = True
     """Whether logprobs are those after top-p, top-k and penalty, as a `Completion` should have them."""
 
@@ -162,12 +160,12 @@ class ServerClient(ABC):
     async def _complete(self, http: httpx.AsyncClient, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
         """Sends a request again that the server aborted: a partial completion is useless."""
         per_completion = (
-            MAX_BYTES_BESIDE + MAX_BYTES_PER_TOKEN * sampling.max_new_tokens + MAX_BYTES_PER_PROMPT_TOKEN * len(request.prompt_ids)
+            MAX_BYTES_BESIDE + self.max_bytes_per_token * sampling.max_new_tokens + MAX_BYTES_PER_PROMPT_TOKEN * len(request.prompt_ids)
         )
         max_bytes = MAX_BYTES_BESIDE + request.num_completions * per_completion
         for _ in range(self.max_retries + 1):
             weights = self.weights  # read once: a push may replace them while the request is open
-            answer = await self._post(http, self.body(request, sampling, weights), max_bytes)
+            answer = await self._post(http, self.path, self.body(request, sampling, weights), max_bytes)
             completions = answer.read(lambda parsed, version=weights.version: self._completions(parsed, request, sampling, version))
             if all(completion.finish_reason is not FinishReason.ABORT for completion in completions):
                 return completions
@@ -176,14 +174,14 @@ class ServerClient(ABC):
             f"{self._url}: the server aborted the request, {self.max_retries + 1} times; does somebody else pause it or load weights?"
         )
 
-    async def _post(self, http: httpx.AsyncClient, body: Mapping[str, Any], max_bytes: int) -> Answer:
+    async def _post(self, http: httpx.AsyncClient, path: str, body: Mapping[str, Any], max_bytes: int) -> Answer:
         failure = ""
         for attempt in range(self.max_retries + 1):
             if attempt > 0:
                 await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.8, 1.2))
                 self.server.check_alive()
             try:
-                answer = await exchange(http, "POST", self.path, timeout_s=self.timeout_s, max_bytes=max_bytes, json=body)
+                answer = await exchange(http, "POST", path, timeout_s=self.timeout_s, max_bytes=max_bytes, json=body)
             except TimeoutError as error:
                 raise EngineError(
                     f"{self._url}: no answer after {self.timeout_s:g} s; raise generation.timeout_s, or look at the server"

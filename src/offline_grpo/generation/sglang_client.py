@@ -23,6 +23,7 @@ class SglangClient(ServerClient):
 
     engine_name: ClassVar[str | None] = "SGLang"
     path = "/generate"
+    max_bytes_per_token = 1024
     logprobs_are_filtered = False
 
     @staticmethod

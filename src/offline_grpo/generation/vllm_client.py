@@ -1,20 +1,37 @@
-"""Samples from a vLLM server through its completions endpoint, which takes and returns token ids in every version."""
+"""Samples from a vLLM server: through the endpoint that every server of a run has, or through the one that stock servers have."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import httpx
+
+from offline_grpo.engine.http import NotFound
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.generation.server_client import Choice, ServerClient
-from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
+from offline_grpo.types import Completion, SamplingParams, SamplingRequest, ServedWeights
+
+log = logging.getLogger(__name__)
+
+TOKENS = "/generate_tokens"
+"""Token ids in, token ids and logprobs out, and nothing that takes time per token besides; see `engine/inside_vllm/`."""
+STOCK = "/v1/completions"
+"""Takes and returns token ids in every version. Makes text that nobody reads, unless it is asked to look for strings in it."""
+
+STOCK_BYTES_PER_TOKEN = 1024
+"""It writes a token's text three times, beside 60 bytes of numbers; the longest tokens of today's vocabularies have 128 characters, such as
+line breaks, with two bytes each in JSON."""
 
 
 class VllmClient(ServerClient):
-    """See `ServerClient`."""
+    """See `ServerClient`. Asks a server that lacks `TOKENS` at `STOCK` from then on."""
 
     engine_name: ClassVar[str | None] = "vLLM"
-    path = "/v1/completions"
+    path = TOKENS
+    max_bytes_per_token = 64
 
     @staticmethod
     def control(server: Server) -> VllmControl:
@@ -23,12 +40,12 @@ class VllmClient(ServerClient):
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
         """See `ServerClient.body`. vLLM draws completion j of a request with its seed + j, and refuses n > 1 at temperature 0."""
-        is_repeated = sampling.temperature == 0 and request.num_completions > 1
         prompt = list(request.prompt_ids)
+        stock = {"prompt": prompt, "logprobs": 0, "return_token_ids": True}  # logprobs of the sampled token alone
         return {
+            **({"prompt": {"prompt_token_ids": prompt}} if self.path == TOKENS else stock),
             "model": weights.name or None,  # None is the base model
-            "prompt": [prompt] * request.num_completions if is_repeated else prompt,
-            "n": 1 if is_repeated else request.num_completions,
+            "n": 1 if sampling.temperature == 0 else request.num_completions,
             "seed": request.seed,
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -38,16 +55,39 @@ class VllmClient(ServerClient):
             "repetition_penalty": sampling.repetition_penalty,
             "stop": list(sampling.stop),
             "stop_token_ids": self._eos_ids,
-            "logprobs": 0,  # of the sampled token alone
-            "return_token_ids": True,
             "skip_special_tokens": False,
         }
 
     def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
         """See `ServerClient.choices`."""
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if [choice["index"] for choice in choices] != list(range(len(choices))):
-            raise ValueError("choices are not numbered from 0")
-        if choices and choices[0]["prompt_token_ids"] != list(request.prompt_ids):
+        choices = answer["choices"]
+        if "prompt_token_ids" in answer:  # of `TOKENS`
+            prompts = [answer["prompt_token_ids"]]
+            found = [(choice["token_ids"], choice["logprobs"], choice["finish_reason"]) for choice in choices]
+        else:
+            choices = sorted(choices, key=lambda choice: choice["index"])
+            if [choice["index"] for choice in choices] != list(range(len(choices))):
+                raise ValueError("choices are not numbered from 0")
+            prompts = [choice["prompt_token_ids"] for choice in choices[:1]]
+            found = [(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]) for choice in choices]
+        if prompts and prompts[0] != list(request.prompt_ids):
             raise ValueError("the prompt came back changed")
-        return [(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]) for choice in choices]
+        return found
+
+    async def _complete(self, http: httpx.AsyncClient, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
+        path = self.path
+        try:
+            return await super()._complete(http, request, sampling)
+        except NotFound:
+            if path == STOCK:
+                raise
+            if self.path == TOKENS:  # else another request was told so
+                log.info("%s has no POST %s, so it is asked at %s, which is slower", self.server.base_url, TOKENS, STOCK)
+                self.path, self.max_bytes_per_token = STOCK, STOCK_BYTES_PER_TOKEN
+            return await super()._complete(http, request, sampling)
+
+    def _completions(self, parsed: Any, request: SamplingRequest, sampling: SamplingParams, version: int) -> list[Completion]:
+        """Greedy completions of a prompt are all alike, so one is asked for."""
+        if sampling.temperature > 0:
+            return super()._completions(parsed, request, sampling, version)
+        return super()._completions(parsed, replace(request, num_completions=1), sampling, version) * request.num_completions

@@ -37,7 +37,20 @@ TWO = [([5, 2], [-0.5, -0.25], "stop"), ([6, 7, 8, 9], [-1.0, -2.0, -3.0, -4.0],
 Script = Callable[[Request], Reply]
 
 
-def vllm_answer(completions: Sequence[Any], prompt: Sequence[int] = PROMPT) -> dict[str, Any]:
+def tokens_answer(completions: Sequence[Any], prompt: Sequence[int] = PROMPT) -> dict[str, Any]:
+    """What our middleware answers at /generate_tokens."""
+    choices = [{"token_ids": tokens, "logprobs": logprobs, "finish_reason": reason} for tokens, logprobs, reason in completions]
+    return {"prompt_token_ids": list(prompt), "choices": choices}
+
+
+class StockClient(VllmClient):
+    """One that has learnt that the server is a stock one."""
+
+    path = "/v1/completions"
+    max_bytes_per_token = 1024
+
+
+def stock_answer(completions: Sequence[Any], prompt: Sequence[int] = PROMPT) -> dict[str, Any]:
     """What vLLM 0.32 answers at /v1/completions with `return_token_ids` and `logprobs=0`."""
     choices = [
         {
@@ -89,7 +102,18 @@ COMMON_NAMES = {name: name for name in ("temperature", "top_p", "top_k", "repeti
 DIALECTS = {
     "vllm": Dialect(
         VllmClient,
-        vllm_answer,
+        tokens_answer,
+        lambda body: body["prompt"]["prompt_token_ids"],
+        {**COMMON_NAMES, "max_new_tokens": "max_tokens"},
+        lambda body: body,
+        (
+            ("choices",),
+            *(("choices", 1, name) for name in ("token_ids", "logprobs", "finish_reason")),
+        ),
+    ),
+    "stock": Dialect(
+        StockClient,
+        stock_answer,
         lambda body: body["prompt"],
         {**COMMON_NAMES, "max_new_tokens": "max_tokens"},
         lambda body: body,
@@ -239,26 +263,52 @@ def test_filters_that_are_off_are_sent_too(lab: Lab) -> None:
     assert (settings["top_k"], settings["top_p"], settings["repetition_penalty"], settings["temperature"]) == (-1, 1, 1, 1)
 
 
-def test_vllm_is_asked_for_a_group_with_one_seed(tmp_path: Path) -> None:
-    with ScriptedServer(lambda _: Reply(vllm_answer(TWO))) as server:
-        client = make_client(DIALECTS["vllm"], mortal(server.base_url, tmp_path))
+@pytest.mark.parametrize(("kind", "further"), [("vllm", {}), ("stock", {"logprobs": 0, "return_token_ids": True})])
+def test_vllm_is_asked_for_a_group_with_one_seed(kind: str, further: dict[str, Any], tmp_path: Path) -> None:
+    with ScriptedServer(lambda _: Reply(DIALECTS[kind].answer(TWO))) as server:
+        client = make_client(DIALECTS[kind], mortal(server.base_url, tmp_path))
         generate(client, [PROMPT], SAMPLING, group_size=2, seeds=[2**62])
-        body = server.requests[0].body
-        assert {name: body[name] for name in ("n", "seed", "logprobs", "return_token_ids", "model")} == {
-            "n": 2,
-            "seed": 2**62,
-            "logprobs": 0,
-            "return_token_ids": True,
-            "model": None,
-        }
+        [request] = server.requests
+        assert request.path == client.path
+        assert request.body.items() >= {"n": 2, "seed": 2**62, "model": None, **further}.items()
+        client.close()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "stock"])
+def test_greedy_completions_of_a_prompt_are_one(kind: str, tmp_path: Path) -> None:
+    """vLLM refuses to draw several."""
+    with ScriptedServer(lambda _: Reply(DIALECTS[kind].answer(TWO[:1]))) as server:
+        client = make_client(DIALECTS[kind], mortal(server.base_url, tmp_path))
+        [[first, second]] = generate(client, [PROMPT], SamplingParams(max_new_tokens=4, temperature=0), group_size=2, seeds=[1])
+        assert first == second
+        assert first.token_ids == (5, 2)
+        assert server.requests[0].body["n"] == 1
+        client.close()
+
+
+def test_a_stock_server_is_asked_as_stock_servers_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All requests that were in flight find out by themselves; later ones know."""
+
+    def script(request: Request) -> Reply:
+        if request.path == VllmClient.path:
+            server.wait_until(lambda: server.max_active == 4)
+            return Reply({"detail": "Not Found"}, status=404)
+        return Reply(stock_answer([([7], [-1.0], "stop")], prompt=request.body["prompt"]))
+
+    with ScriptedServer(script) as server, caplog.at_level("INFO"):
+        client = make_client(DIALECTS["vllm"], mortal(server.base_url, tmp_path))
+        assert {index for index, _ in client.generate(requests(9), SAMPLING)} == set(range(9))
+        paths = [request.path for request in server.requests]
+        assert (paths.count(VllmClient.path), paths.count("/v1/completions")) == (4, 9)
+        assert caplog.text.count("has no POST /generate_tokens") == 1
         client.close()
 
 
 def test_choices_in_another_order_are_put_right(tmp_path: Path) -> None:
-    answer = vllm_answer(TWO)
+    answer = stock_answer(TWO)
     answer["choices"].reverse()
     with ScriptedServer(lambda _: Reply(answer)) as server:
-        client = make_client(DIALECTS["vllm"], mortal(server.base_url, tmp_path))
+        client = make_client(DIALECTS["stock"], mortal(server.base_url, tmp_path))
         [[first, second]] = generate(client, [PROMPT], SAMPLING, group_size=2, seeds=[0])
         assert (first.token_ids, second.token_ids) == ((5, 2), (6, 7, 8, 9))
         client.close()
@@ -457,8 +507,9 @@ def test_pauses_between_attempts_double_up_to_a_limit(lab: Lab, monkeypatch: pyt
 )
 def test_an_answer_that_is_none(lab: Lab, reply: Reply, expected: str) -> None:
     lab.set_script(lambda _: reply)
+    asks_twice = reply.status == 404 and lab.client.path == VllmClient.path  # as a stock server is asked
     assert re.search(expected, lab.error())
-    assert len(lab.server.requests) == 1
+    assert len(lab.server.requests) == (2 if asks_twice else 1)
 
 
 GOOD = ([6], [-1.0], "length")
@@ -511,10 +562,10 @@ def test_a_prompt_that_came_back_changed(lab: Lab) -> None:
 
 
 def test_choices_that_are_numbered_twice(tmp_path: Path) -> None:
-    answer = vllm_answer(TWO)
+    answer = stock_answer(TWO)
     answer["choices"][1]["index"] = 0
     with ScriptedServer(lambda _: Reply(answer)) as server:
-        client = make_client(DIALECTS["vllm"], mortal(server.base_url, tmp_path))
+        client = make_client(DIALECTS["stock"], mortal(server.base_url, tmp_path))
         with pytest.raises(EngineError, match="not numbered from 0"):
             generate(client, [PROMPT], SAMPLING, group_size=2, seeds=[0])
         client.close()
@@ -524,12 +575,12 @@ def test_one_bad_answer_ends_the_other_requests(lab: Lab) -> None:
     def script(request: Request) -> Reply:
         if lab.dialect.prompt_of(request.body)[0] == 2:
             lab.server.wait_until(lambda: lab.server.num_active == 4)
-            return Reply({}, status=404)
+            return Reply({}, status=400)
         lab.server.hold(request)
         return Reply()
 
     lab.set_script(script)
-    assert "status 404" in lab.error(num_prompts=9, group_size=1)
+    assert "status 400" in lab.error(num_prompts=9, group_size=1)
     lab.server.wait_until(lambda: lab.server.num_active == 0)
     assert len(lab.server.requests) == 4
     lab.answers()
@@ -668,10 +719,12 @@ def test_an_interruption_leaves_no_request_and_a_client_that_works(lab: Lab, clo
 
 
 def test_a_process_can_end_with_the_client_open(lab: Lab) -> None:
+    kind = lab.dialect.client if lab.dialect.client is not StockClient else VllmClient
     program = f"""
 from pathlib import Path
 from offline_grpo.engine.server import Server
-from offline_grpo.generation.{lab.dialect.client.__module__.rpartition(".")[2]} import {lab.dialect.client.__name__} as Client
+from {kind.__module__} import {kind.__name__} as Client
+Client.path = {lab.client.path!r}
 from offline_grpo.types import SamplingParams, SamplingRequest
 server = Server(base_url={lab.server.base_url!r}, api_key=None, launcher=None, log_dir=Path("."))
 client = Client(server=server, eos_ids=[2], vocab_size=1000, batch_size=2, timeout_s=5, max_retries=0)

@@ -1,4 +1,5 @@
-"""POST /generate, which Atropos environments call: completions of one prompt, with the token ids and logprobs that GRPO needs.
+"""POST /generate, which Atropos environments call: completions of one prompt, with the token ids and logprobs that GRPO needs. And
+POST /generate_tokens, which a run's own client calls: the same without text and without whatever else takes time per token.
 
 vLLM loads the class by `--middleware`, and its own endpoints stay as they are. Like its neighbour, the module stands alone. All that it
 uses of vLLM is alike from 0.25 to 0.32.
@@ -20,6 +21,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 PATH = "/generate"
+TOKENS_PATH = "/generate_tokens"
 MAX_BODY_BYTES = 8 * 2**20
 """A prompt of a million tokens has 7 MB."""
 LOWEST_LOGPROB = -9999.0
@@ -51,11 +53,12 @@ class Refusal(Exception):
 
 
 class Generate:
-    """ASGI middleware that answers POST /generate itself, and passes everything else on.
+    """ASGI middleware that answers POST /generate and POST /generate_tokens itself, and passes everything else on.
 
-    A request has `prompt`, a string or `{"prompt_token_ids": [...]}`, and any of vLLM's sampling parameters. `logprobs` is 0 where it is
-    not given: that of the chosen token alone. `model` names an adapter, or the base model; without it the adapter that was loaded last is
-    sampled from, so that callers need not know that weights are pushed. `stream: true` answers in lines of `{"text": [prompt + text]}`.
+    A request to /generate has `prompt`, a string or `{"prompt_token_ids": [...]}`, and any of vLLM's sampling parameters. `logprobs` is 0
+    where it is not given: that of the chosen token alone. `model` names an adapter, or the base model; without it the adapter that was
+    loaded last is sampled from, so that callers need not know that weights are pushed. `stream: true` answers in lines of
+    `{"text": [prompt + text]}`. A request to /generate_tokens has the same, but for `stream`, and without `model` it asks the base model.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -63,7 +66,7 @@ class Generate:
         self._was_sent_to_sleep = False
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != PATH:
+        if scope["type"] != "http" or scope["path"] not in KINDS:
             self._was_sent_to_sleep |= scope.get("path") == "/sleep"
             await self._app(scope, receive, send)
             return
@@ -75,14 +78,14 @@ class Generate:
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         """Raises Refusal, as long as nothing was sent."""
         if scope["method"] != "POST":
-            raise Refusal(405, f"{PATH} is asked with POST")
+            raise Refusal(405, f"{scope['path']} is asked with POST")
         state = scope["app"].state
         engine = state.engine_client
         body = await read_body(receive)
         if body is None:
             return
         try:
-            request = Request(body, state)
+            request = KINDS[scope["path"]](body, state)
         except OF_REQUEST as error:
             raise Refusal(400, str(error)) from error
         working = asyncio.create_task(request.stream(engine, send) if request.is_stream else request.complete(engine, send))
@@ -112,14 +115,17 @@ class Request:
         state: of vLLM's application.
     """
 
+    refused = frozenset({"abort", "error"})
+    """Finish reasons of completions that are not handed out."""
+
     def __init__(self, body: bytes, state: Any) -> None:
         fields = msgspec.json.decode(body)
         if not isinstance(fields, dict):
             raise ValueError("a JSON object with a prompt belongs here")
         self.is_stream = bool(fields.pop("stream", False))
         self.tokenizer = state.engine_client.tokenizer
-        self.prompt_ids, self.prompt = self._read_prompt(fields.pop("prompt", None), state.engine_client.model_config.get_vocab_size())
-        self.adapter = adapter_named(fields.pop("model", None), state.openai_serving_models)
+        self.prompt_ids, self._prompt = self._read_prompt(fields.pop("prompt", None), state.engine_client.model_config.get_vocab_size())
+        self.adapter = self._adapter(fields.pop("model", None), state.openai_serving_models)
         if unknown := fields.keys() - SAMPLING:
             raise ValueError(
                 f"unknown: {', '.join(sorted(unknown))}; a request may have prompt, model, stream, {', '.join(sorted(SAMPLING))}"
@@ -135,7 +141,17 @@ class Request:
             params.detokenize = False  # the text of a whole completion is made from its tokens faster than token by token
         self.params = params
 
-    def _read_prompt(self, prompt: Any, vocab_size: int) -> tuple[list[int], str]:
+    @property
+    def prompt(self) -> str:
+        """The prompt's text."""
+        if self._prompt is None:
+            self._prompt = "" if self.tokenizer is None else self.tokenizer.decode(self.prompt_ids)
+        return self._prompt
+
+    def _adapter(self, name: Any, models: Any) -> Any:
+        return adapter_named(name, models)
+
+    def _read_prompt(self, prompt: Any, vocab_size: int) -> tuple[list[int], str | None]:
         if isinstance(prompt, str) and self.tokenizer is not None:
             return self.tokenizer.encode(prompt), prompt
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
@@ -143,7 +159,7 @@ class Request:
             raise ValueError('prompt: must be a string, or {"prompt_token_ids": [...]} with at least one id')
         if not (min(ids) >= 0 and max(ids) < vocab_size):
             raise ValueError(f"prompt: ids must be from 0 to {vocab_size - 1}, the model's")
-        return ids, "" if self.tokenizer is None else self.tokenizer.decode(ids)
+        return ids, None
 
     async def complete(self, engine: Any, send: Send) -> None:
         """Answer in one piece."""
@@ -184,7 +200,7 @@ class Request:
         try:
             async with contextlib.aclosing(generating):
                 async for output in generating:
-                    if {"abort", "error"} & {completion.finish_reason for completion in output.outputs}:
+                    if self.refused & {completion.finish_reason for completion in output.outputs}:
                         raise Refusal(503, "the engine aborted the request, as it does for a push of weights; send it again")
                     yield output
         except EngineDeadError as error:
@@ -208,6 +224,41 @@ class Request:
         return whole.removeprefix(context)
 
 
+class TokensRequest(Request):
+    """What a body asks of POST /generate_tokens. Only stop strings have tokens turned into text, and a token has one logprob, its own.
+
+    An aborted completion is handed out, for it is the client that knows whether to ask again.
+    """
+
+    refused = frozenset({"error"})
+
+    def __init__(self, body: bytes, state: Any) -> None:
+        super().__init__(body, state)
+        if self.is_stream:
+            raise ValueError(f"stream: only {PATH} answers in parts")
+
+    def _adapter(self, name: Any, models: Any) -> Any:
+        return None if name is None else adapter_named(name, models)
+
+    async def complete(self, engine: Any, send: Send) -> None:
+        """Answer in one piece."""
+        [final] = [output async for output in self._outputs(engine)]
+        choices = [
+            {
+                "token_ids": list(output.token_ids),
+                "logprobs": [values[first] for first in output.logprobs.start_indices],
+                "finish_reason": output.finish_reason,
+            }
+            for output in final.outputs
+            for values in [finite(output.logprobs.logprobs)]
+        ]
+        await reply(send, 200, {"prompt_token_ids": final.prompt_token_ids, "choices": choices})
+
+
+KINDS: dict[str, type[Request]] = {PATH: Request, TOKENS_PATH: TokensRequest}
+"""Who reads the body of a request, by its path."""
+
+
 def adapter_named(name: Any, models: Any) -> Any:
     """vLLM's request for the adapter of that name; for None that for the newest adapter, if there is one. None is the base model."""
     adapters = models.lora_requests
@@ -222,12 +273,17 @@ def adapter_named(name: Any, models: Any) -> Any:
 
 
 def by_position(logprobs: Any) -> list[dict[int, float]]:
-    """{token id: logprob in nats} of each position, the chosen token first, from vLLM's `FlatLogprobs`. Raises Refusal for NaN."""
-    values = [LOWEST_LOGPROB if value < LOWEST_LOGPROB else value for value in logprobs.logprobs]
-    if any(map(math.isnan, values)):
-        raise Refusal(500, "a logprob is not a number; the weights that are served, or their activations, are probably not finite")
+    """{token id: logprob in nats} of each position, the chosen token first, from vLLM's `FlatLogprobs`."""
+    values = finite(logprobs.logprobs)
     bounds = zip(logprobs.start_indices, logprobs.end_indices, strict=True)
     return [dict(zip(logprobs.token_ids[first:end], values[first:end], strict=True)) for first, end in bounds]
+
+
+def finite(logprobs: Sequence[float]) -> list[float]:
+    """Logprobs as JSON can have them. Raises Refusal for NaN."""
+    if any(map(math.isnan, logprobs)):
+        raise Refusal(500, "a logprob is not a number; the weights that are served, or their activations, are probably not finite")
+    return [max(value, LOWEST_LOGPROB) for value in logprobs]
 
 
 async def read_body(receive: Receive) -> bytes | None:

@@ -1,0 +1,327 @@
+"""Tokens per second of a run's vLLM server against vLLM's offline engine, on the same GPU with the same share of its memory.
+
+    python benchmarks/generation.py                # one H100: at most six minutes
+    python benchmarks/generation.py --engines 2    # would several engine processes on one card pay? At most six minutes
+    python benchmarks/generation.py --small        # a tiny model and vLLM's CPU build; says nothing about speed
+
+Every sequence has exactly `--tokens` tokens after a prompt of 40, in groups of 8, each with a seed of its own. First, each sequence alone,
+all arms must return the same tokens. Then they alternate.
+
+Arms:
+    server            VllmClient and a managed server, as `run_grpo.py` uses them
+    stock             the same server through /v1/completions, which has to make text
+    offline           vLLM's LLM.generate in a process of its own: the sampled token's logprob, no text
+    offline_bare      the same without logprobs
+
+With --engines N there are N servers, each with weights of its own, and the arms `one` (all sequences on the first) and `all` (split).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+from client_overhead import CPU_ARGS, EndlessClient
+from common import RESULTS, Target, Timings, write_result
+
+from offline_grpo.engine.server import Server
+from offline_grpo.engine.vllm import VllmEngine
+from offline_grpo.generation.sample import complete_in_order
+from offline_grpo.generation.vllm_client import STOCK
+from offline_grpo.types import SamplingParams, SamplingRequest
+
+GROUP = 8
+PROMPT_TOKENS = 40
+COMMON = {"max_model_len": 4096, "max_num_seqs": 1024, "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "seed": 0}
+SHAPE = {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+SMALL = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+Counts = Sequence[int]
+Group = list[tuple[tuple[int, ...], tuple[float, ...]]]
+"""Token ids and logprobs of each completion of one prompt."""
+
+
+def save_model(folder: Path, *, is_small: bool) -> Path:
+    """Qwen3-0.6B's shape with random weights; a tokenizer of characters."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from offline_grpo.model.tiny import build_char_tokenizer
+
+    shape, dtype = (SMALL, torch.float32) if is_small else (SHAPE, torch.bfloat16)
+    torch.manual_seed(0)
+    heads = {"num_key_value_heads": shape["num_attention_heads"] // 2, "head_dim": 32 if is_small else 128}
+    config = Qwen3Config(**shape, **heads, tie_word_embeddings=True, max_position_embeddings=4096, eos_token_id=2)
+    device = "cpu" if is_small else "cuda"
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config)
+    model.to(dtype).save_pretrained(str(folder))
+    build_char_tokenizer(4096).save_pretrained(str(folder))
+    del model
+    torch.cuda.empty_cache()  # the engines take their shares of what is free
+    return folder
+
+
+def requests(num_sequences: int, group: int = GROUP) -> list[SamplingRequest]:
+    draw = random.Random(num_sequences)
+    return [
+        SamplingRequest(tuple(draw.randint(3, 80) for _ in range(PROMPT_TOKENS)), group, 1000 * index)
+        for index in range(num_sequences // group)
+    ]
+
+
+class Served:
+    """A managed server and its client."""
+
+    def __init__(self, model: Path, args: dict[str, Any], folder: Path) -> None:
+        engine: dict[str, Any] = {"python": None, "host": "127.0.0.1", "port": None, "api_key": None, "start_timeout_s": 400}
+        env = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        launcher: Any = VllmEngine(**engine, args=args, env=env, blackwell_workaround=False)
+        self.server = Server(base_url=None, api_key=None, launcher=launcher, log_dir=folder)
+        started = time.monotonic()
+        try:
+            self.server.start(str(model))
+        except BaseException:
+            self.server.stop()
+            raise
+        self.start_s = time.monotonic() - started
+        self.client = EndlessClient(server=self.server, eos_ids=[2], vocab_size=151936, batch_size=256, timeout_s=600, max_retries=0)
+        self.cpu_us_per_token: dict[str, float] = {}
+
+    def generate(self, asked: Sequence[SamplingRequest], tokens: int) -> list[Group]:
+        before = self._cpu_s()
+        found = complete_in_order(self.client, asked, SamplingParams(max_new_tokens=tokens))
+        num_tokens = tokens * sum(request.num_completions for request in asked)
+        self.cpu_us_per_token = {name: 1e6 * (s - before.get(name, s)) / num_tokens for name, s in self._cpu_s().items()}
+        return [[(completion.token_ids, completion.logprobs) for completion in group] for group in found]
+
+    def _cpu_s(self) -> dict[str, float]:
+        """Of the API server (`python`) and the engine's processes, by name."""
+        found: dict[str, float] = {}
+        for process in psutil.Process(self.server.pid).children(recursive=True):
+            found[process.name()] = found.get(process.name(), 0.0) + sum(process.cpu_times()[:2])
+        return found
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.stop()
+
+
+class Offline:
+    """vLLM's offline engine in a child process, which is not to import vLLM into this one."""
+
+    def __init__(self, model: Path, args: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_offline, args=(theirs, str(model), args))
+        self._process.start()
+        theirs.close()
+
+    def start(self) -> float:
+        """Make the engine: seconds. Its imports have gone on since the constructor."""
+        started = time.monotonic()
+        self._pipe.send("start")
+        self._pipe.recv()
+        return time.monotonic() - started
+
+    def generate(self, asked: Sequence[SamplingRequest], tokens: int, *, logprobs: bool = True) -> list[Group]:
+        self._pipe.send(([(request.prompt_ids, request.num_completions, request.seed) for request in asked], tokens, logprobs))
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(30)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+def _offline(pipe: Any, model: str, args: dict[str, Any]) -> None:
+    import vllm
+    from vllm.sampling_params import RequestOutputKind
+
+    assert pipe.recv() == "start"
+    engine = vllm.LLM(model, disable_log_stats=True, **args)
+    pipe.send("ready")
+    while True:
+        try:
+            asked, tokens, logprobs = pipe.recv()
+        except EOFError:
+            return
+        kind = {"output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False, "flat_logprobs": True, "ignore_eos": True}
+        settings = [
+            vllm.SamplingParams(n=n, seed=seed, max_tokens=tokens, temperature=1.0, logprobs=0 if logprobs else None, **kind)
+            for _, n, seed in asked
+        ]
+        prompts: Any = [{"prompt_token_ids": list(ids)} for ids, _, _ in asked]
+        found = engine.generate(prompts, settings, use_tqdm=False)
+        pipe.send(
+            [
+                [(tuple(one.token_ids), tuple(one.logprobs.logprobs) if logprobs else ()) for one in output.outputs]  # type: ignore[union-attr]
+                for output in found
+            ]
+        )
+
+
+def check_equal(arms: dict[str, Callable[[Sequence[SamplingRequest], int], list[Group]]], tokens: int) -> None:
+    """One sequence at a time, so that no arm's batches differ from another's."""
+    for request in requests(3 * GROUP)[:3]:
+        alone = [SamplingRequest(request.prompt_ids, 1, request.seed)]
+        answers = {name: generate(alone, tokens)[0][0] for name, generate in arms.items()}
+        ids, logprobs = answers[next(iter(answers))]
+        assert len(ids) == tokens
+        for name, (theirs, their_logprobs) in answers.items():
+            assert theirs == ids, f"{name} draws other tokens"
+            assert all(math.isclose(a, b, abs_tol=1e-3) for a, b in zip(logprobs, their_logprobs, strict=False)), name
+
+
+def measure(
+    arms: dict[str, Callable[[Sequence[SamplingRequest], int], list[Group]]], counts: dict[int, int], tokens: int, deadline: float
+) -> dict[int, Timings]:
+    """Seconds of every arm, {number of sequences: as many rounds}. Rounds for which no time is left are left out."""
+    for generate in arms.values():
+        generate(requests(8 * GROUP), tokens // 8)
+    timings: dict[int, Timings] = {}
+    for count, rounds in counts.items():
+        seconds: dict[str, list[float]] = {name: [] for name in arms}
+        round_s = 0.0
+        for index in range(rounds):
+            if index > 0 and time.monotonic() + round_s > deadline:
+                break
+            began = time.monotonic()
+            for name in list(arms) if index % 2 == 0 else reversed(list(arms)):
+                started = time.perf_counter()
+                groups = arms[name](requests(count), tokens)
+                seconds[name].append(time.perf_counter() - started)
+                assert all(len(ids) == tokens for group in groups for ids, _ in group)
+                print(f"{count} sequences, {name}: {count * tokens / seconds[name][-1]:,.0f} tok/s", flush=True)
+            round_s = time.monotonic() - began
+        timings[count] = Timings(seconds)
+    return timings
+
+
+def against_offline(arguments: argparse.Namespace, model: Path, args: dict[str, Any], stack: ExitStack, folder: Path) -> None:
+    deadline = time.monotonic() + arguments.limit_s
+    offline = Offline(model, args)
+    stack.callback(offline.close)
+    served = Served(model, {**args, **arguments.server_args}, folder)
+    stack.callback(served.close)
+    stock = EndlessClient(server=served.server, eos_ids=[2], vocab_size=151936, batch_size=256, timeout_s=600, max_retries=0)
+    stock.path, stock.max_bytes_per_token = STOCK, 1024
+    stack.callback(stock.close)
+    offline_start_s = offline.start()
+    print(f"server up after {served.start_s:.0f} s, offline engine after {offline_start_s:.0f} s", flush=True)
+
+    def ask_stock(asked: Sequence[SamplingRequest], tokens: int) -> list[Group]:
+        found = complete_in_order(stock, asked, SamplingParams(max_new_tokens=tokens))
+        return [[(completion.token_ids, completion.logprobs) for completion in group] for group in found]
+
+    cpu: dict[str, float] = {}
+
+    def ask_server(asked: Sequence[SamplingRequest], tokens: int) -> list[Group]:
+        found = served.generate(asked, tokens)
+        cpu.update(served.cpu_us_per_token)
+        return found
+
+    arms: dict[str, Callable[[Sequence[SamplingRequest], int], list[Group]]] = {"server": ask_server, "offline": offline.generate}
+    check_equal({**arms, "stock": ask_stock}, min(arguments.tokens, 64))
+    arms["offline_bare"] = lambda asked, tokens: offline.generate(asked, tokens, logprobs=False)
+    few, many = arguments.sequences
+    timings = measure({**arms, "stock": ask_stock}, {few: arguments.rounds}, arguments.tokens, deadline)
+    timings |= measure(arms, {many: arguments.rounds}, arguments.tokens, deadline)
+    measured = {"server_start_s": served.start_s, "offline_start_s": offline_start_s}
+    for count, found in timings.items():
+        measured[f"server_vs_offline_{count}"] = 1 / found.ratio("server", "offline")
+        for name in found.seconds:
+            measured[f"{name}_{count}_tokens_per_s"] = count * arguments.tokens / found.median_s(name)
+    measured |= {f"cpu_us_per_token_{name.strip('()')}": value for name, value in cpu.items() if value > 0.5}
+    save(
+        arguments,
+        "generation",
+        claim="Sampling through a run's vLLM server, against vLLM's offline engine with logprobs and without text",
+        targets=[Target(f"server_vs_offline_{few}", ">=", 0.95), Target(f"server_{many}_tokens_per_s", ">=", 20_000)],
+        measured=measured,
+        details={count: found.summary("offline") for count, found in timings.items()},
+    )
+
+
+def several_engines(arguments: argparse.Namespace, model: Path, args: dict[str, Any], stack: ExitStack, folder: Path) -> None:
+    deadline = time.monotonic() + arguments.limit_s
+    servers = []
+    for index in range(arguments.engines):
+        servers.append(Served(model, {**args, **arguments.server_args}, folder / str(index)))
+        stack.callback(servers[-1].close)
+        print(f"server {index} up after {servers[-1].start_s:.0f} s", flush=True)
+
+    def split(asked: Sequence[SamplingRequest], tokens: int) -> list[Group]:
+        with ThreadPoolExecutor(len(servers)) as threads:
+            shares = [asked[index :: len(servers)] for index in range(len(servers))]
+            parts = list(threads.map(lambda server, share: server.generate(share, tokens), servers, shares))
+        return [parts[index % len(servers)][index // len(servers)] for index in range(len(asked))]
+
+    arms = {"one": servers[0].generate, "all": split}
+    check_equal({str(index): server.generate for index, server in enumerate(servers)}, min(arguments.tokens, 64))
+    few, many = arguments.sequences
+    timings = measure(arms, {many: arguments.rounds, few: arguments.rounds}, arguments.tokens, deadline)
+    measured = {f"gain_{count}": found.ratio("one", "all") for count, found in timings.items()}
+    for count, found in timings.items():
+        measured |= {f"{name}_{count}_tokens_per_s": count * arguments.tokens / found.median_s(name) for name in found.seconds}
+    save(
+        arguments,
+        f"generation_{arguments.engines}_engines",
+        claim="Several engine processes on one card, each with its own weights, against one of them",
+        targets=[Target(f"gain_{many}", ">=", 1.4)],
+        measured=measured,
+        details={count: found.summary("one") for count, found in timings.items()},
+    )
+
+
+def save(arguments: argparse.Namespace, name: str, **result: Any) -> None:
+    shown = {key: value for key, value in vars(arguments).items() if key != "out"}
+    rounded = {key: float(f"{value:.4g}") for key, value in result.pop("measured").items()}
+    write_result(arguments.out or name, settings=shown, measured=rounded, **result)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--sequences", type=int, nargs=2, default=[256, 1024])
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--share", type=float, default=0.4, help="of the card's memory, for each engine")
+    parser.add_argument("--limit-s", type=float, default=330.0, help="no further round is begun that would end later")
+    parser.add_argument("--server-args", type=json.loads, default={}, help='JSON, such as {"async_scheduling": true}')
+    parser.add_argument("--out", help="name of the result; default: generation")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    args = {**COMMON, "dtype": "bfloat16", "gpu_memory_utilization": arguments.share}
+    if arguments.small:
+        args |= {**CPU_ARGS, "max_model_len": 4096, "distributed_executor_backend": None}
+        args.pop("gpu_memory_utilization")
+        arguments.sequences, arguments.tokens = [16, 32], 32
+        os.environ["OMP_NUM_THREADS"] = "1"
+    RESULTS.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model = save_model(Path(folder) / "model", is_small=arguments.small)
+        compare = against_offline if arguments.engines == 1 else several_engines
+        compare(arguments, model, args, stack, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
