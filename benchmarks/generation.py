@@ -44,11 +44,22 @@ from offline_grpo.types import SamplingParams, SamplingRequest
 
 GROUP = 8
 PROMPT_TOKENS = 40
-COMMON = {"max_model_len": 4096, "max_num_seqs": 1024, "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "seed": 0}
-SHAPE = {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
-SMALL = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+COMMON: dict[str, Any] = {
+    "max_model_len": 4096,
+    "max_num_seqs": 1024,
+    "logprobs_mode": "processed_logprobs",
+    "generation_config": "vllm",
+    "seed": 0,
+}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+}
+SMALL: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
-Counts = Sequence[int]
 Group = list[tuple[tuple[int, ...], tuple[float, ...]]]
 """Token ids and logprobs of each completion of one prompt."""
 
@@ -62,11 +73,11 @@ def save_model(folder: Path, *, is_small: bool) -> Path:
 
     shape, dtype = (SMALL, torch.float32) if is_small else (SHAPE, torch.bfloat16)
     torch.manual_seed(0)
-    heads = {"num_key_value_heads": shape["num_attention_heads"] // 2, "head_dim": 32 if is_small else 128}
-    config = Qwen3Config(**shape, **heads, tie_word_embeddings=True, max_position_embeddings=4096, eos_token_id=2)
+    heads: dict[str, Any] = {"num_key_value_heads": shape["num_attention_heads"] // 2, "head_dim": 32 if is_small else 128}
+    config: Any = Qwen3Config(**shape, **heads, tie_word_embeddings=True, max_position_embeddings=4096, eos_token_id=2)
     device = "cpu" if is_small else "cuda"
     with torch.device(device):
-        model = Qwen3ForCausalLM(config)
+        model: Any = Qwen3ForCausalLM(config)
     model.to(dtype).save_pretrained(str(folder))
     build_char_tokenizer(4096).save_pretrained(str(folder))
     del model
