@@ -69,7 +69,7 @@ def save_model(folder: Path, *, is_small: bool) -> Path:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from offline_grpo.model.tiny import build_char_tokenizer
+    from offline_grpo.model.char_tokenizer import build_char_tokenizer
 
     shape, dtype = (SMALL, torch.float32) if is_small else (SHAPE, torch.bfloat16)
     torch.manual_seed(0)
