@@ -15,7 +15,7 @@ from offline_grpo.train.schedule import LrSchedule
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
 
-ADAMW = {"lr": 1e-6, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+ADAMW = {"lr": 1e-6, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "offload": False}
 
 
 def make_updater(

@@ -27,6 +27,7 @@ from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, register
 from offline_grpo.settings import TrainConfig
+from offline_grpo.train.offload import OffloadedAdamW
 from offline_grpo.train.optimizer import AdamW
 from offline_grpo.train.schedule import LrSchedule
 from offline_grpo.train.sharding import Replicas
@@ -136,15 +137,18 @@ LOSS = {
 }
 
 
-def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, **settings) -> Updater:
+def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, offload=False, **settings) -> Updater:
     policy = make_policy(make_qwen2().to(dtype))
     config = TrainConfig(**{**SETTINGS, **settings})
+    masters = policy.make_masters(offload=offload)
+    factory = AdamW(lr=config.lr, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8, offload=offload)
+    optimizer = factory.create(masters.parameters.values())
     ranks = Ranks(use_cpu=True)
     return Updater(
         policy=policy,
         reference=None,
         loss=loss(**LOSS),
-        optimizer=AdamW(lr=config.lr, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8).create(policy.make_masters().parameters.values()),
+        optimizer=OffloadedAdamW(optimizer, masters) if offload else optimizer,
         scaler=torch.amp.GradScaler("cpu", enabled=config.precision == "fp16"),
         config=config,
         ranks=ranks,

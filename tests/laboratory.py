@@ -19,7 +19,7 @@ from torch import nn
 from offline_grpo.errors import GrpoError
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.model import lm_head
+from offline_grpo.model import lm_head, masters
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import app, assemble
@@ -111,6 +111,7 @@ def watch(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     count(TransformersClient, "_sample", "decode")
     count(Scoring, "forward", "forward")
     count(lm_head, "_matmul_into", "product")
+    count(masters, "HostTensors", "host")
     count(nn.functional, "scaled_dot_product_attention", "sdpa")
     patch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="eager"))  # generates no code, which takes long
     count(nn.Module, "compile", "compile")

@@ -248,7 +248,7 @@ class OptimizerFactory(Protocol):
         ...
 
     def state_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        """The GPU memory of its state for parameters of these shapes."""
+        """The memory of its state for parameters of these shapes, on the GPU, or in the host where it is offloaded."""
         ...
 
     def step_scratch_bytes(self, shapes: Iterable[Sequence[int]]) -> int:

@@ -224,6 +224,7 @@ RUNS: dict[str, Acts] = {
     "train.optimizer.beta1": Acts("train.optimizer.beta1=0.5", weights),
     "train.optimizer.beta2": Acts("train.optimizer.beta2=0.5", weights),
     "train.optimizer.eps": Acts("train.optimizer.eps=1", weights),
+    "train.optimizer.offload": Acts("train.optimizer.offload=true", calls("host"), keeps=weights),
     "eval.enabled": Acts("eval.enabled=false", evaluated, to=set()),
     "eval.eval_first": Acts("eval.eval_first=false", evaluated, to={"eval_iter_000.json", "eval_iter_001.json"}),
     "eval.interval": Acts("eval.interval=2", evaluated, to={"eval_init.json", "eval_iter_001.json"}),

@@ -163,7 +163,8 @@ class Checkpointer:
         record = read_state(checkpoint)
         trainer = checkpoint / "trainer"
         try:
-            state = torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True)
+            is_offloaded = self.policy.masters.host is not None  # which is copied into: the file need not be in memory as well
+            state = torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True, mmap=is_offloaded)
             self.updater.load_state_dict(state, record.counters)
             self.policy.masters.load_state_dict(_tensors(trainer / "masters.safetensors", self.policy.masters.state_dict()))
             served = trainer / "served.safetensors"

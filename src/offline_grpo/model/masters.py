@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from offline_grpo.model.host_memory import HostTensors
+
 CHUNK_ELEMENTS = 1 << 24
 """What is compared at once: few launches on a GPU, and temporaries of at most 48 MiB for 16-bit weights."""
 
@@ -24,6 +26,11 @@ class MasterWeights:
     Args:
         separate: give fp32 parameters a master too, because something else reads their memory while the optimizer steps.
         before_publish: called before the model's weights are written to.
+        offload: keep the masters in the host's memory. The optimizer must be one that looks for them there.
+
+    Attributes:
+        parameters: what the optimizer steps on, and what has the fp32 gradients. With `offload` their values mean nothing.
+        values: the masters by name: the data of `parameters`, or with `offload` views of `host`.
     """
 
     def __init__(
@@ -32,16 +39,27 @@ class MasterWeights:
         *,
         separate: bool = False,
         before_publish: Callable[[], None] | None = None,
+        offload: bool = False,
     ) -> None:
-        self._separate = separate
         self._before_publish = before_publish
         self._working: dict[str, nn.Parameter] = {name: p for name, p in named_parameters if p.requires_grad}
-        self.parameters: dict[str, nn.Parameter] = {name: self._master_of(p) for name, p in self._working.items()}
+        self.host: HostTensors | None = None
+        if offload:
+            device = next((p.device for p in self._working.values()), torch.device("cpu"))
+            self.host = HostTensors({name: p.shape for name, p in self._working.items()}, device)
+        self.parameters: dict[str, nn.Parameter] = {name: self._master_of(name, p, separate) for name, p in self._working.items()}
+        self.values: dict[str, Tensor] = (
+            self.host.views if self.host is not None else {name: p.detach() for name, p in self.parameters.items()}
+        )
 
-    def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        if parameter.dtype == torch.float32 and not self._separate:
+    def _master_of(self, name: str, parameter: nn.Parameter, separate: bool) -> nn.Parameter:
+        if self.host is not None:
+            self.host.views[name].copy_(parameter.detach())
+            master = nn.Parameter(torch.zeros((), device=parameter.device).expand(parameter.shape))  # 4 bytes, and room for a gradient
+        elif parameter.dtype == torch.float32 and not separate:
             return parameter
-        master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+        else:
+            master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
 
         def accumulate(working: Tensor) -> None:
             assert working.grad is not None
@@ -59,40 +77,44 @@ class MasterWeights:
             self._before_publish()
         for name, working in self._working.items():
             if working is not self.parameters[name]:
-                working.copy_(self.parameters[name])
+                working.copy_(self.values[name], non_blocking=True)  # from the host, at the speed of its bus
 
     @torch.no_grad()
     def differing(self) -> list[str]:
         """The parameters that do not hold what `publish` wrote: somebody else, who shares their memory, has written to them."""
         names, differ = [], []
         for name, working in self._working.items():
-            if (master := self.parameters[name]) is not working:
-                for ours, theirs in _chunks(working, master):
+            if self.parameters[name] is not working:
+                for ours, theirs in _chunks(working, self.values[name]):
                     names.append(name)
                     differ.append(_any_bit_differs(ours, theirs))
         flags = torch.stack(differ).tolist() if differ else []  # waits for the device once
         suspects = dict.fromkeys(name for name, flag in zip(names, flags, strict=True) if flag)
-        return [name for name in suspects if any(map(_any_value_differs, _chunks(self._working[name], self.parameters[name])))]
+        return [name for name in suspects if any(map(_any_value_differs, _chunks(self._working[name], self.values[name])))]
 
     def state_dict(self) -> dict[str, Tensor]:
         """The masters that say more than the model's weights: what a checkpoint must hold beside the model."""
-        return {name: p.detach() for name, p in self.parameters.items() if self._working[name].dtype != torch.float32}
+        return {name: value for name, value in self.values.items() if self._working[name].dtype != torch.float32}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore `state_dict()` and publish it."""
         for name, value in state.items():
-            self.parameters[name].copy_(value)
+            self.values[name].copy_(value)
         self.publish()
 
 
 def _chunks(working: Tensor, master: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """What the model has, and what `publish` would write there, a part at a time."""
     if working.numel() <= CHUNK_ELEMENTS:  # most are, and every further call takes longer than the GPU takes for the comparison
-        yield working, master.to(working.dtype)
+        yield working, _like(working, master)
         return
     for ours, theirs in zip(working.flatten().split(CHUNK_ELEMENTS), master.flatten().split(CHUNK_ELEMENTS), strict=True):
-        yield ours, theirs.to(ours.dtype)
+        yield ours, _like(ours, theirs)
+
+
+def _like(working: Tensor, master: Tensor) -> Tensor:
+    return master.to(working.device, non_blocking=True).to(working.dtype)
 
 
 def _any_bit_differs(ours: Tensor, theirs: Tensor) -> Tensor:

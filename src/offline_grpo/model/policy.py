@@ -65,11 +65,17 @@ class Policy:
         """Logprobs [T] without gradient, dropout off."""
         return self.scoring.logprobs(batch)
 
-    def make_masters(self) -> MasterWeights:
-        """Make the masters from the memory that the weights are in now. Called once, after every `WeightSync.connect`."""
+    def make_masters(self, *, offload: bool = False) -> MasterWeights:
+        """Make the masters from the memory that the weights are in now. Called once, after every `WeightSync.connect`.
+
+        Args:
+            offload: see `MasterWeights`.
+        """
         assert self._masters is None, "the masters were made before"
         is_shared = self._before_publish is not None
-        self._masters = MasterWeights(self.model.named_parameters(), separate=is_shared, before_publish=self._before_publish)
+        self._masters = MasterWeights(
+            self.model.named_parameters(), separate=is_shared, before_publish=self._before_publish, offload=offload
+        )
         return self._masters
 
     @property

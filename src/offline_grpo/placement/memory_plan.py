@@ -2,6 +2,7 @@
 
     a training process   weights + masters + gradients + optimizer state + reference + activations of the largest microbatch
     a server             its share of the GPU (engine.args.gpu_memory_utilization): weights, and what remains for the KV cache
+    the host             masters + optimizer state of all processes, with train.optimizer.offload, and the processes themselves
 
 Nothing here needs a GPU. The prediction is for the worst case: every completion as long as it may get.
 """
@@ -27,6 +28,7 @@ GIB = 2**30
 CONTEXT_BYTES = 3 * GIB // 4  # CUDA context, kernels and cuBLAS workspaces of a process: 0.74 GiB on an H100
 KV_CACHE_FLOOR = 1.1  # a server's share is at least this many times its weights
 LOGITS_COPIES = 4  # float32 [rows, vocabulary] that sampling in process holds at once
+HOST_PROCESS_BYTES = 4 * GIB  # of a process that uses CUDA: libraries, kernels, buffers; a server has two
 SMALL_STATE_BYTES = 3  # per trained weight: an optimizer with less is as small as 8-bit AdamW
 
 
@@ -52,6 +54,7 @@ class MemoryRequest:
     layout: Layout
     head: LossHead
     optimizer: OptimizerFactory
+    offload: bool  # its state, and the masters, are in the host's memory
     shares_weights: bool  # whether the first process's weights are the server's memory
     num_sequences: int  # of an iteration
     longest_prompt: int  # in tokens
@@ -61,6 +64,7 @@ class MemoryRequest:
     trainers: tuple[int, ...]  # the GPU of every training process, that of the first one first
     server: ServerRequest | None
     total_bytes: tuple[int, ...]  # memory of each GPU of this machine
+    host_bytes: int  # that the host has left
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,19 @@ class Part:
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """A GPU's parts: those of its training processes, and those of the server (see `_server_parts`), empty where it has none here."""
+    """A GPU's parts: those of its training processes, and those of the server (see `_server_parts`), empty where it has none here.
 
-    gpu: int
+    The host has a plan, too, where it holds what GPUs would hold otherwise. Its `gpu` is None.
+    """
+
+    gpu: int | None
     total_bytes: int
     trainer: tuple[Part, ...]
     server: tuple[Part, ...]
+
+    @property
+    def name(self) -> str:
+        return "the host" if self.gpu is None else f"GPU {self.gpu}"
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -92,8 +103,8 @@ class DevicePlan:
 
 
 def predict(request: MemoryRequest) -> list[DevicePlan]:
-    """What every GPU that the run uses will hold, in the order of the GPUs."""
-    train = request.train
+    """What every GPU that the run uses will hold, in the order of the GPUs, and then the host, if it holds what they would otherwise."""
+    train, offload = request.train, request.offload
     model = build_on_meta(
         request.model_config,
         request.model,
@@ -102,9 +113,11 @@ def predict(request: MemoryRequest) -> list[DevicePlan]:
         gradient_checkpointing=train.gradient_checkpointing,
     )
     footprint = measure(
-        model, largest_microbatch(request), layout=request.layout, head=request.head, separate_masters=request.shares_weights
+        model, largest_microbatch(request), layout=request.layout, head=request.head, separate_masters=request.shares_weights or offload
     )
+    masters, state = _optimizer_parts(request, footprint)
     others = [
+        *([] if offload else [masters, state]),
         *_static_parts(request, footprint),
         _activations_part(request, footprint),
         _sampling_part(request, footprint),
@@ -120,6 +133,11 @@ def predict(request: MemoryRequest) -> list[DevicePlan]:
         total_bytes = request.total_bytes[gpu]
         served = _server_parts(server, request.model_config, total_bytes) if server is not None and gpu in server.gpus else ()
         devices.append(DevicePlan(gpu, total_bytes, trainer, served))
+    if offload:
+        num_processes = len(request.trainers)
+        others_bytes = HOST_PROCESS_BYTES * (num_processes + (2 if server is not None else 0))
+        held = [masters, state] * num_processes + [Part("processes", others_bytes, masters.setting, masters.fix)]
+        devices.append(DevicePlan(None, request.host_bytes, tuple(held), ()))
     return devices
 
 
@@ -127,7 +145,7 @@ def describe(devices: Sequence[DevicePlan]) -> list[str]:
     """A small table: one line per part, in GiB."""
     lines = []
     for device in devices:
-        lines.append(f"GPU {device.gpu}: predicted to hold {_gib(device.needed_bytes)} of {_gib(device.total_bytes)} at its fullest")
+        lines.append(f"{device.name}: predicted to hold {_gib(device.needed_bytes)} of {_gib(device.total_bytes)} at its fullest")
         lines += [f"  {part.num_bytes / GIB:8.2f} GiB  {part.name}" for part in device.parts]
     return lines
 
@@ -165,7 +183,7 @@ def _refusal(device: DevicePlan) -> str:
         setting, fix = rest.setting, f"use {rest.setting.partition('=')[0]}={room:.2f} or less"
     parts = ", ".join(f"{part.name} {_gib(part.num_bytes)}" for part in sorted(device.parts, key=lambda part: -part.num_bytes)[:4])
     return (
-        f"{setting}: GPU {device.gpu} has {_gib(device.total_bytes)} and would have to hold {_gib(device.needed_bytes)} ({parts}, ...); "
+        f"{setting}: {device.name} has {_gib(device.total_bytes)} and would have to hold {_gib(device.needed_bytes)} ({parts}, ...); "
         f"{fix}; placement.check_memory=false starts all the same"
     )
 
@@ -199,24 +217,30 @@ def largest_microbatch(request: MemoryRequest) -> Microbatch:
     return Microbatch(rows, row_tokens, scored, is_whole_update=rows * row_tokens >= of_process * sequence_tokens)
 
 
-def _static_parts(request: MemoryRequest, footprint: Footprint) -> list[Part]:
-    """What stays from one microbatch to the next, besides the weights."""
-    train = request.train
-    model, smaller = f"model.train_id={request.model.train_id}", _smaller_model(request)
-    reference, dtype = request.reference_config, torch_dtype(train.precision)
+def _optimizer_parts(request: MemoryRequest, footprint: Footprint) -> tuple[Part, Part]:
+    """Masters and state, which may be in the host's memory."""
+    optimizer, model = request.train.optimizer, f"model.train_id={request.model.train_id}"
     state_bytes = request.optimizer.state_bytes(footprint.trained_shapes)
+    if request.offload:
+        setting, fix = "train.optimizer.offload=true", f"{_smaller_model(request)}, or a machine with more memory"
+        return Part("fp32 masters", footprint.masters_bytes, setting, fix), Part("optimizer state", state_bytes, setting, fix)
     has_small_state = state_bytes < SMALL_STATE_BYTES * sum(map(prod, footprint.trained_shapes))
     less_state = "use model/lora=default" if has_small_state else "use train/optimizer=adamw_8bit or model/lora=default"
+    if "offload" in optimizer:
+        less_state = f"use train.optimizer.offload=true, {less_state.removeprefix('use ')}"
+    return (
+        Part("fp32 masters", footprint.masters_bytes, model, _smaller_model(request)),
+        Part("optimizer state", state_bytes, f"train.optimizer._target_={optimizer['_target_']}", less_state),
+    )
+
+
+def _static_parts(request: MemoryRequest, footprint: Footprint) -> list[Part]:
+    """What stays from one microbatch to the next, besides weights, masters and state."""
+    train, reference = request.train, request.reference_config
+    reference_bytes = weights_bytes(reference, torch_dtype(train.precision)) if reference is not None else 0
     return [
-        Part("fp32 masters", footprint.masters_bytes, model, smaller),
-        Part("gradients", footprint.gradients_bytes, model, smaller),
-        Part("optimizer state", state_bytes, f"train.optimizer._target_={train.optimizer['_target_']}", less_state),
-        Part(
-            "reference weights",
-            weights_bytes(reference, dtype) if reference is not None else 0,
-            f"train.kl_coef={train.kl_coef:g}",
-            "train.kl_coef=0 loads no reference",
-        ),
+        Part("gradients", footprint.gradients_bytes, f"model.train_id={request.model.train_id}", _smaller_model(request)),
+        Part("reference weights", reference_bytes, f"train.kl_coef={train.kl_coef:g}", "train.kl_coef=0 loads no reference"),
     ]
 
 

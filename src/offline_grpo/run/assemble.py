@@ -35,6 +35,8 @@ from offline_grpo.run.run_dir import ResumePoint, RunDir
 from offline_grpo.seeding import derive_seed
 from offline_grpo.train.loop import Evaluation, Loop
 from offline_grpo.train.milestones import Milestones
+from offline_grpo.train.offload import OffloadedAdamW
+from offline_grpo.train.optimizer import is_offloaded
 from offline_grpo.train.push_schedule import PushSchedule
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
@@ -83,7 +85,7 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
         settle_layout(policy.scoring, plan.layout, policy.compute_device)
         settle_compile(policy.scoring, config.model.compile, policy.compute_device)
     sharding.prepare(policy)
-    policy.make_masters()
+    policy.make_masters(offload=is_offloaded(plan.optimizer))
     updater = make_updater(plan, policy, model_id, start.run_dir, ranks, sharding)
     if start.resume is not None and start.resume.lr_schedule is not None:
         updater.lr_schedule = start.resume.lr_schedule
@@ -200,11 +202,12 @@ def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ran
     if plan.loss.kl_coef > 0:
         with progress.phase("load reference"):
             reference = load_reference(config.model, model_id, policy, layout=plan.layout, precision=config.train.precision)
+    optimizer = plan.optimizer.create(policy.masters.parameters.values())
     return Updater(
         policy=policy,
         reference=reference,
         loss=plan.loss,
-        optimizer=plan.optimizer.create(policy.masters.parameters.values()),
+        optimizer=OffloadedAdamW(optimizer, policy.masters) if is_offloaded(plan.optimizer) else optimizer,
         scaler=torch.amp.GradScaler(policy.device.type, enabled=config.train.precision == "fp16"),
         config=config.train,
         ranks=ranks,

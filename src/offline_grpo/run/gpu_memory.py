@@ -12,8 +12,10 @@ from offline_grpo.model.dtypes import TORCH_NAMES, torch_dtype
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import read_model_config
 from offline_grpo.placement.devices import server_gpus, trainer_gpus
+from offline_grpo.placement.host import available_bytes
 from offline_grpo.placement.memory_plan import MemoryRequest, ServerRequest, check, describe, predict
 from offline_grpo.run.preflight import Plan
+from offline_grpo.train.optimizer import is_offloaded
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ def memory_request(
         layout=layouts_for(plan.layout, torch.device("cuda"), torch_dtype(config.train.precision))[0],
         head=plan.head,
         optimizer=plan.optimizer,
+        offload=is_offloaded(plan.optimizer),
         shares_weights=plan.weight_sync.requires.shares_weights,
         num_sequences=config.data.problems_per_iteration * config.data.rollouts_per_problem,
         longest_prompt=longest_prompt,
@@ -93,6 +96,7 @@ def memory_request(
         trainers=tuple(trainers),
         server=_server_request(plan, engine_gpus) if plan.engine.launcher is not None else None,
         total_bytes=tuple(total_bytes),
+        host_bytes=available_bytes(),
     )
 
 

@@ -154,6 +154,7 @@ def _fits(weights: str, config: PretrainedConfig, quarter: Preset, trust: bool) 
     full = "weight_sync=shared_vllm"
     ways = {
         "full, AdamW": (full, "train/optimizer=adamw"),
+        "full, AdamW offload": (full, "train/optimizer=adamw", "train.optimizer.offload=true"),
         "full, 8-bit AdamW": (full, "train/optimizer=adamw_8bit"),
         "full, Adafactor": (full, "train/optimizer=adafactor"),
         f"{quarter.name}, AdamW": (full, quarter.override),
@@ -164,7 +165,7 @@ def _fits(weights: str, config: PretrainedConfig, quarter: Preset, trust: bool) 
         with initialize_config_dir(config_dir=str(conf.folder()), version_base="1.3"):
             plan = make_plan(conf.typed(compose("config", overrides=[*model, *COMMON, *overrides])))
         settings = {"longest_prompt": PROMPT_TOKENS, "trainers": [0], "engine_gpus": [0], "total_bytes": [GIB]}
-        [device] = predict(memory_request(plan, config, None, **settings))
+        device, *_ = predict(memory_request(plan, config, None, **settings))
         rooms = {gb: room_for_server(device, total_bytes=int(gb * USABLE * GIB)) for gb in GPUS_GB}
         capped = {gb: None if room is None else min(room, LARGEST_SHARE) for gb, room in rooms.items()}
         yield Fit(name, overrides, sum(part.num_bytes for part in device.trainer) / GIB, capped)

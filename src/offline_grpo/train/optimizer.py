@@ -12,10 +12,17 @@ import torch
 from torch import nn
 
 from offline_grpo.errors import ConfigError, require
+from offline_grpo.interfaces import OptimizerFactory
 from offline_grpo.model.live_bytes import allocated_bytes
+from offline_grpo.train.offload import SLOTS_BYTES
 
 QUANTISED_BLOCK = 256  # weights that share a scale in bitsandbytes' 8-bit state
 QUANTISED_FROM = 4096  # weights: smaller tensors have fp32 state
+
+
+def is_offloaded(factory: OptimizerFactory) -> bool:
+    """Whether masters and state are in the host's memory. Optimizers that know of no such thing, also those from outside, are not."""
+    return getattr(factory, "offload", False)
 
 
 def check_settings(optimizer: Any) -> None:
@@ -39,13 +46,18 @@ def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> lis
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """torch.optim.AdamW (Loshchilov & Hutter, arXiv 1711.05101). State: two running means per weight, and a step count per tensor."""
+    """torch.optim.AdamW (Loshchilov & Hutter, arXiv 1711.05101). State: two running means per weight, and a step count per tensor.
+
+    Args:
+        offload: masters and state are in the host's memory, see offload.py.
+    """
 
     lr: float
     weight_decay: float
     beta1: float
     beta2: float
     eps: float
+    offload: bool
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -61,8 +73,8 @@ class AdamW:
         return sum(2 * allocated_bytes(4 * prod(shape)) + allocated_bytes(4) for shape in shapes)
 
     def step_scratch_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        """None: the fused step works in place."""
-        return 0
+        """None, because the fused step works in place; with `offload` that of its slots."""
+        return SLOTS_BYTES if self.offload else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,7 @@ class SharedVllm(PausingSync):
         views = self._open_views(engine, snapshot)
         check_coverage(dict(policy.causal_lm.named_parameters()), views, compare=False)
         with torch.no_grad():
-            for name, master in policy.masters.parameters.items():
+            for name, master in policy.masters.values.items():
                 views[name].copy_(master)  # before the policy is pointed at it: whatever interrupts this, the policy stays what it was
         self._splice(policy, views)
 

@@ -166,7 +166,7 @@ def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path):
     from offline_grpo.train.optimizer import AdamW
 
     other.policy = make_policy(make_qwen2(num_hidden_layers=1), NoTokenizer())
-    other.optimizer = AdamW(lr=1e-3, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8).create(
+    other.optimizer = AdamW(lr=1e-3, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8, offload=False).create(
         other.policy.make_masters().parameters.values()
     )
     with pytest.raises(CheckpointError, match="does not fit"):

@@ -1,7 +1,9 @@
 """Predicted memory of whole runs, against hand counts and real optimizers, and the refusal of what does not fit."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from factories import compose_config
@@ -9,7 +11,9 @@ from transformers import Qwen2Config
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.footprint import Microbatch
+from offline_grpo.placement.host import available_bytes
 from offline_grpo.placement.memory_plan import GIB, DevicePlan, Part, check, describe, largest_microbatch, predict
+from offline_grpo.run import gpu_memory
 from offline_grpo.run.config import typed
 from offline_grpo.run.gpu_memory import memory_request, needs_reference_copy
 from offline_grpo.run.preflight import make_plan
@@ -79,6 +83,44 @@ def test_shared_weights_are_the_servers():
     (in_fp32,) = predicted(*SERVED, "weight_sync=shared_vllm", "train.precision=fp32")
     assert parts(in_fp32)["fp32 masters"] == about(4 * NUM_WEIGHTS)
     assert parts(in_fp32)["server: weights"] == about(4 * NUM_WEIGHTS)
+
+
+def test_the_host_holds_what_is_offloaded(monkeypatch):
+    monkeypatch.setattr(gpu_memory, "available_bytes", lambda: GIB * 30)
+    settings = (*SERVED, "weight_sync=shared_vllm", "train.optimizer.offload=true")
+    gpu, second, host = predicted(*settings, trainers=[0, 1])
+    resident, _ = predicted(*SERVED, "weight_sync=shared_vllm", trainers=[0, 1])
+    assert parts(gpu).keys() == parts(resident).keys() - {"fp32 masters", "optimizer state"}
+    assert parts(gpu)["gradients"] == parts(second)["gradients"] == about(4 * NUM_WEIGHTS)
+    held = 2 * 12 * NUM_WEIGHTS + 4 * 4 * GIB  # two processes; they, and the server's two
+    assert (host.needed_bytes, host.total_bytes, host.gpu) == (about(held), GIB * 30, None)
+    check([host])
+    assert describe([host])[0] == f"the host: predicted to hold {held / GIB:.1f} GiB of 30.0 GiB at its fullest"
+    with pytest.raises(ConfigError, match=r"^train.optimizer.offload=true: the host has 8.0 GiB and .*use model/lora=default or a smaller"):
+        check([replace(host, total_bytes=8 * GIB)])
+    assert "use train.optimizer.offload=true, train/optimizer=adamw_8bit" in resident.trainer[1].fix
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"memory.max": "max", "memory.current": "5", "memory.stat": ""}, 1000),
+        ({"memory.max": "900", "memory.current": "500", "memory.stat": "anon 3\ninactive_file 100"}, 500),
+        (
+            {"memory/memory.limit_in_bytes": "600", "memory/memory.usage_in_bytes": "200", "memory/memory.stat": "total_inactive_file 7"},
+            407,
+        ),
+        ({"memory.max": "9000", "memory.current": "500", "memory.stat": ""}, 1000),
+        ({"memory.max": "400", "memory.current": "500", "memory.stat": ""}, 0),
+        ({}, 1000),
+    ],
+)
+def test_a_container_may_have_less_memory_than_its_machine(tmp_path, monkeypatch, files, expected):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert available_bytes(tmp_path) == expected
 
 
 def test_only_the_first_process_shares_the_servers_weights():
@@ -179,7 +221,7 @@ def held_bytes(optimizer):
 @pytest.mark.parametrize(
     "factory",
     [
-        AdamW(lr=1e-3, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8),
+        AdamW(lr=1e-3, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8, offload=False),
         Adafactor(lr=1e-3, weight_decay=0.0, scale_parameter=False, relative_step=False),
     ],
     ids=["adamw", "adafactor"],

@@ -1,0 +1,47 @@
+"""fp32 tensors in the host's memory, end to end in one piece of it, for what a GPU has no room for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+ALIGNED = 128
+"""Elements: every tensor begins at a multiple, so that kernels read it as fast as one with memory of its own."""
+
+
+class HostTensors:
+    """`flat` [N] fp32, zeros, and a view of it for each shape: `views`. With the same shapes, the views have the same places.
+
+    For a GPU its pages are locked, so that copies run beside computations. torch's own page-locked tensors are not used: their memory
+    is the next power of two.
+
+    Args:
+        device: the GPU that will read and write it, or the CPU.
+
+    Raises:
+        torch.OutOfMemoryError: the host has too little memory that it may lock.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
+        ends = list(accumulate(-(-shape.numel() // ALIGNED) * ALIGNED for shape in shapes.values()))
+        starts = [0, *ends][: len(ends)]
+        self.flat = torch.empty(ends[-1] if ends else 0, dtype=torch.float32).fill_(0)  # by all threads, unlike torch.zeros
+        self.views: dict[str, Tensor] = {
+            name: self.flat[start : start + shape.numel()].view(shape) for (name, shape), start in zip(shapes.items(), starts, strict=True)
+        }
+        if device.type == "cuda" and len(self.flat):
+            _lock_pages(self.flat)
+
+
+def _lock_pages(tensor: Tensor) -> None:
+    """For the life of the process, which needs it as long."""
+    runtime = torch.cuda.cudart()
+    assert runtime is not None
+    code = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 1)  # 1: for all GPUs
+    if int(code) != 0:
+        raise torch.OutOfMemoryError(
+            f"the host cannot lock {tensor.nbytes / 2**30:.1f} GiB of its memory (cudaHostRegister: error {int(code)}); see `ulimit -l`"
+        )

@@ -1,0 +1,61 @@
+"""AdamW with state in the host's memory, streamed through a GPU: `pytest -m gpu tests/gpu/test_gpu_offload.py`, seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from factories import compose_config
+from torch import nn
+
+from offline_grpo.model.masters import MasterWeights
+from offline_grpo.run import app
+from offline_grpo.train import offload
+from offline_grpo.train.offload import OffloadedAdamW
+from offline_grpo.train.optimizer import AdamW
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+SHAPES = {"a": (700, 330), "bias": (5,), "b": (4000, 3100), "norm": (129,), "scalar": (), "c": (20, 33, 110)}
+
+
+@pytest.mark.parametrize("chunk", [1 << 16, 1 << 25], ids=["many_chunks", "one_chunk"])
+def test_steps_are_those_of_resident_state_bit_for_bit(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "CHUNK_ELEMENTS", chunk)
+    factory = AdamW(lr=1e-2, weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-8, offload=False)
+    found = []
+    for offloaded in (False, True):
+        generator = torch.Generator(CUDA).manual_seed(0)
+        model = {name: nn.Parameter(torch.randn(s, generator=generator, device=CUDA).bfloat16()) for name, s in SHAPES.items()}
+        masters = MasterWeights(model.items(), offload=offloaded)
+        optimizer = factory.create(masters.parameters.values())
+        if offloaded:
+            optimizer = OffloadedAdamW(optimizer, masters)
+            assert masters.host is not None
+            assert masters.host.flat.is_pinned(), "copies would wait for each other"
+        for _ in range(5):
+            for parameter in masters.parameters.values():
+                parameter.grad = torch.randn(parameter.shape, generator=generator, device=CUDA)
+            optimizer.step()
+            masters.publish()
+        state = [value.cpu() for p in masters.parameters.values() for value in optimizer.state[p].values()]
+        found.append([*(p.detach().cpu() for p in model.values()), *(value.cpu() for value in masters.values.values()), *state])
+        assert masters.differing() == []
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_run_has_the_metrics_of_one_without(precision: str, tmp_path: Path) -> None:
+    """About: atomic additions of the backward pass are not the same from run to run."""
+    runs = []
+    for value in ("false", "true"):
+        settings = [f"train.precision={precision}", f"train.optimizer.offload={value}", f"cache_dir={tmp_path}/cache", "train.iterations=2"]
+        folder = tmp_path / value
+        app.run(compose_config("model.device=cuda", "eval.enabled=false", *settings), folder)
+        runs.append([json.loads(path.read_text()) for path in sorted((folder / "metrics").glob("train*"))])
+    for one, other in zip(*runs, strict=True):
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.2)
+        assert other["num_updates"] == one["num_updates"]

@@ -1,0 +1,38 @@
+"""Whole runs with masters and optimizer state in the host's memory: as those without, killed and resumed, and of two processes."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from children import SMALL, Kill, metrics_of, printed, run_in_child, run_in_children, weights_of
+
+RUN = (*SMALL, "train.precision=bf16", "train.grad_clip=0.05")
+OFFLOAD = "train.optimizer.offload=true"
+
+
+@pytest.mark.slow
+def test_a_killed_and_resumed_run_with_offload_ends_as_one_without(tmp_path: Path) -> None:
+    """On a CPU both use the same kernel. Resumed with offload, and, from the same checkpoint, without."""
+    cache, resident = f"cache_dir={tmp_path}/cache", tmp_path / "resident"
+    assert run_in_child(resident, cache, *RUN) == 0, printed(resident)
+    kill = Kill("offline_grpo.train.offload:OffloadedAdamW.step", 6)
+    for name, more in (("offloaded", (OFFLOAD,)), ("goes_on_resident", ())):
+        killed = tmp_path / name
+        assert run_in_child(killed, cache, OFFLOAD, *RUN, kill=kill) == -signal.SIGKILL, printed(killed)
+        assert run_in_child(tmp_path / "fresh", f"resume={killed}", *RUN, *more) == 0, printed(tmp_path / "fresh")
+        assert metrics_of(killed) == metrics_of(resident)
+        assert weights_of(killed) == weights_of(resident)
+
+
+@pytest.mark.slow
+def test_two_processes_with_offload_follow_one(tmp_path: Path) -> None:
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    overrides = [*SMALL, OFFLOAD, f"cache_dir={tmp_path}/cache", "model/lora=default"]
+    assert run_in_child(alone, *overrides) == 0, printed(alone)
+    assert run_in_children(2, together, *overrides) == [0, 0], printed(together)
+    expected, found = metrics_of(alone), metrics_of(together)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name] == pytest.approx(expected[name], abs=1e-6, rel=1e-5), name
