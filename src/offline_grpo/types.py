@@ -9,7 +9,7 @@ Everything here is plain data: no component is imported, nothing is mutated afte
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -203,6 +203,12 @@ class TokenBatch:
     ref_logprobs: Tensor | None  # [T] float32, nats, from the frozen reference; None where no KL term needs it
     temperature: Tensor  # [T] float32, what the sampler divided the logits by
     sequence_lengths: tuple[int, ...]  # S lengths that sum to T, kept on the host so that no step waits for the device
+    completion_index: Tensor | None = None  # see `completion_positions`
+
+    @property
+    def completion_positions(self) -> Tensor:
+        """[N] int64: where `completion_mask` is True. On a GPU it came along with the batch: to look there would wait for the device."""
+        return self.completion_mask.nonzero().squeeze(-1) if self.completion_index is None else self.completion_index
 
     @property
     def num_sequences(self) -> int:
@@ -216,30 +222,24 @@ class TokenBatch:
         """The batch of these sequences alone, in this order; `sequence_ids` count from 0 again."""
         import torch
 
-        starts = [0]
-        for length in self.sequence_lengths:
-            starts.append(starts[-1] + length)
+        starts = torch.tensor((0, *self.sequence_lengths)).cumsum(0).tolist()
         index = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in sequences]).to(self.token_ids.device)  # [T']
         lengths = tuple(self.sequence_lengths[s] for s in sequences)
-        return TokenBatch(
-            token_ids=self.token_ids[index],
-            position_ids=self.position_ids[index],
-            sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(index.device),
-            completion_mask=self.completion_mask[index],
-            advantages=self.advantages[index],
-            rollout_logprobs=self.rollout_logprobs[index],
-            old_logprobs=self.old_logprobs[index],
-            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[index],
-            temperature=self.temperature[index],
-            sequence_lengths=lengths,
-        )
+        ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(index.device)
+        chosen = {name: values[index] for name, values in self._tensors().items()}
+        return replace(self, **chosen | {"sequence_ids": ids, "sequence_lengths": lengths, "completion_index": None})
 
     def to(self, device: torch.device) -> TokenBatch:
-        """The same batch on another device."""
-        from torch import Tensor
+        """The same batch on another device. From the host to a GPU nothing waits: the tensors go through pinned memory."""
+        tensors = self._tensors() | {"completion_index": self.completion_positions}
+        if device.type == "cuda" and self.token_ids.device.type == "cpu":
+            tensors = {name: values.pin_memory() for name, values in tensors.items()}
+        return replace(self, **{name: values.to(device, non_blocking=True) for name, values in tensors.items()})
 
-        tensors = {name: getattr(self, name) for name in self.__dataclass_fields__ if isinstance(getattr(self, name), Tensor)}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+    def _tensors(self) -> dict[str, Tensor]:
+        """Those with an element per token."""
+        names = (field.name for field in fields(self) if field.name not in ("sequence_lengths", "completion_index"))
+        return {name: values for name in names if (values := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,14 @@ import json
 
 import pytest
 import torch
-from factories import compose_config, make_qwen2, make_scoring
+from factories import LOSS, compose_config, make_qwen2, make_scoring
 
+from offline_grpo.loss.grpo import GRPO
 from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.model.layouts.varlen import Varlen
 from offline_grpo.run import app
+from offline_grpo.train.alignment import Alignment
+from offline_grpo.types import BatchTotals
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +45,20 @@ def test_packed_sequences_do_not_see_each_other(token_batch):
     for sequence in range(token_batch.num_sequences):
         alone = make_scoring(model, Varlen()).logprobs(token_batch.select([sequence]).to(CUDA))
         assert torch.allclose(whole[starts[sequence] : starts[sequence + 1]], alone, atol=0.03)
+
+
+def test_no_microbatch_waits_for_the_device(token_batch):
+    scoring = make_scoring(make_qwen2(hidden_size=128).to(CUDA, torch.bfloat16), Varlen())
+    try:
+        for mode in ("default", "error"):  # the first time kernels are loaded
+            torch.cuda.set_sync_debug_mode(mode)
+            part = token_batch.to(CUDA)
+            stats = scoring(part)
+            loss = GRPO(**LOSS)(stats, part.with_logprobs(old=stats.logprobs.detach()), BatchTotals(100, 12, 20)).loss
+            loss.backward()
+            Alignment().add(part, stats.logprobs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_fp32_scores_equal_the_cpus(token_batch):

@@ -68,7 +68,7 @@ class Scoring(nn.Module):
         """
         hidden = self.layout.hidden_states(decoder_of(self.causal_lm), batch)  # [T, H]
         output = self.output
-        at = batch.completion_mask.nonzero().squeeze(-1)  # [N]
+        at = batch.completion_positions  # [N]
         logprobs, entropy = self.head(
             hidden[at - 1],  # the only shift by one: a token is predicted at the position before it
             output.weight,

@@ -27,11 +27,13 @@ class Alignment:
 
     def add(self, part: TokenBatch, policy_logprobs: torch.Tensor) -> None:
         """Count a microbatch, with the logprobs [T] of the policy that is being updated. Does not wait for the device."""
-        ours, theirs = (values[part.completion_mask].double() for values in (part.old_logprobs.detach(), part.rollout_logprobs))  # [N]
+        at = part.completion_positions  # [N]
+        ours, theirs, policy, advantages = (
+            values.detach()[at].double() for values in (part.old_logprobs, part.rollout_logprobs, policy_logprobs, part.advantages)
+        )
         difference = ours - theirs
         largest = difference.abs().max() if len(difference) else difference.new_zeros(())
         weights = difference.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
-        policy, advantages = (values[part.completion_mask].double() for values in (policy_logprobs.detach(), part.advantages))  # [N]
         terms = (
             torch.ones_like(ours),
             difference,
