@@ -130,8 +130,10 @@ def _sample(words: list[str], role: str, folder: Path) -> None:
 
 def assembled(plan: Plan, policy: Policy, folder: Path, ranks: Any) -> tuple[Any, Any]:
     """The deployments of training and evaluation, as a run puts them together."""
-    places: dict[str, Any] = {"full_weights": full_weights, "run_folder": folder, "ranks": ranks}
-    training = serving.for_training(plan.engine, plan.weight_sync, policy, gpus=None, sampling=plan.sampling, **places)
+    server = serving.training_server(plan.engine, plan.weight_sync, run_folder=folder, gpus=None, ranks=ranks)
+    places: dict[str, Any] = {"full_weights": full_weights, "ranks": ranks}
+    training = serving.for_training(plan.engine, server, plan.weight_sync, policy, sampling=plan.sampling, **places)
+    places["run_folder"] = folder
     return training, serving.for_evaluation(
         plan.eval_engine, plan.eval_weight_sync, training, policy, sampling=plan.eval_sampling, **places
     )

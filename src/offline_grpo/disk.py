@@ -24,6 +24,11 @@ NOT_WRITABLE = {
 """What the system says where a file cannot be written, and its user can do something about it."""
 
 
+def user_cache(name: str) -> Path:
+    """The folder for what this user's runs keep for later ones; it may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offline-grpo" / name
+
+
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading; a link to one counts.
 

@@ -107,6 +107,14 @@ def start_metrics() -> dict[str, float]:
     return {"time/start_s": elapsed_s()} | {f"time/start_{name.replace(' ', '_')}_s": seconds for name, seconds in parts.items()}
 
 
+def describe_start() -> str:
+    """What took how long until now, for the log. What took less than a hundredth is left out; a server starts while a model is loaded."""
+    total_s = elapsed_s()
+    run = _current.get()
+    parts = [] if run is None else [f"{name} {seconds:.1f}" for name, seconds in run.seconds.items() if seconds >= total_s / 100]
+    return f"ready after {total_s:.1f} s: {', '.join(parts)}"
+
+
 def _tell_phase(run: _Followed) -> None:
     for listener in run.listeners:
         listener.phase(*run.phases[-1])

@@ -104,7 +104,7 @@ def test_nothing_is_left(ending: str, tmp_path: Path) -> None:
         wait_for((tmp_path / "run" / "metrics" / "train_iter_000.json").exists, tmp_path)
         server = server_of(tmp_path)
         environment = server.environ()
-        key, scratch = environment["VLLM_API_KEY"], environment["TMPDIR"]
+        key, scratch = environment["OFFLINE_GRPO_API_KEY"], environment["TMPDIR"]
         everything = [server.pid, *(p.pid for p in server.children(recursive=True)), process.pid]
         assert not processes_naming(key)
         assert list(Path(scratch).iterdir()), "the sockets of the server"

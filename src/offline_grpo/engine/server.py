@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import psutil
 
 from offline_grpo import progress
+from offline_grpo.disk import user_cache
 from offline_grpo.engine.background import in_background
 from offline_grpo.engine.command_line import shown
 from offline_grpo.engine.http import HEALTH_TIMEOUT_S, ServerApi
@@ -96,6 +96,7 @@ class Server:
         self._process: ServerProcess | None = None
         self._watched_pid: int | None = None
         self._scratch: Scratch | None = None
+        self._began_s: float | None = None  # while a server that `begin` started is not waited for yet
         self.num_starts = 0
         self.api_key = api_key if launcher is None else launcher.api_key
         if launcher is not None:
@@ -125,6 +126,28 @@ class Server:
             self._scratch = Scratch()
         return self._scratch.path
 
+    def begin(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
+        """Start a managed server and go on: `start` with the same words waits for it. An external one runs already.
+
+        Raises:
+            EngineError: it cannot be started.
+            ConfigError: the port is taken.
+        """
+        if self._launcher is None:
+            return
+        choose_port(self._launcher.host, self._port, key="engine.port")
+        command = self._command(model, args)
+        log.info("starting %s: %s", self._launcher.name, shown(command))
+        log_path = self.log_dir / f"server_{self.num_starts}.log"
+        self.num_starts += 1
+        env = self._launcher.environment({**temporary_folder(self.scratch), **self._env}, self._gpus)
+        self._began_s = time.monotonic()
+        self._process = ServerProcess(command, env=env, log_path=log_path, remove=self.scratch)
+
+    def _command(self, model: str, args: Mapping[str, Any] | None) -> list[str]:
+        assert self._launcher is not None
+        return self._launcher.command(model, self._port, {**self._args, **(args or {})}) + self._launcher.key_args(self.scratch)
+
     def start(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
         """Start a managed server on `model` and wait until it is healthy; of an external one, only check that it is.
 
@@ -141,18 +164,18 @@ class Server:
             except EngineError as error:
                 raise EngineError(f"{self.key}={self.base_url}: no healthy server answers ({error})") from error
             return
-        started = time.monotonic()
-        choose_port(self._launcher.host, self._port, key="engine.port")
-        command = self._launcher.command(model, self._port, {**self._args, **(args or {})}) + self._launcher.key_args(self.scratch)
-        log_path = self.log_dir / f"server_{self.num_starts}.log"
-        log.info("starting %s: %s", self._launcher.name, shown(command))
-        self.num_starts += 1
-        env = self._launcher.environment({**temporary_folder(self.scratch), **self._env}, self._gpus)
-        self._process = ServerProcess(command, env=env, log_path=log_path, remove=self.scratch)
+        if self._began_s is not None and self._process is not None and self._process.command != self._command(model, args):
+            self.stop()
+        if self._began_s is None:
+            self.begin(model, args=args)
+        assert self._process is not None
+        assert self._began_s is not None
+        began_s, self._began_s = self._began_s, None
         what = f"{self._launcher.name} at {self.base_url}"
         with progress.phase("start server"):
             self._process.wait_until(lambda: self.api.answers("/health"), timeout_s=self._launcher.start_timeout_s, what=what)
-        log.info("%s is ready at %s after %.0f s; its log: %s", self._launcher.name, self.base_url, time.monotonic() - started, log_path)
+        seconds = time.monotonic() - began_s
+        log.info("%s is ready at %s after %.0f s; its log: %s", self._launcher.name, self.base_url, seconds, self._process.log_path)
 
     def check_alive(self, *, grace_s: float = 0.0) -> None:
         """Raise EngineDied if a managed server has ended, or ends within `grace_s` seconds; an external one always passes."""
@@ -204,7 +227,9 @@ class Server:
         """Stop a managed server, and remove the scratch folder; an external server goes on."""
         if self._process is not None:
             self._process.stop()
-            self._process = None
+            if self._began_s is not None:  # nobody has asked for it yet, so its log says nothing about why the run ends
+                self._process.log_path.unlink(missing_ok=True)
+            self._process = self._began_s = None
         if self._scratch is not None:
             self._scratch.remove()
             self._scratch = None
@@ -221,8 +246,8 @@ def temporary_folder(scratch: Path) -> dict[str, str]:
     if len(os.fsencode(folder)) > LONGEST_SOCKET_FOLDER:  # on a machine without /dev/shm
         return {}
     folder.mkdir(exist_ok=True)
-    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
-    return {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder), "TORCHINDUCTOR_CACHE_DIR": compiled}
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", user_cache("torchinductor"))
+    return {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
 
 
 def _has_ended(pid: int) -> bool:

@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 EXTENSION_FOLDER = Path(__file__).with_name("inside_vllm")
 EXTENSION = "offline_grpo_worker.WorkerExtension"
 GENERATE = "offline_grpo_generate.Generate"
+KEY = "OFFLINE_GRPO_API_KEY"
+"""Where the token gate of a server that a run starts finds the key. vLLM 0.25 files what it compiles under the value of each of its own
+variables, VLLM_API_KEY among them: with a new key for every run, it compiled everything anew."""
 TOKEN_GATE = "offline_grpo_worker.TokenGate"
 SERVED_NAME = "policy"
 LORA_KERNELS = os.environ.get("VLLM_TUNED_CONFIG_FOLDER") or str(EXTENSION_FOLDER / "lora_kernels")
@@ -75,6 +78,7 @@ class VllmEngine(CommandLine):
     def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
         """See `Launcher.environment`."""
         merged = super().environment(env, gpus)
-        if self.api_key is None:
-            merged.pop("VLLM_API_KEY", None)  # the shell's: requests would have to carry it
+        merged.pop("VLLM_API_KEY", None)  # the shell's: requests would have to carry it
+        if self.api_key is not None:
+            merged[KEY] = self.api_key
         return merged

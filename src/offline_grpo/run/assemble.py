@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from offline_grpo import progress
 from offline_grpo.checkpoint.checkpointer import Checkpointer, Restored
+from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Deployment, RolloutClient, RolloutSource, RunListener, Sharding
@@ -23,7 +24,7 @@ from offline_grpo.model.load import context_length, load_policy, load_reference,
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.text import encode
-from offline_grpo.placement.devices import check_devices, server_gpus
+from offline_grpo.placement.devices import Devices, check_devices, server_gpus, trainer_gpus
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
 from offline_grpo.run import serving
@@ -72,12 +73,14 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     _check_found_servers(plan, model_id, ranks)
     check_memory(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)
     checkpoint = start.resume.checkpoint if start.resume is not None else None
+    server = _server(start, model_id, stack, devices)
     with progress.step("load model", f"loading the model {checkpoint or model_id}"):
         policy = _policy(plan, model_id, checkpoint, ranks)
     sharding = Replicas(ranks)
-    places: dict[str, Any] = {"full_weights": sharding.full_weights, "run_folder": start.run_dir.path, "ranks": ranks}
-    training = serving.for_training(plan.engine, plan.weight_sync, policy, gpus=server_gpus(devices), sampling=plan.sampling, **places)
-    evaluation = serving.for_evaluation(plan.eval_engine, plan.eval_weight_sync, training, policy, sampling=plan.eval_sampling, **places)
+    places: dict[str, Any] = {"full_weights": sharding.full_weights, "ranks": ranks}
+    training = serving.for_training(plan.engine, server, plan.weight_sync, policy, sampling=plan.sampling, **places)
+    places |= {"sampling": plan.eval_sampling, "run_folder": start.run_dir.path}
+    evaluation = serving.for_evaluation(plan.eval_engine, plan.eval_weight_sync, training, policy, **places)
     for deployment in dict.fromkeys((training, evaluation)):
         stack.callback(deployment.close)
         deployment.connect(policy)
@@ -110,6 +113,20 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
         stop=stop,
     )
     return loop, checkpointer.restore(checkpoint) if checkpoint is not None else None
+
+
+def _server(start: Start, model_id: str, stack: ExitStack, devices: Devices) -> Server | None:
+    """The server that training samples from. It starts now, if it can while the policy is loaded."""
+    plan, gpus = start.plan, server_gpus(devices)
+    server = serving.training_server(plan.engine, plan.weight_sync, run_folder=start.run_dir.path, gpus=gpus, ranks=start.ranks)
+    if server is not None:
+        stack.callback(server.stop)
+        trainers = trainer_gpus(devices.trainer, devices.num_processes)
+        if serving.starts_beside_loading(plan.weight_sync, gpus=gpus, trainers=trainers):
+            has_trained = start.resume is not None and plan.config.model.lora is None and plan.weight_sync.requires.moves != "nothing"
+            model = str(start.resume.checkpoint) if start.resume is not None and has_trained else model_id
+            start.ranks.on_main(lambda: server.begin(model))
+    return server
 
 
 def _policy(plan: Plan, model_id: str, checkpoint: Path | None, ranks: Ranks) -> Policy:

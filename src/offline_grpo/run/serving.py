@@ -24,6 +24,7 @@ from offline_grpo.weight_sync import deployment
 from offline_grpo.weight_sync.frozen import Frozen
 from offline_grpo.weight_sync.in_process import InProcess
 from offline_grpo.weight_sync.lora_hotswap import LoraHotswap, room_for
+from offline_grpo.weight_sync.lora_restart import LoraRestart
 from offline_grpo.weight_sync.rank_zero import RankZeroDeployment
 from offline_grpo.weight_sync.reload import Reload
 from offline_grpo.weight_sync.snapshot import FullWeights
@@ -35,38 +36,61 @@ LAUNCHERS = {launcher.name: launcher for launcher in (VllmEngine, SglangEngine)}
 """How a server of each kind is started."""
 
 
+def training_server(
+    spec: EngineSpec, weight_sync: WeightSync, *, run_folder: Path, gpus: Sequence[int] | None, ranks: Ranks
+) -> Server | None:
+    """The server that `generation` samples from, not started yet; None where it samples in this process.
+
+    Args:
+        gpus: that a server which the run starts may see; None: all that this process sees.
+    """
+    if not spec.needs_server:
+        return None
+    server, needs = None, weight_sync.requires
+    if ranks.is_main:
+        server = Server(
+            base_url=spec.base_url,
+            api_key=spec.api_key,
+            launcher=spec.launcher,
+            log_dir=run_folder,
+            gpus=gpus,
+            args=needs.server_args,
+            env=needs.env,
+        )
+    url, key = ranks.broadcast((server.base_url, server.api_key) if server is not None else (None, None))
+    return server or Server(base_url=url, api_key=key, launcher=None, log_dir=run_folder)
+
+
+def starts_beside_loading(weight_sync: WeightSync, *, gpus: Sequence[int] | None, trainers: Sequence[int]) -> bool:
+    """Whether a server may start while the policy is loaded.
+
+    Not on a GPU onto which the policy is loaded: vLLM takes what others allocate meanwhile for its own, and ends if they free something.
+
+    Args:
+        gpus: the server's, see `training_server`.
+        trainers: those of the training processes.
+    """
+    needs_policy = isinstance(weight_sync, LoraRestart)  # its command line names the adapter
+    shared = set(trainers) if gpus is None else set(trainers) & set(gpus)
+    return not needs_policy and (weight_sync.requires.shares_weights or not shared)
+
+
 def for_training(
     spec: EngineSpec,
+    server: Server | None,
     weight_sync: WeightSync,
     policy: Policy,
     *,
     sampling: SamplingParams,
     full_weights: FullWeights,
-    run_folder: Path,
-    gpus: Sequence[int] | None,
     ranks: Ranks,
 ) -> Deployment:
     """The engine of `generation` and the strategy of `weight_sync`, not connected yet.
 
     Args:
+        server: see `training_server`.
         sampling: the settings of training.
-        gpus: that a server which the run starts may see; None: all that this process sees.
     """
-    server = None
-    if spec.needs_server:
-        needs = weight_sync.requires
-        if ranks.is_main:
-            server = Server(
-                base_url=spec.base_url,
-                api_key=spec.api_key,
-                launcher=spec.launcher,
-                log_dir=run_folder,
-                gpus=gpus,
-                args=needs.server_args,
-                env=needs.env,
-            )
-        url, key = ranks.broadcast((server.base_url, server.api_key) if server is not None else (None, None))
-        server = server or Server(base_url=url, api_key=key, launcher=None, log_dir=run_folder)
     return _deployment(spec, server, weight_sync, policy, sampling, full_weights, ranks)
 
 

@@ -92,6 +92,7 @@ class Loop:
             if self.checkpointer is not None:
                 self._write(self.checkpointer, first_iteration - 1).commit()  # again: it may be the best one now
         self._start_metrics = progress.start_metrics()
+        log.info(progress.describe_start())
         for iteration in range(first_iteration, self.config.iterations):
             if (reason := self.milestones.stop_reason) is not None:
                 log.info("stopped early after iteration %d: %s", iteration, reason)

@@ -17,6 +17,9 @@ from offline_grpo.weight_sync.server_sync import ServerSync
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
 from offline_grpo.weight_sync.strategy import Staged
 
+MODEL = "model"
+"""A link to the newest weights, from which servers are started: vLLM files what it compiles under the path of its model, and would compile
+anew for every other one."""
 Bits = Mapping[str, str]
 """Fingerprints: which weights something was made from."""
 
@@ -86,7 +89,7 @@ class Restart(ServerSync):
             shutil.rmtree(self._folder.parent, ignore_errors=True)
 
     def _model(self, snapshot: Snapshot) -> str:
-        return str(self._folder or self.start_model(snapshot))
+        return self.start_model(snapshot) if self._folder is None else str(self._folder.with_name(MODEL))
 
     def _save(self, snapshot: Snapshot) -> int:
         """Save the weights, unless that was the last thing saved. Returns the size in bytes."""
@@ -97,5 +100,8 @@ class Restart(ServerSync):
         num_bytes = save_weights(snapshot, folder, with_tokenizer=True)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+        link = folder.with_name(MODEL)
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
         self._folder, self._saved = folder, snapshot.fingerprints
         return num_bytes

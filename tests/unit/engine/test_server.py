@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import stat
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,8 @@ from inside_vllm import load_extension
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo import progress
-from offline_grpo.engine.server import Server, reachable
+from offline_grpo.engine import server as server_module
+from offline_grpo.engine.server import Server, reachable, temporary_folder
 from offline_grpo.engine.vllm import EXTENSION_FOLDER, VllmEngine
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
 
@@ -109,6 +112,48 @@ def test_start(servers: list[Server], tmp_path: Path) -> None:
     assert server.pid is None
     with pytest.raises(EngineError, match="no connection"):
         server.api.get("/anything")
+
+
+def test_a_server_can_start_while_something_else_is_done(servers: list[Server], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = own(servers, tmp_path)
+    server.begin("model", args={"a": 1})
+    pid = server.pid
+    time.sleep(1.0)
+    with caplog.at_level("INFO"):
+        server.start("model", args={"a": 1})
+    assert (server.pid, server.num_starts) == (pid, 1)
+    assert re.search(r"is ready at .* after [1-9]", caplog.text), "counted from the beginning"
+    server.stop()
+    assert (tmp_path / "server_0.log").exists()
+
+
+def test_a_server_that_began_otherwise_is_started_again(servers: list[Server], tmp_path: Path) -> None:
+    server = own(servers, tmp_path)
+    server.begin("model")
+    first = server.pid
+    server.start("another")
+    assert first is not None
+    assert not psutil.pid_exists(first)
+    assert server.api.get("/").read(dict)["argv"][1:] == ["another"]
+
+
+def test_a_server_that_nobody_waited_for_leaves_nothing(servers: list[Server], tmp_path: Path) -> None:
+    server = own(servers, tmp_path)
+    server.begin("model")
+    pid, scratch = server.pid, server.scratch
+    assert pid is not None
+    server.stop()
+    assert not psutil.pid_exists(pid)
+    assert not scratch.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_ended_meanwhile_is_told_of_when_it_is_needed(servers: list[Server], tmp_path: Path) -> None:
+    server = own(servers, tmp_path, Launcher(code="raise ValueError('no such model')"))
+    server.begin("model")
+    time.sleep(0.5)
+    with pytest.raises(EngineDied, match="no such model"):
+        server.start("model")
 
 
 def test_restart_has_the_same_address_and_a_log_of_its_own(servers: list[Server], tmp_path: Path) -> None:
@@ -353,9 +398,23 @@ def test_a_key_guards_everything_and_other_users_cannot_read_it(monkeypatch: pyt
     assert "hush-hush" not in " ".join(command)
     gate = ["--middleware", "offline_grpo_worker.TokenGate"]
     assert command[-2:] == gate  # the last one is outermost: without the key nobody samples either
-    assert environment(api_key="hush-hush")["VLLM_API_KEY"] == "hush-hush"
     assert gate[1] not in engine().command("m", 1, {})
+    monkeypatch.setenv("VLLM_API_KEY", "of the shell")
     assert "VLLM_API_KEY" not in environment()
+
+
+def test_what_is_compiled_is_there_for_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.25 files it under a hash of its own variables, VLLM_API_KEY included; so none of them may differ between two runs."""
+    monkeypatch.setenv("VLLM_API_KEY", "of the shell")
+    one, other = (
+        {name: value for name, value in environment(api_key=key).items() if name.startswith("VLLM_")} for key in ("hush", "hush-hush")
+    )
+    assert one == other
+    assert [environment(api_key=key)["OFFLINE_GRPO_API_KEY"] for key in ("hush", "hush-hush")] == ["hush", "hush-hush"]
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/of/the/user")
+    monkeypatch.setattr(server_module, "LONGEST_SOCKET_FOLDER", 1000)
+    assert temporary_folder(tmp_path)["TORCHINDUCTOR_CACHE_DIR"] == "/of/the/user/offline-grpo/torchinductor"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "gpu1.example"])

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from factories import compose_config, generate
+from factories import compose_config, generate, strategy
 from fake_sglang import FakeSglang
 from scripted_server import Reply, Request, ScriptedServer
 from serving_effects import assembled, make_policy
@@ -23,7 +23,7 @@ from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.preflight import make_plan
-from offline_grpo.run.serving import check_found
+from offline_grpo.run.serving import check_found, starts_beside_loading
 from offline_grpo.types import SamplingParams, ServedWeights
 from offline_grpo.weight_sync.frozen import Frozen
 from offline_grpo.weight_sync.in_process import InProcess
@@ -149,7 +149,7 @@ def test_errors_name_settings_that_act(web: ScriptedServer, tmp_path: Path) -> N
         client.server.start("model")
     client.weights = ServedWeights(0, "policy")
     message = ask(client)
-    assert message.startswith(f"{OTHER}/v1/completions: no connection")
+    assert message.startswith(f"{OTHER}/generate_tokens: no connection")
     assert message.endswith("after 1 attempts; is the server running, and eval.base_url its address?")
     client, _ = evaluation(f"{SERVED} {TUNED} generation.timeout_s=0.1 eval.base_url={web.base_url}", tmp_path)
     assert isinstance(client, VllmClient)
@@ -264,3 +264,21 @@ def test_a_key_of_ones_own_is_kept_and_the_shells_cannot_replace_it() -> None:
     assert make_plan(typed(compose_config(*MANAGED.split(), "engine.api_key=mine"))).engine.api_key == "mine"
     with pytest.raises(ConfigError, match=r"^engine\.env\.VLLM_API_KEY=\.\.\.: set engine\.api_key"):
         make_plan(typed(compose_config(*MANAGED.split(), "+engine.env.VLLM_API_KEY=theirs")))
+
+
+@pytest.mark.parametrize(
+    ("weight_sync", "gpus", "trainers", "expected"),
+    [
+        ("shared_vllm", [0], [0], True),  # the policy waits on the CPU
+        ("reload", [0], [0], False),
+        ("reload", [1], [0], True),
+        ("reload", None, [0], False),
+        ("reload", None, [], True),  # on the CPU
+        ("lora_hotswap", [0], [0], False),
+        ("lora_restart", [1], [0], False),  # the adapter is on the command line
+    ],
+)
+def test_a_server_starts_beside_loading_where_both_do_not_fill_one_gpu(
+    weight_sync: str, gpus: list[int] | None, trainers: list[int], expected: bool
+) -> None:
+    assert starts_beside_loading(strategy(weight_sync), gpus=gpus, trainers=trainers) is expected

@@ -79,6 +79,27 @@ def train(policy: Policy) -> None:
     policy.masters.publish()
 
 
+def test_every_restart_is_from_one_path(policy: Policy, client: SglangClient, fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM compiles anew for every other one."""
+    paths: list[str] = []
+    start = client.server.start
+    monkeypatch.setattr(client.server, "start", lambda model, **args: (paths.append(model), start(model, **args)))
+    sync = deploy(strategy("restart"), client)
+    sync.connect(policy)
+    train(policy)
+    for version in range(2):
+        sync.push(policy, version=version)
+        with torch.no_grad():
+            policy.trained_parameters()["model.norm.weight"].mul_(2)
+    assert len(paths) == 3
+    assert paths[0] == policy.causal_lm.name_or_path
+    assert paths[1] == paths[2]
+    served = client.server.log_dir / "served"
+    assert {path.name for path in served.iterdir()} == {"model", "2"}, "older weights are deleted"
+    sync.close()
+    assert not served.exists()
+
+
 @pytest.mark.parametrize(("option", "overrides"), [("restart", ()), ("reload", ("weight_sync.pause_mode=abort",))])
 def test_weights_and_version_arrive(
     option: str, overrides: tuple[str, ...], policy: Policy, client: SglangClient, fake: FakeSglang

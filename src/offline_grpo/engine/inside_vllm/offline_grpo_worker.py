@@ -236,7 +236,7 @@ class TokenGate:
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
-        self._expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+        self._expected = f"Bearer {os.environ.get('OFFLINE_GRPO_API_KEY') or os.environ['VLLM_API_KEY']}".encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         given = dict(scope.get("headers") or []).get(b"authorization", b"")

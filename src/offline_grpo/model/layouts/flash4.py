@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from offline_grpo.disk import user_cache
 from offline_grpo.errors import require
 from offline_grpo.model.layouts.varlen import Varlen, has_varlen_kernel, register
 
@@ -49,7 +49,7 @@ def _is_installed() -> bool:
 
 def _interface() -> Any:
     """The package's functions without autograd: torch.compile can call them only as operators, with a backward pass of their own."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offline-grpo" / "flash-attn-4"
+    cache = user_cache("flash-attn-4")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache))
     from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
