@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +20,9 @@ ONE_SERVER = "tests/contract/"
 LONGEST_FIRST = (ONE_SERVER, "tests/integration/test_server_deaths.py", "tests/integration/", "tests/conf/", "")
 
 
+CACHE = "OFFLINE_GRPO_TESTS_CACHE"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """With xdist, files are handed out in their order; by number of tests, the long ones of few tests would come last."""
     if hasattr(config.option, "loadscopereorder"):
@@ -30,10 +35,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     # One test needs two threads. They sleep while they wait for each other: spinning, they would take both cores from the other tests.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    if CACHE not in os.environ:  # else this is a worker
+        os.environ[CACHE] = tempfile.mkdtemp(prefix="offline_grpo_tests_")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(CACHE), ignore_errors=True))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Folders in the order of `LONGEST_FIRST`, so that no worker is left with a long one at the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Folders in the order of `LONGEST_FIRST`, so that no worker is left with a long one at the end.
+
+    Tests of GPUs are for `-m gpu`, slow or not.
+    """
+    if "gpu" not in config.option.markexpr:
+        for_gpus = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=for_gpus)
+        items[:] = [item for item in items if item not in for_gpus]
     items.sort(key=lambda item: next(i for i, start in enumerate(LONGEST_FIRST) if item.nodeid.startswith(start)))
 
 
@@ -49,6 +64,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return ONE_SERVER if nodeid.startswith(ONE_SERVER) else super()._split_scope(nodeid)
 
     return LoadFileOrServer(config, log)
+
+
+@pytest.fixture(scope="session")
+def cache() -> str:
+    """An override: what one test, of any worker, has built is there for the others. To build a tiny model takes longer than to train it."""
+    return f"cache_dir={os.environ[CACHE]}"
 
 
 @pytest.fixture

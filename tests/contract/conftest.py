@@ -51,12 +51,14 @@ def one_serves_all(where: Where) -> bool:
 @pytest.fixture(scope="session")
 def full_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """For strategies that move all weights."""
+    folder = tmp_path_factory.mktemp("full")
     args: dict[str, Any] = LORA_ARGS if one_serves_all(where) else {}
     env: dict[str, str] = {}
+    changes = {"python": forking_python(folder)} if one_serves_all(where) else {}
     if where.device.type == "cuda":
         args = {"weight_transfer_config": {"backend": "ipc"}}
         env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "1"}
-    with running(make_server(where, tmp_path_factory.mktemp("full"), args=args, env=env), model_folder) as server:
+    with running(make_server(where, folder, args=args, env=env, **changes), model_folder) as server:
         yield server
 
 

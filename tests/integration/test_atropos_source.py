@@ -222,11 +222,11 @@ class Recorded:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+def recorded(cache: str, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     folder = tmp_path_factory.mktemp("recorded")
     groups: list[list[RolloutGroup]] = []
     sample = OnPolicy.next
-    overrides = [*SMALL, f"cache_dir={folder}/cache", "eval.enabled=false", "train.lr=0.0001"]
+    overrides = [*SMALL, cache, "eval.enabled=false", "train.lr=0.0001"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OnPolicy, "next", lambda self, i: groups.append(sample(self, i)) or groups[-1])
         patch.setattr(plots, "save_report", draw_nothing)

@@ -21,16 +21,16 @@ GREEDY = "--temperature=0"
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def trained(cache: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The folder of a LoRA run, as `run_grpo.py` leaves it, and its base model."""
     root = tmp_path_factory.mktemp("trained")
     run = root / "run"
-    words = [*SMALL, f"cache_dir={root}/cache", "model/lora=default", "train.lr=0.02", "train.iterations=2", "checkpoint.keep_best=pass@1"]
+    words = [*SMALL, cache, "model/lora=default", "train.lr=0.02", "train.iterations=2", "checkpoint.keep_best=pass@1"]
     assert run_in_child(run, *words) == 0, printed(run)
     (run / ".hydra").mkdir()
     (run / ".hydra" / "overrides.yaml").write_text(json.dumps([*words, "resume=auto"]))
-    [base] = (root / "cache").glob("tiny-*")
-    return run, base
+    adapter = json.loads((run / "checkpoints" / "best" / "adapter_config.json").read_text())
+    return run, Path(adapter["base_model_name_or_path"])
 
 
 @pytest.fixture(scope="module")

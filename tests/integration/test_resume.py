@@ -41,12 +41,6 @@ QUICK = {
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """An override: where the runs of this file find the tiny model, once the first of them has built it."""
-    return f"cache_dir={tmp_path_factory.mktemp('cache')}"
-
-
-@pytest.fixture(scope="module")
 def uninterrupted(cache, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("uninterrupted") / "outputs" / "2026-01-01" / "00-00-00-000000"
     assert run_in_child(run_dir, cache, *SMALL, draws=True) == 0, printed(run_dir)
@@ -84,7 +78,7 @@ def test_a_run_leaves_its_record(uninterrupted):
 def test_same_seed_same_metrics_and_another_seed_others(uninterrupted, cache, tmp_path):
     """The model included, which is built again."""
     again, other = tmp_path / "again", tmp_path / "other"
-    assert run_in_child(again, f"cache_dir={tmp_path}/cache", *SMALL) == 0, printed(again)
+    assert run_in_child(again, cache, *SMALL) == 0, printed(again)
     assert run_in_child(other, cache, "seed=1", *SMALL) == 0, printed(other)
     assert_same_files(again, uninterrupted)
     assert metrics_of(other)["train_iter_000.json"] != metrics_of(uninterrupted)["train_iter_000.json"]

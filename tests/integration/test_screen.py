@@ -21,6 +21,7 @@ def run(tmp_path_factory) -> Any:
     """Of a run of two iterations with a redirected output: its folder, what listeners heard, and the printed lines."""
     root = tmp_path_factory.mktemp("screen")
     overrides = (*SMALL, Heard.override, f"cache_dir={root}/cache", "train.iterations=2", "train.batch_size=4", "generation.batch_size=8")
+    overrides += ("model.tiny.warm_start_steps=10",)
     Heard.events.clear()
     with pytest.MonkeyPatch.context() as patch, (root / "out.txt").open("w") as out:
         patch.setattr("sys.stdout", out)
@@ -38,7 +39,7 @@ def test_the_start_has_phases_before_the_run_starts(run):
     _, events, _ = run
     before = events[: events.index(("start", 2))]
     assert [event[1] for event in before if event[0] == "phase"] == ["warm start", "load model", "load reference"]
-    assert ("progress", 30, 60, "steps") in before
+    assert ("progress", 5, 10, "steps") in before
 
 
 def inside(events: list[Any], phase: str, iteration: int) -> list[Any]:
@@ -82,10 +83,10 @@ def test_the_first_record_tells_what_the_start_took(run):
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_stopped_has_its_table_and_goes_on(tmp_path, run):
+def test_a_sweep_that_is_stopped_has_its_table_and_goes_on(cache, tmp_path):
     """One run is done, one was stopped, and the third never began; then it is finished by the command that was printed."""
     stops = "+logger.stops={_target_:children.StopsRun,name:'1'}"
-    small = (*SMALL, f"cache_dir={run[0].parent}/cache", "train.iterations=2", "eval.interval=1", stops)
+    small = (*SMALL, cache, "train.iterations=2", "eval.interval=1", stops)
     result = run_command(tmp_path / "cwd", SCRIPT, "--multirun", f"hydra.sweep.dir={tmp_path}/sweep", *small, "seed=0,1,2")
     assert result.returncode == 143, result.stderr
     lines = result.stdout.splitlines()

@@ -35,11 +35,6 @@ def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> str:
-    return f"cache_dir={tmp_path_factory.mktemp('cache')}"
-
-
-@pytest.fixture(scope="module")
 def whole(cache: str, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:

@@ -44,15 +44,15 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def test_a_run_that_was_killed_while_it_saved_leaves_nothing_once_it_went_on(tmp_path: Path) -> None:
-    run, cache = tmp_path / "run", f"cache_dir={tmp_path / 'cache'}"
+    run, cache = tmp_path / "run", (f"cache_dir={tmp_path / 'cache'}", "model.tiny.warm_start_steps=1")
     kills = (
         Kill("offline_grpo.model.tiny:OwnFolder.__exit__", 1),
         Kill("offline_grpo.checkpoint.checkpointer:PendingCheckpoint.commit", 1),
     )
     for kill, left in zip(kills, (".tiny-*", ".writing_iter_001"), strict=True):
-        assert run_in_child(run, *SMALL, cache, kill=kill) == -signal.SIGKILL
+        assert run_in_child(run, *SMALL, *cache, kill=kill) == -signal.SIGKILL
         assert list(tmp_path.rglob(left)), "else this test would see nothing"
-    assert run_in_child(run, *SMALL, cache, "train.iterations=2", "resume=auto") == 0
+    assert run_in_child(run, *SMALL, *cache, "train.iterations=2", "resume=auto") == 0
     assert unfinished(tmp_path) == []
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"iter_001"}
 

@@ -14,11 +14,6 @@ QUICK, ALL = 3, 20
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return f"cache_dir={tmp_path_factory.mktemp('cache')}"
-
-
-@pytest.fixture(scope="module")
 def undisturbed(cache, tmp_path_factory):
     """The folder of a run that nobody killed, and how long it took when it found the tiny model built."""
     day = tmp_path_factory.mktemp("undisturbed") / "outputs" / "2026-01-01"

@@ -51,11 +51,6 @@ def assert_refused(done, key: str, pid: int, folder: Path, what: str = "iteratio
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return f"cache_dir={tmp_path_factory.mktemp('cache')}"
-
-
-@pytest.fixture(scope="module")
 def alone(cache, tmp_path_factory):
     """The run of one process."""
     run = tmp_path_factory.mktemp("alone") / "run"

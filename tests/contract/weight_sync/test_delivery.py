@@ -147,6 +147,7 @@ def test_weights_in_shared_memory_can_be_saved(connect: Callable[..., Any], tmp_
     assert size < (tmp_path / "model.safetensors").stat().st_size < size + 20_000
 
 
+@pytest.mark.slow  # a second server
 @pytest.mark.parametrize("option", ["reload", "lora_hotswap"])
 def test_one_staging_serves_two_servers(
     option: str, connect: Callable[..., Any], second_server: Server, where: Where, monkeypatch: pytest.MonkeyPatch
@@ -173,6 +174,7 @@ def test_one_staging_serves_two_servers(
     sync.check_served()
 
 
+@pytest.mark.slow  # a second server
 @pytest.mark.parametrize(
     ("sampling", "is_plain"),
     [
@@ -228,8 +230,14 @@ def test_a_server_of_other_weights_is_not_shared(connect: Callable[..., Any], wh
 @pytest.mark.parametrize(
     "where", [pytest.param(CPU, id="cpu"), pytest.param(GPU_FP32, id="gpu", marks=pytest.mark.gpu)], indirect=True, scope="session"
 )
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-@pytest.mark.parametrize("option", FULL)
+@pytest.mark.parametrize(
+    ("option", "mode"),
+    [
+        *(("shared_vllm", mode) for mode in ("keep", "wait", "abort")),
+        ("reload", "keep"),
+        *(pytest.param("reload", mode, marks=pytest.mark.slow) for mode in ("wait", "abort")),  # pauses are those of shared_vllm
+    ],
+)
 def test_no_completion_is_torn(option: str, mode: str, connect: Callable[..., Any], where: Where, model_folder: Path) -> None:
     """Requests in flight during a push: tokens of the old policy, then of the new one, each computed whole."""
     sync, policy, client = connect(option, f"weight_sync.pause_mode={mode}")
