@@ -424,12 +424,20 @@ time.sleep(100)
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def old() -> Iterator[Path]:
+    """A file in shared memory, made before all tests here: one of them needs it to be a few seconds old."""
+    path = Path("/dev/shm", f"test-{os.getpid()}-old")
+    path.write_bytes(b"x" * 4096)
+    yield path
+    path.unlink()
+
+
 @pytest.mark.parametrize("ending", ["stop", "server killed", "run killed"])
-def test_shared_memory_of_a_run_goes_with_it(ending: str, tmp_path: Path) -> None:
+def test_shared_memory_of_a_run_goes_with_it(ending: str, old: Path, tmp_path: Path) -> None:
     """The server's, and the run's own once the run is no more; not what was there before, and not what others use too."""
-    old, shared, server, own = (Path("/dev/shm", f"test-{os.getpid()}-{name}") for name in ("old", "shared", "server", "own"))
-    old.write_bytes(b"x" * 4096)
-    time.sleep(2.5)  # start times are known to a second, and taken a second early
+    shared, server, own = (Path("/dev/shm", f"test-{os.getpid()}-{name}") for name in ("shared", "server", "own"))
+    time.sleep(max(0.0, old.stat().st_ctime + 2.5 - time.time()))  # start times are known to a second, and taken a second early
     (tmp_path / "theirs").mkdir()
     other = subprocess.Popen(python(OPENER, tmp_path / "theirs", shared))
     command = [sys.executable, "-c", RUN_THAT_SHARES, *map(str, (tmp_path, own)), *python(OPENER, tmp_path, old, shared, server)]
@@ -455,7 +463,7 @@ def test_shared_memory_of_a_run_goes_with_it(ending: str, tmp_path: Path) -> Non
         for process in (run, other):
             process.kill()
             process.wait()
-        for path in (old, shared, server, own, foreign, *cuda_ipc_files(tmp_path), *cuda_ipc_files(tmp_path / "theirs")):
+        for path in (shared, server, own, foreign, *cuda_ipc_files(tmp_path), *cuda_ipc_files(tmp_path / "theirs")):
             path.unlink(missing_ok=True)
 
 

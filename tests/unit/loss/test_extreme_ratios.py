@@ -105,7 +105,7 @@ def test_gradients_are_those_of_the_formula(plain: dict[str, Any], loss_class: t
     loss = build(loss_class, plain, variant)
     advantages = (-2.0, -0.5, 0.0, 1.0, 1.5) if loss.kl_coef == 0 else (0.0,)  # a sum of both terms would round the smaller away
     num_zero = 0
-    for seed in range(60):
+    for seed in range(20):
         logprobs, batch = draw(seed, advantages)
         logprobs.requires_grad_()
         output = loss(TokenStats(logprobs, torch.zeros_like(logprobs)), batch, BatchTotals(sum(LENGTHS), len(LENGTHS), LIMIT))
@@ -118,7 +118,7 @@ def test_gradients_are_those_of_the_formula(plain: dict[str, Any], loss_class: t
         assert (actual[(expected == 0) & (rounding == 0)] == 0).all()
         assert all(value.isfinite() for name, value in output.metrics.items() if not name.startswith("loss"))
         num_zero += int(((expected == 0) & (logprobs - batch.old_logprobs > 88)).sum())
-    assert num_zero > 10 or loss.kl_coef > 0
+    assert num_zero > 3 or loss.kl_coef > 0
 
 
 @pytest.mark.parametrize("d", [-30.0, -20.0, -5.0, -0.5, -1e-4, 0.0, 1e-4, 0.5, 5.0, 16.0, 18.0, 20.0, 25.0, 30.0])
