@@ -135,7 +135,7 @@ class Rollout:
     versions: tuple[int, ...]  # [N] updates that the weights carried which drew the token, -1: unknown; ignored where not sampled
     temperature: float  # what the sampler divided the logits by
     finish_reason: FinishReason | None  # of the last completion; None where the source does not know
-    text: str  # what the task judged: the sampled text without special tokens
+    text: object  # `str(text)` is what the task judged: the sampled text without special tokens
     score: Score
     ref_logprobs: tuple[float, ...] | None = None  # [N] nats, of a reference, from whoever made the rollout; ignored where not sampled
     zero_advantage: bool = False  # it counts in the mean of its group, but gets the advantage 0

@@ -162,7 +162,7 @@ def test_an_environment_that_ships_with_atroposlib_feeds_the_run(fed):
     theirs = [group for group in fed.groups if all(spans(rollout) == 1 for rollout in group.rollouts)]
     assert theirs
     assert all({rollout.score.reward for rollout in group.rollouts} == {1.0, -1.0} for group in theirs)
-    assert any("quite sure that it is" in rollout.text for group in theirs for rollout in group.rollouts)
+    assert any("quite sure that it is" in str(rollout.text) for group in theirs for rollout in group.rollouts)
 
 
 def test_of_several_turns_exactly_what_the_model_wrote_is_trained_on(fed):

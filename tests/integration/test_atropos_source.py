@@ -59,7 +59,7 @@ def after(seconds: float, *actions: Callable[[], object]) -> threading.Thread:
 
 def texts(groups: Any) -> list[str]:
     """Of the second sequence of each pair, which has its number."""
-    return [group.rollouts[1].text for group in groups]
+    return [str(group.rollouts[1].text) for group in groups]
 
 
 def test_environments_learn_what_the_trainer_wants(api: RunApi) -> None:

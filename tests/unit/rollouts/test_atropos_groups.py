@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 from random import Random
@@ -17,6 +20,7 @@ from attacks import damaged, mutated
 from factories import make_updater
 
 from offline_grpo.engine.http import Answer
+from offline_grpo.logger.samples import record
 from offline_grpo.rollouts.atropos import Atropos
 from offline_grpo.rollouts.atropos.groups import Dropped, GroupReader, MissingLogprobs
 from offline_grpo.train.batch import build_batch
@@ -53,9 +57,24 @@ def test_what_was_sampled_is_told_by_the_masks() -> None:
     assert batch.rollout_logprobs.tolist() == [0.0, 0.0, -0.5, -1.0, 0.0, 0.0, 0.0, 0.0, -2.0], "placeholders go no further"
     assert first.versions == (-1,) * 7
     assert first.finish_reason is None
-    assert first.text == "7 8 11"
+    assert str(first.text) == "7 8 11"
     assert [(r.score.reward, r.score.is_correct, r.score.parts) for r in (first, second)] == [(1.0, True, {}), (-0.5, False, {})]
     assert found.advantages == ((0, 0, 1.5, 2, 0, 0, 3), (0, -1))
+
+
+def test_text_is_decoded_where_it_is_read_alone() -> None:
+    """A batch may have millions of tokens. Between processes it travels as text: who gets it has no tokenizer."""
+    asked: list[list[int]] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        asked.append(list(ids))
+        return "abc"
+
+    found = replace(read, decode=decode)(pair(1))
+    assert asked == []
+    assert record(found, found.rollouts[0], 0.0)["completion"] == "abc"
+    assert asked == [[7, 2]]
+    assert pickle.loads(pickle.dumps(found)).rollouts[1].text == "abc"
 
 
 @pytest.mark.parametrize(

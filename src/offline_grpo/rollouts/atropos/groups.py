@@ -29,6 +29,20 @@ ROUNDING = 1e-3
 """How far a logprob may be above 0, in nats."""
 
 
+@dataclass(frozen=True, slots=True)
+class LazyText:
+    """Text that is made when `str` asks for it: of the many completions of an iteration a few are read. Pickled, it is text."""
+
+    decode: Callable[[Sequence[int]], str]
+    token_ids: Sequence[int]
+
+    def __str__(self) -> str:
+        return self.decode(self.token_ids)
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
 class Reason(StrEnum):
     """Why a group is dropped."""
 
@@ -179,10 +193,7 @@ class GroupReader:
 
     def _rollout(self, group: _Group, index: int, own: _Settings) -> Rollout:
         tokens, mask = group.tokens[index], group.masks[index]
-        is_sampled = tuple(map(ne, mask, repeat(NOT_TRAINED)))
-        sampled = list(compress(tokens, is_sampled))
-        if list(compress(mask, is_sampled)) != sampled:
-            raise Dropped(Reason.MALFORMED, f"a mask that is neither {NOT_TRAINED} nor its token")
+        is_sampled = _is_sampled(tokens, mask)
         if is_sampled[0]:
             raise Dropped(Reason.MASKS, "a first token that is trained on, though nothing predicts it")
         assert group.inference_logprobs is not None
@@ -194,7 +205,7 @@ class GroupReader:
             versions=(-1,) * len(tokens),
             temperature=_temperature(group, own),
             finish_reason=None,
-            text=self.decode(sampled),
+            text=LazyText(self.decode, list(compress(tokens, is_sampled))),
             score=Score(reward, reward > 0, {}),
             ref_logprobs=None if group.ref_logprobs is None else _logprobs(group.ref_logprobs[index], is_sampled, LOWEST_REF_LOGPROB),
             zero_advantage=bool(own.set_advantage_to_zero),
@@ -209,6 +220,17 @@ def _parsed(raw: Any) -> _Group:
         is_number = first["type"] in ("finite_number", "greater_than_equal", "less_than_equal")
         detail = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
         raise Dropped(Reason.NUMBERS if is_number else Reason.MALFORMED, printable(detail[:200])) from None
+
+
+def _is_sampled(tokens: list[int], mask: list[int]) -> tuple[bool, ...]:
+    """[N] what the mask says of each token. Raises Dropped where it is not a mask of these tokens, none of which is negative."""
+    start = mask.count(NOT_TRAINED)
+    if mask[start:] == tokens[start:]:  # a single turn, as almost always: half the work
+        return (False,) * start + (True,) * (len(mask) - start)
+    is_sampled = tuple(map(ne, mask, repeat(NOT_TRAINED)))
+    if list(compress(mask, is_sampled)) != list(compress(tokens, is_sampled)):
+        raise Dropped(Reason.MALFORMED, f"a mask that is neither {NOT_TRAINED} nor its token")
+    return is_sampled
 
 
 def _logprobs(row: Sequence[float], is_sampled: Sequence[bool], lowest: float) -> tuple[float, ...]:
