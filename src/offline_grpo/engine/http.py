@@ -66,7 +66,7 @@ class Answer:
             raise Refused(f"{self.url}: status {self.status}: redirects are not followed; name the address that it leads to")
         if self.status != 200:
             kind = NotFound if self.status == 404 else Refused
-            raise kind(f"{self.url}: status {self.status}: {self._reason()}")
+            raise kind(f"{self.url}: status {self.status}: {self.reason()}")
 
     def read(self, reader: Callable[[Any], T]) -> T:
         """What `reader` makes of the parsed JSON.
@@ -94,7 +94,8 @@ class Answer:
             "with no proxy in between?"
         )
 
-    def _reason(self) -> str:
+    def reason(self) -> str:
+        """What the server says about a status other than 200."""
         try:
             body = json.loads(self.body)
             error = body.get("error", body) if isinstance(body, dict) else body

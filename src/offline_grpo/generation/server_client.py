@@ -190,7 +190,7 @@ class ServerClient(ABC):
                 failure = describe(error)
                 continue
             if answer.status in SAFE_TO_RETRY_STATUS:
-                failure = f"status {answer.status}"
+                failure = f"status {answer.status} ({answer.reason()})"
                 continue
             if answer.status >= 500:
                 await self._check_whether_it_ends()

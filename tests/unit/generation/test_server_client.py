@@ -456,12 +456,12 @@ def test_a_broken_connection_is_tried_again(lab: Lab, cut: str) -> None:
     assert len(lab.server.requests) == 3
 
 
-@pytest.mark.parametrize("reply", [Reply({}, status=503), Reply({}, cut="close")])
+@pytest.mark.parametrize("reply", [Reply({"error": "the engine sleeps"}, status=503), Reply({}, cut="close")])
 def test_trying_again_ends(lab: Lab, reply: Reply) -> None:
     lab.set_script(lambda _: reply)
     message = lab.error()
     assert "after 4 attempts" in message
-    assert "status 503" in message or "connection broke" in message
+    assert "status 503 (the engine sleeps)" in message or "connection broke" in message
     assert len(lab.server.requests) == 4
 
 
