@@ -43,6 +43,7 @@ def make_updater(
         mask_truncated=False,
         drop_zero_signal_groups=True,
         max_bad_updates=1,
+        profile=None,
         loss=None,
         optimizer=None,
     )

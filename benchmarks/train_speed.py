@@ -12,8 +12,7 @@ Arms, one model for all of them, so that weights and memory are the same:
     kept        model.compile=true  model.head.kept_gib=3
     auto        the same, with model.layout=flash4: what a run chooses by itself (only where flash-attn-4 is installed)
 
-Before the timing, the logprobs and the gradient norm of the arms are compared. MFU is 6 x parameters x tokens (embeddings left out, output
-head in) plus 12 x layers x heads x head size x the sum of L^2 / 2 over the sequences, without recomputation, over the time and 989 TFLOP/s.
+Before the timing, the logprobs and the gradient norm of the arms are compared. MFU is that of train/flops.py.
 """
 
 from __future__ import annotations
@@ -43,12 +42,13 @@ from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.train.batch import build_batch, with_advantages
+from offline_grpo.train.flops import peak_flops, update_flops
 from offline_grpo.train.update import Updater
 from offline_grpo.types import FinishReason, Rollout, Score, TokenBatch
 
 CUDA = torch.device("cuda")
 VOCAB = 151936
-PEAK_FLOPS = 989e12  # an H100's, bf16, dense
+PEAK_FLOPS = peak_flops(CUDA) or 0.0
 MICROBATCH = 16384
 GATE = 0.02  # of bf16's rounding through 28 layers, relative
 
@@ -152,13 +152,6 @@ def check_equal(updater: Updater, batch: TokenBatch) -> dict[str, float]:
     return differences
 
 
-def flops(lengths: Sequence[int], model: Qwen3ForCausalLM) -> float:
-    config = model.config
-    matrices = sum(p.numel() for p in model.parameters())  # the tied embedding counts as the output head
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * sum(n * n / 2 for n in lengths)
-    return 6 * matrices * sum(lengths) + attention
-
-
 def measure(lengths: Sequence[int], *, prompt: int, checkpointing: bool, rounds: int) -> tuple[dict[str, float], dict[str, Any]]:
     updater = make_trainer(checkpointing=checkpointing)
     batch = make_batch(lengths, prompt=prompt)
@@ -176,11 +169,15 @@ def measure(lengths: Sequence[int], *, prompt: int, checkpointing: bool, rounds:
         update(arm)
         peaks[name] = torch.cuda.max_memory_allocated() / 2**30
     timings = alternate({name: lambda arm=arm: update(arm) for name, arm in ARMS.items()}, rounds=rounds)
-    num_tokens, work = len(batch.token_ids), flops(batch.sequence_lengths, updater.policy.causal_lm)  # pyright: ignore[reportArgumentType]
+    num_tokens, work = len(batch.token_ids), update_flops(updater.policy.causal_lm, batch.sequence_lengths)
     measured = {}
     for name in ARMS:
         seconds = timings.median_s(name)
-        measured |= {f"{name}_tok_s": num_tokens / seconds, f"{name}_peak_gib": peaks[name], f"{name}_mfu": work / seconds / PEAK_FLOPS}
+        measured |= {
+            f"{name}_tok_s": num_tokens / seconds,
+            f"{name}_peak_gib": peaks[name],
+            f"{name}_mfu": work / seconds / PEAK_FLOPS,
+        }
     return measured, {"differences": differences, "num_tokens": num_tokens, "timings": timings.summary("plain")}
 
 

@@ -117,6 +117,7 @@ SETTINGS = {
     "mask_truncated": False,
     "drop_zero_signal_groups": True,
     "max_bad_updates": 2,
+    "profile": None,
     "loss": None,
     "optimizer": None,
 }

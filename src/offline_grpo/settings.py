@@ -107,6 +107,7 @@ class TrainConfig:
     mask_truncated: bool
     drop_zero_signal_groups: bool
     max_bad_updates: int
+    profile: int | None
     loss: Any
     optimizer: Any
 
@@ -116,6 +117,7 @@ class TrainConfig:
         for name in ("weight_decay", "warmup_steps", "kl_coef"):
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must be 0 or more")
         require(0 < self.lr < inf, "train.lr", self.lr, "must be above 0 and finite")
+        require(self.profile is None or self.profile > 0, "train.profile", self.profile, "an iteration, from 1 on, or null")
         require(self.grad_clip > 0, "train.grad_clip", self.grad_clip, "must be above 0; use inf to switch clipping off")
         for name, options in (("schedule", ("constant", "linear", "cosine")), ("precision", ("fp32", "bf16", "fp16"))):
             require(getattr(self, name) in options, f"train.{name}", getattr(self, name), f"must be one of {', '.join(options)}")

@@ -204,6 +204,7 @@ RUNS: dict[str, Acts] = {
     "train.mask_truncated": Acts("train.mask_truncated=true", metric("loss_pg"), base="generation.max_new_tokens=1"),
     "train.drop_zero_signal_groups": Acts("train.drop_zero_signal_groups=true", metric("num_groups_trained"), base="task.format_weight=0"),
     "train.max_bad_updates": Acts("train.max_bad_updates=1", lambda run: run.error[:18], base=DIVERGES, to="1 updates in a row"),
+    "train.profile": Acts("train.profile=1", lambda run: "profile/iter_000.json.gz" in run.files, to=True, keeps=weights),
     "train.loss.clip_low": Acts("train.loss.clip_low=0", metric("clip_low_frac"), base="train.epochs=2"),
     "train.loss.clip_high": Acts("train.loss.clip_high=0", metric("clip_high_frac")),
     "train.loss.dual_clip": Acts("train.loss.dual_clip=1.21", weights, base="train.epochs=3"),

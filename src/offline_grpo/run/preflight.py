@@ -14,6 +14,7 @@ from offline_grpo import hub
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.pass_at_k import metric_names
 from offline_grpo.interfaces import Layout, Loss, LossHead, OptimizerFactory, RunListener
+from offline_grpo.logger.profiler import Profiler
 from offline_grpo.run.build import build, check_settings
 from offline_grpo.run.engine_spec import EngineSpec, check_url, evaluation_engine, training_engine
 from offline_grpo.run.task_data import TaskData, task_data
@@ -118,14 +119,15 @@ def make_plan(config: RunConfig) -> Plan:
 
 
 def listeners(config: RunConfig, run_folder: Path) -> list[RunListener]:
-    """The components of the groups `logger` and `samples`. They write nothing before they are started.
+    """The components of the groups `logger` and `samples`, and the profiler. They write nothing before they are started.
 
     Raises:
         ConfigError: see `build`, and their constructors.
     """
     nodes = {f"logger.{name}": node for name, node in (config.logger or {}).items()}
     nodes |= {} if config.samples is None else {"samples": config.samples}
-    return [build(node, key=key, protocol=RunListener, output_dir=run_folder) for key, node in nodes.items()]
+    found = [build(node, key=key, protocol=RunListener, output_dir=run_folder) for key, node in nodes.items()]
+    return found if config.train.profile is None else [*found, Profiler(run_folder, config.train.profile - 1)]
 
 
 def _layout(value: str | Mapping[str, Any]) -> Layout | None:

@@ -26,6 +26,7 @@ from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.experience import prepare_batch, rollout_metrics
+from offline_grpo.train.flops import peak_flops, update_flops
 from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.push_schedule import PushSchedule
 from offline_grpo.train.resources import card_bytes, gpu_memory, time_metrics
@@ -66,6 +67,7 @@ class Loop:
     stop: StopSignal
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
     _card_bytes: int = field(default=0, init=False)
+    _flops: float = field(default=0.0, init=False)
     _start_metrics: dict[str, float] = field(default_factory=dict, init=False)
     _num_recoveries: int = field(default=0, init=False)
     _num_foreign_writes: int = field(default=0, init=False)
@@ -106,7 +108,7 @@ class Loop:
         self._log("eval", metrics, iteration)
 
     def _iterate(self, iteration: int) -> None:
-        self._seconds, self._card_bytes = {}, 0
+        self._seconds, self._card_bytes, self._flops = {}, 0, 0.0
         number = iteration + 1
         with self._safe_point(iteration):
             with self._phase("generate", iteration):
@@ -133,7 +135,7 @@ class Loop:
         if self.milestones.stop_reason is not None and number < self.config.iterations:
             metrics |= {"stopped_early": 1.0}
         metrics |= time_metrics(self._seconds, metrics) | self._start_metrics
-        metrics |= gpu_memory(self.policy.compute_device, self._card_bytes)
+        metrics |= gpu_memory(self.policy.compute_device, self._card_bytes) | self._utilisation()
         self._start_metrics = {}
         self._log("train", metrics, iteration)
         if eval_metrics is not None:
@@ -153,6 +155,7 @@ class Loop:
         if batch is None:
             return metrics | {"num_updates": 0.0}
         metrics["num_tokens_trained"] = float(batch.completion_mask.sum()) * self.config.epochs
+        self._flops = update_flops(self.policy.causal_lm, batch.sequence_lengths) * self.config.epochs
         commit = partial(self._commit_to, iteration)
         return metrics | self.updater.run(batch, iteration=iteration, before_step=commit, on_own_weights=self._on_own_weights)
 
@@ -277,6 +280,11 @@ class Loop:
             yield
         self._seconds[name] = time.perf_counter() - started
         self._card_bytes = max(self._card_bytes, card_bytes(self.policy.compute_device))  # torch keeps what a phase needed at most
+
+    def _utilisation(self) -> dict[str, float]:
+        """Of the GPUs of all training processes, in the phase that trains; empty where their peak is not known."""
+        peak = peak_flops(self.policy.compute_device)
+        return {} if peak is None else {"perf/mfu": self._flops / (self._seconds["train"] * peak * self.ranks.world_size)}
 
     def _log(self, name: str, metrics: Metrics, iteration: int) -> None:
         for listener in self.listeners:

@@ -1,0 +1,68 @@
+"""One iteration of the first process under torch's profiler: `train.profile`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offline_grpo.interfaces import RunListener
+from offline_grpo.types import Metrics
+
+messages = logging.getLogger(__name__)
+
+NUM_SHOWN = 10
+
+
+@dataclass
+class Profiler(RunListener):
+    """Writes `profile/iter_000.json.gz`, a trace for https://ui.perfetto.dev, and logs the costliest kernels; on a CPU, operators.
+
+    What a server does is not in it.
+
+    Args:
+        iteration: counted from 0.
+    """
+
+    output_dir: Path
+    iteration: int
+    _profile: Any = field(default=None, init=False)
+
+    def phase(self, name: str, iteration: int) -> None:
+        if name == "generate" and iteration == self.iteration and self._profile is None:
+            import torch
+            from torch.profiler import ProfilerActivity, profile
+
+            gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            self._profile = profile(activities=[ProfilerActivity.CPU, *gpu])
+            self._profile.start()
+
+    def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
+        if name != "train" or iteration != self.iteration or self._profile is None:
+            return
+        self._profile.stop()
+        path = self.output_dir / "profile" / f"iter_{iteration:03d}.json.gz"
+        path.parent.mkdir(exist_ok=True)
+        self._profile.export_chrome_trace(str(path))
+        for line in costliest(self._profile):
+            messages.info(line)
+        messages.info("train.profile=%d: the trace is in %s; open it at https://ui.perfetto.dev", iteration + 1, path)
+        self._profile = None
+
+    def close(self) -> None:
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+
+def costliest(profile: Any) -> list[str]:
+    """A line each: milliseconds, calls and name of the kernels that took longest, or of the operators where there is no GPU."""
+    events = [event for event in profile.key_averages() if not event.key.startswith("ProfilerStep")]
+    kernels = [event for event in events if event.device_type.name != "CPU"]
+    times: Mapping[str, tuple[float, int]] = {
+        event.key: (event.self_device_time_total if kernels else event.self_cpu_time_total, event.count) for event in kernels or events
+    }
+    shown = sorted(times.items(), key=lambda item: -item[1][0])[:NUM_SHOWN]
+    return [f"{us / 1e3:10.1f} ms {count:7,} calls  {name[:100]}" for name, (us, count) in shown]
