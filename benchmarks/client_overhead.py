@@ -155,14 +155,13 @@ def served(base_url: str | None) -> Iterator[Server]:
             server.stop()
 
 
-def check_equal(ours: Sequence[Any], answers: Sequence[Any], tokens: int) -> None:
-    for group, answer in zip(ours, answers, strict=True):
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        assert [list(completion.token_ids) for completion in group] == [choice["token_ids"] for choice in choices]
-        for completion, choice in zip(group, choices, strict=True):  # the last bits depend on the rest of the batch
-            theirs = choice["logprobs"]["token_logprobs"]
-            assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(completion.logprobs, theirs, strict=True))
-        assert all(len(completion.token_ids) == tokens for completion in group)
+def check_equal(client: VllmClient, requests: Sequence[SamplingRequest], ours: Sequence[Any], answers: Sequence[Any], tokens: int) -> None:
+    for request, group, answer in zip(requests, ours, answers, strict=True):
+        for completion, (token_ids, logprobs, _) in zip(group, client.choices(answer, request), strict=True):
+            assert list(completion.token_ids) == token_ids
+            assert len(token_ids) == tokens
+            pairs = zip(completion.logprobs, logprobs, strict=True)  # the last bits depend on the rest of the batch
+            assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in pairs)
 
 
 def parse_args() -> argparse.Namespace:
@@ -191,7 +190,7 @@ def main() -> None:
             "client": ProcessorTime(lambda: complete_in_order(client, requests, sampling)),
             "load_generator": ProcessorTime(load.run),
         }
-        check_equal(complete_in_order(client, requests, sampling), load.run(), args.tokens)
+        check_equal(client, requests, complete_in_order(client, requests, sampling), load.run(), args.tokens)
         timings = alternate(arms, rounds=args.rounds, warmup=args.warmup)
         client.close()
     num_tokens = args.prompts * args.group_size * args.tokens
