@@ -15,7 +15,7 @@ from offline_grpo.train.schedule import LrSchedule
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
 
-ADAMW = {"lr": 1e-6, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "offload": False}
+ADAMW = {"lr": 1e-6, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
 def make_updater(
@@ -68,7 +68,7 @@ def make_updater(
         policy=policy,
         reference=None,
         loss=loss,
-        optimizer=AdamW(**ADAMW | {"lr": lr}).create(policy.make_masters().parameters.values()),
+        optimizer=AdamW(**ADAMW | {"lr": lr}, offload=False).create(policy.make_masters().parameters.values()),
         scaler=torch.amp.GradScaler(device, enabled=False),  # type: ignore[attr-defined]
         config=config,
         ranks=ranks,
