@@ -68,13 +68,13 @@ def killed(tmp_path_factory):
         return path.exists()
 
     wait_for(lambda: metrics(0))
-    [environment] = named(trainer, "task_environment.py")
+    [environment] = named(trainer, "task_environment")
     environ = environment.environ()
     [api] = named(trainer, "run_api")
     api.kill()
     wait_for(lambda: (folder / "run" / "env_1.log").exists())  # with a new API comes a new environment
     wait_for(lambda: metrics(2))
-    [environment] = wait_for(lambda: named(trainer, "task_environment.py"))
+    [environment] = wait_for(lambda: named(trainer, "task_environment"))
     environment.kill()
     wait_for(lambda: (folder / "run" / "env_2.log").exists())
     wait_for(lambda: metrics(4))
@@ -104,7 +104,7 @@ def test_what_was_killed_was_started_again_and_left_its_log(killed):
     assert names >= {"run.log", "api.log", "api_1.log", "server_0.log", "env_0.log", "env_1.log", "env_2.log"}
     told = (killed.folder / "run.log").read_text()
     assert "the Atropos API (run-api) has ended (signal 9)" in told
-    assert "rollouts.environment=python environments/task_environment.py serve has ended" in told
+    assert "rollouts.environment=python -m offline_grpo.run.task_environment serve has ended" in told
 
 
 def test_the_environment_takes_task_and_sampling_from_the_run(killed):

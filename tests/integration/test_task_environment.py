@@ -1,4 +1,4 @@
-"""environments/task_environment.py alone: what it asks, what it sends, what it takes over from a run. test_atropos.py has it at work."""
+"""The project's Atropos environment alone: what it asks, what it sends, what it takes over from a run. test_atropos.py has it at work."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ KEY = "a-key-that-nobody-may-see"
 
 @pytest.fixture(scope="module")
 def module():
-    return runpy.run_path(str(ROOT / "environments" / "task_environment.py"))
+    return runpy.run_path(str(ROOT / "environments" / "task_environment.py"))["TaskEnvironment"].__init__.__globals__
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +39,10 @@ def tokenizer_folder(tmp_path_factory):
 
 @pytest.fixture
 def make(module, tokenizer_folder, monkeypatch):
-    def make(**changes):
+    def make(key=KEY, **changes):
         """An environment that is set up, with a server that writes 7, then 12, and so on, and what it was asked."""
         module["run_config"].cache_clear()
-        monkeypatch.setenv("OFFLINE_GRPO_SERVER_KEY", KEY)
+        monkeypatch.setenv("OFFLINE_GRPO_SERVER_KEY", key)
         monkeypatch.setenv("OFFLINE_GRPO_MODEL", tokenizer_folder)
         config, servers = module["TaskEnvironment"].config_init()
         environment = module["TaskEnvironment"](config.model_copy(update=changes), servers)
@@ -122,6 +122,11 @@ def test_evaluation_asks_every_held_out_problem_once(make, tmp_path, capsys):
     assert f"eval/percent_correct={correct:.4g}" in capsys.readouterr().out
     stored = json.loads((tmp_path / "eval" / "metrics.json").read_text())
     assert stored["results"]["all"]["eval/reward_mean"] == pytest.approx(0.1 + correct)
+
+
+def test_a_server_that_wants_no_key_gets_something_for_one(make):
+    """OpenAI's client, by which environments ask, refuses to have none."""
+    make(key="")
 
 
 def test_the_key_comes_from_the_environment_and_is_not_in_what_is_printed(make):

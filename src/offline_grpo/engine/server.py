@@ -162,7 +162,8 @@ class Server:
             try:
                 self.api.get("/health", timeout_s=HEALTH_TIMEOUT_S)
             except EngineError as error:
-                raise EngineError(f"{self.key}={self.base_url}: no healthy server answers ({error})") from error
+                start_one = f"python -m offline_grpo.engine.serve {model} starts a vLLM server"
+                raise EngineError(f"{self.key}={self.base_url}: no healthy server answers ({error}); {start_one}") from error
             return
         if self._began_s is not None and self._process is not None and self._process.command != self._command(model, args):
             self.stop()

@@ -55,7 +55,7 @@ class Surroundings:
     max_new_tokens: int
 
     def variables(self) -> dict[str, str]:
-        """For environments that know this project, such as environments/task_environment.py."""
+        """For environments that know this project, such as offline_grpo.run.task_environment."""
         return {
             "OFFLINE_GRPO_SERVER_URL": self.server_url,
             "OFFLINE_GRPO_SERVER_KEY": self.server_key or "",
