@@ -1,0 +1,227 @@
+"""Model size against memory and speed of training on one GPU: full, full with offload, and LoRA. Random weights, made on the device.
+
+    python benchmarks/model_sizes.py --size 0.6b    # about 2 minutes; also 1.7b (2), 4b (3), 8b (4), or tiny with --device cpu (seconds)
+    python benchmarks/model_sizes.py --size 8b --server-gib 8 --arms offload    # with a server's KV cache beside it, simulated
+    python benchmarks/model_sizes.py --table        # of the results that are there
+
+Shapes: Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B, Llama-3.1-8B. Every arm runs in its own process: the model with masters of its own, as
+weight_sync=shared_vllm needs them, one update to warm up and two that are timed, of sequences of equal length (--num-sequences of 1024
+tokens, 200 of them the prompt) in microbatches of 8192 tokens. The weights stand for the server's; --server-gib GiB more stand for its KV
+cache and the rest of its share. An arm that the memory plan refuses is not run.
+
+    peak       the most that was in tensors (torch.cuda.max_memory_allocated)   card    in use on the card, beside the simulated server,
+    predicted  by the plan, without CUDA context                                        as the driver counts it, at the end
+    step       seconds of the optimizer's step and of publishing the weights    host    resident memory of the process
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from common import RESULTS, Target, write_result
+from memory_plan import plan_of, random_batch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.layouts import layouts_for
+from offline_grpo.model.load import prepare
+from offline_grpo.model.policy import Policy
+from offline_grpo.model.proof import settle_compile, settle_layout
+from offline_grpo.model.scoring import Scoring
+from offline_grpo.placement.memory_plan import GIB, check, describe, predict
+from offline_grpo.placement.ranks import Ranks
+from offline_grpo.run.assemble import make_updater
+from offline_grpo.run.gpu_memory import memory_request
+from offline_grpo.run.run_dir import RunDir
+from offline_grpo.train.sharding import Replicas
+
+QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": True}
+
+
+def qwen3(hidden: int, intermediate: int, layers: int, heads: int) -> Qwen3Config:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return Qwen3Config(**QWEN3, **sizes)
+
+
+SIZES: dict[str, PretrainedConfig] = {
+    "tiny": LlamaConfig(vocab_size=2000, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4),
+    "0.6b": qwen3(1024, 3072, 28, 16),
+    "1.7b": qwen3(2048, 6144, 28, 16),
+    "4b": qwen3(2560, 9728, 36, 32),
+    "8b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+    ),
+}
+ARMS = {"full": (), "offload": ("train.optimizer.offload=true",), "lora": ("model/lora=default",)}
+COLUMNS = ("peak_gib", "card_gib", "predicted_gib", "host_gib", "tok_s", "step_s")
+ROUNDS = 2
+
+
+def make_policy(plan: Any, config: PretrainedConfig, device: torch.device) -> Policy:
+    """As `load_policy`, but without files."""
+    train = plan.config.train
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    trained = prepare(model, plan.config.model, train_layer_indices=None, gradient_checkpointing=train.gradient_checkpointing)
+    scoring = Scoring(trained.to(device), layouts_for(plan.layout, device, torch.bfloat16)[0], plan.head)
+    settle_layout(scoring, plan.layout, device)
+    settle_compile(scoring, plan.config.model.compile, device)
+    policy = Policy(scoring, build_char_tokenizer(4096))
+    policy.become_shared(before_publish=lambda: None)
+    return policy
+
+
+def predicted(plan: Any, config: PretrainedConfig, args: argparse.Namespace) -> int:
+    """Bytes of the trainer and the model, without CUDA context. Raises ConfigError if the run would be refused."""
+    total = torch.cuda.get_device_properties(0).total_memory if args.device == "cuda" else 80 * GIB
+    total -= int(args.server_gib * GIB)
+    request = memory_request(plan, config, None, longest_prompt=args.prompt_tokens, trainers=[0], engine_gpus=(), total_bytes=[total])
+    devices = predict(request)
+    print("\n".join(describe(devices)), file=sys.stderr)
+    check(devices)
+    return sum(part.num_bytes for part in devices[0].trainer if part.name != "CUDA context")
+
+
+def run_arm(args: argparse.Namespace) -> dict[str, Any]:
+    """Predict and measure one arm in this process."""
+    config, device = SIZES[args.size], torch.device(args.device)
+    sizes = {"data.problems_per_iteration": args.num_sequences // 8, "train.gradient_checkpointing": args.recompute}
+    with tempfile.TemporaryDirectory() as scratch:
+        plan = plan_of(Path(scratch), args, [f"{key}={value}" for key, value in sizes.items()] + [*ARMS[args.arm], *args.overrides])
+        try:
+            expected = predicted(plan, copy.deepcopy(config), args)  # which changes it
+        except ConfigError as error:
+            return {"refused": str(error)}
+        server = torch.empty(int(args.server_gib * GIB), dtype=torch.uint8, device=device)
+        policy = make_policy(plan, config, device)
+        started = time.perf_counter()
+        policy.make_masters(offload="train.optimizer.offload=true" in ARMS[args.arm])
+        ranks = Ranks(use_cpu=device.type == "cpu")
+        updater = make_updater(plan, policy, scratch, RunDir(Path(scratch)), ranks, Replicas(ranks))
+        masters_s = time.perf_counter() - started
+        batch = random_batch(args, args.num_sequences, config.get_text_config().vocab_size)
+        updater.run(updater.score(batch), iteration=0)
+        return measure(updater, batch, device, len(server)) | {"predicted_gib": expected / GIB, "masters_s": masters_s}
+
+
+def measure(updater: Any, batch: Any, device: torch.device, server_bytes: int) -> dict[str, float]:
+    """Peak, speed and the step's share of two updates."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    steps: list[float] = []
+    publish = updater.policy.masters.publish
+
+    def before_step(*_: Any) -> None:
+        wait()
+        steps.append(-time.perf_counter())
+
+    def published() -> None:
+        publish()
+        wait()
+        steps[-1] += time.perf_counter()
+
+    updater.optimizer.register_step_pre_hook(before_step)
+    updater.policy.masters.publish = published
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    for iteration in range(1, 1 + ROUNDS):
+        metrics = updater.run(updater.score(batch), iteration=iteration)
+        assert metrics["num_updates"] == 1.0, metrics
+    wait()
+    seconds = (time.perf_counter() - started) / ROUNDS
+    found = {"tok_s": sum(batch.sequence_lengths) / seconds, "step_s": sum(steps) / ROUNDS, "update_s": seconds}
+    found["host_gib"] = psutil.Process().memory_info().rss / GIB
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        found["peak_gib"] = (torch.cuda.max_memory_allocated() - server_bytes) / GIB
+        found["card_gib"] = (total - free - server_bytes) / GIB
+    return found
+
+
+def run_arm_in_child(args: argparse.Namespace, arm: str) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--arm", arm], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        return {"error": f"exit code {done.returncode}"}
+    result = json.loads(done.stdout.splitlines()[-1])
+    print(f"{args.size} {arm}: {result}", flush=True)
+    return result
+
+
+def print_table() -> None:
+    table = Table("model", "arm", *COLUMNS)
+    for path in sorted((RESULTS / "h100").glob("model_sizes_*.json")):
+        result = json.loads(path.read_text())
+        for arm, found in result["details"].items():
+            note = "refused" if "refused" in found else found.get("error", "")
+            server = f" + {result['settings']['server_gib']:g} GiB" if result["settings"]["server_gib"] else ""
+            table.add_row(result["settings"]["size"], arm + server, *(f"{found[c]:.1f}" if c in found else note for c in COLUMNS))
+    Console().print(table)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="0.6b", choices=list(SIZES))
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--arm", choices=list(ARMS), help="run one arm in this process and print its numbers as JSON")
+    parser.add_argument("--recompute", default="true", choices=["true", "false", "auto"], help="train.gradient_checkpointing")
+    parser.add_argument("--server-gib", type=float, default=0.0)
+    parser.add_argument("--num-sequences", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=200)
+    parser.add_argument("--completion-tokens", type=int, default=824)
+    parser.add_argument("--tokens-per-microbatch", type=int, default=8192)
+    parser.add_argument("--overrides", nargs="*", default=[], help="of run_grpo.py, for all arms")
+    parser.add_argument("--table", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)  # the engine's logprobs are made up, and every update would say so
+    args = parse_args()
+    if args.table:
+        print_table()
+    elif args.arm is not None:
+        print(json.dumps(run_arm(args)))
+    else:
+        arms = {arm: run_arm_in_child(args, arm) for arm in args.arms}
+        ran = {arm: found for arm, found in arms.items() if "peak_gib" in found}
+        errors = [abs(found["predicted_gib"] / found["peak_gib"] - 1) for found in ran.values()]
+        measured = {f"{arm}_{name}": value for arm, found in ran.items() for name, value in found.items()}
+        if not ran:
+            print("nothing is measured without a GPU")
+            return
+        write_result(
+            f"h100/model_sizes_{args.size}" + (f"_server_{args.server_gib:g}" if args.server_gib else ""),
+            claim="The shape of Llama-3.1-8B trains in full on one GPU of 80 GB, below 76 GiB, and the plan is within 10 % of the peak.",
+            targets=[Target("largest_peak_gib", "<=", 76), Target("largest_error", "<=", 0.10)],
+            settings=vars(args),
+            measured=measured
+            | {"largest_peak_gib": max(found["peak_gib"] for found in ran.values()) + args.server_gib, "largest_error": max(errors)},
+            details=arms,
+        )
+
+
+if __name__ == "__main__":
+    main()
