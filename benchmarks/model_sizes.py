@@ -44,17 +44,24 @@ from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.placement.memory_plan import GIB, check, describe, predict
 from offline_grpo.placement.ranks import Ranks
+from offline_grpo.placement.recompute import choose_share
 from offline_grpo.run.assemble import make_updater
 from offline_grpo.run.gpu_memory import memory_request
 from offline_grpo.run.run_dir import RunDir
 from offline_grpo.train.sharding import Replicas
 
-QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": True}
+QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
 
 
 def qwen3(hidden: int, intermediate: int, layers: int, heads: int) -> Qwen3Config:
-    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads}
-    return Qwen3Config(**QWEN3, **sizes)
+    blocks: dict[str, Any] = {"num_hidden_layers": layers, "num_attention_heads": heads}
+    return Qwen3Config(**QWEN3, **blocks, hidden_size=hidden, intermediate_size=intermediate)
 
 
 SIZES: dict[str, PretrainedConfig] = {
@@ -78,13 +85,12 @@ COLUMNS = ("peak_gib", "card_gib", "predicted_gib", "host_gib", "tok_s", "step_s
 ROUNDS = 2
 
 
-def make_policy(plan: Any, config: PretrainedConfig, device: torch.device) -> Policy:
+def make_policy(plan: Any, config: PretrainedConfig, device: torch.device, recompute: float) -> Policy:
     """As `load_policy`, but without files."""
-    train = plan.config.train
     torch.manual_seed(0)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    trained = prepare(model, plan.config.model, train_layer_indices=None, gradient_checkpointing=train.gradient_checkpointing)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    trained: Any = prepare(model, plan.config.model, train_layer_indices=None, gradient_checkpointing=recompute)
     scoring = Scoring(trained.to(device), layouts_for(plan.layout, device, torch.bfloat16)[0], plan.head)
     settle_layout(scoring, plan.layout, device)
     settle_compile(scoring, plan.config.model.compile, device)
@@ -93,15 +99,20 @@ def make_policy(plan: Any, config: PretrainedConfig, device: torch.device) -> Po
     return policy
 
 
-def predicted(plan: Any, config: PretrainedConfig, args: argparse.Namespace) -> int:
-    """Bytes of the trainer and the model, without CUDA context. Raises ConfigError if the run would be refused."""
+def predicted(plan: Any, config: PretrainedConfig, args: argparse.Namespace) -> tuple[float, int]:
+    """The share of blocks that are recomputed, and bytes of trainer and model without CUDA context.
+
+    Raises:
+        ConfigError: the run would be refused.
+    """
     total = torch.cuda.get_device_properties(0).total_memory if args.device == "cuda" else 80 * GIB
     total -= int(args.server_gib * GIB)
     request = memory_request(plan, config, None, longest_prompt=args.prompt_tokens, trainers=[0], engine_gpus=(), total_bytes=[total])
-    devices = predict(request)
+    is_auto = plan.config.train.gradient_checkpointing == "auto"
+    share, devices = choose_share(request) if is_auto else (request.recompute, predict(request))
     print("\n".join(describe(devices)), file=sys.stderr)
     check(devices)
-    return sum(part.num_bytes for part in devices[0].trainer if part.name != "CUDA context")
+    return share, sum(part.num_bytes for part in devices[0].trainer if part.name != "CUDA context")
 
 
 def run_arm(args: argparse.Namespace) -> dict[str, Any]:
@@ -111,11 +122,11 @@ def run_arm(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         plan = plan_of(Path(scratch), args, [f"{key}={value}" for key, value in sizes.items()] + [*ARMS[args.arm], *args.overrides])
         try:
-            expected = predicted(plan, copy.deepcopy(config), args)  # which changes it
+            recompute, expected = predicted(plan, copy.deepcopy(config), args)  # which changes it
         except ConfigError as error:
             return {"refused": str(error)}
         server = torch.empty(int(args.server_gib * GIB), dtype=torch.uint8, device=device)
-        policy = make_policy(plan, config, device)
+        policy = make_policy(plan, config, device, recompute)
         started = time.perf_counter()
         policy.make_masters(offload="train.optimizer.offload=true" in ARMS[args.arm])
         ranks = Ranks(use_cpu=device.type == "cpu")
@@ -123,7 +134,8 @@ def run_arm(args: argparse.Namespace) -> dict[str, Any]:
         masters_s = time.perf_counter() - started
         batch = random_batch(args, args.num_sequences, config.get_text_config().vocab_size)
         updater.run(updater.score(batch), iteration=0)
-        return measure(updater, batch, device, len(server)) | {"predicted_gib": expected / GIB, "masters_s": masters_s}
+        more = {"predicted_gib": expected / GIB, "masters_s": masters_s, "recomputed": recompute}
+        return measure(updater, batch, device, len(server)) | more
 
 
 def measure(updater: Any, batch: Any, device: torch.device, server_bytes: int) -> dict[str, float]:
@@ -186,7 +198,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--arm", choices=list(ARMS), help="run one arm in this process and print its numbers as JSON")
-    parser.add_argument("--recompute", default="true", choices=["true", "false", "auto"], help="train.gradient_checkpointing")
+    parser.add_argument("--recompute", default="auto", choices=["true", "false", "auto"], help="train.gradient_checkpointing")
     parser.add_argument("--server-gib", type=float, default=0.0)
     parser.add_argument("--num-sequences", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=200)

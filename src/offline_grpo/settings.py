@@ -102,7 +102,7 @@ class TrainConfig:
     kl_coef: float
     entropy_coef: float
     precision: str
-    gradient_checkpointing: bool
+    gradient_checkpointing: Any  # bool or "auto", as model.compile
     train_layer_indices: str | None
     mask_truncated: bool
     drop_zero_signal_groups: bool
@@ -121,6 +121,8 @@ class TrainConfig:
         require(self.grad_clip > 0, "train.grad_clip", self.grad_clip, "must be above 0; use inf to switch clipping off")
         for name, options in (("schedule", ("constant", "linear", "cosine")), ("precision", ("fp32", "bf16", "fp16"))):
             require(getattr(self, name) in options, f"train.{name}", getattr(self, name), f"must be one of {', '.join(options)}")
+        recompute = self.gradient_checkpointing
+        require(recompute in ("auto", True, False), "train.gradient_checkpointing", recompute, "must be one of auto, true, false")
         self._check_batch_arithmetic()
 
     def _check_batch_arithmetic(self) -> None:

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, unwrapped
 from offline_grpo.model.dtypes import torch_dtype
+from offline_grpo.model.layers import blocks_of
 from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.model.live_bytes import LiveBytes
 from offline_grpo.model.load import attention_of, prepare
@@ -57,7 +58,7 @@ class Footprint:
 
 
 def build_on_meta(
-    model_config: PretrainedConfig, config: ModelConfig, *, precision: str, train_layer_indices: str | None, gradient_checkpointing: bool
+    model_config: PretrainedConfig, config: ModelConfig, *, precision: str, train_layer_indices: str | None, gradient_checkpointing: float
 ) -> LanguageModel:
     """The model as `load_policy` would return it, with adapters, frozen blocks and checkpointing, but without weights. Raises likewise."""
     attention = attention_of(model_config, config.attn_implementation)
@@ -76,17 +77,17 @@ def weights_bytes(model_config: PretrainedConfig, dtype: torch.dtype) -> int:
     return LiveBytes().add([*model.parameters(), *model.buffers()])
 
 
-def measure(model: LanguageModel, microbatch: Microbatch, *, layout: Layout, head: LossHead, separate_masters: bool) -> Footprint:
+def measure(
+    model: LanguageModel, microbatch: Microbatch, *, layout: Layout, head: LossHead, separate_masters: bool, saved_by_compiling: int = 0
+) -> Footprint:
     """Run `microbatch` through a model of `build_on_meta`, twice unless it is a whole update: the second time gradients exist already.
 
     Args:
         separate_masters: fp32 weights have masters too (see `MasterWeights`).
+        saved_by_compiling: see `compiled_footprint`.
     """
     decoder: Any = decoder_of(unwrapped(model))
-    takes_kernels = decoder._supports_attention_backend  # Falcon calls no attention but its own, and is trained in padded rows
-    layout = (layout if takes_kernels else Padded()).for_memory_plan()
-    if decoder.config._attn_implementation == "sdpa" and takes_kernels:
-        decoder.config._attn_implementation = CUDA_SDPA
+    layout = layout_on_meta(decoder, layout)
     prepare_for_gradients(model)
     live = LiveBytes()
     weights_bytes = live.add([*model.parameters(), *model.buffers()])
@@ -96,19 +97,32 @@ def measure(model: LanguageModel, microbatch: Microbatch, *, layout: Layout, hea
         for _ in range(1 if microbatch.is_whole_update else 2):
             _forward_backward(model, microbatch, layout, head)
         gradients_bytes = live.now - static_bytes
+    activations_bytes = live.peak - static_bytes - gradients_bytes
+    if saved_by_compiling:
+        blocks = blocks_of(decoder, decoder.config.get_text_config().num_hidden_layers)[1]
+        num_kept = sum(not getattr(block, "gradient_checkpointing", False) for block in blocks)
+        activations_bytes -= max(1, num_kept) * saved_by_compiling  # one is there while it is recomputed
     return Footprint(
         weights_bytes=weights_bytes,
         masters_bytes=static_bytes - weights_bytes,
         gradients_bytes=gradients_bytes,
-        activations_bytes=live.peak - static_bytes - gradients_bytes,
+        activations_bytes=activations_bytes,
         trained_shapes=tuple(p.shape for p in masters.parameters.values()),
     )
+
+
+def layout_on_meta(decoder: Any, layout: Layout) -> Layout:
+    """The layout that runs there in place of `layout`, with the attention of CUDA."""
+    takes_kernels = decoder._supports_attention_backend  # Falcon calls no attention but its own, and is trained in padded rows
+    if decoder.config._attn_implementation == "sdpa" and takes_kernels:
+        decoder.config._attn_implementation = CUDA_SDPA
+    return (layout if takes_kernels else Padded()).for_memory_plan()
 
 
 def _forward_backward(model: LanguageModel, microbatch: Microbatch, layout: Layout, head: LossHead) -> None:
     """What `Updater` does with a microbatch, up to the loss, whose vectors [T] are small."""
     decoder, output = decoder_of(unwrapped(model)), output_embeddings(unwrapped(model))
-    batch = _batch(microbatch)
+    batch = batch_of(microbatch)
     hidden = layout.hidden_states(decoder, batch)  # [T, H]
     at = torch.empty(microbatch.num_sequences * microbatch.num_completion_tokens, dtype=torch.int64, device=META)  # [N]
     vocab_size, hidden_size = output.weight.shape
@@ -139,7 +153,8 @@ class _HeadStandIn(torch.autograd.Function):
         return (*(torch.empty_like(tensor) if is_needed else None for tensor, is_needed in inputs), None)
 
 
-def _batch(microbatch: Microbatch) -> TokenBatch:
+def batch_of(microbatch: Microbatch) -> TokenBatch:
+    """A batch of these sizes on the meta device."""
     num_tokens = microbatch.num_sequences * microbatch.num_tokens
     ids = torch.empty(num_tokens, dtype=torch.int64, device=META)
     values = torch.empty(num_tokens, device=META)

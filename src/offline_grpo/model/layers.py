@@ -45,3 +45,13 @@ def train_only_blocks(model: nn.Module, indices: list[int], num_layers: int) -> 
     trained = {id(p) for index in indices for p in blocks[index].parameters() if p.requires_grad}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trained)
+
+
+def recompute_only(model: nn.Module, share: float, num_layers: int) -> None:
+    """Of a model with gradient checkpointing, recompute this share of the blocks alone, spread evenly; all, if it has no list of them."""
+    try:
+        blocks = blocks_of(model, num_layers)[1]
+    except ConfigError:
+        return
+    for number, block in enumerate(blocks):
+        block.gradient_checkpointing = int((number + 1) * share) > int(number * share)  # type: ignore[assignment]

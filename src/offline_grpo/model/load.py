@@ -16,7 +16,7 @@ from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
 from offline_grpo.model.dtypes import torch_dtype
-from offline_grpo.model.layers import parse_layer_indices, train_only_blocks
+from offline_grpo.model.layers import parse_layer_indices, recompute_only, train_only_blocks
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
@@ -136,7 +136,7 @@ def load_policy(
     device: torch.device,
     precision: str,
     train_layer_indices: str | None,
-    gradient_checkpointing: bool,
+    gradient_checkpointing: float,
     checkpoint: Path | None,
     shares_weights: bool = False,
 ) -> Policy:
@@ -173,10 +173,10 @@ def prepare(
     config: ModelConfig,
     *,
     train_layer_indices: str | None,
-    gradient_checkpointing: bool,
+    gradient_checkpointing: float,
     adapter: Path | None = None,
 ) -> LanguageModel:
-    """Make a model the one to be trained: adapters (from the folder `adapter`, or new) or chosen blocks, checkpointing.
+    """Make a model the one to be trained: adapters (from the folder `adapter`, or new) or chosen blocks, checkpointing of a share of them.
 
     Raises:
         ConfigError: layer indices or target modules that the model does not have.
@@ -192,6 +192,8 @@ def prepare(
     if gradient_checkpointing:
         trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         _disable_dropout_of_checkpointed(model)
+    if 0 < gradient_checkpointing < 1:
+        recompute_only(model, gradient_checkpointing, num_layers)
     return trained
 
 

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout, LossHead, OptimizerFactory
+from offline_grpo.model.adapters import LanguageModel
 from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.footprint import Footprint, Microbatch, build_on_meta, measure, weights_bytes
 from offline_grpo.model.load import context_length
@@ -49,6 +50,8 @@ class MemoryRequest:
 
     model: ModelConfig
     train: TrainConfig
+    recompute: float  # the share of the blocks that are recomputed in the backward pass
+    saved_by_compiling: int  # bytes for each block that is compiled and not recomputed; 0 where they are not compiled
     model_config: PretrainedConfig  # of the model to train
     reference_config: PretrainedConfig | None  # of a reference that is loaded beside it; None if there is none
     layout: Layout
@@ -104,17 +107,9 @@ class DevicePlan:
 
 def predict(request: MemoryRequest) -> list[DevicePlan]:
     """What every GPU that the run uses will hold, in the order of the GPUs, and then the host, if it holds what they would otherwise."""
-    train, offload = request.train, request.offload
-    model = build_on_meta(
-        request.model_config,
-        request.model,
-        precision=train.precision,
-        train_layer_indices=train.train_layer_indices,
-        gradient_checkpointing=train.gradient_checkpointing,
-    )
-    footprint = measure(
-        model, largest_microbatch(request), layout=request.layout, head=request.head, separate_masters=request.shares_weights or offload
-    )
+    offload = request.offload
+    settings = {"separate_masters": request.shares_weights or offload, "saved_by_compiling": request.saved_by_compiling}
+    footprint = measure(model_of(request), largest_microbatch(request), layout=request.layout, head=request.head, **settings)
     masters, state = _optimizer_parts(request, footprint)
     others = [
         *([] if offload else [masters, state]),
@@ -139,6 +134,12 @@ def predict(request: MemoryRequest) -> list[DevicePlan]:
         held = [masters, state] * num_processes + [Part("processes", others_bytes, masters.setting, masters.fix)]
         devices.append(DevicePlan(None, request.host_bytes, tuple(held), ()))
     return devices
+
+
+def model_of(request: MemoryRequest) -> LanguageModel:
+    """The model that is trained, on the meta device."""
+    settings = {"precision": request.train.precision, "train_layer_indices": request.train.train_layer_indices}
+    return build_on_meta(request.model_config, request.model, **settings, gradient_checkpointing=request.recompute)
 
 
 def describe(devices: Sequence[DevicePlan]) -> list[str]:
@@ -255,7 +256,7 @@ def _activations_part(request: MemoryRequest, footprint: Footprint) -> Part:
     if len(request.trainers) > 1:
         scratch_bytes = max(scratch_bytes, 2 * footprint.gradients_bytes)  # all gradients as one message, and its copy
     key = "tokens_per_microbatch" if train.tokens_per_microbatch is not None else "batch_size"
-    fix = "lower it, which changes no gradient" + ("" if train.gradient_checkpointing else ", or set train.gradient_checkpointing=true")
+    fix = "lower it, which changes no gradient" + ("" if request.recompute else ", or set train.gradient_checkpointing=true")
     return Part("activations", max(footprint.activations_bytes, scratch_bytes), f"train.{key}={getattr(train, key)}", fix)
 
 

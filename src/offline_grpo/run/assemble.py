@@ -71,11 +71,11 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     layouts_for(plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision))  # before a model is made
     model_id = _model_id(plan, ranks)
     _check_found_servers(plan, model_id, ranks)
-    check_memory(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)
+    recompute = check_memory(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)
     checkpoint = start.resume.checkpoint if start.resume is not None else None
     server = _server(start, model_id, stack, devices)
     with progress.step("load model", f"loading the model {checkpoint or model_id}"):
-        policy = _policy(plan, model_id, checkpoint, ranks)
+        policy = _policy(plan, model_id, checkpoint, ranks, recompute)
     sharding = Replicas(ranks)
     places: dict[str, Any] = {"full_weights": sharding.full_weights, "ranks": ranks}
     training = serving.for_training(plan.engine, server, plan.weight_sync, policy, sampling=plan.sampling, **places)
@@ -129,7 +129,7 @@ def _server(start: Start, model_id: str, stack: ExitStack, devices: Devices) -> 
     return server
 
 
-def _policy(plan: Plan, model_id: str, checkpoint: Path | None, ranks: Ranks) -> Policy:
+def _policy(plan: Plan, model_id: str, checkpoint: Path | None, ranks: Ranks, recompute: float) -> Policy:
     config = plan.config
     torch.manual_seed(derive_seed(config.seed, "adapters"))  # LoRA draws its first weights
     return load_policy(
@@ -140,7 +140,7 @@ def _policy(plan: Plan, model_id: str, checkpoint: Path | None, ranks: Ranks) ->
         device=resolve_device(config.model.device, ranks.local_rank),
         precision=config.train.precision,
         train_layer_indices=config.train.train_layer_indices,
-        gradient_checkpointing=config.train.gradient_checkpointing,
+        gradient_checkpointing=recompute,
         checkpoint=checkpoint,
         shares_weights=plan.weight_sync.requires.shares_weights and ranks.is_main,
     )

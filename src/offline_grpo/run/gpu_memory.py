@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PretrainedConfig
 
+from offline_grpo.model.compiled_footprint import saved_by_compiling
+from offline_grpo.model.compiling import is_compiled_by_default
 from offline_grpo.model.dtypes import TORCH_NAMES, torch_dtype
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import read_model_config
 from offline_grpo.placement.devices import server_gpus, trainer_gpus
 from offline_grpo.placement.host import available_bytes
-from offline_grpo.placement.memory_plan import MemoryRequest, ServerRequest, check, describe, predict
+from offline_grpo.placement.memory_plan import MemoryRequest, ServerRequest, check, describe, largest_microbatch, model_of, predict
+from offline_grpo.placement.recompute import choose_share, in_words
 from offline_grpo.run.preflight import Plan
 from offline_grpo.train.optimizer import is_offloaded
 
@@ -23,8 +27,10 @@ SHARE_KEYS = ("gpu_memory_utilization", "mem_fraction_static")  # of vLLM and SG
 DEFAULT_SHARE = 0.92  # vLLM's own
 
 
-def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processes: int) -> None:
+def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processes: int) -> float:
     """Where `placement.check_memory` asks for it, refuse a run that the GPUs cannot hold; log the prediction.
+
+    Returns the share of the blocks that are recomputed, see `train.gradient_checkpointing`: without GPUs, `auto` recomputes none.
 
     Args:
         model_id: of the model to train; of it, and of a reference, the configuration alone is read.
@@ -36,23 +42,29 @@ def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processe
     model = plan.config.model
     trainers = trainer_gpus(model.device, num_processes)
     engines = server_gpus(plan.devices(num_processes))
-    if not trainers or not plan.config.placement.check_memory:
-        return
+    recompute = plan.config.train.gradient_checkpointing
+    if not trainers or not (plan.config.placement.check_memory or recompute == "auto"):
+        return float(recompute is True)
     trust = {"trust_remote_code": model.trust_remote_code}
-    devices = predict(
-        memory_request(
-            plan,
-            read_model_config(model_id, "model.train_id", **trust),
-            read_model_config(model.ref_id or model_id, "model.ref_id", **trust) if needs_reference_copy(plan) else None,
-            longest_prompt=longest_prompt,
-            trainers=trainers,
-            engine_gpus=engines or (),
-            total_bytes=[torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())],
-        )
+    request = memory_request(
+        plan,
+        read_model_config(model_id, "model.train_id", **trust),
+        read_model_config(model.ref_id or model_id, "model.ref_id", **trust) if needs_reference_copy(plan) else None,
+        longest_prompt=longest_prompt,
+        trainers=trainers,
+        engine_gpus=engines or (),
+        total_bytes=[torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())],
     )
+    if recompute == "auto":
+        share, devices = choose_share(request)
+        log.info("train.gradient_checkpointing=auto: recomputes %s", in_words(share))
+    else:
+        share, devices = request.recompute, predict(request)
     for line in describe(devices):
         log.info(line)
-    check(devices)
+    if plan.config.placement.check_memory:
+        check(devices)
+    return share
 
 
 def needs_reference_copy(plan: Plan) -> bool:
@@ -78,9 +90,11 @@ def memory_request(
         engine_gpus: of the server; unused where the run starts none.
     """
     config = plan.config
-    return MemoryRequest(
+    request = MemoryRequest(
         model=config.model,
         train=config.train,
+        recompute=float(config.train.gradient_checkpointing is True),
+        saved_by_compiling=0,
         model_config=model_config,
         reference_config=reference_config,
         layout=layouts_for(plan.layout, torch.device("cuda"), torch_dtype(config.train.precision))[0],
@@ -98,6 +112,12 @@ def memory_request(
         total_bytes=tuple(total_bytes),
         host_bytes=available_bytes(),
     )
+    is_compiled = config.model.compile is True
+    if config.model.compile == "auto" and torch.cuda.is_available():
+        is_compiled = is_compiled_by_default(torch.device("cuda"))
+    if not is_compiled:
+        return request
+    return replace(request, saved_by_compiling=saved_by_compiling(model_of(request), largest_microbatch(request), request.layout))
 
 
 def _server_request(plan: Plan, gpus: Sequence[int]) -> ServerRequest:

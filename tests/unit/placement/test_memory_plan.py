@@ -13,6 +13,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.model.footprint import Microbatch
 from offline_grpo.placement.host import available_bytes
 from offline_grpo.placement.memory_plan import GIB, DevicePlan, Part, check, describe, largest_microbatch, predict
+from offline_grpo.placement.recompute import MARGIN, SHARES, choose_share
 from offline_grpo.run import gpu_memory
 from offline_grpo.run.config import typed
 from offline_grpo.run.gpu_memory import memory_request, needs_reference_copy
@@ -99,6 +100,23 @@ def test_the_host_holds_what_is_offloaded(monkeypatch):
     with pytest.raises(ConfigError, match=r"^train.optimizer.offload=true: the host has 8.0 GiB and .*use model/lora=default or a smaller"):
         check([replace(host, total_bytes=8 * GIB)])
     assert "use train.optimizer.offload=true, train/optimizer=adamw_8bit" in resident.trainer[1].fix
+
+
+def test_auto_takes_the_smallest_share_of_blocks_that_fits():
+    settings = ("train.precision=bf16", "train.kl_coef=0", "train.batch_size=64", "generation.max_new_tokens=500", "model.head.kept_gib=0")
+    request = request_of(*settings)
+    needed = {}
+    for share in SHARES:
+        [device] = predict(replace(request, recompute=share))
+        needed[share] = device.needed_bytes + int(MARGIN * parts(device)["activations"]) + 1
+    assert sorted(needed.values(), reverse=True) == list(needed.values())
+    for share, total in needed.items():
+        found, [device] = choose_share(replace(request, total_bytes=(total, total)))
+        assert (found, device.total_bytes) == (share, total)
+    found, devices = choose_share(replace(request, total_bytes=(GIB // 8,) * 2))
+    assert found == 1.0
+    with pytest.raises(ConfigError, match=r"GPU 0 has 0.1 GiB"):
+        check(devices)
 
 
 @pytest.mark.parametrize(

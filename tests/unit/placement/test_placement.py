@@ -9,6 +9,7 @@ from transformers import Qwen2Config
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.placement.devices import check_devices, engine_gpus, trainer_gpus
+from offline_grpo.placement.recompute import in_words
 from offline_grpo.run.config import typed
 from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.preflight import make_plan
@@ -98,7 +99,7 @@ def two_small_gpus(monkeypatch):
     """A machine with two GPUs of 4 GiB, as far as placement asks."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=4 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=4 * 2**30, major=6, minor=0))
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def model_folder(tmp_path_factory):
 def checked(folder, *overrides):
     plan = make_plan(typed(compose_config("model=hf", f"model.train_id={folder}", "train.precision=bf16", *overrides)))
     check_devices(plan.devices(1))
-    check_memory(plan, folder, longest_prompt=20, num_processes=1)
+    return check_memory(plan, folder, longest_prompt=20, num_processes=1)
 
 
 def test_the_prediction_is_logged_before_the_run(two_small_gpus, model_folder, caplog):
@@ -131,6 +132,25 @@ def test_a_run_that_cannot_fit_is_refused_unless_told_otherwise(two_small_gpus, 
     with pytest.raises(ConfigError, match=r"train.batch_size=4096: GPU 0 has 4.0 GiB"):
         checked(model_folder, *too_much)
     checked(model_folder, *too_much, "placement.check_memory=false")
+
+
+def test_auto_recomputes_no_more_than_it_must_and_says_so(two_small_gpus, model_folder, caplog):
+    large = ("train.batch_size=1024", "data.problems_per_iteration=1024", "generation.max_new_tokens=1000", "eval.max_new_tokens=1000")
+    no_check = "placement.check_memory=false"
+    with caplog.at_level("INFO"):
+        shares = [
+            checked(model_folder, "model.device=cuda"),
+            checked(model_folder, *large, no_check),
+            checked(model_folder, *large, "train.gradient_checkpointing=true", no_check),
+            checked(model_folder, *large, "train.gradient_checkpointing=false", no_check),
+            checked(model_folder, *large, "model.device=cpu"),
+        ]
+    assert shares[0] == 0.0
+    assert 0.0 < shares[1] <= 1.0
+    assert shares[2:] == [1.0, 0.0, 0.0]
+    said = [line for line in caplog.messages if "auto" in line]
+    assert said == [f"train.gradient_checkpointing=auto: recomputes {in_words(share)}" for share in shares[:2]]
+    assert said[0].endswith("recomputes no block")
 
 
 def test_a_gpu_that_is_not_there_is_refused_whatever_check_memory_says(two_small_gpus, model_folder):
