@@ -48,7 +48,7 @@ REFUSED = {
     "checkpoint.keep_last_k=0": r"checkpoint.keep_last_k=0: must be at least 1",
     "model.device=cuda:7": r"model.device=cuda:7: this machine has (no CUDA device; use model.device=cpu|\d CUDA devices?; use cuda:0)",
     "model.device=tpu0": r"model.device=tpu0: no device of that name",
-    "model.layout=tight": r"model.layout=tight: must be one of auto, padded, tree, varlen, flash4; a layout of your own is .* model/layout=tight",
+    "model.layout=tight": r"model.layout=tight: must be one of auto, .*, flash4; a layout of your own is .* model/layout=tight",
     "model.layout=varlen model.device=cpu": r"model.layout=varlen: needs a CUDA device .* cpu and float32; use model.layout=auto",
     "+model.layout._target_=offline_grpo.loss.grpo.Nothing": r"model.layout._target_=.*cannot be imported",
     "model.head._target_=torch.nn.Identity": r"model.head._target_=torch.nn.Identity: does not implement LossHead",
