@@ -61,6 +61,8 @@ def engine_effect(engine: Any) -> Any:
     seen: list[Any] = []
 
     class Process:
+        log_path = Path("server.log")
+
         def __init__(self, command: Any, *, env: Mapping[str, str], **_: Any) -> None:
             own = set(env.items()) - set(os.environ.items())
             seen.append((command, sorted((name, value) for name, value in own if name not in OF_ITS_FOLDER)))

@@ -19,6 +19,7 @@ import psutil
 if TYPE_CHECKING:
     from offline_grpo.interfaces import RunListener
 
+COLUMNS = 80
 LONG_S = 1.0
 """A step that took longer says how long, when it is done."""
 
@@ -108,11 +109,15 @@ def start_metrics() -> dict[str, float]:
 
 
 def describe_start() -> str:
-    """What took how long until now, for the log. What took less than a hundredth is left out; a server starts while a model is loaded."""
-    total_s = elapsed_s()
+    """What took longest until now, in a line of at most 80 columns; a server starts while a model is loaded."""
     run = _current.get()
-    parts = [] if run is None else [f"{name} {seconds:.1f}" for name, seconds in run.seconds.items() if seconds >= total_s / 100]
-    return f"ready after {total_s:.1f} s: {', '.join(parts)}"
+    line = f"ready after {elapsed_s():.1f} s"
+    for name, seconds in sorted(run.seconds.items(), key=lambda part: -part[1]) if run is not None else ():
+        longer = f"{line}{',' if ':' in line else ':'} {name} {seconds:.1f}"
+        if len(longer) > COLUMNS:
+            break
+        line = longer
+    return line
 
 
 def _tell_phase(run: _Followed) -> None:

@@ -33,6 +33,7 @@ IN_OTHER_RUNS = {
     "perf/gpu_memory_card_gb",
     "perf/gpu_memory_gb",
     "perf/gpu_memory_reserved_gb",
+    "perf/mfu",
 }  # with train.loss.kl_placement=reward, on a GPU
 
 

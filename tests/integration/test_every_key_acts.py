@@ -479,7 +479,7 @@ def placement_effect(overrides: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 2)
-        patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**20))
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**20, major=9, minor=0))
         patch.setattr(gpu_memory, "read_model_config", lambda *_, **__: model)
         plan = make_plan(typed(compose_config("model.device=cuda", *overrides.split())))
         try:
