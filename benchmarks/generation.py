@@ -102,11 +102,10 @@ class Served:
         launcher: Any = VllmEngine(**engine, args=args, env=env, blackwell_workaround=False)
         self.server = Server(base_url=None, api_key=None, launcher=launcher, log_dir=folder)
         started = time.monotonic()
-        try:
+        with ExitStack() as if_it_fails:
+            if_it_fails.callback(self.server.stop)
             self.server.start(str(model))
-        except BaseException:
-            self.server.stop()
-            raise
+            if_it_fails.pop_all()
         self.start_s = time.monotonic() - started
         self.client = EndlessClient(server=self.server, eos_ids=[2], vocab_size=151936, batch_size=256, timeout_s=600, max_retries=0)
         self.cpu_us_per_token: dict[str, float] = {}

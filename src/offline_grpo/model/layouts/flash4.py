@@ -6,6 +6,7 @@ the user's cache folder.
 
 from __future__ import annotations
 
+import functools
 import os
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -47,6 +48,7 @@ def _is_installed() -> bool:
         return False
 
 
+@functools.cache
 def _interface() -> Any:
     """The package's functions without autograd: torch.compile can call them only as operators, with a backward pass of their own."""
     cache = user_cache("flash-attn-4")
@@ -78,7 +80,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, 
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float, window: int) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
@@ -100,18 +102,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    boundaries: Tensor,
-    longest: int,
-    scale: float,
-    window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
