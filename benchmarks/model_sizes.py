@@ -42,7 +42,8 @@ from offline_grpo.model.load import prepare
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import Scoring
-from offline_grpo.placement.memory_plan import GIB, check, describe, predict
+from offline_grpo.placement.device_plan import GIB, check, describe
+from offline_grpo.placement.memory_plan import predict
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.placement.recompute import choose_share
 from offline_grpo.run.assemble import make_updater

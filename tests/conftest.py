@@ -22,6 +22,10 @@ LONGEST_FIRST = (ONE_SERVER, "tests/integration/test_server_deaths.py", "tests/i
 
 CACHE = "OFFLINE_GRPO_TESTS_CACHE"
 
+os.environ["HF_HUB_OFFLINE"] = (
+    "1"  # no test downloads anything; here, because what the next conftest.py imports reads it when it is imported
+)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """With xdist, files are handed out in their order; by number of tests, the long ones of few tests would come last."""
@@ -30,7 +34,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Without compiled files every process that a test starts would compile torch or vLLM again, which takes longer than the test.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    os.environ["HF_HUB_OFFLINE"] = "1"  # no test downloads anything
     # The tensors are small: a second thread, here or in a process that a test starts, would take a core from another worker to wait on it.
     os.environ["OMP_NUM_THREADS"] = "1"
     # One test needs two threads. They sleep while they wait for each other: spinning, they would take both cores from the other tests.

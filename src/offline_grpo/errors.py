@@ -14,6 +14,8 @@ class GrpoError(Exception):
     """A failure with a message for the user. `exit_code` is the exit code of the process."""
 
     exit_code = 1
+    of_one_process = False
+    """Whether the other processes of the run do not know of it, so that each one says so for itself."""
 
 
 class ConfigError(GrpoError):
@@ -45,6 +47,12 @@ class CheckpointError(GrpoError):
 
 class ScoreError(GrpoError):
     """A completion could not be scored: the code that judges it raised, or returned something else than a score."""
+
+
+class OutOfMemory(GrpoError):
+    """A GPU, or the host, has less memory than the run asked for."""
+
+    of_one_process = True
 
 
 class NonFiniteError(GrpoError):

@@ -23,6 +23,8 @@ COLUMNS = 80
 LONG_S = 1.0
 """A step that took longer says how long, when it is done."""
 
+_NOTE = "in the phase "
+
 log = logging.getLogger(__name__)
 
 
@@ -60,7 +62,10 @@ def tell(listeners: Sequence[RunListener]) -> None:
 
 @contextmanager
 def phase(name: str, iteration: int = -1) -> Iterator[None]:
-    """Inside, the run is in phase `name`; afterwards in the one before, if that goes on. Iteration -1 is before the first."""
+    """Inside, the run is in phase `name`; afterwards in the one before, if that goes on. Iteration -1 is before the first.
+
+    An error that leaves it says so at the end of its traceback (see `phase_of`).
+    """
     run = _current.get()
     if run is None:
         yield
@@ -70,11 +75,20 @@ def phase(name: str, iteration: int = -1) -> Iterator[None]:
     began = time.perf_counter()
     try:
         yield
+    except Exception as error:
+        if phase_of(error) is None:
+            error.add_note(f"{_NOTE}{name}" + (f", iteration {iteration + 1}" if iteration >= 0 else ""))
+        raise
     finally:
         run.phases.pop()
         run.seconds[name] = run.seconds.get(name, 0.0) + time.perf_counter() - began
         if run.phases:
             _tell_phase(run)
+
+
+def phase_of(error: BaseException) -> str | None:
+    """The phase that an error was raised in, such as `train, iteration 3`; None outside all of them."""
+    return next((note.removeprefix(_NOTE) for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)), None)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What every GPU of a run will hold at its fullest, predicted part by part before any weights are loaded, and whether it fits.
+"""What every GPU of a run will hold at its fullest, predicted part by part before any weights are loaded.
 
     a training process   weights + masters + gradients + optimizer state + reference + activations of the largest microbatch
     a server             its share of the GPU (engine.args.gpu_memory_utilization): weights, and what remains for the KV cache
@@ -9,25 +9,22 @@ Nothing here needs a GPU. The prediction is for the worst case: every completion
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, floor, prod
+from math import ceil, prod
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
-from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout, LossHead, OptimizerFactory
 from offline_grpo.model.adapters import LanguageModel
 from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.footprint import Footprint, Microbatch, build_on_meta, measure, weights_bytes
 from offline_grpo.model.load import context_length
+from offline_grpo.placement.device_plan import ACTIVATIONS, GIB, SAMPLING, DevicePlan, Part
 from offline_grpo.settings import ModelConfig, TrainConfig
 
-GIB = 2**30
 CONTEXT_BYTES = 3 * GIB // 4  # CUDA context, kernels and cuBLAS workspaces of a process: 0.74 GiB on an H100
-KV_CACHE_FLOOR = 1.1  # a server's share is at least this many times its weights
 LOGITS_COPIES = 4  # float32 [rows, vocabulary] that sampling in process holds at once
 HOST_PROCESS_BYTES = 4 * GIB  # of a process that uses CUDA: libraries, kernels, buffers; a server has two
 SMALL_STATE_BYTES = 3  # per trained weight: an optimizer with less is as small as 8-bit AdamW
@@ -70,41 +67,6 @@ class MemoryRequest:
     host_bytes: int  # that the host has left
 
 
-@dataclass(frozen=True)
-class Part:
-    """Memory on a GPU, the setting (KEY=VALUE) that it follows from, and what to do if it is too much."""
-
-    name: str
-    num_bytes: int
-    setting: str
-    fix: str
-
-
-@dataclass(frozen=True)
-class DevicePlan:
-    """A GPU's parts: those of its training processes, and those of the server (see `_server_parts`), empty where it has none here.
-
-    The host has a plan, too, where it holds what GPUs would hold otherwise. Its `gpu` is None.
-    """
-
-    gpu: int | None
-    total_bytes: int
-    trainer: tuple[Part, ...]
-    server: tuple[Part, ...]
-
-    @property
-    def name(self) -> str:
-        return "the host" if self.gpu is None else f"GPU {self.gpu}"
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return self.trainer + self.server
-
-    @property
-    def needed_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
-
-
 def predict(request: MemoryRequest) -> list[DevicePlan]:
     """What every GPU that the run uses will hold, in the order of the GPUs, and then the host, if it holds what they would otherwise."""
     offload = request.offload
@@ -140,61 +102,6 @@ def model_of(request: MemoryRequest) -> LanguageModel:
     """The model that is trained, on the meta device."""
     settings = {"precision": request.train.precision, "train_layer_indices": request.train.train_layer_indices}
     return build_on_meta(request.model_config, request.model, **settings, gradient_checkpointing=request.recompute)
-
-
-def describe(devices: Sequence[DevicePlan]) -> list[str]:
-    """A small table: one line per part, in GiB."""
-    lines = []
-    for device in devices:
-        lines.append(f"{device.name}: predicted to hold {_gib(device.needed_bytes)} of {_gib(device.total_bytes)} at its fullest")
-        lines += [f"  {part.num_bytes / GIB:8.2f} GiB  {part.name}" for part in device.parts]
-    return lines
-
-
-def check(devices: Sequence[DevicePlan]) -> None:
-    """Refuse what cannot fit.
-
-    Raises:
-        ConfigError: names the setting whose change helps most; `placement.check_memory=false` goes without this check.
-    """
-    for device in devices:
-        if device.server:
-            _check_server(device)
-        if device.needed_bytes > device.total_bytes:
-            raise ConfigError(_refusal(device))
-
-
-def _check_server(device: DevicePlan) -> None:
-    weights, rest = device.server[0], device.server[1]
-    share = weights.num_bytes + rest.num_bytes
-    if share < weights.num_bytes * KV_CACHE_FLOOR:
-        least = ceil(weights.num_bytes * KV_CACHE_FLOOR / device.total_bytes * 100) / 100
-        fix = f"use {least:.2f} or more" if least <= 1 else "it needs several GPUs (placement.engine_devices), or a smaller model"
-        raise ConfigError(
-            f"{rest.setting}: that share of GPU {device.gpu}, {_gib(share)}, holds the server's weights of {_gib(weights.num_bytes)} and "
-            f"hardly any KV cache; {fix}"
-        )
-
-
-def _refusal(device: DevicePlan) -> str:
-    largest = max(device.trainer or device.server, key=lambda part: part.num_bytes)
-    setting, fix = largest.setting, largest.fix
-    if device.server and (room := room_for_server(device, total_bytes=device.total_bytes)) is not None:
-        rest = device.server[1]
-        setting, fix = rest.setting, f"use {rest.setting.partition('=')[0]}={room:.2f} or less"
-    parts = ", ".join(f"{part.name} {_gib(part.num_bytes)}" for part in sorted(device.parts, key=lambda part: -part.num_bytes)[:4])
-    return (
-        f"{setting}: {device.name} has {_gib(device.total_bytes)} and would have to hold {_gib(device.needed_bytes)} ({parts}, ...); "
-        f"{fix}; placement.check_memory=false starts all the same"
-    )
-
-
-def room_for_server(device: DevicePlan, *, total_bytes: int) -> float | None:
-    """The largest share of a GPU of `total_bytes` that a server may have beside the trainer; None if that is too little for its weights."""
-    weights, _, context = device.server
-    trainer_bytes = sum(part.num_bytes for part in device.trainer)
-    room = floor((total_bytes - trainer_bytes - context.num_bytes) / total_bytes * 100) / 100
-    return room if room * total_bytes >= weights.num_bytes * KV_CACHE_FLOOR else None
 
 
 def largest_microbatch(request: MemoryRequest) -> Microbatch:
@@ -257,7 +164,7 @@ def _activations_part(request: MemoryRequest, footprint: Footprint) -> Part:
         scratch_bytes = max(scratch_bytes, 2 * footprint.gradients_bytes)  # all gradients as one message, and its copy
     key = "tokens_per_microbatch" if train.tokens_per_microbatch is not None else "batch_size"
     fix = "lower it, which changes no gradient" + ("" if request.recompute else ", or set train.gradient_checkpointing=true")
-    return Part("activations", max(footprint.activations_bytes, scratch_bytes), f"train.{key}={getattr(train, key)}", fix)
+    return Part(ACTIVATIONS, max(footprint.activations_bytes, scratch_bytes), f"train.{key}={getattr(train, key)}", fix)
 
 
 def _sampling_part(request: MemoryRequest, footprint: Footprint) -> Part:
@@ -271,8 +178,7 @@ def _sampling_part(request: MemoryRequest, footprint: Footprint) -> Part:
     logits_bytes = LOGITS_COPIES * 4 * rows * config.vocab_size
     needed = layer_bytes * (config.num_hidden_layers + 1) + logits_bytes  # a layer's cache is copied when it grows
     beyond = max(0, needed - footprint.gradients_bytes - footprint.activations_bytes)
-    name = "KV cache of sampling, beyond gradients and activations"
-    return Part(name, beyond, f"generation.batch_size={rows}", "lower it, which changes no sample")
+    return Part(SAMPLING, beyond, f"generation.batch_size={rows}", "lower it, which changes no sample")
 
 
 def _server_parts(server: ServerRequest, model_config: PretrainedConfig, total_bytes: int) -> tuple[Part, Part, Part]:
@@ -290,7 +196,3 @@ def _sequence_tokens(request: MemoryRequest, max_new_tokens: int) -> int:
     """Tokens of the longest prompt and completion, or the model's context if that is less."""
     num_tokens = request.longest_prompt + max_new_tokens
     return min(num_tokens, context_length(request.model_config) or num_tokens)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offline_grpo.placement.memory_plan import DevicePlan, MemoryRequest, predict
+from offline_grpo.placement.device_plan import ACTIVATIONS, DevicePlan
+from offline_grpo.placement.memory_plan import MemoryRequest, predict
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the blocks. Recomputing all of them costs about a third of the time of an update."""
@@ -28,5 +29,5 @@ def in_words(share: float) -> str:
 
 
 def _fits(device: DevicePlan) -> bool:
-    activations = sum(part.num_bytes for part in device.trainer if part.name == "activations")
+    activations = sum(part.num_bytes for part in device.trainer if part.name == ACTIVATIONS)
     return device.needed_bytes + MARGIN * activations <= device.total_bytes

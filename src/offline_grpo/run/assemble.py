@@ -31,6 +31,7 @@ from offline_grpo.run import serving
 from offline_grpo.run.build import build
 from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.interrupt import StopSignal
+from offline_grpo.run.out_of_memory import told_if_out_of_memory
 from offline_grpo.run.preflight import Plan, check_context, fresh_schedule
 from offline_grpo.run.run_dir import ResumePoint, RunDir
 from offline_grpo.seeding import derive_seed
@@ -71,7 +72,8 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     layouts_for(plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision))  # before a model is made
     model_id = _model_id(plan, ranks)
     _check_found_servers(plan, model_id, ranks)
-    recompute = check_memory(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)
+    recompute, predicted = check_memory(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)
+    stack.enter_context(told_if_out_of_memory(predicted, start.run_dir))
     checkpoint = start.resume.checkpoint if start.resume is not None else None
     server = _server(start, model_id, stack, devices)
     with progress.step("load model", f"loading the model {checkpoint or model_id}"):
@@ -87,9 +89,10 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     if plan.weight_sync.requires.shares_weights and ranks.is_main:
         settle_layout(policy.scoring, plan.layout, policy.compute_device)
         settle_compile(policy.scoring, config.model.compile, policy.compute_device)
-    sharding.prepare(policy)
-    policy.make_masters(offload=is_offloaded(plan.optimizer))
-    updater = make_updater(plan, policy, model_id, start.run_dir, ranks, sharding)
+    with progress.phase("masters and optimizer"):
+        sharding.prepare(policy)
+        policy.make_masters(offload=is_offloaded(plan.optimizer))
+        updater = make_updater(plan, policy, model_id, start.run_dir, ranks, sharding)
     if start.resume is not None and start.resume.lr_schedule is not None:
         updater.lr_schedule = start.resume.lr_schedule
     schedule = PushSchedule(plan.weight_sync.interval)

@@ -154,6 +154,8 @@ def leave(error: BaseException) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         _print("interrupted")
         sys.exit(130)
+    if isinstance(error, GrpoError) and error.of_one_process and not launch.is_main():
+        print(f"error in process {os.environ['RANK']}: {error}", file=sys.stderr)
     _print(f"error: {error if isinstance(error, GrpoError) else explain(error)}")
     sys.exit(error.exit_code if isinstance(error, GrpoError) else 2)
 

@@ -14,9 +14,10 @@ from offline_grpo.model.compiling import is_compiled_by_default
 from offline_grpo.model.dtypes import TORCH_NAMES, torch_dtype
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import read_model_config
+from offline_grpo.placement.device_plan import DevicePlan, check, describe
 from offline_grpo.placement.devices import server_gpus, trainer_gpus
 from offline_grpo.placement.host import available_bytes
-from offline_grpo.placement.memory_plan import MemoryRequest, ServerRequest, check, describe, largest_microbatch, model_of, predict
+from offline_grpo.placement.memory_plan import MemoryRequest, ServerRequest, largest_microbatch, model_of, predict
 from offline_grpo.placement.recompute import choose_share, in_words
 from offline_grpo.run.preflight import Plan
 from offline_grpo.train.optimizer import is_offloaded
@@ -27,10 +28,11 @@ SHARE_KEYS = ("gpu_memory_utilization", "mem_fraction_static")  # of vLLM and SG
 DEFAULT_SHARE = 0.92  # vLLM's own
 
 
-def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processes: int) -> float:
+def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processes: int) -> tuple[float, list[DevicePlan]]:
     """Where `placement.check_memory` asks for it, refuse a run that the GPUs cannot hold; log the prediction.
 
-    Returns the share of the blocks that are recomputed, see `train.gradient_checkpointing`: without GPUs, `auto` recomputes none.
+    Returns the share of the blocks that are recomputed, see `train.gradient_checkpointing`: without GPUs, `auto` recomputes none. And the
+    prediction, where one was made.
 
     Args:
         model_id: of the model to train; of it, and of a reference, the configuration alone is read.
@@ -44,7 +46,7 @@ def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processe
     engines = server_gpus(plan.devices(num_processes))
     recompute = plan.config.train.gradient_checkpointing
     if not trainers or not (plan.config.placement.check_memory or recompute == "auto"):
-        return float(recompute is True)
+        return float(recompute is True), []
     trust = {"trust_remote_code": model.trust_remote_code}
     request = memory_request(
         plan,
@@ -64,7 +66,7 @@ def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processe
         log.info(line)
     if plan.config.placement.check_memory:
         check(devices)
-    return share
+    return share, devices
 
 
 def needs_reference_copy(plan: Plan) -> bool:

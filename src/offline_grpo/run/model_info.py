@@ -144,7 +144,8 @@ def _fits(weights: str, config: PretrainedConfig, quarter: Preset, trust: bool) 
     """What the memory plan says of a run with one GPU, for the longest sequences."""
     from hydra import compose, initialize_config_dir
 
-    from offline_grpo.placement.memory_plan import GIB, predict, room_for_server
+    from offline_grpo.placement.device_plan import GIB, room_for_server
+    from offline_grpo.placement.memory_plan import predict
     from offline_grpo.run import config as conf
     from offline_grpo.run.gpu_memory import memory_request
     from offline_grpo.run.preflight import make_plan

@@ -11,8 +11,9 @@ from transformers import Qwen2Config
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.footprint import Microbatch
+from offline_grpo.placement.device_plan import GIB, DevicePlan, Part, check, describe
 from offline_grpo.placement.host import available_bytes
-from offline_grpo.placement.memory_plan import GIB, DevicePlan, Part, check, describe, largest_microbatch, predict
+from offline_grpo.placement.memory_plan import largest_microbatch, predict
 from offline_grpo.placement.recompute import MARGIN, SHARES, choose_share
 from offline_grpo.run import gpu_memory
 from offline_grpo.run.config import typed
