@@ -48,8 +48,8 @@ def told(error, tmp_path, *, phase, plan=PLANS):
 def test_a_gpu_without_memory_is_one_line_with_the_prediction_and_three_settings(tmp_path):
     assert told(torch.OutOfMemoryError(CUDA_SAYS), tmp_path, phase="train") == (
         "GPU 1 is out of memory in the phase train, iteration 3: it asked for 2.32 GiB, and 1.02 GiB of 79.18 GiB were free; the memory "
-        "plan predicted 76.0 GiB at the fullest (server: KV cache and the rest 30.0 GiB, optimizer state 20.0 GiB, activations 11.0 GiB, fp32 "
-        "masters 10.0 GiB, ...); to need less, change one of: train.batch_size=8: lower it; engine.args.share=0.4: lower it; "
+        "plan predicted 76.0 GiB at the fullest (server: KV cache and the rest 30.0 GiB, optimizer state 20.0 GiB, activations 11.0 GiB, "
+        "fp32 masters 10.0 GiB, ...); to need less, change one of: train.batch_size=8: lower it; engine.args.share=0.4: lower it; "
         "train.optimizer._target_=X: lower it; nothing was saved"
     )
 
