@@ -173,6 +173,7 @@ def settings_effect(overrides: str) -> Any:
         node = as_plain(
             compose_config("rollouts=atropos", "rollouts.url=http://127.0.0.1:9", "rollouts.start_api=false", *overrides.split())
         )["rollouts"]
+        del node["record"]  # the run acts on it
         codec = SimpleNamespace(decode=str)
         server = SimpleNamespace(base_url="http://127.0.0.1:9", api_key=None, check_healthy=lambda: None)
         given = {"client": SimpleNamespace(engine_name="vLLM", server=server), "codec": codec, "vocab_size": 30, "context": None}

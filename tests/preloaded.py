@@ -1,5 +1,6 @@
 """For the server in children.py, so that not every child does it again: what a run imports late, and what Hydra makes of `conf/`."""
 
+import pyarrow
 import transformers.models.llama.modeling_llama  # noqa: F401
 from factories import compose_with_hydra
 
@@ -11,7 +12,9 @@ import offline_grpo.model.warm_start
 import offline_grpo.report.plots
 import offline_grpo.report.summary
 import offline_grpo.rollouts.on_policy
+import offline_grpo.rollouts.store.rows
 import offline_grpo.run.app
 import offline_grpo.task.arithmetic  # noqa: F401
 
 compose_with_hydra()
+pyarrow.array([0])  # imports pandas

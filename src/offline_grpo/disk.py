@@ -74,7 +74,12 @@ def parse_json(cls: type[T], content: bytes) -> T:
         raise ValueError(f"{where}{value}: {first['msg']}") from error
 
 
-def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
+def utf8(text: str) -> str:
+    """The text with an escape for each half of a surrogate pair, which UTF-8 has no bytes for; JSON has the same escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def write_whole(path: Path, content: str | bytes, *, is_private: bool = False) -> None:
     """Write a file that appears complete or not at all, also if the power fails: what it is called until then, `sweep` deletes.
 
     Args:
@@ -85,8 +90,8 @@ def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
     """
     hidden = path.with_name(f".{path.name}{UNFINISHED}")
     try:
-        with open(hidden, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600 if is_private else 0o666)) as file:
-            file.write(text)
+        with open(hidden, "wb", opener=lambda name, flags: os.open(name, flags, 0o600 if is_private else 0o666)) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(hidden, path)

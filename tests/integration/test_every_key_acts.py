@@ -101,6 +101,10 @@ def evaluated(run: Trace) -> set[str]:
     return {name for name in run.metrics if name.startswith("eval")}
 
 
+def recorded(run: Trace) -> set[str]:
+    return {file for file in run.files if file.startswith("rollouts/")}
+
+
 def adapted(run: Trace) -> set[str]:
     """The layers that have an adapter, such as 0.mlp.up_proj."""
     return {name.partition(".layers.")[2].partition(".lora_")[0] for name in run.end}
@@ -163,6 +167,7 @@ RUNS: dict[str, Acts] = {
     "data.train_seed_start": Acts("data.train_seed_start=1", lambda run: prompts(run)[0][0], base="data.shuffle=false"),
     "data.num_train_seeds": Acts("data.num_train_seeds=4", lambda run: len({str(p) for group in prompts(run) for p in group}), to=4),
     "data.shuffle": Acts("data.shuffle=false", prompts),
+    "rollouts.record": Acts("rollouts.record=false", recorded, to=set(), keeps=weights),
     "rollouts.problems_per_iteration": Acts("rollouts.problems_per_iteration=6", lambda run: len(run.groups[0]), to=6),
     "rollouts.group_size": Acts("rollouts.group_size=3", lambda run: len(run.groups[0][0].rollouts), to=3),
     "rollouts.shuffle": Acts("rollouts.shuffle=false", prompts),
@@ -577,7 +582,7 @@ def in_conf() -> set[tuple[str, str]]:
         node = option_node(path)
         is_another = node.get("_target_") != (OmegaConf.select(default, place) or {}).get("_target_")
         is_part = is_another or group == "logger"
-        found |= {(choice if is_part else "", key) for key in leaves(node, place)}
+        found |= {(choice if is_part and key != "rollouts.record" else "", key) for key in leaves(node, place)}  # whatever the source
     return found - {("", f"logger.console.{name}") for name in ("refresh_per_s", "names")}  # ("logger=[console]", ...)
 
 

@@ -70,7 +70,7 @@ def assert_ended_alike(run: Path, whole: Path) -> None:
 @pytest.mark.parametrize(
     ("pattern", "after"),
     [
-        *(("*/metrics/*", 0), ("*/metrics/*", 3), ("*/samples/*", 1), ("*environment*", 0), ("*starts.yaml", 0)),
+        *(("*/metrics/*", 0), ("*/metrics/*", 3), ("*/samples/*", 1), ("*/rollouts/*", 1), ("*environment*", 0), ("*starts.yaml", 0)),
         *(("*/trainer/state.json", 1), ("*/trainer/manifest.json", 1)),
     ],
 )

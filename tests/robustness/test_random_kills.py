@@ -25,10 +25,10 @@ def undisturbed(cache, tmp_path_factory):
 
 def content(run: Path) -> tuple:
     """What two runs of one configuration have in common."""
-    samples = {path.name: path.read_bytes() for path in (run / "samples").iterdir()}
+    kept = {path.name: path.read_bytes() for folder in ("samples", "rollouts") for path in (run / folder).iterdir()}
     hidden = [str(path.relative_to(run)) for path in run.rglob(".*")]
     rest = {path.name for path in run.iterdir()}
-    return metrics_of(run), weights_of(run), samples, hidden, rest, (run / "checkpoints" / "best").readlink()
+    return metrics_of(run), weights_of(run), kept, hidden, rest, (run / "checkpoints" / "best").readlink()
 
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= QUICK else []) for seed in range(ALL)])

@@ -9,6 +9,8 @@ from children import SMALL, metrics_of, printed, run_in_child, weights_of
 
 from offline_grpo.checkpoint.files import list_checkpoints
 
+KEPT = ("samples", "rollouts")
+
 
 @pytest.mark.slow
 def test_the_old_history_is_set_aside_and_the_new_one_is_what_it_would_be_alone(tmp_path):
@@ -20,7 +22,10 @@ def test_the_old_history_is_set_aside_and_the_new_one_is_what_it_would_be_alone(
     shutil.copytree(run, alone)
     for iteration in (2, 3):  # as if it had been killed after two iterations
         shutil.rmtree(alone / "checkpoints" / f"iter_00{iteration}")
-        for path in [*alone.glob(f"metrics/*_00{iteration}.json"), *alone.glob(f"samples/*_00{iteration}.jsonl")]:
+        for path in [
+            *alone.glob(f"metrics/*_00{iteration}.json"),
+            *(path for kind in KEPT for path in (alone / kind).glob(f"*_00{iteration}.*")),
+        ]:
             path.unlink()
     assert run_in_child(fresh, *changed, f"resume={alone}") == 0, printed(fresh)
 
@@ -34,9 +39,10 @@ def test_the_old_history_is_set_aside_and_the_new_one_is_what_it_would_be_alone(
 
     assert run_in_child(run, *changed, f"resume={run}") == 0, printed(run)
     assert metrics_of(run) == metrics_of(alone)
-    assert {path.name: path.read_bytes() for path in (run / "samples").iterdir()} == {
-        path.name: path.read_bytes() for path in (alone / "samples").iterdir()
-    }
+    for kind in KEPT:
+        assert {path.name: path.read_bytes() for path in (run / kind).iterdir()} == {
+            path.name: path.read_bytes() for path in (alone / kind).iterdir()
+        }
     new = weights_of(run)
     assert new == {name: weights_of(alone)[name] for name in new}
     assert new["iter_003"] != old["iter_003"]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offline_grpo.disk import write_whole
+from offline_grpo.disk import utf8, write_whole
 from offline_grpo.errors import require
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import output_console
@@ -98,11 +98,6 @@ def record(group: RolloutGroup, rollout: Rollout, advantage: float | None) -> di
 def prompt_text(sample: Mapping[str, Any]) -> str:
     """The last message of a record's prompt."""
     return sample["prompt"][-1]["content"] if sample["prompt"] else ""
-
-
-def utf8(text: str) -> str:
-    """The text with an escape for each half of a surrogate pair, which UTF-8 has no bytes for; JSON has the same escapes."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def print_samples(console: Console, samples: Sequence[Mapping[str, Any]], when: str) -> None:

@@ -11,12 +11,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from offline_grpo.disk import utf8
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations, sweep_folder, tagged
 from offline_grpo.logger.atropos_names import SECTIONS, check_choice, renamed
 from offline_grpo.logger.benchmark import Benchmark, mode_of
-from offline_grpo.logger.samples import Advantages, chosen, prompt_text, record, utf8
+from offline_grpo.logger.samples import Advantages, chosen, prompt_text, record
 from offline_grpo.redaction import redacted, redacted_text
 from offline_grpo.types import Metrics, RolloutGroup
 

@@ -110,7 +110,7 @@ def _run(
             if aside is not None:
                 log.info(describe_aside(aside, resume))
             going_on.record(run_dir, cfg, overrides, resume, aside)
-        for listener in told:
+        for listener in loop.listeners:
             listener.start(plain, config.train.iterations)
         with stop.held("the start of the loop"):
             if restored is None:

@@ -27,13 +27,16 @@ from offline_grpo.model.text import encode
 from offline_grpo.placement.devices import Devices, check_devices, server_gpus, trainer_gpus
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
+from offline_grpo.rollouts.store.recorder import Recorder
+from offline_grpo.rollouts.store.shard import Origin, architecture_hash, tokenizer_hash
 from offline_grpo.run import serving
 from offline_grpo.run.build import build
 from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.out_of_memory import told_if_out_of_memory
 from offline_grpo.run.preflight import Plan, check_context, fresh_schedule
-from offline_grpo.run.run_dir import ResumePoint, RunDir
+from offline_grpo.run.run_dir import IGNORED_ON_RESUME, ResumePoint, RunDir
+from offline_grpo.run.task_data import records, source_node
 from offline_grpo.seeding import derive_seed
 from offline_grpo.train.loop import Evaluation, Loop
 from offline_grpo.train.milestones import Milestones
@@ -111,11 +114,20 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
         evaluation=make_evaluation(plan, policy, evaluation, ranks) if config.eval.enabled else None,
         checkpointer=checkpointer if config.checkpoint.enabled else None,
         save_due=lambda i: i == last or _is_multiple(i + 1, config.checkpoint.save_interval),
-        listeners=listeners,
+        listeners=[*listeners, *_recorders(start, policy, updater, model_id)],
         ranks=ranks,
         stop=stop,
     )
     return loop, checkpointer.restore(checkpoint) if checkpoint is not None else None
+
+
+def _recorders(start: Start, policy: Policy, updater: Updater, model_id: str) -> list[RunListener]:
+    """What writes the store of rollouts, on the first process; none with `rollouts.record=false`."""
+    if not start.ranks.is_main or not records(start.plan.config):
+        return []
+    config = {key: value for key, value in redacted(start.plain).items() if key not in IGNORED_ON_RESUME}
+    origin = Origin(model_id, architecture_hash(policy.causal_lm.config), tokenizer_hash(policy.tokenizer), config)
+    return [Recorder(start.run_dir.path, origin, lambda: (updater.counters.version, list(policy.trained_parameters().values())))]
 
 
 def _server(start: Start, model_id: str, stack: ExitStack, devices: Devices) -> Server | None:
@@ -243,7 +255,7 @@ def make_source(plan: Plan, policy: Policy, client: RolloutClient, ranks: Ranks,
     """The component of the group `rollouts`, connected to the client that it samples from."""
     problems = {"problems": plan.data.train} if plan.data.train is not None else {}
     return build(
-        plan.config.rollouts,
+        source_node(plan.config),
         key="rollouts",
         protocol=RolloutSource,
         client=client,

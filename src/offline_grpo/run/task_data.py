@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.settings import RunConfig
@@ -50,7 +51,9 @@ def task_data(config: RunConfig) -> TaskData:
         ConfigError: settings of the task or of the source of rollouts, or a choice of problems that the task does not have.
     """
     source = resolve(config.rollouts, "rollouts")
-    settings = {name: value for name, value in config.rollouts.items() if name != "_target_"}
+    record = config.rollouts.get("record")
+    require(record in (None, True, False), "rollouts.record", record, "must be true or false")
+    settings = {name: value for name, value in source_node(config).items() if name != "_target_"}
     runtime = SOURCE_RUNTIME if source.needs_problems else [name for name in SOURCE_RUNTIME if name != "problems"]
     check_settings(source, settings, "rollouts", given_at_runtime=dict.fromkeys(runtime))
     source.check(config)
@@ -61,6 +64,16 @@ def task_data(config: RunConfig) -> TaskData:
         return TaskData(task, train, held_out)
     kept = without_held_out(train, task, held_out)
     return TaskData(task, kept, held_out, num_dropped=len(train) - len(kept))
+
+
+def source_node(config: RunConfig) -> dict[str, Any]:
+    """The group `rollouts` without `record`, which the run acts on, whatever the source."""
+    return {name: value for name, value in config.rollouts.items() if name != "record"}
+
+
+def records(config: RunConfig) -> bool:
+    """Whether the run writes its rollouts to a store. A source of the user's own need not have the key."""
+    return config.rollouts.get("record", True)
 
 
 def train_problems(task: Task, config: RunConfig) -> Sequence[Problem]:

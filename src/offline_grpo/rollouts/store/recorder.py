@@ -1,0 +1,43 @@
+"""Writes the store of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offline_grpo.disk import write_whole
+from offline_grpo.interfaces import RunListener
+from offline_grpo.rollouts.store.shard import FOLDER, Origin, file_name, json_hash
+from offline_grpo.types import RolloutGroup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Recorder(RunListener):
+    """Writes `rollouts/iter_000.parquet`, ... and, for evaluations, `rollouts/eval_init.parquet`, ...
+
+    A file is complete or absent, and the same again if a resumed run repeats the iteration: no other file is ever touched.
+
+    Args:
+        origin: what all files have in common.
+        weights: the version of the trainer's weights, and those that training changes, as they are now.
+    """
+
+    output_dir: Path
+    origin: Origin
+    weights: Callable[[], tuple[int, list[Tensor]]]
+
+    def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, advantages: Sequence[Sequence[float]] | None, iteration: int) -> None:
+        from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
+        from offline_grpo.rollouts.store.rows import parquet, table_of  # pyarrow takes half a second, which no start shall wait for
+
+        version, tensors = self.weights()
+        origin = replace(self.origin, version=version, weights=json_hash(fingerprints(tensors)))
+        content = parquet(table_of(name, groups, advantages, iteration), origin.to_metadata())
+        folder = self.output_dir / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / file_name(name, iteration), content)

@@ -1,0 +1,121 @@
+"""Rollouts as rows of a table, and back. The table has a row per completion, so that any tool for Parquet can read it.
+
+Problems and reward parts are JSON, because their keys differ between tasks. What all completions of a group share is repeated in each row,
+and compresses to almost nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from offline_grpo.disk import utf8
+from offline_grpo.types import Rollout, RolloutGroup
+
+TOKENS, LOGPROBS = pa.list_(pa.int32()), pa.list_(pa.float32())
+SCHEMA = pa.schema(
+    {
+        "iteration": pa.int64(),
+        "phase": pa.string(),  # train or eval
+        "group": pa.int64(),  # of the iteration; its completions are compared with each other
+        "problem_id": pa.string(),  # this and the next three: null where the source has rollouts alone
+        "messages": pa.string(),  # JSON: [{"role": ..., "content": ...}, ...]
+        "answer": pa.string(),
+        "fields": pa.string(),  # JSON: the rest of the problem's row in its data set
+        "prompt_ids": TOKENS,  # [P] all before the first sampled token
+        "completion_ids": TOKENS,  # [C] that token and all after it
+        "logprobs": LOGPROBS,  # [C] nats, the sampler's
+        "is_sampled": pa.list_(pa.bool_()),  # [C]; null: every token was sampled
+        "version": pa.int64(),  # updates that the weights carried which drew the tokens, -1: unknown
+        "versions": pa.list_(pa.int64()),  # [C]; null: `version` drew them all
+        "ref_logprobs": LOGPROBS,  # [C] nats, if the source has those of a reference
+        "temperature": pa.float64(),
+        "finish_reason": pa.string(),  # null where the source does not know
+        "text": pa.string(),  # what was judged
+        "reward": pa.float64(),
+        "parts": pa.string(),  # JSON: {"name": weighted term of the reward}
+        "is_correct": pa.bool_(),
+        "advantage": pa.float64(),  # null in evaluations; of advantages per token their mean
+        "advantages": pa.list_(pa.float64()),  # [C]; null unless the source gives one per token
+        "zero_advantage": pa.bool_(),
+    }
+)
+_ITEMS = [f"{name}.list.element" for name in SCHEMA.names if pa.types.is_list(SCHEMA.field(name).type)]
+_NUMBERS = [leaf for leaf in _ITEMS if not leaf.startswith("is_sampled")]
+
+
+def table_of(phase: str, groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]] | None, iteration: int) -> pa.Table:
+    """The rollouts of one iteration. Logprobs are kept in the float32 that training uses.
+
+    Args:
+        advantages: one number per rollout of each group, None in evaluations.
+    """
+    rows = [
+        {"iteration": iteration, "phase": phase, "group": number, **problem, **_row(group, index)}
+        | {"advantage": None if advantages is None else advantages[number][index]}
+        for number, group in enumerate(groups)
+        for problem in (_problem(group),)
+        for index in range(len(group.rollouts))
+    ]
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+
+def parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
+    """The content of a file; equal tables give equal bytes. Each page has a checksum."""
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(
+        sink,
+        table.schema,
+        compression="zstd",
+        use_dictionary=[name for name in SCHEMA.names if not pa.types.is_list(SCHEMA.field(name).type)],  # type: ignore[arg-type]
+        column_encoding=dict.fromkeys(_NUMBERS, "BYTE_STREAM_SPLIT"),
+        write_page_checksum=True,
+        store_schema=False,  # Arrow's own types are not needed
+    ) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata(metadata)
+    return sink.getvalue().to_pybytes()
+
+
+def _problem(group: RolloutGroup) -> dict[str, Any]:
+    problem = group.problem
+    if problem is None:
+        return dict.fromkeys(("problem_id", "messages", "answer", "fields"))
+    return {
+        "problem_id": utf8(problem.problem_id),
+        "messages": json.dumps([dict(message) for message in problem.messages]),
+        "answer": utf8(problem.answer),
+        "fields": json.dumps(dict(problem.fields), default=str),
+    }
+
+
+def _row(group: RolloutGroup, index: int) -> dict[str, Any]:
+    rollout = group.rollouts[index]
+    start = first_sampled(rollout)
+    is_sampled, versions = rollout.is_sampled[start:], rollout.versions[start:]
+    return {
+        "prompt_ids": rollout.token_ids[:start],
+        "completion_ids": rollout.token_ids[start:],
+        "logprobs": rollout.logprobs[start:],
+        "is_sampled": None if all(is_sampled) else is_sampled,
+        "version": versions[0] if versions else -1,
+        "versions": versions if len(set(versions)) > 1 else None,
+        "ref_logprobs": None if rollout.ref_logprobs is None else rollout.ref_logprobs[start:],
+        "temperature": rollout.temperature,
+        "finish_reason": rollout.finish_reason,
+        "text": utf8(str(rollout.text)),
+        "reward": rollout.score.reward,
+        "parts": json.dumps(dict(rollout.score.parts)),
+        "is_correct": rollout.score.is_correct,
+        "advantages": None if group.advantages is None else group.advantages[index][start:],
+        "zero_advantage": rollout.zero_advantage,
+    }
+
+
+def first_sampled(rollout: Rollout) -> int:
+    """How many tokens the prompt has: all, where none was sampled."""
+    return rollout.is_sampled.index(True) if True in rollout.is_sampled else len(rollout.token_ids)
