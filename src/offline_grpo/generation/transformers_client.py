@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.generation.decoding_graph import graphed_steps, has_graphs, with_fixed_size
 from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, filters, uniforms
 from offline_grpo.model.adapters import LanguageModel, unwrapped
 from offline_grpo.model.compiling import not_compiled
@@ -118,20 +119,22 @@ class TransformersClient:
         if len(prompt_of_row) > len(prompts) and token_ids.shape[1] > 1:
             self._prefill(cache, token_ids[:, :-1], mask[:, :-1])
             _keep_rows(cache, index)
+        cache = with_fixed_size(cache, lm, token_ids.shape[1] + sampling.max_new_tokens) if has_graphs(lm) else cache
         token_ids, mask = token_ids[index], mask[index]  # [B, P]
         draws = Draws(len(index), sampling.max_new_tokens, lm.device)
         noise = None if sampling.temperature == 0 else uniforms(seeds, sampling.max_new_tokens).to(lm.device)  # [B, N]
         processors = LogitsProcessorList([*filters(sampling), SeededSampler(draws, noise)])
         ends = StoppingCriteriaList([RowEnds(draws, eos_ids, sampling.stop, self.tokenizer)])
         while True:
-            token_ids = lm.generate(
-                token_ids,
-                attention_mask=mask,
-                past_key_values=cache,
-                generation_config=GenerationConfig(max_new_tokens=draws.num_steps_left, do_sample=False, use_cache=True),
-                logits_processor=processors,
-                stopping_criteria=ends,
-            )  # [R, P + step]
+            with graphed_steps(lm):
+                token_ids = lm.generate(
+                    token_ids,
+                    attention_mask=mask,
+                    past_key_values=cache,
+                    generation_config=GenerationConfig(max_new_tokens=draws.num_steps_left, do_sample=False, use_cache=True),
+                    logits_processor=processors,
+                    stopping_criteria=ends,
+                )  # [R, P + step]
             kept = draws.keep_unended()  # [R']
             if len(kept) == 0 or draws.num_steps_left == 0:
                 return draws
@@ -157,7 +160,7 @@ class TransformersClient:
                 )
 
 
-def _keep_rows(cache: DynamicCache, rows: Tensor) -> None:
+def _keep_rows(cache: Cache, rows: Tensor) -> None:
     """Make these rows the cache's; a row may come several times. States of convolutions lack `batch_select_indices`."""
     cache.reorder_cache(rows)  # pyright: ignore[reportArgumentType]  # an int64 tensor by another name
 

@@ -12,8 +12,10 @@ from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.cache_utils import StaticLayer
 
 from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.generation import transformers_client
 from offline_grpo.generation.transformers_client import TransformersClient, left_pad
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.text import cut_at_stop
@@ -49,6 +51,20 @@ def test_batches_change_nothing(model: PreTrainedModel, tokenizer: PreTrainedTok
         split = sample(model, tokenizer, sampling, batch_size=batch_size)
         assert tokens(split) == tokens(together)
         torch.testing.assert_close(logprobs(split), logprobs(together), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("eos", [None, [1, 2, 3, 4]], ids=["all_go_on", "most_end_early"])
+def test_a_cache_of_fixed_size_draws_the_same(model, tokenizer, monkeypatch: pytest.MonkeyPatch, eos: list[int] | None) -> None:
+    """As on a GPU, but for the graphs (see `tests/gpu/test_gpu_sampling.py`)."""
+    model.generation_config.eos_token_id = eos
+    growing = sample(model, tokenizer)
+    monkeypatch.setattr(transformers_client, "has_graphs", lambda lm: True)
+    made = []
+    monkeypatch.setattr(StaticLayer, "lazy_initialization", lambda *args, own=StaticLayer.lazy_initialization: (made.append(1), own(*args)))
+    fixed = sample(model, tokenizer)
+    assert made
+    assert tokens(fixed) == tokens(growing)
+    torch.testing.assert_close(logprobs(fixed), logprobs(growing), rtol=0, atol=1e-5)
 
 
 def test_order_is_kept_and_a_prompt_is_independent_of_the_others(model, tokenizer) -> None:
