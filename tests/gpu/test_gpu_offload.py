@@ -52,7 +52,13 @@ def test_a_run_has_the_metrics_of_one_without(precision: str, tmp_path: Path) ->
     """About: atomic additions of the backward pass are not the same from run to run."""
     runs = []
     for value in ("false", "true"):
-        settings = [f"train.precision={precision}", f"train.optimizer.offload={value}", f"cache_dir={tmp_path}/cache", "train.iterations=2"]
+        settings = [
+            f"train.precision={precision}",
+            f"train.optimizer.offload={value}",
+            f"cache_dir={tmp_path}/cache",
+            "train.iterations=2",
+            "model.tiny.warm_start_steps=1",
+        ]
         folder = tmp_path / value
         app.run(compose_config("model.device=cuda", "eval.enabled=false", *settings), folder)
         runs.append([json.loads(path.read_text()) for path in sorted((folder / "metrics").glob("train*"))])

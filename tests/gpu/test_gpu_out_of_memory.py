@@ -9,8 +9,14 @@ from offline_grpo.run import app
 
 pytestmark = pytest.mark.gpu
 
-LARGE = [f"model.tiny.{shape}" for shape in ("hidden_size=1536", "intermediate_size=6144", "num_layers=4", "warm_start_steps=1")]
-LONG = ("generation.max_new_tokens=256", "eval.enabled=false", "placement.check_memory=false", "train.iterations=1")
+LARGE = [f"model.tiny.{shape}" for shape in ("hidden_size=1536", "intermediate_size=6144", "num_layers=4")]
+LONG = (
+    "model.tiny.warm_start_steps=1",
+    "generation.max_new_tokens=256",
+    "eval.enabled=false",
+    "placement.check_memory=false",
+    "train.iterations=1",
+)
 
 
 @pytest.fixture

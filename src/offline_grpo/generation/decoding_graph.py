@@ -38,10 +38,11 @@ def with_fixed_size(filled: DynamicCache, lm: Any, max_length: int) -> Cache:
     cache = StaticCache(config=lm.config.get_text_config(decoder=True), max_cache_len=max_length)
     if any(type(layer) is not StaticLayer for layer in cache.layers):
         return filled
+    old: Any
+    new: Any
     for old, new in zip(filled.layers, cache.layers, strict=False):  # before a prefill there are no old ones
-        keys, values = getattr(old, "keys", None), getattr(old, "values", None)
-        if keys is not None and values is not None:
-            new.update(keys, values)
+        if old.is_initialized:
+            new.update(old.keys, old.values)
             old.keys = old.values = None
     return cache
 

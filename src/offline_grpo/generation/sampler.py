@@ -113,10 +113,11 @@ class SeededSampler(LogitsProcessor):
 def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     """The first token [R] at which the cumulative sum of `probs` [R, V] exceeds `uniforms` [R] (of the total, which rounding moves off 1).
 
-    A token of probability 0 adds nothing to the sum, so it is never the first.
+    A token of probability 0 adds nothing to the sum, so it is never the first. A GPU adds in an order that is not the same each time, and
+    in float32 the difference is as large as the probability of a rare token.
     """
-    cdf = probs.cumsum(-1)  # [R, V]
-    thresholds = uniforms[:, None] * cdf[:, -1:]  # [R, 1], below the total because a random number is at most 1 - 2**-24
+    cdf = probs.cumsum(-1, dtype=torch.float64 if probs.is_cuda else None)  # [R, V]
+    thresholds = uniforms[:, None].to(cdf.dtype) * cdf[:, -1:]  # [R, 1], below the total because a random number is at most 1 - 2**-24
     # NaN exceeds nothing: the clamp keeps the index valid until `first_non_finite` reports it
     return torch.searchsorted(cdf, thresholds, right=True).squeeze(1).clamp_(max=probs.shape[1] - 1)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,8 +18,8 @@ ALIGNED = 128
 class HostTensors:
     """`flat` [N] fp32, zeros, and a view of it for each shape: `views`. With the same shapes, the views have the same places.
 
-    For a GPU its pages are locked, so that copies run beside computations. torch's own page-locked tensors are not used: their memory
-    is the next power of two.
+    For a GPU its pages are locked until the last view is gone, so that copies run beside computations. torch's own page-locked tensors
+    are not used: their memory is the next power of two.
 
     Args:
         device: the GPU that will read and write it, or the CPU.
@@ -28,20 +31,22 @@ class HostTensors:
     def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
         ends = list(accumulate(-(-shape.numel() // ALIGNED) * ALIGNED for shape in shapes.values()))
         starts = [0, *ends][: len(ends)]
-        self.flat = torch.empty(ends[-1] if ends else 0, dtype=torch.float32).fill_(0)  # by all threads, unlike torch.zeros
+        memory = np.empty(ends[-1] if ends else 0, dtype=np.float32)  # of numpy, which says when it goes
+        self.flat = torch.from_numpy(memory).fill_(0)  # by all threads, unlike torch.zeros
         self.views: dict[str, Tensor] = {
             name: self.flat[start : start + shape.numel()].view(shape) for (name, shape), start in zip(shapes.items(), starts, strict=True)
         }
-        if device.type == "cuda" and len(self.flat):
-            _lock_pages(self.flat)
+        if device.type == "cuda" and len(memory):
+            _lock_pages(memory)
 
 
-def _lock_pages(tensor: Tensor) -> None:
-    """For the life of the process, which needs it as long."""
-    runtime = torch.cuda.cudart()
-    assert runtime is not None
-    code = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 1)  # 1: for all GPUs
-    if int(code) != 0:
+def _lock_pages(memory: np.ndarray) -> None:
+    runtime: Any = torch.cuda.cudart()
+    address = memory.ctypes.data
+    code = int(runtime.cudaHostRegister(address, memory.nbytes, 1))  # 1: for all GPUs
+    if code != 0:
         raise torch.OutOfMemoryError(
-            f"the host cannot lock {tensor.nbytes / 2**30:.1f} GiB of its memory (cudaHostRegister: error {int(code)}); see `ulimit -l`"
+            f"the host cannot lock {memory.nbytes / 2**30:.1f} GiB of its memory (cudaHostRegister: error {code}); see `ulimit -l`"
         )
+    # Before the memory goes: what the next job of a sweep gets may lie at the same place, and cannot be locked twice.
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False  # the end of the process needs no help

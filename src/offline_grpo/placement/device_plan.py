@@ -11,6 +11,7 @@ from offline_grpo.errors import ConfigError
 GIB = 2**30
 KV_CACHE_FLOOR = 1.1  # a server's share is at least this many times its weights
 ACTIVATIONS = "activations"
+CONTEXT = "CUDA context"
 SAMPLING = "KV cache of sampling, beyond gradients and activations"
 
 
@@ -107,7 +108,7 @@ def advice(device: DevicePlan, phase: str) -> list[str]:
         phase: of the run, such as "generate" or "train".
     """
     made = {"generate": SAMPLING, "eval": SAMPLING, "train": ACTIVATIONS}.get(phase)
-    parts = sorted(device.parts, key=lambda part: (part.name != made, -part.num_bytes))
+    parts = sorted(device.parts, key=lambda part: (part.name != made, part.name == CONTEXT, -part.num_bytes))
     return list(dict.fromkeys(f"{part.setting}: {part.fix}" for part in parts))[:3]
 
 

@@ -21,11 +21,11 @@ from offline_grpo.model.adapters import LanguageModel
 from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.footprint import Footprint, Microbatch, build_on_meta, measure, weights_bytes
 from offline_grpo.model.load import context_length
-from offline_grpo.placement.device_plan import ACTIVATIONS, GIB, SAMPLING, DevicePlan, Part
+from offline_grpo.placement.device_plan import ACTIVATIONS, CONTEXT, GIB, SAMPLING, DevicePlan, Part
 from offline_grpo.settings import ModelConfig, TrainConfig
 
 CONTEXT_BYTES = 3 * GIB // 4  # CUDA context, kernels and cuBLAS workspaces of a process: 0.74 GiB on an H100
-LOGITS_COPIES = 4  # float32 [rows, vocabulary] that sampling in process holds at once
+LOGITS_COPIES = 5  # float32 [rows, vocabulary] that sampling in process holds at once
 HOST_PROCESS_BYTES = 4 * GIB  # of a process that uses CUDA: libraries, kernels, buffers; a server has two
 SMALL_STATE_BYTES = 3  # per trained weight: an optimizer with less is as small as 8-bit AdamW
 
@@ -78,7 +78,7 @@ def predict(request: MemoryRequest) -> list[DevicePlan]:
         *_static_parts(request, footprint),
         _activations_part(request, footprint),
         _sampling_part(request, footprint),
-        Part("CUDA context", CONTEXT_BYTES, "model.device=cuda", "train on another GPU"),
+        Part(CONTEXT, CONTEXT_BYTES, "model.device=cuda", "train on another GPU"),
     ]
     weights = Part("policy weights", footprint.weights_bytes, f"model.train_id={request.model.train_id}", _smaller_model(request))
     server = request.server

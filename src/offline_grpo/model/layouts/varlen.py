@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from offline_grpo.errors import require
 from offline_grpo.model.layouts.padded import CHUNK, Padded
@@ -86,9 +86,11 @@ many tokens. The scale of the scores is 1 / sqrt(D) if None, and a window is how
 
 
 def register(name: str, kernel: Kernel) -> None:
-    """Put a kernel behind transformers' attention interface. There it raises ValueError if a model asks for attention of another kind."""
+    """Put a kernel behind transformers' attention interface. There it raises ValueError if a model asks for attention of another kind.
+
+    No way to make masks is registered with it: transformers then makes none, and does not wait for the GPU to look for sequences.
+    """
     AttentionInterface.register(name, functools.partial(_attention, kernel))
-    AttentionMaskInterface.register(name, lambda *_args, **_kwargs: None)
 
 
 def _attention(
