@@ -86,18 +86,24 @@ NASTY_TEXTS = [
     *("None", "{a}{op}{b}", "%s%n", "The answer is 1,0,0,0.", "#### 7", "1" + ",000" * 500, "(" * 500, "((((1))))", "<|endoftext|>"),
 ]
 
+INSTRUCTIONS = {
+    "instruction_id_list": ["language:response_language", "detectable_format:json_format", "length_constraints:number_sentences"],
+    "kwargs": [{"language": "en"}, {}, {"relation": "at least", "num_sentences": 2}],
+}
+
 
 @pytest.fixture(params=options("task"))
 def task_twins(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Task, Task]:
     """A task, built twice."""
     overrides = []
-    if request.param in ("gsm8k", "dataset"):
+    if request.param in ("gsm8k", "dataset", "ifeval", "ifeval_sample"):
         for split, first in (("train", 0), ("test", 500)):
             rows = [
                 {"question": f"What is {i} and 1?", "answer": f"{i} and 1 is {i + 1}.\n#### {i + 1}"} for i in range(first, first + 250)
             ]
+            rows = [row | {"prompt": row["question"], **INSTRUCTIONS} for row in rows]
             (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        overrides = [f"task.path={tmp_path}", "task.prompt_field=question"]
+        overrides = [f"task.path={tmp_path}", *(["task.prompt_field=question"] if request.param in ("gsm8k", "dataset") else [])]
     first, second = (make("task", request.param, *overrides, protocol=Task) for _ in range(2))
     return first, second
 

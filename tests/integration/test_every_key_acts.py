@@ -306,6 +306,12 @@ def task_effect(task: Any) -> Any:
     return problems, task.score(problems[0], r"\boxed{3}").reward
 
 
+def ifeval_effect(task: Any) -> Any:
+    """The first problems of both splits, and the reward of a response with thoughts, which alone have a comma."""
+    problems = [problem for split in Split for problem in task.problems(split)]
+    return problems, task.score(problems[0], "<think>well, yes</think><answer>yes</answer>").reward, task.score(problems[0], "yes").reward
+
+
 def logger_effect(logger: Any) -> Any:
     """What the logger asks of the library that it feeds."""
     asked: list[Any] = []
@@ -342,6 +348,15 @@ ROWS = {
     "format_weight": 0.5,
     "reward": "operator:index",
     "correct_threshold": float("inf"),
+}
+IFEVAL = {name: ROWS[name] for name in ("path", "name", "train_split", "eval_split", "eval_frac", "system_prompt")} | {
+    "answer_tag": "answer",
+    "prompt_strict_weight": 0.9,
+    "instruction_strict_weight": 0.9,
+    "prompt_loose_weight": 0.9,
+    "instruction_loose_weight": 0.9,
+    "answer_bonus": 0.5,
+    "think_bonus": 0.5,
 }
 LOSS = {
     "clip_low": 0.5,
@@ -399,6 +414,8 @@ BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "task=sat": (task_effect, {"difficulty": 0.9, "max_solution_frac": 0.1, "system_prompt": "Think."}),
     "task=gsm8k": (task_effect, ROWS),
     "task=dataset": (task_effect, ROWS),
+    "task=ifeval": (ifeval_effect, IFEVAL),
+    "task=ifeval_sample": (ifeval_effect, IFEVAL),
     "logger=[console]": (logger_effect, {"console.refresh_per_s": 9, "console.names": "atropos"}),
     "logger=[wandb]": (
         logger_effect,
@@ -628,8 +645,10 @@ def test_another_target_is_looked_for(key: str, run: Laboratory) -> None:
 def test_a_component_changes_with_each_setting(choice: str, tmp_path: Path) -> None:
     effect, changes = BUILT[choice]
     group = choice.partition("=")[0].replace("/", ".")
-    rows = [f"task.path={word_problems(tmp_path / 'here', 0)}", "task.name=main", "task.prompt_field=question"]
-    cfg = compose_config(choice, *rows) if choice in ("task=gsm8k", "task=dataset") else compose_config(choice)
+    from_rows = {"task=gsm8k": "question", "task=dataset": "question", "task=ifeval": None, "task=ifeval_sample": None}
+    rows = [f"task.path={word_problems(tmp_path / 'here', 0)}", "task.name=main"] if choice in from_rows else []
+    rows += [f"task.prompt_field={from_rows[choice]}"] if from_rows.get(choice) else []
+    cfg = compose_config(choice, *rows)
     other = str(word_problems(tmp_path / "other", 100))
     for name, value in changes.items():
         part, _, setting = name.partition(".") if group == "logger" else ("", "", name)
@@ -705,6 +724,7 @@ def word_problems(folder: Path, first: int) -> Path:
     for name, step in (("main", 1), ("socratic", 2)):
         for split, start in (("train", first), ("test", first + 50)):
             (folder / name).mkdir(parents=True, exist_ok=True)
-            lines = [json.dumps({"question": f"{start + i * step} and {i}?", "answer": f"#### {start + i}"}) for i in range(5)]
-            (folder / name / f"{split}.jsonl").write_text("\n".join(lines))
+            rows = [{"question": f"{start + i * step} and {i}?", "answer": f"#### {start + i}"} for i in range(5)]
+            rows = [row | {"prompt": row["question"], "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]} for row in rows]
+            (folder / name / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder

@@ -27,9 +27,10 @@ def folder() -> Path:
 def register() -> None:
     """Make the schema available to Hydra as `config_schema`, the first entry of the defaults list in conf/config.yaml.
 
-    In YAML, ${torch_dtype:${train.precision}} is what torch and servers call a format.
+    In YAML, ${torch_dtype:${train.precision}} is what torch and servers call a format, and ${packaged:FILE} a file of the package.
     """
     OmegaConf.register_new_resolver("torch_dtype", TORCH_NAMES.get, replace=True)
+    OmegaConf.register_new_resolver("packaged", lambda file: str(Path(__file__).parents[1] / file), replace=True)
     ConfigStore.instance().store(name="config_schema", node=RunConfig)
 
 

@@ -39,6 +39,19 @@ def last_tagged(text: str, tag: str) -> TaggedBlock | None:
     return TaggedBlock(text[opening.end() : closing.start()], len(text) - closing.end(), len(tags) == 2)
 
 
+def tagged_blocks(text: str, tag: str) -> list[str]:
+    """What stands in each `<tag>...</tag>` of a text, from an opening tag to the next closing one, ignoring letter case. Linear time."""
+    blocks: list[str] = []
+    start: int | None = None
+    for match in re.finditer(rf"<(/?){re.escape(tag)}>", text, re.IGNORECASE | re.ASCII):
+        if not match[1]:
+            start = match.end() if start is None else start
+        elif start is not None:
+            blocks.append(text[start : match.start()])
+            start = None
+    return blocks
+
+
 def last_boxed(text: str) -> str | None:
     r"""The content of the last `\boxed{...}` of a text, with balanced braces; None if there is no box or the last one is not closed."""
     openings = list(re.finditer(r"\\boxed *\{", text))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import re
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -14,47 +12,34 @@ from typing import Any
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.reward.functions import Rewards, load_rewards
 from offline_grpo.task.answers import is_same_number, is_same_value, last_boxed, last_number, marked_answer, reference_answer
-from offline_grpo.task.rows import Row, check_spec, held_out_split, messages_or_text, read_split, text_field
-from offline_grpo.types import Message, Problem, Score, Split
+from offline_grpo.task.row_task import RowTask
+from offline_grpo.task.rows import Row, messages_or_text, text_field
+from offline_grpo.types import Problem, Score
 
 ANSWER_KINDS = ("auto", "text", "regex")
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Dataset:
+class Dataset(RowTask):
     r"""Rows with a prompt and an answer. `Score.parts`, unless `reward` names functions of your own:
 
         correct     1.0 if the completion's answer is the row's
         format      `format_weight` if there is a `\boxed{}` and it is not empty
 
-    Ids are `train-i` and `eval-i`, where i is the row's number in its split, from 0. The first call of `problems` reads the rows, once.
-
     Args:
-        path, name, train_split: see `rows.read_split`.
-        eval_split: the split to evaluate on; None is `test` or `validation`, or without these `eval_frac` of the rows of `train_split`,
-            those whose prompts come first in the order of a fixed hash.
         prompt_field: the field with the prompt: text, or a list of chat messages.
         answer_field: the field with the answer: text or a number. None, or no such field, if `reward` needs none.
-        system_prompt: the system message, or None for no system message.
         prompt_template: the user message; `{PROMPT_FIELD}` is replaced by the prompt. None is the prompt alone.
         answer_kind: how answers are compared, see `is_right`.
         reward: functions that score completions, see `load_rewards`; None compares answers.
         correct_threshold: with `reward`, the least reward of a completion that counts as correct.
 
     Raises:
-        ConfigError: a value is malformed. `problems` raises it if the data cannot be read or a row is malformed.
+        ConfigError: as `RowTask` does.
     """
 
-    path: str
-    name: str | None
-    train_split: str
-    eval_split: str | None
-    eval_frac: float
     prompt_field: str
     answer_field: str | None
-    system_prompt: str | None
     prompt_template: str | None
     answer_kind: str
     format_weight: float
@@ -62,13 +47,7 @@ class Dataset:
     correct_threshold: float
 
     def __post_init__(self) -> None:
-        require(bool(self.path.strip()), "task.path", repr(self.path), "set it to a local file or folder, or to a Hub id")
-        check_spec("task.train_split", self.train_split)
-        if self.eval_split is not None:
-            check_spec("task.eval_split", self.eval_split)
-        require(0 < self.eval_frac < 1, "task.eval_frac", self.eval_frac, "must lie strictly between 0 and 1")
-        fix = "is blank; set it to null to send no system message"
-        require(self.system_prompt is None or bool(self.system_prompt.strip()), "task.system_prompt", repr(self.system_prompt), fix)
+        super().__post_init__()
         place = f"{{{self.prompt_field}}}"
         fix = f"must contain {place}, which is replaced by the field {self.prompt_field} (task.prompt_field)"
         require(self.prompt_template is None or place in self.prompt_template, "task.prompt_template", repr(self.prompt_template), fix)
@@ -77,10 +56,6 @@ class Dataset:
         require(isfinite(self.correct_threshold), "task.correct_threshold", self.correct_threshold, "must be a finite number")
         if self._rewards is None and self.answer_field is None:
             raise ConfigError("task.answer_field=None: name the field with the answer, or set task.reward")
-
-    def problems(self, split: Split) -> Sequence[Problem]:
-        """All problems of a split, in the order of the data."""
-        return self._splits[split]
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
         """Compare the answer of a completion with the row's, or ask the reward functions."""
@@ -94,35 +69,8 @@ class Dataset:
     def _rewards(self) -> Rewards | None:
         return None if self.reward is None else load_rewards(self.reward, self.correct_threshold)
 
-    @cached_property
-    def _splits(self) -> Mapping[Split, Sequence[Problem]]:
-        train = self._load(self.train_split, Split.TRAIN)
-        spec = self.eval_split or held_out_split(self.path, self.name)
-        if spec is not None:
-            return {Split.TRAIN: train, Split.EVAL: self._load(spec, Split.EVAL)}
-        chosen = self._first_in_hash_order([_hash_of(problem.messages) for problem in train])
-        parts: dict[Split, list[Problem]] = {split: [] for split in Split}
-        for problem in train:
-            parts[Split.EVAL if _hash_of(problem.messages) in chosen else Split.TRAIN].append(problem)
-        log.info("held out: %d of %d rows, without a split for it (task.eval_frac=%s)", len(parts[Split.EVAL]), len(train), self.eval_frac)
-        return parts
-
-    def _first_in_hash_order(self, hashes: Sequence[str]) -> set[str]:
-        """The prompts that are held out. All rows with the same prompt are on the same side, whatever their order and whatever is added."""
-        different = sorted(set(hashes))
-        if len(different) < 2:
-            raise ConfigError(f"task.path={self.path}: has {len(different)} prompt to train on and to evaluate on; it needs 2 or more")
-        return set(different[: max(1, round(self.eval_frac * len(different)))])
-
-    def _load(self, spec: str, split: Split) -> list[Problem]:
-        rows = read_split(self.path, self.name, spec, f"task.{split}_split")
-        problems = [self._problem(f"{split}-{row.index}", row) for row in rows]
-        if self._rewards is not None:
-            for problem in problems:
-                self._rewards.check(problem)
-        return problems
-
-    def _problem(self, problem_id: str, row: Row) -> Problem:
+    def problem_of(self, problem_id: str, row: Row) -> Problem:
+        """See `RowTask.problem_of`."""
         prompt = messages_or_text(row, self.prompt_field, "task.prompt_field")
         if isinstance(prompt, str):
             # Not str.format: templates and prompts may contain other braces.
@@ -131,11 +79,11 @@ class Dataset:
         elif self.prompt_template is not None:
             fix = "is for prompts of text, and here they are lists of messages; set it to null"
             raise ConfigError(f"task.prompt_template={self.prompt_template!r}: {fix} ({row.where} field {self.prompt_field})")
-        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
-        if system and prompt[0]["role"] == "system":
-            raise ConfigError(f"task.system_prompt={self.system_prompt!r}: {row.where} has a system message of its own; set it to null")
         fields = {str(key): value for key, value in row.value.items() if key not in (self.prompt_field, self.answer_field)}
-        return Problem(problem_id, (*system, *prompt), self._answer(row), fields)
+        problem = Problem(problem_id, self.messages(row, prompt), self._answer(row), fields)
+        if self._rewards is not None:
+            self._rewards.check(problem)
+        return problem
 
     def _answer(self, row: Row) -> str:
         if self.answer_field is None or (self._rewards is not None and row.value.get(self.answer_field) is None):
@@ -172,8 +120,3 @@ def is_right(kind: str, reference: str, text: str) -> bool:
         return answer == reference
     number = last_number(text) if marked is None else None
     return is_same_value(reference, answer) or (number is not None and is_same_number(reference, number))
-
-
-def _hash_of(messages: Sequence[Message]) -> str:
-    content = "\0".join(f"{message['role']}\0{message['content']}" for message in messages)
-    return hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()

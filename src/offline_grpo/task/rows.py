@@ -80,7 +80,7 @@ def text_field(row: Row, name: str, key: str) -> str:
     Raises:
         ConfigError: the row has no such field, or no text or number in it.
     """
-    value = _field(row, name, key)
+    value = field(row, name, key)
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:  # pandas makes floats of integers beside empty cells
         value = int(value)
     if value != value or not isinstance(value, (str, int, float)) or not str(value).strip():
@@ -90,7 +90,7 @@ def text_field(row: Row, name: str, key: str) -> str:
 
 def messages_or_text(row: Row, name: str, key: str) -> str | list[Message]:
     """The prompt of a row: text, or a list of chat messages that ends with one of the user."""
-    value = _field(row, name, key)
+    value = field(row, name, key)
     if not isinstance(value, list):
         return text_field(row, name, key)
     messages: list[Message] = []
@@ -103,7 +103,8 @@ def messages_or_text(row: Row, name: str, key: str) -> str | list[Message]:
     return messages
 
 
-def _field(row: Row, name: str, key: str) -> Any:
+def field(row: Row, name: str, key: str) -> Any:
+    """A field of a row, which must be an object that has it."""
     if not isinstance(row.value, Mapping):
         raise ConfigError(f"{row.where} is not a JSON object: {shown(row.value)}")
     if name not in row.value:

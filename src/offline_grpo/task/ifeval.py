@@ -1,0 +1,91 @@
+"""Following instructions that a program can check: the data set google/IFEval, others in its form, and a small one that comes along."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from offline_grpo.errors import ConfigError, require
+from offline_grpo.task.answers import tagged_blocks
+from offline_grpo.task.instructions import CHECKS, follows, problem_with, variants
+from offline_grpo.task.row_task import RowTask
+from offline_grpo.task.rows import Row, field, shown, text_field
+from offline_grpo.types import Problem, Score
+
+MEASURES = ("prompt_strict", "instruction_strict", "prompt_loose", "instruction_loose")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IFEval(RowTask):
+    """Prompts with instructions; rows have `prompt`, `instruction_id_list` and `kwargs` (the arguments of each instruction).
+
+    The parts of the reward, each times its weight:
+
+        prompt_strict       1 if the response follows all instructions; such a completion counts as correct
+        instruction_strict  the share of the instructions that it follows
+        prompt_loose        as prompt_strict; an instruction counts as followed if one of the response's `variants` follows it
+        instruction_loose   the share of these
+        answer, think       `answer_bonus` and `think_bonus`, if there is exactly one block of this tag
+
+    Args:
+        answer_tag: the tag whose first block is the response, for models that think first; None: the response is the whole completion.
+
+    Raises:
+        ConfigError: as `RowTask` does; an unknown instruction, or arguments that it does not have.
+    """
+
+    answer_tag: str | None
+    prompt_strict_weight: float
+    instruction_strict_weight: float
+    prompt_loose_weight: float
+    instruction_loose_weight: float
+    answer_bonus: float
+    think_bonus: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in (*(f"{measure}_weight" for measure in MEASURES), "answer_bonus", "think_bonus"):
+            value = getattr(self, name)
+            require(isfinite(value) and value >= 0, f"task.{name}", value, "must be 0 or more")
+
+    def problem_of(self, problem_id: str, row: Row) -> Problem:
+        """See `RowTask.problem_of`. The answer is a JSON list of instructions and their arguments."""
+        prompt = text_field(row, "prompt", "task=ifeval")
+        instructions = list(_instructions(row))
+        return Problem(problem_id, self.messages(row, [{"role": "user", "content": prompt}]), json.dumps(instructions))
+
+    def score(self, problem: Problem, text: str) -> Score:
+        """Score the response by the table above."""
+        instructions = json.loads(problem.answer)
+        blocks = {tag: tagged_blocks(text, tag) for tag in ("think", self.answer_tag or "answer")}
+        answers = blocks[self.answer_tag or "answer"]
+        response = text if self.answer_tag is None else next(iter(answers), "")
+        strict = [follows(response, *instruction) for instruction in instructions]
+        readings = variants(response)
+        loose = [any(follows(reading, *instruction) for reading in readings) for instruction in instructions]
+        measured = (float(all(strict)), sum(strict) / len(strict), float(all(loose)), sum(loose) / len(loose))
+        parts = {name: getattr(self, f"{name}_weight") * value for name, value in zip(MEASURES, measured, strict=True)}
+        parts |= {"answer": self.answer_bonus * (len(answers) == 1), "think": self.think_bonus * (len(blocks["think"]) == 1)}
+        return Score(reward=sum(parts.values()), is_correct=all(strict), parts=parts)
+
+
+def _instructions(row: Row) -> Sequence[tuple[str, Mapping[str, Any]]]:
+    ids, arguments = (field(row, name, "task=ifeval") for name in ("instruction_id_list", "kwargs"))
+    if not isinstance(ids, list) or not isinstance(arguments, list) or not ids or len(ids) != len(arguments):
+        raise ConfigError(f"{row.where} instruction_id_list and kwargs must be lists of the same length, not empty: {shown(row.value)}")
+    return [_instruction(row, *pair) for pair in zip(ids, arguments, strict=True)]
+
+
+def _instruction(row: Row, instruction_id: Any, arguments: Any) -> tuple[str, Mapping[str, Any]]:
+    if not isinstance(instruction_id, str) or instruction_id not in CHECKS:
+        raise ConfigError(f"{row.where} unknown instruction {shown(instruction_id)}; known are {', '.join(CHECKS)}")
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise ConfigError(f"{row.where} kwargs must have an object for each instruction: {shown(arguments)}")
+    given = {name: value for name, value in (arguments or {}).items() if value is not None}  # tables have a column for every argument
+    wrong = problem_with(instruction_id, given)
+    if wrong:
+        raise ConfigError(f"{row.where} instruction {instruction_id}, {wrong}: {shown(given)}")
+    return instruction_id, given

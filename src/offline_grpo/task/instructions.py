@@ -1,0 +1,251 @@
+"""The 25 kinds of verifiable instructions of IFEval (Zhou et al., arXiv:2311.07911), and whether a text follows one.
+
+Written from the definitions of the paper and of the data set google/IFEval. No check takes more than linear time, draws random numbers or
+needs data that has to be downloaded. They differ from the published code where that cannot be avoided, or is random:
+
+- Languages are told apart by py3langid: the same answer every time. A text without letters is in no language.
+- Sentences are counted by a rule, because the published code asks a model that has to be downloaded (NLTK's Punkt).
+- Words in capitals are not cut at apostrophes: DON'T is one.
+- Keywords are words, not regular expressions. A letter may be any character.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, validate_call
+
+Relation = Literal["less than", "at least"]
+Count = Annotated[int, Field(ge=0)]
+Ordinal = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1)]
+Letter = Annotated[str, Field(min_length=1, max_length=1)]
+
+OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+"""What `detectable_format:constrained_response` lets a response choose from."""
+
+_ABBREVIATION = re.compile(r"[a-z]|dr|mrs?|ms|prof|st|sr|jr|vs|etc|vol|fig|inc|ltd|co|dept|approx|cf|e\.g|i\.e|[ap]\.m|u\.[sk]", re.I)
+"""What a full stop may follow without ending a sentence: also initials."""
+
+_AROUND = "\"'()[]{}*_,:;\u2018\u2019\u201c\u201d\u00ab\u00bb"
+_WIDE_ENDS = "\N{IDEOGRAPHIC FULL STOP}\N{FULLWIDTH EXCLAMATION MARK}\N{FULLWIDTH QUESTION MARK}"
+
+
+def _holds(number: int, relation: Relation, limit: int) -> bool:
+    return number < limit if relation == "less than" else number >= limit
+
+
+def _in_language(text: str, language: str) -> bool:
+    import py3langid  # reading its model takes most of a second
+
+    return any(char.isalpha() for char in text) and py3langid.classify(text.lower())[0] == language
+
+
+def _num_sentences(text: str) -> int:
+    """What stands up to a word that ends with a full stop, question mark or exclamation mark, and what is left after the last one.
+
+    A full stop ends nothing after an abbreviation, after the number of a list, or before a lower-case letter.
+    """
+    words = re.sub(f"([{_WIDE_ENDS}])", r"\1 ", text).split()
+    num_sentences, is_open = 0, False
+    for word, following in pairwise([*words, ""]):
+        bare = word.strip(_AROUND)
+        is_number = bare[:-1].isdigit() and not is_open
+        goes_on = following != "" and (is_number or following[0].islower() or _ABBREVIATION.fullmatch(bare[:-1]) is not None)
+        is_end = bare.endswith((*"!?…", *_WIDE_ENDS)) or (bare.endswith(".") and not goes_on)
+        num_sentences += is_end
+        is_open = not is_end
+    return num_sentences + is_open
+
+
+def _existence(text: str, keywords: Texts) -> bool:
+    return all(re.search(re.escape(keyword), text, re.IGNORECASE) for keyword in keywords)
+
+
+def _frequency(text: str, keyword: Text, frequency: Count, relation: Relation) -> bool:
+    return _holds(len(re.findall(re.escape(keyword.strip()), text, re.IGNORECASE)), relation, frequency)
+
+
+def _forbidden_words(text: str, forbidden_words: Texts) -> bool:
+    return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
+
+
+def _letter_frequency(text: str, letter: Letter, let_frequency: Count, let_relation: Relation) -> bool:
+    return _holds(text.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+def _response_language(text: str, language: Text) -> bool:
+    return _in_language(text, language)
+
+
+def _number_sentences(text: str, num_sentences: Count, relation: Relation) -> bool:
+    return _holds(_num_sentences(text), relation, num_sentences)
+
+
+def _number_paragraphs(text: str, num_paragraphs: Count) -> bool:
+    """Paragraphs are separated by `***`; the first and the last may be empty, which then do not count."""
+    parts = [part.strip() for part in text.split("***")]
+    return all(parts[1:-1]) and sum(map(bool, parts)) == num_paragraphs
+
+
+def _number_words(text: str, num_words: Count, relation: Relation) -> bool:
+    return _holds(len(re.findall(r"\w+", text)), relation, num_words)
+
+
+def _nth_paragraph_first_word(text: str, num_paragraphs: Count, nth_paragraph: Ordinal, first_word: Text) -> bool:
+    """Paragraphs are separated by an empty line. Of the first word counts what stands before the first punctuation mark."""
+    parts = text.split("\n\n")
+    if sum(bool(part.strip()) for part in parts) != num_paragraphs or nth_paragraph > num_paragraphs:
+        return False
+    words = parts[nth_paragraph - 1].split(maxsplit=1)
+    return bool(words) and re.split(r"""[.,?!'"]""", words[0].lstrip("'\""))[0].lower() == first_word.lower()
+
+
+def _number_placeholders(text: str, num_placeholders: Count) -> bool:
+    """`[name]`, on one line."""
+    return sum("[" in part for line in text.split("\n") for part in line.split("]")[:-1]) >= num_placeholders
+
+
+def _postscript(text: str, postscript_marker: Text) -> bool:
+    marker = postscript_marker.strip()
+    blanks = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
+    return re.search(blanks.get(marker, re.escape(marker.lower())), text.lower()) is not None
+
+
+def _number_bullet_lists(text: str, num_bullets: Count) -> bool:
+    """Lines that begin with `-`, or with one `*`."""
+    return len(re.findall(r"^[^\S\n]*(?:-|\*[^*\n])", text, re.MULTILINE)) == num_bullets
+
+
+def _constrained_response(text: str) -> bool:
+    return any(option in text for option in OPTIONS)
+
+
+def _number_highlighted_sections(text: str, num_highlights: Count) -> bool:
+    """`*words*`; `**words**` counts as well."""
+    single = re.findall(r"\*([^\n*]*)\*", text)
+    double = re.findall(r"\*\*([^\n*]*)\*\*", text)
+    return sum(bool(words.strip()) for words in (*single, *double)) >= num_highlights
+
+
+def _multiple_sections(text: str, section_spliter: Text, num_sections: Count) -> bool:
+    return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
+
+
+def _json_format(text: str) -> bool:
+    """All of it is JSON, perhaps within a Markdown block."""
+    inside = re.sub(r"\A```(?:json|JSON|Json)?|```\Z", "", text.strip())
+    try:
+        json.loads(inside)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _title(text: str) -> bool:
+    """`<<title>>`, on one line."""
+    for line in text.split("\n"):
+        start, end = line.find("<<"), line.rfind(">>")
+        if 0 <= start < end and line[start:end].strip("<> "):
+            return True
+    return False
+
+
+def _two_responses(text: str) -> bool:
+    """Two different ones, separated by `******`; there may be one more before and after."""
+    parts = [part.strip() for part in text.split("******")]
+    found = [part for part in parts if part]
+    return all(parts[1:-1]) and len(found) == 2 and found[0] != found[1]
+
+
+def _repeat_prompt(text: str, prompt_to_repeat: Text) -> bool:
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def _end_checker(text: str, end_phrase: Text) -> bool:
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def _quotation(text: str) -> bool:
+    quoted = text.strip()
+    return len(quoted) > 1 and quoted[0] == quoted[-1] == '"'
+
+
+def _capital_word_frequency(text: str, capital_frequency: Count, capital_relation: Relation) -> bool:
+    """A word may have hyphens, points and apostrophes within."""
+    words = re.findall(r"[^\W_]+(?:[-.'\u2019][^\W_]+)*", text)
+    return _holds(sum(word.isupper() for word in words), capital_relation, capital_frequency)
+
+
+def _english_capital(text: str) -> bool:
+    return text.isupper() and _in_language(text, "en")
+
+
+def _english_lowercase(text: str) -> bool:
+    return text.islower() and _in_language(text, "en")
+
+
+def _no_comma(text: str) -> bool:
+    return "," not in text
+
+
+CHECKS: Mapping[str, Callable[..., bool]] = {
+    "keywords:existence": _existence,
+    "keywords:frequency": _frequency,
+    "keywords:forbidden_words": _forbidden_words,
+    "keywords:letter_frequency": _letter_frequency,
+    "language:response_language": _response_language,
+    "length_constraints:number_sentences": _number_sentences,
+    "length_constraints:number_paragraphs": _number_paragraphs,
+    "length_constraints:number_words": _number_words,
+    "length_constraints:nth_paragraph_first_word": _nth_paragraph_first_word,
+    "detectable_content:number_placeholders": _number_placeholders,
+    "detectable_content:postscript": _postscript,
+    "detectable_format:number_bullet_lists": _number_bullet_lists,
+    "detectable_format:constrained_response": _constrained_response,
+    "detectable_format:number_highlighted_sections": _number_highlighted_sections,
+    "detectable_format:multiple_sections": _multiple_sections,
+    "detectable_format:json_format": _json_format,
+    "detectable_format:title": _title,
+    "combination:two_responses": _two_responses,
+    "combination:repeat_prompt": _repeat_prompt,
+    "startend:end_checker": _end_checker,
+    "startend:quotation": _quotation,
+    "change_case:capital_word_frequency": _capital_word_frequency,
+    "change_case:english_capital": _english_capital,
+    "change_case:english_lowercase": _english_lowercase,
+    "punctuation:no_comma": _no_comma,
+}
+
+
+@cache
+def _validating(instruction_id: str) -> Callable[..., bool]:
+    return validate_call(CHECKS[instruction_id])
+
+
+def problem_with(instruction_id: str, arguments: Mapping[str, Any]) -> str:
+    """What is wrong with the arguments of an instruction of `CHECKS`; "" if nothing is."""
+    try:
+        _validating(instruction_id)("", **arguments)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
+    return ""
+
+
+def follows(text: str, instruction_id: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether a text follows an instruction. A blank one follows none."""
+    return bool(text.strip()) and CHECKS[instruction_id](text, **arguments)
+
+
+def variants(text: str) -> list[str]:
+    """The text, and what the loose measure also lets pass: without its first line, its last one or both, each also without asterisks."""
+    lines = text.split("\n")
+    shortened = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    return [*shortened, *(variant.replace("*", "") for variant in shortened)]

@@ -1,0 +1,234 @@
+"""The 25 kinds of instructions, each on texts that follow it and texts that do not, and the reward made of them."""
+
+import json
+import time
+
+import pytest
+from factories import compose_config
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.run.build import build
+from offline_grpo.run.config import as_plain
+from offline_grpo.task.instructions import CHECKS, follows, variants
+from offline_grpo.types import Problem, Split
+
+LEAST, LESS = "at least", "less than"
+
+CASES = {  # kind: arguments, texts that follow, texts that do not
+    "keywords:existence": ({"keywords": ["gull", "c++"]}, ["A Gull wrote C++."], ["a gull", "c++", "gul l c+"]),
+    "keywords:frequency": (
+        {"keyword": "star", "frequency": 2, "relation": LEAST},
+        ["Star star", "starstar"],
+        ["star", "a sta r star"],
+    ),
+    "keywords:forbidden_words": ({"forbidden_words": ["cold", "ice"]}, ["coldness, nice"], ["so Cold!", "ICE"]),
+    "keywords:letter_frequency": ({"letter": "E", "let_frequency": 3, "let_relation": LESS}, ["ee", "x"], ["eEe", "e e e e"]),
+    "language:response_language": ({"language": "de"}, ["Das Wetter ist heute schön."], ["The weather is fine today.", "1 2 3", "\ud800"]),
+    "length_constraints:number_sentences": (
+        {"num_sentences": 2, "relation": LEAST},
+        ["One. Two.", "Ah! So it is"],
+        ["One", "One, two: three."],
+    ),
+    "length_constraints:number_paragraphs": (
+        {"num_paragraphs": 2},
+        ["a *** b", "***a\n***\nb***"],
+        ["a", "a\n\nb", "a *** *** b", "a***b***c"],
+    ),
+    "length_constraints:number_words": ({"num_words": 3, "relation": LESS}, ["two words", "one-two"], ["one two three", "a-b-c"]),
+    "length_constraints:nth_paragraph_first_word": (
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Often"},
+        ["a\n\noften b", 'a\n\n"Often," he', "a\nb\n\noften"],
+        ["often", "often\n\na", "a\n\noften\n\nb", "a\n\noftentimes", "\n\nb\n\noften"],
+    ),
+    "detectable_content:number_placeholders": ({"num_placeholders": 2}, ["[a] [b c]", "[][]"], ["[a]", "[a\n] [b]", "[[a]"]),
+    "detectable_content:postscript": ({"postscript_marker": "P.S."}, ["bye\nP.S. more", "p. s. x"], ["PS more", "P.P.S"]),
+    "detectable_format:number_bullet_lists": ({"num_bullets": 2}, ["* a\n* b", "- a\ntext\n  * b"], ["* a", "** a\n** b", "* a\n* b\n- c"]),
+    "detectable_format:constrained_response": ({}, ["My answer is no.", "Well. My answer is maybe."], ["no", "my answer is no."]),
+    "detectable_format:number_highlighted_sections": ({"num_highlights": 2}, ["*a* *b*", "**a b**\n*c*"], ["*a*", "** **", "*a\n* b"]),
+    "detectable_format:multiple_sections": (
+        {"section_spliter": "Part", "num_sections": 2},
+        ["Part 1 a Part 2 b", "Part1Part\n2"],
+        ["Part 1", "part 1 part 2", "Part one Part two"],
+    ),
+    "detectable_format:json_format": (
+        {},
+        ['{"a": 1}', "```json\n[1]\n```", "```\n2\n```"],
+        ["a: 1", '{"a": 1} or so', "[" * 10**5, "9" * 5000],
+    ),
+    "detectable_format:title": ({}, ["<<a>>", "x <<<a b>>> y"], ["<a>", "<<a\n>>", "<<>>", ">>a<<"]),
+    "combination:two_responses": ({}, ["a******b", "******a******b******"], ["a", "a******a", "a******b******c", "a************b"]),
+    "combination:repeat_prompt": ({"prompt_to_repeat": "Why so? "}, ["  why so? Because."], ["Because. Why so?"]),
+    "startend:end_checker": ({"end_phrase": "That is all."}, ["So, THAT is all. ", '"Hm. That is all."'], ["That is all. Or", "all."]),
+    "startend:quotation": ({}, ['"a"', ' "a" b "c" '], ["a", '"', '"a', "'a'"]),
+    "change_case:capital_word_frequency": (
+        {"capital_frequency": 2, "capital_relation": LEAST},
+        ["STOP it NOW", "U.S.A. A-B", "DON'T GO"],
+        ["STOP it", "STOP-IT now", "Stop It", "1 2 3"],
+    ),
+    "change_case:english_capital": ({}, ["THE CAT SAT ON THE MAT AND SLEPT"], ["THE CAT Sat", "DIE KATZE SCHLIEF AUF DER MATTE", "123"]),
+    "change_case:english_lowercase": ({}, ["the cat sat on the mat and slept"], ["The cat sat", "die katze schlief auf der matte", "123"]),
+    "punctuation:no_comma": ({}, ["a; b"], ["a, b"]),
+}
+
+
+def make(option="ifeval_sample", **settings):
+    return build(as_plain(compose_config(f"task={option}").task) | settings, key="task")
+
+
+def test_all_kinds_of_the_paper_are_there():
+    assert CASES.keys() == CHECKS.keys()
+    assert len(CASES) == 25
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_texts_that_follow_an_instruction_and_texts_that_do_not(kind):
+    arguments, following, others = CASES[kind]
+    assert [follows(text, kind, arguments) for text in following] == [True] * len(following)
+    assert [follows(text, kind, arguments) for text in [*others, "", " \n"]] == [False] * (len(others) + 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Dr. Smith met Mr. Jones at 3.5 p.m. in town. They left.", 2),
+        ("1. Wash it. 2. Dry it.", 2),
+        ("It was in 2020. Then it ended.", 2),
+        ('Is it? Yes! "No." (Maybe.)', 4),
+        ("Well... perhaps. J. Doe said so", 2),
+        ("a heading\n\nA sentence.", 1),
+        ("今日は晴れ。明日は雨。", 2),
+    ],
+)
+def test_sentences_are_counted(text, expected):
+    kind = "length_constraints:number_sentences"
+    assert follows(text, kind, {"num_sentences": expected, "relation": LEAST})
+    assert follows(text, kind, {"num_sentences": expected + 1, "relation": LESS})
+
+
+LANGUAGES = {
+    "en": "I would like to tell you about my favourite book.",
+    "fr": "Je voudrais vous parler de mon livre préféré.",
+    "es": "Me gustaría hablarte de mi libro favorito.",
+    "pt": "Gostaria de falar sobre o meu livro favorito.",
+    "ru": "Я хотел бы рассказать о своей любимой книге.",
+    "bg": "Бих искал да ви разкажа за любимата си книга.",
+    "ar": "أود أن أخبرك عن كتابي المفضل.",
+    "hi": "मैं आपको अपनी पसंदीदा किताब के बारे में बताना चाहता हूँ।",
+    "ko": "제가 가장 좋아하는 책에 대해 이야기하고 싶습니다.",
+    "th": "วันนี้อากาศดีและเราไปที่สวนสาธารณะ",
+    "sw": "Hali ya hewa ni nzuri leo na tulienda kwenye bustani.",
+    "kn": "ಇಂದು ಹವಾಮಾನ ಚೆನ್ನಾಗಿದೆ ಮತ್ತು ನಾವು ಉದ್ಯಾನವನಕ್ಕೆ ಹೋದೆವು.",
+}
+
+
+def test_languages_are_told_apart_in_any_case():
+    for language in LANGUAGES:
+        for text in LANGUAGES.values():
+            for version in (text, text.upper()):
+                assert follows(version, "language:response_language", {"language": language}) is (text == LANGUAGES[language])
+
+
+def test_variants_are_those_of_the_loose_measure():
+    assert set(variants("a\n*b*\nc")) == {"a\n*b*\nc", "*b*\nc", "a\n*b*", "*b*", "a\nb\nc", "b\nc", "a\nb", "b"}
+    assert len(variants("one line")) == 8
+
+
+def problem(*instructions):
+    return Problem("train-0", ({"role": "user", "content": "?"},), json.dumps(instructions))
+
+
+NO_COMMA, QUOTED = ("punctuation:no_comma", {}), ("startend:quotation", {})
+
+
+def test_the_reward_is_a_mean_over_instructions_strict_and_loose():
+    task = make()
+    one, both = problem(NO_COMMA), problem(NO_COMMA, QUOTED)
+    assert task.score(one, "fine").reward == pytest.approx(1.0)
+    assert task.score(both, '"fine"').reward == pytest.approx(1.0)  # not more for more instructions
+    half = task.score(both, "fine")
+    assert (half.is_correct, half.reward) == (False, pytest.approx(0.3 / 2 + 0.1 / 2))
+    loose = task.score(both, 'Sure, here it is:\n"fine"')
+    assert (loose.is_correct, loose.reward) == (False, pytest.approx(0.2 + 0.1))
+    assert task.score(both, "").reward == 0
+
+
+def test_what_torchrl_rewards_can_be_set():
+    task = make(answer_tag="answer", answer_bonus=0.1, think_bonus=0.05)
+    both = problem(NO_COMMA, QUOTED)
+    assert task.score(both, '<think>well, so</think><answer>"fine"</answer>').reward == pytest.approx(1.15)
+    twice = task.score(both, '<think>a</think><think>b</think><answer>"fine"</answer><answer>a, b</answer>')
+    assert twice.reward == pytest.approx(1.0)  # the first block is judged, and neither bonus is given
+    assert task.score(both, '"fine"').reward == 0  # no block
+    assert task.score(both, "<answer>" + '"fine"').reward == 0  # not closed
+
+
+def test_the_small_set_has_every_kind():
+    task = make()
+    problems = [*task.problems(Split.TRAIN), *task.problems(Split.EVAL)]
+    assert {kind for each in problems for kind, _ in json.loads(each.answer)} == CHECKS.keys()
+    assert (len(task.problems(Split.EVAL)), len(problems)) == (12, 62)
+
+
+def row(*instructions, **others):
+    return {
+        "key": 1,
+        "prompt": "Say so.",
+        "instruction_id_list": [i for i, _ in instructions],
+        "kwargs": [a for _, a in instructions],
+    } | others
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (row(("punctuation:no_coma", {})), "line 2, unknown instruction 'punctuation:no_coma'; known are keywords:existence, keywords:"),
+        (row((["x"], {})), "line 2, unknown instruction ['x']; known are"),
+        (
+            row(("keywords:frequency", {"keyword": "a", "frequency": 1, "relation": "about"})),
+            "line 2, instruction keywords:frequency, relation: ",
+        ),
+        (row(("keywords:frequency", {"keyword": "a"})), "line 2, instruction keywords:frequency, frequency: missing required argument"),
+        (row(("punctuation:no_comma", {"n": 1})), "line 2, instruction punctuation:no_comma, n: unexpected keyword argument: {'n': 1}"),
+        (row(("length_constraints:number_words", {"num_words": "many", "relation": LESS})), "num_words: input should be a valid integer"),
+        (row(("punctuation:no_comma", [])), "line 2, kwargs must have an object for each instruction: []"),
+        (row(), "line 2, instruction_id_list and kwargs must be lists of the same length, not empty"),
+        (row(NO_COMMA, kwargs=[]), "line 2, instruction_id_list and kwargs must be lists of the same length"),
+        (row(NO_COMMA, prompt=" "), "line 2, has no text in the field 'prompt'"),
+        ({"prompt": "x"}, "line 2, has no such field; it has prompt"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, bad, message):
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n".join(map(json.dumps, [row(NO_COMMA), bad])))
+    with pytest.raises(ConfigError) as raised:
+        make(path=str(file)).problems(Split.TRAIN)
+    assert message in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_empty_columns_are_no_arguments(tmp_path):
+    """As in google/IFEval, whose rows have a column for every argument of every kind."""
+    file = tmp_path / "table.jsonl"
+    rows = [row(("startend:quotation", {"language": None, "num_words": None}), prompt=f"Say {i}.") for i in range(10)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert json.loads(make(path=str(file)).problems(Split.TRAIN)[0].answer) == [["startend:quotation", {}]]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [({"think_bonus": -1.0}, "task.think_bonus=-1.0: must be 0 or more"), ({"eval_frac": 1.0}, "task.eval_frac=1.0")],
+)
+def test_mistakes_in_settings_are_refused(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**setting)
+
+
+def test_no_text_takes_long():
+    """A scorer with quadratic time would take minutes over these."""
+    long = 10_000
+    texts = [char * long for char in ("a", "*", "[", "<<", "a. ", "(((a ", "\n", " \n -", "{", "P.", "Part1", "字。", "\"'")]
+    instructions = [(kind, arguments) for kind, (arguments, _, _) in CASES.items()]
+    start = time.monotonic()
+    for text in texts:
+        make().score(problem(*instructions), text)
+    assert time.monotonic() - start < 8
