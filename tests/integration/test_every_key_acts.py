@@ -28,6 +28,7 @@ from atropos_api import settings_effect as atropos_effect
 from factories import CONF, compose_config, make_batch, make_group, prompt_of, sampled
 from laboratory import Laboratory, Trace
 from omegaconf import OmegaConf
+from recorded import ORIGIN, replay_effect, write_store
 from serving_effects import Asked, ask, assembled, engine_effect, make_policy, sync_effect
 from torch import nn
 from torch.utils.tensorboard import writer as tensorboard_writer
@@ -487,6 +488,23 @@ ATROPOS: dict[str, tuple[str, str]] = {
     "start_api": ("true", "rollouts.connect_timeout_s=0.01"),
     "environment": ("sleep", "rollouts.url=@here"),
 }
+FOREIGN = replace(ORIGIN, tokenizer="f" * 64)
+
+
+REPLAY: dict[str, tuple[str, str]] = {
+    # setting of rollouts=replay: changed to, on top of
+    "path": ("@shorter", ""),
+    "problems_per_iteration": ("3", ""),
+    "shuffle": ("true", ""),
+    "seed": ("1", "rollouts.shuffle=true"),
+    "iterations": ("[1,2]", ""),
+    "versions": ("[2,9]", ""),
+    "rewards": ("[0.25,0.35]", ""),
+    "finish_reasons": ("[stop]", ""),
+    "rescore": ("true", ""),
+    "skip_damaged": ("true", "rollouts.path=@damaged"),
+    "any_model": ("true", "rollouts.path=@foreign"),
+}
 
 
 def launcher_effect(overrides: str) -> Any:
@@ -607,7 +625,8 @@ def test_every_key_is_in_exactly_one_table() -> None:
     built = [(choice, f"{choice.partition('=')[0].replace('/', '.')}.{name}") for choice, (_, changes) in BUILT.items() for name in changes]
     asked = [(f"generation={option}", f"generation.{name}") for option in ("vllm_server", "sglang_server") for name in CLIENT]
     environments = [("rollouts=atropos", f"rollouts.{name}") for name in ATROPOS]
-    rows = [("", key) for key in (*RUNS, *ASSEMBLED)] + built + asked + environments
+    recorded = [("rollouts=replay", f"rollouts.{name}") for name in REPLAY]
+    rows = [("", key) for key in (*RUNS, *ASSEMBLED)] + built + asked + environments + recorded
     assert len(rows) == len(set(rows))
     assert set(rows) == in_conf()
 
@@ -717,6 +736,28 @@ def test_the_trainer_of_an_atropos_api_changes_with(name: str) -> None:
     before, after = atropos_effect(base), atropos_effect(f"{base} rollouts.{name}={value}")
     assert before == atropos_effect(base)
     assert before != after
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders with the stores `here`, `shorter`, `damaged` and `foreign`."""
+    folder = tmp_path_factory.mktemp("stores")
+    for name, count, origin in (("here", 4, ORIGIN), ("shorter", 3, ORIGIN), ("damaged", 4, ORIGIN), ("foreign", 4, FOREIGN)):
+        write_store(folder / name, iterations=count, origin=origin)
+    (folder / "damaged" / "rollouts" / "iter_001.parquet").write_bytes(b"")
+    return folder
+
+
+@pytest.mark.parametrize("name", REPLAY)
+def test_a_replay_changes_with(name: str, stores: Path) -> None:
+    change, base = (words.replace("@", f"{stores}/") for words in REPLAY[name])
+    before, after = (
+        replay_effect(stores / "here", *base.split()),
+        replay_effect(stores / "here", *base.split(), f"rollouts.{name}={change}"),
+    )
+    assert before == replay_effect(stores / "here", *base.split())
+    assert before != after
+    assert isinstance(after, list)
 
 
 def word_problems(folder: Path, first: int) -> Path:

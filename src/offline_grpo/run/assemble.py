@@ -99,7 +99,9 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     if start.resume is not None and start.resume.lr_schedule is not None:
         updater.lr_schedule = start.resume.lr_schedule
     schedule = PushSchedule(plan.weight_sync.interval)
-    source = make_source(plan, policy, training.client, ranks, start.run_dir.path, model_id)
+    about = {key: value for key, value in redacted(start.plain).items() if key not in IGNORED_ON_RESUME}
+    origin = Origin(model_id, architecture_hash(policy.causal_lm.config), tokenizer_hash(policy.tokenizer), about)
+    source = make_source(plan, policy, training.client, ranks, start.run_dir.path, origin)
     stack.callback(source.close)
     milestones = Milestones(config.checkpoint.keep_best, config.train.stop_when)
     shared: dict[str, Any] = {"policy": policy, "updater": updater, "schedule": schedule, "source": source, "milestones": milestones}
@@ -114,19 +116,17 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
         evaluation=make_evaluation(plan, policy, evaluation, ranks) if config.eval.enabled else None,
         checkpointer=checkpointer if config.checkpoint.enabled else None,
         save_due=lambda i: i == last or _is_multiple(i + 1, config.checkpoint.save_interval),
-        listeners=[*listeners, *_recorders(start, policy, updater, model_id)],
+        listeners=[*listeners, *_recorders(start, policy, updater, origin)],
         ranks=ranks,
         stop=stop,
     )
     return loop, checkpointer.restore(checkpoint) if checkpoint is not None else None
 
 
-def _recorders(start: Start, policy: Policy, updater: Updater, model_id: str) -> list[RunListener]:
+def _recorders(start: Start, policy: Policy, updater: Updater, origin: Origin) -> list[RunListener]:
     """What writes the store of rollouts, on the first process; none with `rollouts.record=false`."""
     if not start.ranks.is_main or not records(start.plan.config):
         return []
-    config = {key: value for key, value in redacted(start.plain).items() if key not in IGNORED_ON_RESUME}
-    origin = Origin(model_id, architecture_hash(policy.causal_lm.config), tokenizer_hash(policy.tokenizer), config)
     return [Recorder(start.run_dir.path, origin, lambda: (updater.counters.version, list(policy.trained_parameters().values())))]
 
 
@@ -251,7 +251,7 @@ def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ran
     )
 
 
-def make_source(plan: Plan, policy: Policy, client: RolloutClient, ranks: Ranks, run_folder: Path, model_id: str) -> RolloutSource:
+def make_source(plan: Plan, policy: Policy, client: RolloutClient, ranks: Ranks, run_folder: Path, origin: Origin) -> RolloutSource:
     """The component of the group `rollouts`, connected to the client that it samples from."""
     problems = {"problems": plan.data.train} if plan.data.train is not None else {}
     return build(
@@ -265,7 +265,8 @@ def make_source(plan: Plan, policy: Policy, client: RolloutClient, ranks: Ranks,
         context=context_length(policy.causal_lm.config),
         sampling=plan.sampling,
         run_folder=run_folder,
-        model_id=model_id,
+        model_id=origin.model,
+        origin=origin,
         rank=ranks.rank,
         world_size=ranks.world_size,
         **problems,

@@ -106,6 +106,14 @@ def refuse_another(folder: Path, key: str, like: str) -> None:
         raise _refusal(folder, key, found)
 
 
+def refuse_written(path: Path, key: str) -> None:
+    """Raise ConfigError if another process writes to the run that this is the folder of, its store of rollouts or a file of that."""
+    store = path.parent if path.is_file() else path
+    folder = store.parent if store.name == "rollouts" else store
+    if (found := owner(folder)) is not None:
+        raise _refusal(folder, key, found)
+
+
 @contextmanager
 def choosing(root: Path) -> Iterator[None]:
     """Inside, no other process chooses the folder of this root that it goes on in."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
 from offline_grpo.run.build import build, check_settings, resolve
+from offline_grpo.run.lock import refuse_written
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import Problem, Split
 
@@ -22,6 +24,7 @@ SOURCE_RUNTIME = (
     "sampling",
     "run_folder",
     "model_id",
+    "origin",
     "rank",
     "world_size",
 )
@@ -52,11 +55,14 @@ def task_data(config: RunConfig) -> TaskData:
     """
     source = resolve(config.rollouts, "rollouts")
     record = config.rollouts.get("record")
-    require(record in (None, True, False), "rollouts.record", record, "must be true or false")
+    require(record is None or isinstance(record, bool), "rollouts.record", record, "must be true or false")
     settings = {name: value for name, value in source_node(config).items() if name != "_target_"}
     runtime = SOURCE_RUNTIME if source.needs_problems else [name for name in SOURCE_RUNTIME if name != "problems"]
     check_settings(source, settings, "rollouts", given_at_runtime=dict.fromkeys(runtime))
     source.check(config)
+    named = config.rollouts.get("path") or []
+    for path in [named] if isinstance(named, str) else named:
+        refuse_written(Path(path), f"rollouts.path={path}")
     task = build(config.task, key="task", protocol=Task)
     train = train_problems(task, config) if source.needs_problems else None
     held_out = held_out_problems(task, config) if config.eval.enabled else []

@@ -7,42 +7,50 @@ and compresses to almost nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic_core import from_json
 
 from offline_grpo.disk import utf8
-from offline_grpo.types import Rollout, RolloutGroup
+from offline_grpo.types import FinishReason, Problem, Rollout, RolloutGroup, Score
 
 TOKENS, LOGPROBS = pa.list_(pa.int32()), pa.list_(pa.float32())
+
+
+def _always(name: str, kind: pa.DataType) -> pa.Field:
+    """A column that is never null."""
+    return pa.field(name, kind, nullable=False)
+
+
 SCHEMA = pa.schema(
-    {
-        "iteration": pa.int64(),
-        "phase": pa.string(),  # train or eval
-        "group": pa.int64(),  # of the iteration; its completions are compared with each other
-        "problem_id": pa.string(),  # this and the next three: null where the source has rollouts alone
-        "messages": pa.string(),  # JSON: [{"role": ..., "content": ...}, ...]
-        "answer": pa.string(),
-        "fields": pa.string(),  # JSON: the rest of the problem's row in its data set
-        "prompt_ids": TOKENS,  # [P] all before the first sampled token
-        "completion_ids": TOKENS,  # [C] that token and all after it
-        "logprobs": LOGPROBS,  # [C] nats, the sampler's
-        "is_sampled": pa.list_(pa.bool_()),  # [C]; null: every token was sampled
-        "version": pa.int64(),  # updates that the weights carried which drew the tokens, -1: unknown
-        "versions": pa.list_(pa.int64()),  # [C]; null: `version` drew them all
-        "ref_logprobs": LOGPROBS,  # [C] nats, if the source has those of a reference
-        "temperature": pa.float64(),
-        "finish_reason": pa.string(),  # null where the source does not know
-        "text": pa.string(),  # what was judged
-        "reward": pa.float64(),
-        "parts": pa.string(),  # JSON: {"name": weighted term of the reward}
-        "is_correct": pa.bool_(),
-        "advantage": pa.float64(),  # null in evaluations; of advantages per token their mean
-        "advantages": pa.list_(pa.float64()),  # [C]; null unless the source gives one per token
-        "zero_advantage": pa.bool_(),
-    }
+    [
+        _always("iteration", pa.int64()),
+        _always("phase", pa.string()),  # train or eval
+        _always("group", pa.int64()),  # of the iteration; its completions are compared with each other
+        pa.field("problem_id", pa.string()),  # this and the next three: null where the source has rollouts alone
+        pa.field("messages", pa.string()),  # JSON: [{"role": ..., "content": ...}, ...]
+        pa.field("answer", pa.string()),
+        pa.field("fields", pa.string()),  # JSON: the rest of the problem's row in its data set
+        _always("prompt_ids", TOKENS),  # [P] all before the first sampled token
+        _always("completion_ids", TOKENS),  # [C] that token and all after it
+        _always("logprobs", LOGPROBS),  # [C] nats, the sampler's
+        pa.field("is_sampled", pa.list_(pa.bool_())),  # [C]; null: every token was sampled
+        _always("version", pa.int64()),  # updates that the weights carried which drew the tokens, -1: unknown
+        pa.field("versions", pa.list_(pa.int64())),  # [C]; null: `version` drew them all
+        pa.field("ref_logprobs", LOGPROBS),  # [C] nats, if the source has those of a reference
+        _always("temperature", pa.float64()),
+        pa.field("finish_reason", pa.string()),  # null where the source does not know
+        _always("text", pa.string()),  # what was judged
+        _always("reward", pa.float64()),
+        pa.field("parts", pa.string()),  # JSON: {"name": weighted term of the reward}
+        _always("is_correct", pa.bool_()),
+        pa.field("advantage", pa.float64()),  # null in evaluations; of advantages per token their mean
+        pa.field("advantages", pa.list_(pa.float64())),  # [C]; null unless the source gives one per token
+        pa.field("zero_advantage", pa.bool_()),
+    ]
 )
 _ITEMS = [f"{name}.list.element" for name in SCHEMA.names if pa.types.is_list(SCHEMA.field(name).type)]
 _NUMBERS = [leaf for leaf in _ITEMS if not leaf.startswith("is_sampled")]
@@ -119,3 +127,44 @@ def _row(group: RolloutGroup, index: int) -> dict[str, Any]:
 def first_sampled(rollout: Rollout) -> int:
     """How many tokens the prompt has: all, where none was sampled."""
     return rollout.is_sampled.index(True) if True in rollout.is_sampled else len(rollout.token_ids)
+
+
+def groups_of(table: pa.Table, rows: Iterable[Sequence[int]]) -> list[RolloutGroup]:
+    """The groups that are made of these rows each: what `table_of` was given, with logprobs in float32.
+
+    Args:
+        table: with all columns, its values checked (`checking.check_values`).
+    """
+    rows = [list(row) for row in rows]
+    members = iter(table.take([index for row in rows for index in row]).to_pylist())
+    return [_group([next(members) for _ in row]) for row in rows]
+
+
+def _group(members: Sequence[Mapping[str, Any]]) -> RolloutGroup:
+    problem = None if members[0]["messages"] is None else _read_problem(members[0])
+    advantages = None
+    if all(member["advantages"] is not None for member in members):
+        advantages = tuple((0.0,) * len(member["prompt_ids"]) + tuple(member["advantages"]) for member in members)
+    return RolloutGroup(problem, tuple(_rollout(member) for member in members), advantages)
+
+
+def _read_problem(row: Mapping[str, Any]) -> Problem:
+    return Problem(row["problem_id"], tuple(from_json(row["messages"])), row["answer"], from_json(row["fields"]))
+
+
+def _rollout(row: Mapping[str, Any]) -> Rollout:
+    prompt, completion = row["prompt_ids"], row["completion_ids"]
+    blank, length = len(prompt), len(completion)
+    parts = {} if row["parts"] is None else from_json(row["parts"])
+    return Rollout(
+        token_ids=(*prompt, *completion),
+        is_sampled=(False,) * blank + (tuple(row["is_sampled"]) if row["is_sampled"] is not None else (True,) * length),
+        logprobs=(0.0,) * blank + tuple(row["logprobs"]),
+        versions=(0,) * blank + (tuple(row["versions"]) if row["versions"] is not None else (row["version"],) * length),
+        temperature=row["temperature"],
+        finish_reason=None if row["finish_reason"] is None else FinishReason(row["finish_reason"]),
+        text=row["text"],
+        score=Score(row["reward"], row["is_correct"], parts),
+        ref_logprobs=None if row["ref_logprobs"] is None else (0.0,) * blank + tuple(row["ref_logprobs"]),
+        zero_advantage=bool(row["zero_advantage"]),
+    )

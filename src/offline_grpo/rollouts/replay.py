@@ -1,0 +1,208 @@
+"""Rollouts that runs have recorded, trained on again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any, ClassVar
+
+import pyarrow as pa
+
+from offline_grpo import progress
+from offline_grpo.errors import ConfigError, require
+from offline_grpo.generation.judging import Judgement
+from offline_grpo.interfaces import Task
+from offline_grpo.rollouts.on_policy import permutation
+from offline_grpo.rollouts.store.checking import check_values
+from offline_grpo.rollouts.store.reader import Shard, group_rows, shards_of
+from offline_grpo.rollouts.store.rows import groups_of
+from offline_grpo.rollouts.store.shard import FOLDER, Origin, json_hash
+from offline_grpo.seeding import derive_seed
+from offline_grpo.settings import RunConfig
+from offline_grpo.types import FinishReason, Metrics, RolloutGroup
+
+log = logging.getLogger(__name__)
+
+_CACHED = 8
+"""Files that are kept in memory: in a new order, an iteration has groups of many."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Where a recorded group lies, and what is asked about it before it is read."""
+
+    shard: int
+    iteration: int
+    rows: tuple[int, ...]
+
+
+@dataclass(kw_only=True)
+class Replay:
+    """A `RolloutSource` of recorded groups, pass after pass. It asks no engine.
+
+    Args:
+        path, problems_per_iteration, shuffle, iterations, ...: see `conf/rollouts/replay.yaml`.
+        origin: what this run trains.
+        context: the model's limit in tokens, None if it has none.
+    """
+
+    path: str | list[str] | None
+    problems_per_iteration: int | None
+    shuffle: bool
+    seed: int
+    iterations: list[int] | None
+    versions: list[int] | None
+    rewards: list[float] | None
+    finish_reasons: list[str] | None
+    rescore: bool
+    skip_damaged: bool
+    any_model: bool
+
+    task: Task
+    origin: Origin
+    vocab_size: int
+    context: int | None
+    run_folder: Path
+    rank: int
+    world_size: int
+
+    _units: list[list[_Group]] = field(default_factory=list, init=False)  # what an iteration takes one or several of
+    _read: Callable[[int], pa.Table] | None = field(default=None, init=False)
+    _identity: str = field(default="", init=False)
+    _epoch: float = field(default=0.0, init=False)
+
+    needs_problems: ClassVar[bool] = False
+
+    @staticmethod
+    def check(config: RunConfig) -> None:
+        """See `RolloutSource.check`."""
+        settings = config.rollouts
+        count = settings["problems_per_iteration"]
+        require(count is None or count > 0, "rollouts.problems_per_iteration", count, "must be at least 1, or null")
+        for name in ("iterations", "versions", "rewards"):
+            bounds = settings[name]
+            is_range = bounds is None or (len(bounds) == 2 and bounds[0] <= bounds[1])
+            require(is_range, f"rollouts.{name}", bounds, "the lowest and the highest, such as [0,9], or null")
+        unknown = set(settings["finish_reasons"] or ()) - set(FinishReason)
+        require(not unknown, "rollouts.finish_reasons", settings["finish_reasons"], f"may be {', '.join(FinishReason)}")
+        _shards(settings["path"])
+
+    def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
+        """See `RolloutSource.start`. Reads and checks everything once, so that no bad row ends the run later.
+
+        Raises:
+            ConfigError: a file is damaged, of another model, or holds what nothing can be learnt from; nothing is left to train on; or
+                the store has changed since the checkpoint.
+        """
+        shards = _shards(self.path)
+        own = (self.run_folder / FOLDER).resolve()
+        require(not any(shard.path.resolve().parent == own for shard in shards), "rollouts.path", self.path, "is this run's own record")
+        groups: list[_Group] = []
+        sound: list[Shard] = []
+        for number, shard in enumerate(shards):
+            progress.report(number, len(shards), "files")
+            try:
+                table = self._checked(shard)
+            except ConfigError as error:
+                if not self.skip_damaged:
+                    raise ConfigError(f"{error}; rollouts.skip_damaged=true goes on without this file") from error
+                log.warning("%s; left out", error)
+                continue
+            groups += self._chosen(table, len(sound))
+            sound.append(shard)
+        require(
+            bool(groups), "rollouts.path", self.path, f"no group is left of {len(shards)} files; widen iterations, versions, rewards ..."
+        )
+        self._read = lru_cache(_CACHED)(lambda index: sound[index].table())
+        if self.problems_per_iteration is None:
+            self._units = [list(part) for _, part in groupby(groups, lambda group: (group.shard, group.iteration))]
+        else:
+            self._units = [[group] for group in groups]
+        self._identity = json_hash([[shard.path.name, group.iteration, group.rows] for group in groups for shard in [sound[group.shard]]])
+        known = (state or {}).get("rollouts", self._identity)
+        require(known == self._identity, "rollouts.path", self.path, "has not the groups that it had at the checkpoint; bring those back")
+        num_rollouts = sum(len(group.rows) for group in groups)
+        per_pass = -(-len(self._units) // (self.problems_per_iteration or 1))
+        log.info("replaying %s rollouts in %s groups; a pass takes %s iterations", f"{num_rollouts:,}", f"{len(groups):,}", f"{per_pass:,}")
+
+    def next(self, iteration: int) -> list[RolloutGroup]:
+        """See `RolloutSource.next`. A function of the store and the iteration alone."""
+        assert self._read is not None, "next() before start()"
+        count = self.problems_per_iteration or 1
+        positions = range(iteration * count, (iteration + 1) * count)
+        self._epoch = positions.stop / len(self._units)
+        chosen = [group for position in positions for group in self._unit_at(position)][self.rank :: self.world_size]
+        groups = [group for each in chosen for group in groups_of(self._read(each.shard), [each.rows])]
+        return [self._rescored(group) for group in groups] if self.rescore else groups
+
+    def weights_changed(self, version: int) -> None:
+        """See `RolloutSource.weights_changed`. The record stays as it is."""
+
+    def metrics(self) -> Metrics:
+        """See `RolloutSource.metrics`."""
+        return {"rollouts/epoch": self._epoch}
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """See `RolloutSource.state_dict`: which groups there are. The iteration says the rest."""
+        return {"rollouts": self._identity}
+
+    def close(self) -> None:
+        """See `RolloutSource.close`."""
+
+    def _unit_at(self, position: int) -> list[_Group]:
+        epoch, offset = divmod(position, len(self._units))
+        order = permutation(len(self._units), derive_seed(self.seed, "replay", epoch)) if self.shuffle else range(len(self._units))
+        return self._units[order[offset]]
+
+    def _checked(self, shard: Shard) -> pa.Table:
+        origin = shard.origin
+        if not self.any_model:
+            fix = "; rollouts.any_model=true trains on it all the same"
+            if origin is None:
+                raise ConfigError(f"{shard.path}: does not say which model and tokenizer it was recorded with{fix}")
+            for name in ("tokenizer", "architecture"):
+                theirs, ours = getattr(origin, name), getattr(self.origin, name)
+                if theirs != ours:
+                    about = f"recorded with {origin.model}, whose {name} is another one than that of {self.origin.model}"
+                    raise ConfigError(f"{shard.path}: {about} ({theirs[:12]}, not {ours[:12]}){fix}")
+        table = shard.table()
+        check_values(table, shard.path, vocab_size=self.vocab_size, context=self.context)
+        return table
+
+    def _chosen(self, table: pa.Table, shard: int) -> list[_Group]:
+        """The groups that pass the filters. One that is left with a single completion has nothing to be compared with."""
+        rewards, versions, reasons = (table[name].to_pylist() for name in ("reward", "version", "finish_reason"))
+        chosen = []
+        for (iteration, phase, _), rows in group_rows(table).items():
+            if phase != "train" or not _within(iteration, self.iterations) or not _within(fmean(rewards[r] for r in rows), self.rewards):
+                continue
+            kept = [row for row in rows if _within(versions[row], self.versions)]
+            kept = [row for row in kept if self.finish_reasons is None or reasons[row] in self.finish_reasons]
+            if len(kept) == len(rows) or len(kept) > 1:
+                chosen.append(_Group(shard, iteration, tuple(kept)))
+        return chosen
+
+    def _rescored(self, group: RolloutGroup) -> RolloutGroup:
+        """Raises ConfigError where the record has no problem, ScoreError where the task cannot score it."""
+        if group.problem is None:
+            raise ConfigError("rollouts.rescore=true: these rollouts were recorded without their problems; use false")
+        judgements = [Judgement(self.task, group.problem, str(rollout.text)) for rollout in group.rollouts]
+        pairs = zip(group.rollouts, judgements, strict=True)
+        return RolloutGroup(group.problem, tuple(replace(rollout, score=judgement.result()) for rollout, judgement in pairs))
+
+
+def _shards(path: str | Sequence[str] | None) -> list[Shard]:
+    """The files that `rollouts.path` names."""
+    paths = [path] if isinstance(path, str) else path
+    if not paths:
+        raise ConfigError("rollouts.path=null: name what to replay: a run folder, or a folder that datasets saved")
+    return [shard for each in paths for shard in shards_of(Path(each).expanduser(), key="rollouts.path", phase="train")]
+
+
+def _within(value: float, bounds: Sequence[float] | None) -> bool:
+    return bounds is None or bounds[0] <= value <= bounds[1]

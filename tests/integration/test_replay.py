@@ -1,0 +1,78 @@
+"""Runs that train on what another run has recorded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import datasets
+import pyarrow.parquet as pq
+import pytest
+from children import SMALL, draw_nothing, metrics_of, weights_of
+from factories import compose_config
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.generation.transformers_client import TransformersClient
+from offline_grpo.report import plots
+from offline_grpo.run import app
+
+WORDS = (*SMALL, "train.iterations=3", "eval.interval=1", "checkpoint.save_interval=1", "checkpoint.keep_last_k=all")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_drawing():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "save_report", draw_nothing)
+        yield
+
+
+@pytest.fixture(scope="module")
+def live(cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("live") / "run"
+    app.run(compose_config(cache, *WORDS), run)
+    return run
+
+
+def replay(live: Path, run: Path, cache: str, *words: str) -> Path:
+    app.run(compose_config(cache, *WORDS, "rollouts=replay", f"rollouts.path={live}", *words), run)
+    return run
+
+
+def without_epoch(run: Path) -> dict[str, dict[str, float]]:
+    return {name: {key: value for key, value in found.items() if key != "rollouts/epoch"} for name, found in metrics_of(run).items()}
+
+
+def test_training_live_and_replaying_it_give_the_same_weights_metrics_and_record(live, cache, tmp_path):
+    run = replay(live, tmp_path / "run", cache)
+    assert weights_of(run) == weights_of(live)
+    assert without_epoch(run) == metrics_of(live)
+    names = {path.name for path in (live / "rollouts").iterdir()}
+    assert len(names) == 7
+    for name in names:
+        assert pq.read_table(run / "rollouts" / name) == pq.read_table(live / "rollouts" / name)
+
+
+def test_a_replay_samples_nothing_and_is_resumed_to_the_bit(live, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(TransformersClient, "generate", lambda *_: pytest.fail("asked the engine"))
+    words = ("eval.enabled=false", "rollouts.problems_per_iteration=3", "rollouts.shuffle=true", "train.schedule=constant")
+    whole = replay(live, tmp_path / "whole", cache, *words)
+    halves = replay(live, tmp_path / "halves", cache, *words, "train.iterations=2")
+    app.run(compose_config(cache, *WORDS, "rollouts=replay", f"rollouts.path={live}", *words, f"resume={halves}"), tmp_path / "fresh")
+    assert weights_of(halves) == weights_of(whole)
+    assert weights_of(whole)["iter_002"] != weights_of(live)["iter_002"]
+    assert metrics_of(halves) == metrics_of(whole)
+    assert metrics_of(whole)["train_iter_002.json"]["rollouts/epoch"] == 0.75
+
+
+def test_a_folder_of_datasets_and_several_runs_are_stores_too(live, cache, tmp_path):
+    rows = pq.read_table([live / "rollouts" / f"iter_00{i}.parquet" for i in range(3)])
+    datasets.Dataset(rows).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ConfigError, match=r"saved: does not say which model and tokenizer it was recorded with; rollouts.any_model=true"):
+        replay(tmp_path / "saved", tmp_path / "refused", cache)
+    run = replay(tmp_path / "saved", tmp_path / "run", cache, "rollouts.any_model=true")
+    assert weights_of(run) == weights_of(live)
+
+    shutil.copytree(live / "rollouts", tmp_path / "first" / "rollouts")
+    shutil.move(tmp_path / "first" / "rollouts" / "iter_002.parquet", tmp_path / "iter_002.parquet")
+    both = f"[{tmp_path / 'first'},{tmp_path / 'iter_002.parquet'}]"
+    assert weights_of(replay(both, tmp_path / "both", cache)) == weights_of(live)

@@ -1,0 +1,126 @@
+"""Which recorded groups an iteration gets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from factories import compose_config
+from recorded import ORIGIN, made_groups, make_replay, replayed, write_store
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.run import lock
+from offline_grpo.run.config import typed
+from offline_grpo.run.task_data import task_data
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_store(tmp_path_factory.mktemp("store") / "run")
+
+
+def texts(path: object, *words: str, count: int = 4) -> list[list[str]]:
+    return [[text for text, _ in iteration] for iteration in replayed(make_replay(path, *words), count)]
+
+
+def group(name: str) -> list[str]:
+    return [f"{name}.{index}" for index in range(3)]
+
+
+def test_the_default_is_the_record_in_its_order_again_and_again(store: Path) -> None:
+    assert texts(store, count=5) == [[*group(f"{i % 4}.0"), *group(f"{i % 4}.1")] for i in range(5)]
+    source = make_replay(store)
+    source.start(0, None)
+    assert [r.token_ids for g in source.next(0) for r in g.rollouts] == [r.token_ids for g in made_groups(0) for r in g.rollouts]
+    assert source.metrics() == {"rollouts/epoch": 0.25}
+
+
+def test_groups_may_be_taken_in_another_number_and_order(store: Path) -> None:
+    words = ("rollouts.problems_per_iteration=3", "rollouts.shuffle=true")
+    found = texts(store, *words, count=8)  # three passes
+    assert texts(store, words[0], count=2) == [[*group("0.0"), *group("0.1"), *group("1.0")], [*group("1.1"), *group("2.0"), *group("2.1")]]
+    flat = [text for iteration in found for text in iteration]
+    passes = [flat[start : start + 24] for start in (0, 24, 48)]
+    assert [sorted(one) for one in passes] == [sorted(passes[0])] * 3
+    assert passes[0] != passes[1]
+    assert found != texts(store, *words, "rollouts.seed=1", count=8)
+    shares = [make_replay(store, *words, rank=rank, world_size=2) for rank in range(2)]
+    for share in shares:
+        share.start(0, None)
+    both = [[str(g.rollouts[0].text) for g in share.next(5)] for share in shares]
+    assert [both[0][0], both[1][0], both[0][1]] == found[5][::3]
+
+
+def test_filters_choose_iterations_groups_and_completions(store: Path) -> None:
+    assert texts(store, "rollouts.iterations=[1,2]", count=2) == texts(store)[1:3]
+    assert texts(store, "rollouts.versions=[2,9]", count=2) == texts(store)[2:]
+    assert texts(store, "rollouts.rewards=[0.25,0.35]", count=1) == [[*group("2.0"), *group("2.1")]]  # means are 0.1 to 0.4
+    assert texts(store, "rollouts.finish_reasons=[stop]", count=1) == [["0.0.0", "0.0.1", "0.1.0", "0.1.1"]]
+    with pytest.raises(ConfigError, match=r"rollouts.path=.*: no group is left of 4 files"):
+        texts(store, "rollouts.finish_reasons=[length]")  # one of each group
+
+
+def test_several_stores_come_one_after_the_other(store: Path, tmp_path: Path) -> None:
+    other = write_store(tmp_path / "other", iterations=1)
+    assert texts(f"[{other},{store}]", count=3) == [texts(other)[0], *texts(store)[:2]]
+
+
+def test_another_reward_scores_the_recorded_texts(store: Path) -> None:
+    assert replayed(make_replay(store, "rollouts.rescore=true"), 1) == [[(text, 5.0) for text in texts(store)[0]]]
+
+
+def test_a_changed_store_is_not_taken_for_the_one_at_the_checkpoint(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "run")
+    source = make_replay(store)
+    source.start(0, None)
+    make_replay(store).start(2, source.state_dict())
+    (store / "rollouts" / "iter_003.parquet").unlink()
+    with pytest.raises(ConfigError, match=r"rollouts.path=.*: has not the groups that it had at the checkpoint"):
+        make_replay(store).start(2, source.state_dict())
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "architecture"])
+def test_rollouts_of_another_model_are_refused_unless_asked_for(name: str, tmp_path: Path) -> None:
+    store = write_store(tmp_path / "run", origin=replace(ORIGIN, **{name: "f" * 64}))
+    message = f"iter_000.parquet: recorded with first/model, whose {name} is another one than that of second/model .*any_model=true"
+    with pytest.raises(ConfigError, match=message):
+        make_replay(store).start(0, None)
+    assert texts(store, "rollouts.any_model=true", count=1) == [[*group("0.0"), *group("0.1")]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("rollouts.path=null",), "rollouts.path=null: name what to replay"),
+        (("rollouts.path=/nowhere",), "rollouts.path=/nowhere: has no rollouts; name a run"),
+        (("rollouts.iterations=[3]",), r"rollouts.iterations=\[3\]: the lowest and the highest"),
+        (("rollouts.rewards=[1,0]",), r"rollouts.rewards=\[1.*, 0.*\]: the lowest and the highest"),
+        (("rollouts.finish_reasons=[bored]",), r"rollouts.finish_reasons=.*: may be stop, length, abort"),
+        (("rollouts.problems_per_iteration=0",), "rollouts.problems_per_iteration=0: must be at least 1"),
+        (("rollouts.record=1",), "rollouts.record=1: must be true or false"),
+    ],
+)
+def test_a_mistake_is_found_before_a_model_is_loaded(words: tuple[str, ...], message: str, store: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        task_data(typed(compose_config("rollouts=replay", f"rollouts.path={store}", *words)))
+
+
+def test_a_store_that_is_being_written_is_refused(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "run")
+    with pytest.raises(ConfigError, match="this run's own record"):
+        make_replay(store, run_folder=store).start(0, None)
+    holder = (
+        "import fcntl,os,sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT), 2); print('held', flush=True); sys.stdin.read()"
+    )
+    held = [sys.executable, "-S", "-c", holder, str(store / lock.NAME)]
+    with subprocess.Popen(held, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdout.readline()
+        for named in (store, store / "rollouts", store / "rollouts" / "iter_001.parquet"):
+            with pytest.raises(ConfigError, match=f"rollouts.path={named}: process .* writes to {store}"):
+                task_data(typed(compose_config("rollouts=replay", f"rollouts.path={named}")))
+        process.stdin.close()

@@ -1,0 +1,195 @@
+"""The store of rollouts: what a file holds, and what is done about files that no run has written."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from recorded import CONTEXT, ORIGIN, VOCAB, made_groups, make_replay, replayed, write_store
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.rollouts.store.checking import check_values
+from offline_grpo.rollouts.store.reader import Shard, group_rows, shards_of
+from offline_grpo.rollouts.store.rows import groups_of, parquet, table_of
+from offline_grpo.types import Rollout, RolloutGroup, Score
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_store(tmp_path_factory.mktemp("store") / "run")
+
+
+def test_a_row_says_everything_about_a_completion(store: Path) -> None:
+    table = pq.read_table(store / "rollouts" / "iter_002.parquet")
+    assert table.num_rows == 6
+    row = table.to_pylist()[4]
+    assert row.pop("logprobs") == [-0.5, struct.unpack("f", struct.pack("f", -0.1))[0]]
+    assert row == {
+        "iteration": 2,
+        "phase": "train",
+        "group": 1,
+        "problem_id": "p1",
+        "answer": "4",
+        "text": "2.1.1",
+        "messages": '[{"role": "user", "content": "2+2="}]',
+        "fields": '{"level": 1}',
+        "parts": '{"correct": 0.3}',
+        "prompt_ids": [1, 2, 1],
+        "completion_ids": [12, 21],
+        "is_sampled": None,
+        "version": 2,
+        "versions": None,
+        "ref_logprobs": None,
+        "temperature": 0.5,
+        "finish_reason": "stop",
+        "reward": 0.3,
+        "is_correct": True,
+        "advantage": -0.2,
+        "advantages": None,
+        "zero_advantage": False,
+    }
+    about = json.loads(pq.read_metadata(store / "rollouts" / "iter_002.parquet").metadata[b"offline_grpo"])
+    assert about.pop("weights") not in ("", ORIGIN.weights)
+    assert about == {
+        "model": "first/model",
+        "architecture": "a" * 64,
+        "tokenizer": "b" * 64,
+        "config": {"seed": 0},
+        "version": 3,
+        "format": 1,
+    }
+    assert pq.read_table(store / "rollouts" / "eval_iter_003.parquet")["advantage"].null_count == 6
+
+
+def two_turns() -> RolloutGroup:
+    """An environment's turn between two of the policy's, weights that changed in between, a reference, advantages per token, no problem."""
+    turns = Rollout(
+        token_ids=(5, 6, 7, 8, 9),
+        is_sampled=(False, True, False, False, True),
+        logprobs=(0.0, -0.25, 1.0, 1.0, -0.5),
+        versions=(0, 3, -1, -1, 4),
+        temperature=1.5,
+        finish_reason=None,
+        text="half a pair \ud800",
+        score=Score(1.0, True, {}),
+        ref_logprobs=(0.0, -0.5, 0.0, 0.0, -0.75),
+        zero_advantage=True,
+    )
+    blank = replace(turns, is_sampled=(False,) * 5, logprobs=(0.0,) * 5, versions=(0,) * 5, ref_logprobs=(0.0,) * 5)
+    return RolloutGroup(None, (turns, blank), ((0.0, 0.5, 0.0, 0.0, -0.125), (0.0,) * 5))
+
+
+def test_what_was_recorded_is_read_again() -> None:
+    """But for half a surrogate pair, which UTF-8 has no bytes for."""
+    groups = [*made_groups(1), two_turns()]
+    table = table_of("train", groups, None, 7)
+    sink = pa.BufferReader(parquet(table, {}))
+    again = pq.read_table(sink)
+    check_values(again, "here", vocab_size=VOCAB, context=CONTEXT)
+    read = groups_of(again, group_rows(again).values())
+    expected = replace(two_turns(), rollouts=tuple(replace(r, text=r"half a pair \ud800") for r in two_turns().rollouts))
+    assert read[2] == expected
+    for found, group in zip(read[:2], groups, strict=False):
+        assert found.problem == group.problem
+        for one, other in zip(found.rollouts, group.rollouts, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, rel=1e-7)
+            assert replace(one, logprobs=other.logprobs) == other
+    assert parquet(table, {}) == parquet(table_of("train", groups, None, 7), {})
+
+
+def test_a_store_is_found_by_any_of_its_names(store: Path) -> None:
+    names = [shard.path.name for shard in shards_of(store, key="PATH")]
+    assert names == ["iter_000.parquet", "iter_001.parquet", "iter_002.parquet", "iter_003.parquet", "eval_iter_003.parquet"]
+    assert [s.path for s in shards_of(store / "rollouts", key="PATH", phase="eval")] == [store / "rollouts" / "eval_iter_003.parquet"]
+    [single] = shards_of(store / "rollouts" / "iter_001.parquet", key="PATH")
+    assert single.table(["reward"])["reward"].to_pylist() == [0.1, 0.2, 0.3] * 2
+    with pytest.raises(ConfigError, match=r"^PATH=.*: has no rollouts; name a run that has rollouts/"):
+        shards_of(store.parent, key="PATH")
+
+
+def changed(name: str, value: Any) -> Callable[[pa.Table], pa.Table]:
+    """The table with one value of a column replaced, in the third row."""
+
+    def change(table: pa.Table) -> pa.Table:
+        values = table[name].to_pylist()
+        values[2] = value
+        return table.set_column(table.column_names.index(name), name, pa.array(values))
+
+    return change
+
+
+HOSTILE: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
+    "a column is missing": (lambda table: table.drop(["logprobs"]), "has no column logprobs, so it is no store of rollouts"),
+    "text for numbers": (lambda t: t.set_column(11, "version", pa.array(["x"] * 6)), "column version has type string, and must be int64"),
+    "numbers for lists": (lambda t: t.set_column(8, "completion_ids", pa.array([1] * 6)), "column completion_ids has type int64"),
+    "null": (changed("reward", None), "column reward has no value in 1 of 6 rows"),
+    "null token": (changed("prompt_ids", [1, None]), "prompt_ids has no value for 1 tokens"),
+    "large token": (changed("completion_ids", [1, VOCAB]), f"completion_ids has token {VOCAB}, and the model has 0 to {VOCAB - 1}"),
+    "huge token": (changed("completion_ids", [1, 2**40]), "column completion_ids has type list<.*: int64>, and must be list<.*int32>"),
+    "negative token": (changed("prompt_ids", [-1]), "prompt_ids has token -1"),
+    "NaN logprob": (changed("logprobs", [-1.0, float("nan")]), "logprobs has a number that is not finite"),
+    "infinite logprob": (changed("logprobs", [-1.0, 1e300]), "logprobs has a number that is not finite"),
+    "NaN reward": (changed("reward", float("nan")), r"a reward that is not finite \(row 2, and 0 more\)"),
+    "temperature 0": (changed("temperature", 0.0), "a temperature that is not above 0"),
+    "lengths": (changed("logprobs", [-1.0]), "logprobs and completion_ids differ in length"),
+    "no prompt": (changed("prompt_ids", []), "a prompt without a token"),
+    "too long": (changed("prompt_ids", [1] * CONTEXT), f"a sequence of more than the model's context of {CONTEXT} tokens"),
+    "finish reason": (changed("finish_reason", "bored"), "an unknown finish_reason"),
+    "no answer": (changed("answer", None), "a part of a problem is missing"),
+    "messages": (changed("messages", '{"role": "user"}'), "messages has .*, which is no JSON of the form that runs write"),
+    "deep JSON": (changed("fields", '{"a":' + "[" * 100_000), "fields has .*, which is no JSON"),
+    "parts": (changed("parts", '{"a": NaN}'), "parts has .*, which is no JSON"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_what_nothing_can_be_learnt_from_is_one_line(case: str, tmp_path: Path, store: Path) -> None:
+    change, message = HOSTILE[case]
+    path = write_store(tmp_path / "run", iterations=2) / "rollouts" / "iter_001.parquet"
+    about = pq.read_metadata(path).metadata
+    pq.write_table(change(pq.read_table(path)).replace_schema_metadata(about), path)  # as another tool writes it
+    with pytest.raises(ConfigError, match=message) as error:
+        make_replay(tmp_path / "run").start(0, None)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+    kept = make_replay(tmp_path / "run", "rollouts.skip_damaged=true")
+    assert replayed(kept, 2) == [replayed(make_replay(store), 1)[0]] * 2
+
+
+@pytest.mark.parametrize("place", [0, 40, 0.3, 0.6, -30, -1])
+@pytest.mark.parametrize("damage", ["bit", "cut", "zeros"])
+def test_a_damaged_file_is_named_and_the_rest_used_if_asked(place: float, damage: str, tmp_path: Path, store: Path) -> None:
+    path = write_store(tmp_path / "run", iterations=2) / "rollouts" / "iter_000.parquet"
+    content = bytearray(path.read_bytes())
+    at = int(place * len(content)) if isinstance(place, float) else place % len(content)
+    if damage == "bit":
+        content[at] ^= 4
+    elif damage == "cut":
+        del content[at:]
+    else:
+        content[at : at + 20] = bytes(20)
+    path.write_bytes(content)
+    try:
+        whole = replayed(make_replay(tmp_path / "run"), 2)
+    except ConfigError as error:
+        assert str(path) in str(error)  # noqa: PT017
+        assert "\n" not in str(error)  # noqa: PT017
+        assert replayed(make_replay(tmp_path / "run", "rollouts.skip_damaged=true"), 1) == [replayed(make_replay(store), 2)[1]]
+    else:
+        assert whole == replayed(make_replay(store), 2)  # bytes that nothing depends on
+
+
+def test_no_store_of_another_kind_is_taken_for_one(tmp_path: Path) -> None:
+    (tmp_path / "run" / "rollouts").mkdir(parents=True)
+    fake = tmp_path / "run" / "rollouts" / "iter_000.parquet"
+    for content in (b"", b"PAR1", b"{}", bytes(1000)):
+        fake.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"iter_000.parquet: cannot be read \("):
+            Shard(fake).table()
