@@ -24,6 +24,7 @@ from offline_grpo.model.scoring import Scoring
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import app, assemble
 
+ROWS = Path(__file__).with_name("four_rows.jsonl")
 TWO_ITERATIONS = (*SMALL, "train.iterations=2", "train.lr=0.02", "eval.interval=1", "checkpoint.save_interval=1", "model.device=cpu")
 
 
@@ -60,6 +61,7 @@ class Laboratory:
     def _run(self, overrides: str, run_dir: Path) -> Trace:
         trace = Trace()
         places = {"@model": self.root / "other_model", "@done": self.root / "done", "@elsewhere": self.root / "elsewhere"}
+        places["@rows"] = ROWS
         words = overrides.split()
         for place, path in places.items():
             words = [word.replace(place, str(path)) for word in words]

@@ -73,7 +73,7 @@ class StopRequested(BaseException):
         super().__init__(self.signal_name)
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """The first line of another library's error, for use in our own message."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 

@@ -34,7 +34,11 @@ if TYPE_CHECKING:  # see types.py
 
 @runtime_checkable
 class Task(Protocol):
-    """Problems with answers that a program can check."""
+    """Problems with answers that a program can check.
+
+    Its class may say `scores_safely = True`: `score` is short code that cannot hang or raise, and is called in the run's process instead
+    of in one that can be killed (`scoring` in conf/). `worker_imports` names modules that are imported once for all those processes.
+    """
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """All problems of a split, in a fixed order; the sequence may be lazy."""

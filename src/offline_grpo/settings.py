@@ -244,6 +244,21 @@ class PlacementConfig:
 
 
 @dataclass
+class ScoringConfig:
+    workers: int
+    timeout_s: float
+    memory_mib: int
+    stop_at_failed_frac: float | None
+
+    def __post_init__(self) -> None:
+        require(self.workers >= 0, "scoring.workers", self.workers, "must be 0 (score in the run's process) or more")
+        require(0 < self.timeout_s < inf, "scoring.timeout_s", self.timeout_s, "must be above 0 and finite")
+        require(self.memory_mib >= 128, "scoring.memory_mib", self.memory_mib, "must be at least 128: Python and a task need that")
+        frac = self.stop_at_failed_frac
+        require(frac is None or 0 < frac <= 1, "scoring.stop_at_failed_frac", frac, "a fraction above 0, up to 1, or null")
+
+
+@dataclass
 class RunConfig:
     seed: int
     num_threads: int | None
@@ -251,6 +266,7 @@ class RunConfig:
     cache_dir: str
     model: ModelConfig
     task: Any
+    scoring: ScoringConfig
     data: DataConfig
     rollouts: Any
     generation: Any

@@ -17,8 +17,7 @@ if TYPE_CHECKING:  # a mistake in the configuration is found without torch, whos
     import torch
     from torch import Tensor
 
-Message = Mapping[str, str]
-"""One chat message: `{"role": "user", "content": "..."}`."""
+Message = Mapping[str, str]  # `{"role": "user", "content": "..."}`
 
 
 class Split(StrEnum):
@@ -36,8 +35,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
-SCALE_REWARDS = ("group", "batch", "none")
-"""What centred rewards can be divided by, see `train/advantage.py`."""
+SCALE_REWARDS = ("group", "batch", "none")  # what centred rewards can be divided by, see `train/advantage.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +113,7 @@ class Score:
     reward: float
     is_correct: bool
     parts: Mapping[str, float]
+    failure: str | None = None  # why it is 0, if the code that judges it failed: "timeout", "memory", "crashed" or "raised"
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,8 @@ View = Callable[[Trace], Any]
 @dataclass(frozen=True)
 class Acts:
     """`change` (overrides, blanks between them), on top of `base`, must change what `sees` sees (to `to`, where that is said) and must
-    leave alone what `keeps` sees. @model, @done and @elsewhere stand for the folders of another model, of a finished run and of nothing.
+    leave alone what `keeps` sees. @model, @done and @elsewhere stand for the folders of another model, of a finished run and of nothing,
+    @rows for a data set.
     """
 
     change: str
@@ -119,6 +120,10 @@ DIVERGES = "train.lr=1e30 train.epochs=3"
 LENIENT = "generation.allow_truncated_sampling=true"
 FILTERED = f"generation.repetition_penalty=1.5 {LENIENT}"  # the sampler's probabilities then differ from the trainer's
 BRIEF = "train.iterations=1 eval.enabled=false checkpoint.enabled=false data.problems_per_iteration=1"
+SCORED = f"{BRIEF} data.rollouts_per_problem=2 model.train_id=@model task=dataset task.path=@rows task.reward=bad_rewards:expensive"
+SCORED += " data.num_train_seeds=null"
+GOES_ON = "scoring.stop_at_failed_frac=null"
+FIRST = "train_iter_000.json"
 QUICK = "model.tiny.warm_start_steps=2 model.tiny.warm_start_batch_size=4"
 QUERIES = {"0.self_attn.q_proj", "1.self_attn.q_proj"}
 LORA = "model/lora=default"
@@ -163,6 +168,10 @@ RUNS: dict[str, Acts] = {
     "task.eval_frac": Acts("task.eval_frac=0.5", prompts, base="model.train_id=@model"),
     "task.prompt_template": Acts('task.prompt_template="{a}{op}{b}=?"', prompts, base="model.train_id=@model"),
     "task.format_weight": Acts("task.format_weight=0.25", metric("reward_mean", "train_iter_000.json"), keeps=samples),
+    "scoring.workers": Acts("scoring.workers=0", error, base=SCORED),
+    "scoring.timeout_s": Acts("scoring.timeout_s=0.2", metric("scoring/num_failed_timeout", FIRST), f"{SCORED} {GOES_ON}", to=2),
+    "scoring.memory_mib": Acts("scoring.memory_mib=128", metric("scoring/num_failed_memory", FIRST), f"{SCORED} {GOES_ON}", to=2),
+    "scoring.stop_at_failed_frac": Acts(GOES_ON, error, base=SCORED, to=""),
     "data.problems_per_iteration": Acts("data.problems_per_iteration=6", lambda run: len(run.groups[0]), to=6),
     "data.rollouts_per_problem": Acts("data.rollouts_per_problem=3", lambda run: len(run.groups[0][0].rollouts), to=3),
     "data.train_seed_start": Acts("data.train_seed_start=1", lambda run: prompts(run)[0][0], base="data.shuffle=false"),

@@ -43,7 +43,7 @@ class Judgement:
         with self._named(), _slow.watched(problem, text):
             score = task.score(problem, text)
             self._future = asyncio.run_coroutine_threadsafe(_awaited(score), _loop()) if inspect.isawaitable(score) else None
-            self._score = _checked(score) if self._future is None else None
+            self._score = checked(score) if self._future is None else None
 
     @property
     def is_done(self) -> bool:
@@ -54,7 +54,7 @@ class Judgement:
         if self._score is None:
             assert self._future is not None
             with self._named(), _slow.watched(self._problem, self._text):
-                self._score = _checked(self._future.result())
+                self._score = checked(self._future.result())
         return self._score
 
     def cancel(self) -> None:
@@ -83,7 +83,8 @@ def about_completion(problem: Problem, text: str) -> str:
     return f"problem {problem.problem_id}, completion {shown}"
 
 
-def _checked(score: object) -> Score:
+def checked(score: object) -> Score:
+    """What a task's `score` returned, if it is a score. Raises ScoreError otherwise."""
     if not isinstance(score, Score):
         raise ScoreError(f"the task's score returned {score!r:.80}; it must be an offline_grpo.types.Score")
     for name, value in (("reward", score.reward), *score.parts.items()):

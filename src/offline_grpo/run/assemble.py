@@ -33,6 +33,7 @@ from offline_grpo.run import serving
 from offline_grpo.run.build import build
 from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.interrupt import StopSignal
+from offline_grpo.run.isolate import with_scorers
 from offline_grpo.run.out_of_memory import told_if_out_of_memory
 from offline_grpo.run.preflight import Plan, check_context, fresh_schedule
 from offline_grpo.run.run_dir import IGNORED_ON_RESUME, ResumePoint, RunDir
@@ -67,7 +68,8 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     Args:
         stack: gets what has to be let go of on every way out.
     """
-    plan, ranks, config = start.plan, start.ranks, start.plan.config
+    ranks, config = start.ranks, start.plan.config
+    plan = with_scorers(start.plan, start.run_dir.path, stack, num_processes=ranks.world_size)
     if plan.engine.launcher is not None:
         plan.engine.launcher.check_installed()
     devices = plan.devices(ranks.world_size)
@@ -108,17 +110,17 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     checkpointer = Checkpointer(
         **shared, folder=start.run_dir.checkpoints, ranks=ranks, config=redacted(start.plain), keep_last_k=config.checkpoint.num_kept
     )
-    last = config.train.iterations - 1
     loop = Loop(
         **shared,
         config=config.train,
         deployment=training,
         evaluation=make_evaluation(plan, policy, evaluation, ranks) if config.eval.enabled else None,
         checkpointer=checkpointer if config.checkpoint.enabled else None,
-        save_due=lambda i: i == last or _is_multiple(i + 1, config.checkpoint.save_interval),
+        save_due=lambda i: i + 1 == config.train.iterations or _is_multiple(i + 1, config.checkpoint.save_interval),
         listeners=[*listeners, *_recorders(start, policy, updater, origin)],
         ranks=ranks,
         stop=stop,
+        stop_at_failed_frac=config.scoring.stop_at_failed_frac,
     )
     return loop, checkpointer.restore(checkpoint) if checkpoint is not None else None
 

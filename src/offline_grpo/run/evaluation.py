@@ -30,6 +30,7 @@ from offline_grpo.model.text import TokenizerCodec, end_ids
 from offline_grpo.run.build import build
 from offline_grpo.run.engine_spec import EngineSpec, training_engine
 from offline_grpo.run.held_out import HeldOut
+from offline_grpo.run.isolate import isolated
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import Metrics, RolloutGroup, SamplingParams
@@ -107,10 +108,11 @@ def _file_name(letter: str, number: int, set_name: str) -> str:
 
 
 def _evaluate(letter: str, client: RolloutClient, codec: TokenizerCodec, held_out: HeldOut, records_file: Path, results: Results) -> None:
-    settings = held_out.config.eval
+    settings, stack = held_out.config.eval, ExitStack()
+    task = isolated(held_out.task, held_out.config, records_file.parent, stack)
     evaluator = PassAtKEvaluator.of(
         settings,
-        task=held_out.task,
+        task=task,
         problems=held_out.problems,
         codec=codec,
         sampling=held_out.sampling,
@@ -118,7 +120,7 @@ def _evaluate(letter: str, client: RolloutClient, codec: TokenizerCodec, held_ou
         world_size=1,
     )
     groups: dict[int, RolloutGroup] = {}
-    with recording(records_file) as records:
+    with stack, recording(records_file) as records:
         for index, group in evaluator.groups(client, cycle=CYCLE):
             groups[index] = group
             records.add(index, group)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.task.answers import last_number
@@ -33,6 +34,8 @@ class Arithmetic:
     eval_frac: float
     prompt_template: str
     format_weight: float
+
+    scores_safely: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_operand <= MAX_OPERAND_LIMIT:

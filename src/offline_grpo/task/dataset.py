@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.reward.functions import Rewards, load_rewards
@@ -45,6 +45,8 @@ class Dataset(RowTask):
     format_weight: float
     reward: Any
     correct_threshold: float
+
+    worker_imports: ClassVar[tuple[str, ...]] = ("math_verify",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

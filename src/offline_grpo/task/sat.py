@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import overload
+from typing import ClassVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,6 +109,8 @@ class SAT:
     difficulty: float | None
     max_solution_frac: float | None
     system_prompt: str | None
+
+    scores_safely: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.difficulty is not None and not 0 <= self.difficulty <= 1:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import compress, islice
 from statistics import fmean, pstdev
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.advantage import group_advantages, zero_signal_groups
 from offline_grpo.train.batch import build_batch, with_advantages
@@ -67,7 +68,34 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "num_completion_tokens": float(sum(lengths)),
         **({"truncated_frac": fmean(reason is FinishReason.LENGTH for reason in reasons)} if reasons else {}),
         **{f"reward/{name}": fmean(r.score.parts.get(name, 0.0) for r in rollouts) for name in parts},
+        **failure_metrics(groups),
     }
+
+
+def failure_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """How many completions could not be scored; and how many of each cause that there was."""
+    failures = _failures(groups)
+    return {
+        "scoring/num_failed": float(len(failures)),
+        **{f"scoring/num_failed_{cause}": float(n) for cause, n in Counter(failures).items()},
+    }
+
+
+def check_scored(groups: Sequence[RolloutGroup], stop_at_frac: float | None) -> None:
+    """Raise ScoreError if so many completions could not be scored that nothing can be learnt or said."""
+    if stop_at_frac is None:
+        return
+    failures, num_rollouts = _failures(groups), sum(len(group.rollouts) for group in groups)
+    if failures and len(failures) >= stop_at_frac * num_rollouts:
+        causes = ", ".join(f"{n} {cause}" for cause, n in Counter(failures).most_common())
+        raise ScoreError(
+            f"{len(failures)} of {num_rollouts} completions could not be scored ({causes}; scoring.stop_at_failed_frac={stop_at_frac:g}); "
+            "the first one of each cause is told above, and in run.log"
+        )
+
+
+def _failures(groups: Sequence[RolloutGroup]) -> list[str]:
+    return [rollout.score.failure for group in groups for rollout in group.rollouts if rollout.score.failure is not None]
 
 
 def _advantages(groups: Sequence[RolloutGroup], rewards: list[list[float]], updater: Updater) -> list[list[float | Sequence[float]]]:

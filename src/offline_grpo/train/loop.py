@@ -25,7 +25,7 @@ from offline_grpo.interfaces import Checkpointer, Deployment, Evaluator, Pending
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
-from offline_grpo.train.experience import prepare_batch, rollout_metrics
+from offline_grpo.train.experience import check_scored, failure_metrics, prepare_batch, rollout_metrics
 from offline_grpo.train.flops import peak_flops, update_flops
 from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.push_schedule import PushSchedule
@@ -65,6 +65,7 @@ class Loop:
     listeners: Sequence[RunListener]
     ranks: Ranks
     stop: StopSignal
+    stop_at_failed_frac: float | None
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
     _card_bytes: int = field(default=0, init=False)
     _flops: float = field(default=0.0, init=False)
@@ -167,7 +168,7 @@ class Loop:
             groups = self._sample(deployment, lambda: evaluator.sample(deployment.client, cycle=cycle))
             for listener in self.listeners:
                 listener.rollouts("eval", groups, advantages=None, iteration=iteration)
-            return {**evaluator.metrics(groups, cycle=cycle), **frozen_metric(deployment)}
+            return {**evaluator.metrics(groups, cycle=cycle), **failure_metrics(groups), **frozen_metric(deployment)}
 
     @property
     def _version(self) -> int:
@@ -203,6 +204,7 @@ class Loop:
         def sample() -> list[RolloutGroup]:
             groups = self.ranks.gather_interleaved(share)
             deployment.check_served()
+            check_scored(groups, self.stop_at_failed_frac)
             return groups
 
         return self._recovering(deployment, sample)

@@ -14,7 +14,7 @@ from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.train.loop import Evaluation, Loop
 from offline_grpo.train.push_schedule import PushSchedule
-from offline_grpo.types import SyncReport
+from offline_grpo.types import RolloutGroup, SyncReport
 
 POLICY = SimpleNamespace(compute_device=torch.device("cpu"))
 
@@ -62,6 +62,7 @@ def make_loop(engine: Engine, evaluation: Evaluation | None = None) -> Loop:
         listeners=[],
         ranks=Ranks(use_cpu=True),
         stop=StopSignal(),
+        stop_at_failed_frac=None,
     )
 
 
@@ -115,10 +116,11 @@ def test_samples_of_an_engine_that_lost_the_weights_are_drawn_again() -> None:
 def test_an_evaluation_brings_its_own_engine_back() -> None:
     training, own = Engine(0), Engine(0)
     own.losses = [EngineDied("started anew")]
-    evaluator: Any = SimpleNamespace(sample=lambda *_, **__: ["group"], metrics=lambda groups, **_: {"groups": groups})
+    group = RolloutGroup(None, ())
+    evaluator: Any = SimpleNamespace(sample=lambda *_, **__: [group], metrics=lambda groups, **_: {"groups": groups})
     evaluation = Evaluation(evaluator=evaluator, deployment=own, before_training=False, is_due=lambda _: True)  # type: ignore[arg-type]
     loop = make_loop(training, evaluation)
-    assert loop._evaluate(evaluation, 0) == {"groups": ["group"]}
+    assert loop._evaluate(evaluation, 0) == {"groups": [group], "scoring/num_failed": 0}
     assert own.calls == [PUSH, "check_served", RECOVER, "check_served"]
     assert training.calls == []
 

@@ -1,0 +1,40 @@
+"""Whether completions are scored in processes of their own."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from offline_grpo.interfaces import Task
+from offline_grpo.run.build import build
+from offline_grpo.run.preflight import Plan
+from offline_grpo.settings import RunConfig
+
+
+def isolated(task: Task, config: RunConfig, folder: Path | None, stack: ExitStack, *, num_processes: int = 1) -> Task:
+    """The task, scored below a process that starts now, or the task itself where it may be scored here.
+
+    Args:
+        folder: its file `scoring.log` gets what the code that scores prints; None: that is thrown away.
+        stack: ends the processes.
+        num_processes: that share the workers, each with at least one.
+    """
+    settings = config.scoring
+    if settings.workers == 0 or getattr(task, "scores_safely", False):
+        return task
+    from offline_grpo.generation.scoring.isolated import IsolatedTask
+
+    make_task = partial(build, config.task, key="task", protocol=Task)
+    own = replace(settings, workers=-(-settings.workers // num_processes))
+    preload = (build.__module__, *getattr(task, "worker_imports", ()))
+    isolated_task = IsolatedTask(task, make_task, own, preload=preload, printed=None if folder is None else folder / "scoring.log")
+    stack.callback(isolated_task.close)
+    return isolated_task
+
+
+def with_scorers(plan: Plan, folder: Path, stack: ExitStack, *, num_processes: int) -> Plan:
+    """The plan with a task that scores where it may: see `isolated`."""
+    task = isolated(plan.data.task, plan.config, folder, stack, num_processes=num_processes)
+    return replace(plan, data=replace(plan.data, task=task))

@@ -1,0 +1,149 @@
+"""Reward functions that misbehave as the problem's answer says. They know the standard library alone, as a user's own might."""
+
+import asyncio
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+
+STRAY_S = "7654.5"
+
+
+class Task:
+    """Scores with one function, by import path."""
+
+    def __init__(self, path):
+        from offline_grpo.reward.functions import load_rewards
+
+        self.rewards = load_rewards(path, 1.0)
+
+    def problems(self, split):
+        return []
+
+    def score(self, problem, text):
+        return self.rewards.score(problem, text)
+
+
+kept = []
+
+
+def isolated(path, printed=None, **settings):
+    """A task that this function scores, in workers."""
+    from offline_grpo.generation.scoring.isolated import IsolatedTask
+    from offline_grpo.settings import ScoringConfig
+
+    settings = {"workers": 4, "timeout_s": 1.0, "memory_mib": 256, "stop_at_failed_frac": 1.0} | settings
+    return IsolatedTask(Task(path), partial(Task, path), ScoringConfig(**settings), preload=(), printed=printed)
+
+
+def judge(task, kind):
+    """A completion of a problem whose answer says what its score will do."""
+    from offline_grpo.generation.judging import Judgement
+    from offline_grpo.types import Problem
+
+    return Judgement(task, Problem(f"p-{kind}", ({"role": "user", "content": "?"},), kind), "a text")
+
+
+def misbehaves(answer, completion):
+    """1.0, unless `answer` names something worse."""
+    return globals().get(f"_{answer}", lambda: 1.0)()
+
+
+async def misbehaves_later(answer):
+    """The same with async code, and 0.5."""
+    if answer == "waits":
+        await asyncio.sleep(100)
+    await asyncio.sleep(0.05)
+    return 0.5 * misbehaves(answer, "")
+
+
+def expensive(completion):
+    """Takes 150 MiB, then half a second, then raises."""
+    kept.append(bytearray(150 * 2**20))
+    time.sleep(0.5)
+    raise ValueError("after all that")
+
+
+def _hangs():
+    while True:
+        pass
+
+
+def _sleeps():
+    time.sleep(100)
+
+
+def _forks():
+    os.fork()
+    return 0.75
+
+
+def _escapes():
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            subprocess.run(["sleep", STRAY_S])
+        os._exit(0)
+    while True:
+        pass
+
+
+def _spawns():
+    subprocess.Popen(["sleep", STRAY_S])
+    os._exit(0)
+
+
+def _prints():
+    print("printed by a reward")
+    print("and to stderr", file=sys.stderr)
+    os.write(1, b"past Python\n")
+    return 0.25
+
+
+def _leaks():
+    while True:
+        kept.append(bytearray(2**24))
+
+
+def _raises():
+    raise ValueError("no such unit")
+
+
+def _exits():
+    sys.exit(3)
+
+
+def _dies():
+    os._exit(3)
+
+
+def _segfaults():
+    ctypes.string_at(0)
+
+
+def _recurses():
+    return _recurses()
+
+
+def _nothing():
+    return None
+
+
+def _kills_group():
+    os.killpg(0, 9)
+
+
+def _closes_files():
+    os.closerange(0, 100)
+    return 1.0
+
+
+def _sees():
+    """What it has in common with the process that trains: 1 if that is nothing."""
+    places = {os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
+    is_alone = (
+        os.readlink("/proc/self/fd/0") == os.devnull and len([place for place in places if place.startswith("socket:")]) <= 3
+    )  # its own, and two of asyncio's event loop
+    return float(is_alone and "torch" not in sys.modules)
