@@ -68,8 +68,7 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     Args:
         stack: gets what has to be let go of on every way out.
     """
-    ranks, config = start.ranks, start.plan.config
-    plan = with_scorers(start.plan, start.run_dir.path, stack, num_processes=ranks.world_size)
+    ranks, config, plan = start.ranks, start.plan.config, with_scorers(start.plan, start.run_dir.path, stack, start.ranks)
     if plan.engine.launcher is not None:
         plan.engine.launcher.check_installed()
     devices = plan.devices(ranks.world_size)

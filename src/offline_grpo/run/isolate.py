@@ -6,11 +6,15 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offline_grpo.interfaces import Task
 from offline_grpo.run.build import build
 from offline_grpo.run.preflight import Plan
 from offline_grpo.settings import RunConfig
+
+if TYPE_CHECKING:
+    from offline_grpo.placement.ranks import Ranks
 
 
 def isolated(task: Task, config: RunConfig, folder: Path | None, stack: ExitStack, *, num_processes: int = 1) -> Task:
@@ -34,7 +38,7 @@ def isolated(task: Task, config: RunConfig, folder: Path | None, stack: ExitStac
     return isolated_task
 
 
-def with_scorers(plan: Plan, folder: Path, stack: ExitStack, *, num_processes: int) -> Plan:
+def with_scorers(plan: Plan, folder: Path, stack: ExitStack, ranks: Ranks) -> Plan:
     """The plan with a task that scores where it may: see `isolated`."""
-    task = isolated(plan.data.task, plan.config, folder, stack, num_processes=num_processes)
+    task = isolated(plan.data.task, plan.config, folder, stack, num_processes=ranks.world_size)
     return replace(plan, data=replace(plan.data, task=task))
