@@ -85,13 +85,13 @@ class Shard:
             raise ConfigError(f"{self.path}: cannot be read ({reason_of(error)})") from error
 
 
-def shards_of(path: Path, *, key: str, phase: str | None = None) -> list[Shard]:
+def shards_of(path: Path, *, key: str, phase: str | None = None, iteration: int | None = None) -> list[Shard]:
     """The shards of a store, oldest first.
 
     Args:
         path: a run folder, its `rollouts/`, a file of it, or a folder of `datasets`.
         key: what named it, for messages.
-        phase: only files of "train" or "eval". A folder of `datasets` may hold both.
+        phase, iteration: only files of "train" or "eval", only of this iteration. A folder of `datasets` may hold others.
 
     Raises:
         ConfigError: there is no store.
@@ -104,11 +104,18 @@ def shards_of(path: Path, *, key: str, phase: str | None = None) -> list[Shard]:
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     named = [(match, file) for file in folder.glob("*.parquet") if (match := _NAME.fullmatch(file.name)) and file.is_file()]
     wanted = [(m, file) for m, file in named if phase is None or (phase == "eval") == (m["phase"] is not None)]
+    wanted = [(m, file) for m, file in wanted if iteration in (None, _iteration(m))]
     if not wanted:
-        what = "no rollouts" if phase is None or not named else f"no rollouts of phase {phase}"
+        asked = [] if phase is None else [f"of phase {phase}"]
+        asked += [] if iteration is None else [f"of iteration {iteration + 1}"]
+        what = " ".join(["no rollouts", *asked]) if named else "no rollouts"
         raise ConfigError(f"{key}={path}: has {what}; name a run that has rollouts/, a file of it, or a folder that datasets saved")
-    wanted.sort(key=lambda pair: (int(pair[0]["iteration"] or -1), pair[0]["phase"] is not None))
+    wanted.sort(key=lambda pair: (_iteration(pair[0]), pair[0]["phase"] is not None))
     return [Shard(file) for _, file in wanted]
+
+
+def _iteration(name: re.Match[str]) -> int:
+    return -1 if name["iteration"] is None else int(name["iteration"])
 
 
 def group_rows(table: pa.Table) -> Mapping[tuple[int, str, int], list[int]]:

@@ -1,0 +1,105 @@
+"""Recorded rollouts in the forms of other tools: lines of JSON, a folder of `datasets`, groups as Atropos' API takes them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pydantic_core import from_json
+
+from offline_grpo.disk import UNFINISHED, write_whole
+from offline_grpo.errors import ConfigError
+from offline_grpo.rollouts.atropos.groups import NOT_TRAINED
+from offline_grpo.rollouts.store.reader import ORIGIN_FILE, Shard, group_rows
+from offline_grpo.rollouts.store.rows import groups_of
+from offline_grpo.types import Rollout, RolloutGroup
+
+Tables = Iterable[tuple[Shard, pa.Table]]
+"""Files of a store, with their checked tables."""
+_BLANK = 1.0
+"""The logprob that Atropos gives to tokens which nobody sampled."""
+
+
+def to_json_lines(tables: Tables, out: Path) -> int:
+    """A line per completion, with the columns of the store; problems and parts are objects. Returns how many."""
+
+    def lines() -> Iterator[dict[str, Any]]:
+        for _, table in tables:
+            for row in table.to_pylist():
+                yield row | {name: from_json(row[name]) for name in ("messages", "fields", "parts") if row[name] is not None}
+
+    return _write_lines(out, lines())
+
+
+def to_atropos(tables: Tables, out: Path) -> int:
+    """A line per group, each a body for `POST /scored_data`. Returns how many."""
+    return _write_lines(out, (scored_data(g) for _, table in tables for g in groups_of(table, group_rows(table).values())))
+
+
+def to_datasets(tables: Tables, out: Path) -> int:
+    """A folder for `datasets.load_from_disk`, which `rollouts=replay` reads too. Returns the number of its rows."""
+    import datasets
+
+    shards, parts = zip(*tables, strict=True)
+    whole = pa.concat_tables(parts)
+    datasets.disable_progress_bars()
+    datasets.Dataset(whole).save_to_disk(out)
+    origins = [shard.origin for shard in shards]
+    if origins[0] is not None and len({None if o is None else (o.tokenizer, o.architecture) for o in origins}) == 1:
+        write_whole(out / ORIGIN_FILE, json.dumps(asdict(origins[0])))
+    return whole.num_rows
+
+
+FORMATS: dict[str, Callable[[Tables, Path], int]] = {"jsonl": to_json_lines, "datasets": to_datasets, "atropos": to_atropos}
+
+
+def scored_data(group: RolloutGroup) -> dict[str, Any]:
+    """A group as atroposlib's `ScoredData` has it: masks are -100 or the token, logprobs 1 where nobody sampled."""
+    rollouts = group.rollouts
+
+    def rows(of: Callable[[Rollout], Iterable[Any]], blank: float) -> list[list[Any]]:
+        return [[value if s else blank for value, s in zip(of(r), r.is_sampled, strict=True)] for r in rollouts]
+
+    found: dict[str, Any] = {
+        "tokens": [list(r.token_ids) for r in rollouts],
+        "masks": rows(lambda r: r.token_ids, NOT_TRAINED),
+        "scores": [r.score.reward for r in rollouts],
+        "inference_logprobs": rows(lambda r: r.logprobs, _BLANK),
+        "overrides": [{"temperature": r.temperature, **({"set_advantage_to_zero": True} if r.zero_advantage else {})} for r in rollouts],
+    }
+    if group.advantages is not None:
+        found["advantages"] = [list(row) for row in group.advantages]
+    if all(r.ref_logprobs is not None for r in rollouts):
+        found["ref_logprobs"] = rows(lambda r: r.ref_logprobs or (), 0.0)
+    if group.problem is not None:
+        prompt = [dict(message) for message in group.problem.messages]
+        found["messages"] = [[*prompt, {"role": "assistant", "content": str(r.text)}] for r in rollouts]
+    return found
+
+
+def _write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> int:
+    """The file is complete or absent."""
+    hidden = out.with_name(f".{out.name}{UNFINISHED}")
+    count = 0
+    try:
+        with hidden.open("w", encoding="utf-8") as file:
+            for line in lines:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                count += 1
+        os.replace(hidden, out)
+    finally:
+        with suppress(OSError):
+            hidden.unlink()
+    return count
+
+
+def refuse_existing(out: Path) -> None:
+    """Raise ConfigError if there is something at `out` already."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"OUT={out}: is there already; name a new file or folder")

@@ -1,0 +1,158 @@
+"""`python -m offline_grpo.rollouts`: what it prints, and what other tools make of what it writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import datasets
+import pyarrow.parquet as pq
+import pytest
+from atroposlib.api.server import ScoredData
+from recorded import CONTEXT, ORIGIN, VOCAB, made_groups, make_replay, replayed, write_store
+from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.rollouts import __main__ as command
+from offline_grpo.rollouts.atropos.groups import GroupReader
+from offline_grpo.rollouts.store.export import scored_data
+from offline_grpo.rollouts.store.reader import Shard
+from offline_grpo.rollouts.store.rows import parquet, table_of
+from offline_grpo.rollouts.store.show import show_groups
+from offline_grpo.types import RolloutGroup
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model whose tokens are called t0, t1, ..."""
+    folder = tmp_path_factory.mktemp("store")
+    Tokenizer(WordLevel({f"t{token}": token for token in range(VOCAB)}, "t0")).save(str(folder / "tokenizer.json"))
+    return write_store(folder / "run", origin=replace(ORIGIN, model=str(folder)))
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    def printed(*words: object) -> str:
+        command.run([str(word) for word in words])
+        text = capsys.readouterr().out
+        assert words[0] == "export" or max(map(len, text.splitlines())) <= 80
+        return text
+
+    return printed
+
+
+def test_show_has_the_best_and_the_worst_of_each_group(store: Path, printed) -> None:
+    text = printed("show", store)
+    assert "train, iteration 4, group 2, problem p1: 3 completions" in text
+    assert text.count("2+2=") == 2
+    first, second = text.partition("group 2")[::2]
+    assert [first.count(token) for token in ("t13t22", "t13t21", "t13t20")] == [1, 0, 1]
+    assert first.index("t13t22") < first.index("t13t20") < len(first)
+    assert "reward 0.500  advantage +0.30  2 tokens  length  version 3" in second
+    assert "t10t21" in printed("show", store, "--iteration", 1, "--full", "--groups", 1)
+    assert "eval, iteration 4, group 1" in printed("show", store, "--phase", "eval")
+    with pytest.raises(ConfigError, match="has no rollouts of phase train of iteration 9"):
+        printed("show", store, "--iteration", 9)
+
+
+def test_tokens_are_coloured_by_their_advantages_and_nothing_reaches_the_terminal(store: Path, tmp_path: Path) -> None:
+    group = made_groups(0)[0]
+    evil = replace(group.rollouts[0], text="\x1b]0;gone\x07")
+    coloured = RolloutGroup(group.problem, (evil, group.rollouts[1]), ((0.0, 0.0, 0.0, 2.0, -1.0),) * 2)
+    table = table_of("train", [coloured], [[0.5, 0.5]], 0)
+    for origin, expected in (
+        (replace(ORIGIN, model=str(store.parent)), ("38;2;90;255;90mt10", "38;2;180;90;90mt20")),
+        (ORIGIN, ("x1b]0;gone",)),
+    ):
+        (tmp_path / "x.parquet").write_bytes(parquet(table, origin.to_metadata()))
+        console = Console(force_terminal=True, color_system="truecolor", width=80)
+        with console.capture() as captured:
+            show_groups(console, Shard(tmp_path / "x.parquet"), table, 1, full=True)
+        text = captured.get()
+        assert "\x1b]0" not in text
+        assert all(part in text for part in expected), text
+
+
+def test_stats_count_what_was_recorded(store: Path, tmp_path: Path, printed) -> None:
+    text = printed("stats", store)
+    assert "24 completions in 8 groups, 48 tokens" in text
+    assert "ended: stop 66.7%, length 33.3%" in text
+    assert "repeated within their group: 0.0%; groups whose rewards are all equal: 0.0%" in text
+    assert "reward against length: one of them does not vary" in text
+    rows = [line.split() for line in text.splitlines() if line.strip()[:2] in ("1 ", "2 ", "3 ", "4 ")]
+    assert rows[-4:] == [[str(i + 1), "6", f"{(i + 1) / 10:.3f}", "33.3%", "2.0", "33.3%", "0.0%"] for i in range(4)]
+
+    [first, second, third] = made_groups(0)[0].rollouts
+    longer = replace(
+        second,
+        **{name: (*getattr(second, name), getattr(second, name)[-1]) for name in ("token_ids", "is_sampled", "logprobs", "versions")},
+    )
+    groups = [RolloutGroup(None, (first, first, third)), RolloutGroup(None, (longer, longer))]
+    (tmp_path / "one.parquet").write_bytes(parquet(table_of("train", groups, None, 0), {}))
+    text = printed("stats", tmp_path / "one.parquet")  # lengths 2 2 2 3 3, rewards 0 0 .2 .1 .1: r = 0.04 / sqrt(1.2 * 0.028)
+    assert "repeated within their group: 40.0%; groups whose rewards are all equal: 50.0%" in text
+    assert "reward against length: correlation +0.22" in text
+    for low, high in pairwise(["2 to 2", "3 to 3"]):
+        assert text.index(low) < text.index(high)
+
+
+def test_lines_of_json_hold_every_column(store: Path, tmp_path: Path, printed) -> None:
+    assert printed("export", store, tmp_path / "out.jsonl") == f"wrote 24 completions to {tmp_path}/out.jsonl\n"
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    rows = pq.read_table(store / "rollouts" / "iter_003.parquet").to_pylist()
+    for line, row in zip(lines[-6:], rows, strict=True):
+        assert {name: json.loads(v) if name in ("messages", "fields", "parts") else v for name, v in row.items()} == line
+    with pytest.raises(ConfigError, match="is there already"):
+        printed("export", store, tmp_path / "out.jsonl")
+
+
+def test_datasets_and_replay_read_what_is_exported_for_them(store: Path, tmp_path: Path, printed) -> None:
+    printed("export", store, tmp_path / "saved", "--format", "datasets")
+    found = datasets.load_from_disk(str(tmp_path / "saved"))
+    assert found["text"][:4] == ["0.0.0", "0.0.1", "0.0.2", "0.1.0"]
+    assert replayed(make_replay(tmp_path / "saved")) == replayed(make_replay(store))  # the same model and tokenizer
+    assert "24 completions in 8 groups" in printed("stats", tmp_path / "saved")
+    assert "train, iteration 4, group 1" in printed("show", tmp_path / "saved")
+    datasets.DatasetDict({"train": found}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(ConfigError, match=r"splits: has the splits train; name one of these folders"):
+        make_replay(tmp_path / "splits")
+
+
+def test_atropos_takes_what_is_exported_for_it(store: Path, tmp_path: Path, printed) -> None:
+    printed("export", store, tmp_path / "groups.jsonl", "--format", "atropos", "--iteration", 3)
+    lines = (tmp_path / "groups.jsonl").read_text().splitlines()
+    read = GroupReader(decode=str, vocab_size=VOCAB, max_members=3, max_token_len=CONTEXT)
+    for line, group in zip(lines, made_groups(2), strict=True):
+        sent = ScoredData.model_validate_json(line)
+        assert sent.masks[0] == [-100, -100, -100, 12, 20]
+        assert sent.messages is not None
+        assert sent.messages[1][-1] == {"role": "assistant", "content": str(group.rollouts[1].text)}
+        found = read(json.loads(line))
+        assert [(r.token_ids, r.is_sampled, r.score.reward, r.temperature) for r in found.rollouts] == [
+            (r.token_ids, r.is_sampled, r.score.reward, r.temperature) for r in group.rollouts
+        ]
+    rollouts = [replace(r, ref_logprobs=r.logprobs, zero_advantage=True) for r in made_groups(0)[0].rollouts]
+    whole = scored_data(RolloutGroup(None, tuple(rollouts), ((0.0, 0.0, 0.0, 0.5, -0.5),) * 3))
+    found = read(json.loads(ScoredData.model_validate(whole).model_dump_json()))
+    assert found.advantages == ((0.0, 0.0, 0.0, 0.5, -0.5),) * 3
+    assert [r.ref_logprobs for r in found.rollouts] == [r.logprobs for r in rollouts]
+    assert all(r.zero_advantage for r in found.rollouts)
+
+
+def test_a_damaged_file_is_one_line(tmp_path: Path, capsys, monkeypatch) -> None:
+    store = write_store(tmp_path / "run", iterations=2)
+    (store / "rollouts" / "iter_000.parquet").write_bytes(b"PAR1")
+    monkeypatch.setattr(sys, "argv", ["rollouts", "stats", str(store)])
+    assert command.main() == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {store}/rollouts/iter_000.parquet: cannot be read (")
+    assert told.endswith("; --skip-damaged goes on without this file\n")
+    command.run(["stats", str(store), "--skip-damaged"])
+    assert "6 completions in 2 groups" in capsys.readouterr().out
