@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from rich.console import Console
 
 from offline_grpo.logger.lines import folded
+from offline_grpo.report.findings import find
 from offline_grpo.report.history import History, Series
 
 LABEL_WIDTH = 16
@@ -20,7 +23,7 @@ def print_summary(history: History, console: Console) -> None:
 
 
 def summary_lines(history: History, *, width: int) -> list[str]:
-    """What was measured before training, at the end and at best; time per phase and of the start; throughput; memory; the folder."""
+    """What was measured before training, at the end and at best; time, speed and memory; what to look at; the folder."""
     lines = [
         history.size,
         "".rjust(LABEL_WIDTH) + "  ".join(["before".ljust(RESULT_WIDTH), "after".ljust(RESULT_WIDTH), "best (iteration)"]),
@@ -31,6 +34,7 @@ def summary_lines(history: History, *, width: int) -> list[str]:
             lines.append(_result(history, "train", key, label))
     lines += _time(history, width)
     lines += _rates(history)
+    lines += _findings(history, width)
     return [line.rstrip() for line in [*lines, "files".ljust(LABEL_WIDTH) + str(history.run_dir)]]
 
 
@@ -79,6 +83,17 @@ def _rates(history: History) -> list[str]:
     held, reserved = (history.series("train", f"perf/gpu_memory_{name}gb").values for name in ("", "reserved_"))
     if len(held) and len(reserved):
         lines.append("GPU memory".ljust(LABEL_WIDTH) + f"peak {held.max():.1f} GB in tensors, {reserved.max():.1f} GB reserved")
+    return lines
+
+
+def _findings(history: History, width: int) -> list[str]:
+    """What to look at, and what to try."""
+    lines: list[str] = []
+    for finding in find(history):
+        for text in (finding.observation, f"try: {finding.advice}"):
+            label = "look at" if not lines else ""
+            room = {"initial_indent": label.ljust(LABEL_WIDTH), "subsequent_indent": " " * LABEL_WIDTH}
+            lines += textwrap.wrap(text, max(width, 2 * LABEL_WIDTH), **room, break_on_hyphens=False, break_long_words=False)
     return lines
 
 

@@ -93,10 +93,10 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     if plan.weight_sync.requires.shares_weights and ranks.is_main:
         settle_layout(policy.scoring, plan.layout, policy.compute_device)
         settle_compile(policy.scoring, config.model.compile, policy.compute_device)
-    with progress.phase("masters and optimizer"):
+    with progress.phase("masters"):
         sharding.prepare(policy)
         policy.make_masters(offload=is_offloaded(plan.optimizer))
-        updater = make_updater(plan, policy, model_id, start.run_dir, ranks, sharding)
+    updater = make_updater(plan, policy, model_id, start.run_dir, ranks, sharding)
     if start.resume is not None and start.resume.lr_schedule is not None:
         updater.lr_schedule = start.resume.lr_schedule
     schedule = PushSchedule(plan.weight_sync.interval)

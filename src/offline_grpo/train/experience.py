@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import compress, islice
+from math import fsum, sqrt
 from statistics import fmean, pstdev
 
 from offline_grpo.errors import ConfigError, ScoreError
@@ -68,8 +69,19 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "num_completion_tokens": float(sum(lengths)),
         **({"truncated_frac": fmean(reason is FinishReason.LENGTH for reason in reasons)} if reasons else {}),
         **{f"reward/{name}": fmean(r.score.parts.get(name, 0.0) for r in rollouts) for name in parts},
+        **_reward_against_length(groups),
         **failure_metrics(groups),
     }
+
+
+def _reward_against_length(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Pearson's correlation over all rollouts, each less the mean of its group; empty where one of the two does not vary."""
+    pairs = []
+    for group in groups:
+        rewards, lengths = [r.score.reward for r in group.rollouts], [r.num_sampled for r in group.rollouts]
+        pairs += [(reward - fmean(rewards), length - fmean(lengths)) for reward, length in zip(rewards, lengths, strict=True)]
+    spread = sqrt(fsum(x * x for x, _ in pairs) * fsum(y * y for _, y in pairs))
+    return {"reward_length_correlation": fsum(x * y for x, y in pairs) / spread} if spread > 0 else {}
 
 
 def failure_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -1,0 +1,142 @@
+"""What an expert would point out in a run's metrics: each finding with the numbers it rests on, and what to try.
+
+The thresholds are those of docs/read_your_run.md. First and last are means over a fifth of the iterations, because single ones are noisy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from offline_grpo.report.history import History
+
+LEAST_ITERATIONS = 10
+"""In fewer, noise looks like a trend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something to look at. `observation` has the numbers."""
+
+    observation: str
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """A metric in the first and in the last fifth of a run; NaN where it was not recorded, of which no comparison is true."""
+
+    first: float
+    last: float
+
+    def __str__(self) -> str:
+        return f"from {self.first:.3g} to {self.last:.3g}"
+
+
+def find(history: History) -> list[Finding]:
+    """All findings, the most serious first."""
+    if len(history.train) < LEAST_ITERATIONS:
+        return []
+    return [Finding(*pair) for check in _CHECKS for pair in check(history)]
+
+
+def trend(history: History, key: str, name: str = "train") -> Trend:
+    """How a metric of training (or "eval") went. Of evaluations, the first and the last one."""
+    values = history.series(name, key).values
+    if not len(values):
+        return Trend(math.nan, math.nan)
+    count = 1 if name == "eval" else math.ceil(len(values) / 5)
+    return Trend(float(np.mean(values[:count])), float(np.mean(values[-count:])))
+
+
+Pairs = Iterator[tuple[str, str]]
+
+
+def _failures(history: History) -> Pairs:
+    for key, what, advice in (
+        ("scoring/num_failed", "rewards are 0 because the code that scores failed", "the first failure of each kind is in run.log"),
+        ("num_updates_refused", "updates were skipped, whose loss or gradient was not finite", "a lower train.lr, train.precision=bf16"),
+    ):
+        if (total := history.series("train", key).values.sum()) > 0:
+            yield f"{total:.0f} {what}", advice
+
+
+def _mismatch(history: History) -> Pairs:
+    """Whether what is trained on was drawn from the weights that are trained."""
+    apart, effective = trend(history, "alignment/diff_abs_mean"), trend(history, "mismatch/ess_frac")
+    if apart.last > 0.1 or effective.last < 0.9:
+        numbers = f"{apart.last:.2g} nats apart per token, effective sample size {effective.last:.0%}"
+        yield f"trainer and engine disagree: {numbers}", "docs/troubleshooting.md, Trainer and engine disagree, before anything else"
+
+
+def _worse(history: History) -> Pairs:
+    held_out, high, low = (trend(history, f"pass@1{end}", "eval") for end in ("", "_high", "_low"))
+    if high.last < low.first:
+        yield f"the model has got worse: held-out pass@1 {held_out}, and the intervals do not meet", "a lower train.lr, train.warmup_steps"
+
+
+def _no_signal(history: History) -> Pairs:
+    groups, trained = (history.series("train", key).values for key in ("num_groups", "num_groups_trained"))
+    success = trend(history, "success_rate")
+    if len(groups) == len(trained) > 0:
+        count = math.ceil(len(groups) / 5)
+        share = trained[-count:].sum() / max(groups[-count:].sum(), 1)
+        if share < 0.2 and success.last < 0.8:
+            numbers = f"{share:.0%} of the groups have different rewards, and {success.last:.0%} of the answers are right"
+            yield f"few groups have signal at last: {numbers}", "a larger data.rollouts_per_problem, or problems of medium difficulty"
+
+
+def _truncation(history: History) -> Pairs:
+    cut = trend(history, "truncated_frac")
+    if cut.last > 0.1:
+        yield f"{cut.last:.0%} of the completions are cut off at last", "a larger generation.max_new_tokens, train.mask_truncated=true"
+
+
+def _entropy(history: History) -> Pairs:
+    entropy, success = trend(history, "entropy"), trend(history, "success_rate")
+    if entropy.last < 0.1 * entropy.first and entropy.last < 0.1 and success.last < 0.9:
+        advice = "train/loss=dapo, a lower train.lr, a higher train.kl_coef, train.entropy_coef=1e-3"
+        yield f"entropy has collapsed: {entropy} nats, with {success.last:.0%} of the answers right", advice
+    if entropy.last > 2 * entropy.first and entropy.last > entropy.first + 0.5:
+        yield f"entropy grows: {entropy} nats", "a lower train.lr, train.entropy_coef=0"
+
+
+def _clipping(history: History) -> Pairs:
+    clipped = trend(history, "clip_frac")
+    if clipped.last > 0.3:
+        yield f"{clipped.last:.0%} of the tokens are clipped at last", "fewer train.epochs or train.updates_per_iteration, a lower train.lr"
+
+
+def _length(history: History) -> Pairs:
+    length, success = trend(history, "completion_tokens_mean"), trend(history, "success_rate")
+    relation = trend(history, "reward_length_correlation")
+    if length.last > 1.5 * length.first and success.last < success.first + 0.05:
+        numbers = f"{length} tokens, right answers from {success.first:.0%} to {success.last:.0%}"
+        yield f"completions get longer, and not better: {numbers}", "train/loss=dapo or dr_grpo, a lower generation.max_new_tokens"
+    if relation.last > 0.5:
+        numbers = f"correlation {relation.last:.2f} within groups"
+        yield f"the longer of two answers gets the higher reward: {numbers}", "see in samples/ whether length is what the reward pays for"
+
+
+def _not_general(history: History) -> Pairs:
+    reward, held_out = trend(history, "reward_mean"), trend(history, "pass@1", "eval")
+    spread = trend(history, "reward_std")
+    if reward.last > reward.first + 0.5 * spread.first and held_out.last <= held_out.first < 0.99:
+        numbers = f"reward {reward}, pass@1 {held_out}"
+        yield f"the reward rises, and held-out pass@1 does not: {numbers}", "read samples/ with a high reward; use more problems"
+
+
+_CHECKS: tuple[Callable[[History], Pairs], ...] = (
+    _failures,
+    _mismatch,
+    _worse,
+    _no_signal,
+    _truncation,
+    _entropy,
+    _clipping,
+    _length,
+    _not_general,
+)
