@@ -55,6 +55,9 @@ class DataConfig:
     train_seed_start: int
     num_train_seeds: int | None
     shuffle: bool
+    resample_zero_signal: bool
+    max_resamples: int
+    soft_overlong_tokens: int | None
 
     def __post_init__(self) -> None:
         require(self.problems_per_iteration > 0, "data.problems_per_iteration", self.problems_per_iteration, "must be at least 1")

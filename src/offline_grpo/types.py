@@ -177,6 +177,7 @@ class RolloutGroup:
     problem: Problem | None
     rollouts: tuple[Rollout, ...]
     advantages: tuple[tuple[float, ...], ...] | None = None  # [G][N]
+    num_replaced: int = 0  # groups without signal that were thrown away in favour of this one
 
 
 @dataclass(frozen=True, slots=True)

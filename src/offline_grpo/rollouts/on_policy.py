@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from offline_grpo.errors import require
 from offline_grpo.generation.sample import sample_in_order
 from offline_grpo.interfaces import RolloutClient, Task, TextCodec
 from offline_grpo.seeding import derive_seed
 from offline_grpo.types import Metrics, Problem, RolloutGroup, SamplingParams
+
+EQUAL_REWARDS = 1e-6
+"""Rewards that differ by less teach nothing: see `train/advantage.py`."""
 
 
 @lru_cache(maxsize=2)
@@ -28,12 +32,18 @@ class OnPolicy:
 
     Args:
         shuffle: visit the problems in a new order on each pass over them.
+        resample_zero_signal: replace groups whose rewards are all equal by groups of other problems (dynamic sampling, DAPO,
+            arXiv 2503.14476), at most `max_resamples` times each.
+        soft_overlong_tokens: see `overlong_penalty`; None: no penalty.
         rank, world_size: process `rank` of `world_size` samples every `world_size`-th problem.
     """
 
     problems_per_iteration: int
     group_size: int
     shuffle: bool
+    resample_zero_signal: bool
+    max_resamples: int
+    soft_overlong_tokens: int | None
     seed: int
 
     client: RolloutClient
@@ -48,7 +58,12 @@ class OnPolicy:
 
     @staticmethod
     def check(config: Any) -> None:
-        """See `RolloutSource.check`. It works in every run."""
+        """See `RolloutSource.check`."""
+        settings, longest = config.rollouts, config.generation["max_new_tokens"]
+        require(settings["max_resamples"] > 0, "data.max_resamples", settings["max_resamples"], "must be at least 1")
+        tokens = settings["soft_overlong_tokens"]
+        fix = f"must be at least 1, and less than generation.max_new_tokens={longest}; null gives no penalty"
+        require(tokens is None or 0 < tokens < longest, "data.soft_overlong_tokens", tokens, fix)
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
         """See `RolloutSource.start`. Nothing runs ahead."""
@@ -56,9 +71,15 @@ class OnPolicy:
     def next(self, iteration: int) -> list[RolloutGroup]:
         """See `RolloutSource.next`. A function of the seed, the iteration and the weights alone: a resumed run draws the same."""
         first = iteration * self.problems_per_iteration
-        positions = range(first, first + self.problems_per_iteration)[self.rank :: self.world_size]
-        draws = [(self._problem_at(position), derive_seed(self.seed, "rollout", position)) for position in positions]
-        return sample_in_order(self.client, self.task, self.codec, draws, self.sampling, group_size=self.group_size)
+        places = range(self.problems_per_iteration)[self.rank :: self.world_size]
+        groups = self._sample([(self._problem_at(first + i), derive_seed(self.seed, "rollout", first + i)) for i in places])
+        others = self._others(iteration) if self.resample_zero_signal else []
+        for start in range(0, len(others), self.problems_per_iteration):
+            draws = others[start : start + self.problems_per_iteration]
+            silent = [n for n, i in enumerate(places) if i < len(draws) and _is_silent(groups[n])]
+            for n, group in zip(silent, self._sample([draws[places[n]] for n in silent]), strict=True):
+                groups[n] = replace(group, num_replaced=groups[n].num_replaced + 1)
+        return groups
 
     def weights_changed(self, version: int) -> None:
         """See `RolloutSource.weights_changed`. The client knows."""
@@ -74,8 +95,50 @@ class OnPolicy:
     def close(self) -> None:
         """See `RolloutSource.close`."""
 
+    def _sample(self, draws: Sequence[tuple[Problem, int]]) -> list[RolloutGroup]:
+        groups = sample_in_order(self.client, self.task, self.codec, draws, self.sampling, group_size=self.group_size)
+        return groups if self.soft_overlong_tokens is None else [self._with_penalties(group, self.soft_overlong_tokens) for group in groups]
+
+    def _with_penalties(self, group: RolloutGroup, cache: int) -> RolloutGroup:
+        """The group with a part `overlong` in every reward."""
+        rollouts = []
+        for rollout in group.rollouts:
+            penalty = overlong_penalty(rollout.num_sampled, self.sampling.max_new_tokens, cache)
+            score = rollout.score
+            score = replace(score, reward=score.reward + penalty, parts={**score.parts, "overlong": penalty})
+            rollouts.append(replace(rollout, score=score))
+        return replace(group, rollouts=tuple(rollouts))
+
+    def _others(self, iteration: int) -> list[tuple[Problem, int]]:
+        """Draws for groups to be replaced: the i-th group of the iteration takes every `problems_per_iteration`-th, from i on.
+
+        The same for all processes, and made from the iteration alone, so that a checkpoint need not say how many were used. Problems of the
+        iteration itself are left out, and no other comes twice.
+        """
+        first = iteration * self.problems_per_iteration
+        own = {self._index_at(first + i) for i in range(self.problems_per_iteration)}
+        seed, wanted = derive_seed(self.seed, "resample", iteration), self.problems_per_iteration * self.max_resamples
+        indices = random.Random(seed).sample(range(len(self.problems)), min(len(self.problems), wanted + len(own)))
+        chosen = [index for index in indices if index not in own][:wanted]
+        return [(self.problems[index], derive_seed(seed, "rollout", n)) for n, index in enumerate(chosen)]
+
     def _problem_at(self, position: int) -> Problem:
         """The problem at `position` of the endless sequence of passes."""
+        return self.problems[self._index_at(position)]
+
+    def _index_at(self, position: int) -> int:
         epoch, offset = divmod(position, len(self.problems))
         order = permutation(len(self.problems), derive_seed(self.seed, "order", epoch)) if self.shuffle else range(len(self.problems))
-        return self.problems[order[offset]]
+        return order[offset]
+
+
+def overlong_penalty(num_tokens: int, longest: int, cache: int) -> float:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to `longest - cache` tokens, from there on linear down to -1
+    at `longest`, and -1 beyond."""
+    return -min(max(num_tokens - (longest - cache), 0) / cache, 1.0)
+
+
+def _is_silent(group: RolloutGroup) -> bool:
+    """Whether all rewards are equal, but for rounding."""
+    rewards = [rollout.score.reward for rollout in group.rollouts]
+    return max(rewards) - min(rewards) < EQUAL_REWARDS

@@ -39,6 +39,7 @@ def prepare_batch(
     is_silent = zero_signal_groups([_numbers(group, own) for group, own in zip(groups, advantages, strict=True)])
     keep = [not (config.drop_zero_signal_groups and silent) for silent in is_silent]
     metrics |= {"num_groups": float(len(groups)), "num_groups_zero_signal": float(sum(is_silent)), "num_groups_trained": float(sum(keep))}
+    metrics |= {"num_groups_replaced": float(sum(group.num_replaced for group in groups))}
     flat = [advantage for group, kept in zip(advantages, keep, strict=True) for advantage in group if kept]
     chosen = _sequences_of_groups(groups, keep)
     if not chosen or not bool(batch.completion_mask.any()):
