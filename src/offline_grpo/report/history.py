@@ -99,9 +99,12 @@ def count(number: int, noun: str) -> str:
 
 def _read(path: Path) -> Metrics:
     try:
-        metrics = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        metrics = json.loads(path.read_bytes())
+    except ValueError as error:
         raise GrpoError(f"{path}: is not JSON ({error}); delete it, or restore the run folder") from error
     if not isinstance(metrics, dict):
         raise GrpoError(f"{path}: holds a {type(metrics).__name__}, not an object of metrics; delete it, or restore the run folder")
+    for key, value in metrics.items():
+        if value is not None and not isinstance(value, (int, float)):
+            raise GrpoError(f"{path}: {key}={value!r:.40} is no number; delete it, or restore the run folder")
     return metrics

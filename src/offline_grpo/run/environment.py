@@ -13,16 +13,24 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.disk import write_whole
+from offline_grpo.disk import parse_json, write_whole
+from offline_grpo.errors import GrpoError, reason_of
 from offline_grpo.redaction import redacted_text
 
 FILE = "environment.json"
 
 
 def record_start(run_folder: Path) -> int:
-    """Add this start to the file in the run's folder: command, working directory, git commit and versions. Returns its number."""
+    """Add this start to the file in the run's folder: command, working directory, git commit and versions. Returns its number.
+
+    Raises:
+        GrpoError: what earlier starts wrote there is damaged.
+    """
     path = run_folder / FILE
-    starts = json.loads(path.read_text()) if path.exists() else []
+    try:
+        starts = parse_json(list[dict[str, Any]], path.read_bytes()) if path.exists() else []
+    except ValueError as error:
+        raise GrpoError(f"{path}: has no list of this run's starts ({reason_of(error)}); bring it back, or write [] in it") from error
     write_whole(path, json.dumps([*starts, this_start()], indent=2) + "\n")
     return len(starts) + 1
 

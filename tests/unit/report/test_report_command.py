@@ -62,6 +62,12 @@ def test_the_folder_of_a_sweep_has_its_table(killed: Path, to_a_file: io.StringI
             2,
         ),
         (lambda run: (run / "metrics" / "train_iter_001.json").write_text("{") and run, "train_iter_001.json: is not JSON (", 1),
+        (lambda run: (run / "metrics" / "train_iter_001.json").write_bytes(b"\xff\xfe") and run, "train_iter_001.json: is not JSON (", 1),
+        (
+            lambda run: (run / "metrics" / "train_iter_001.json").write_text('{"entropy": {"a": 1}}') and run,
+            "train_iter_001.json: entropy={'a': 1} is no number",
+            1,
+        ),
         (lambda run: (run / "report.png").mkdir() or run, "report.png: cannot be read or written (Is a directory)", 1),
     ],
 )
