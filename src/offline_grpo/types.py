@@ -36,6 +36,7 @@ class FinishReason(StrEnum):
 
 
 SCALE_REWARDS = ("group", "batch", "none")  # what centred rewards can be divided by, see `train/advantage.py`
+TASK_MARK = "::"  # in ids of a mixture's problems, between the name of the task and the problem's id there
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,12 @@ class Problem:
     messages: tuple[Message, ...]
     answer: str
     fields: Mapping[str, Any] = field(default_factory=dict)  # the rest of its row in a data set, for reward functions
+
+    @property
+    def task(self) -> str:
+        """The task of a mixture that it is of; "" elsewhere."""
+        name, mark, _ = self.problem_id.partition(TASK_MARK)
+        return name if mark else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +185,12 @@ class RolloutGroup:
     rollouts: tuple[Rollout, ...]
     advantages: tuple[tuple[float, ...], ...] | None = None  # [G][N]
     num_replaced: int = 0  # groups without signal that were thrown away in favour of this one
+
+
+def by_task(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
+    """The groups of each task of a mixture, in the order of their names; none elsewhere."""
+    tasks = sorted({group.problem.task for group in groups if group.problem is not None and group.problem.task})
+    return {name: [group for group in groups if group.problem is not None and group.problem.task == name] for name in tasks}
 
 
 @dataclass(frozen=True, slots=True)

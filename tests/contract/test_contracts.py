@@ -27,7 +27,8 @@ from offline_grpo.interfaces import Loss, RolloutClient, RunListener, Task
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain
+from offline_grpo.run.config import as_plain, typed
+from offline_grpo.run.task_data import build_task
 from offline_grpo.types import (
     BatchTotals,
     Completion,
@@ -104,7 +105,10 @@ def task_twins(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Task, Ta
             rows = [row | {"prompt": row["question"], **INSTRUCTIONS} for row in rows]
             (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         overrides = [f"task.path={tmp_path}", *(["task.prompt_field=question"] if request.param in ("gsm8k", "dataset") else [])]
-    first, second = (make("task", request.param, *overrides, protocol=Task) for _ in range(2))
+    if request.param == "mixture":
+        overrides = ["+task@task.tasks.sums=arithmetic", "+task@task.tasks.logic=sat"]
+    first, second = (build_task(typed(compose_config(f"task={request.param}", *overrides)).task) for _ in range(2))
+    assert isinstance(first, Task)
     return first, second
 
 

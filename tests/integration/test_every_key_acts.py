@@ -43,6 +43,7 @@ from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.preflight import listeners, make_plan
+from offline_grpo.run.task_data import build_task
 from offline_grpo.train.advantage import group_advantages
 from offline_grpo.types import BatchTotals, Split, TokenStats
 
@@ -323,6 +324,11 @@ def task_effect(task: Any) -> Any:
     return problems, task.score(problems[0], r"\boxed{3}").reward
 
 
+def mixture_effect(task: Any) -> Any:
+    """Which task the first problems are of."""
+    return [problem.task for problem in task.problems(Split.TRAIN)[:20]]
+
+
 def ifeval_effect(task: Any) -> Any:
     """The first problems of both splits, and the reward of a response with thoughts, which alone have a comma."""
     problems = [problem for split in Split for problem in task.problems(split)]
@@ -431,6 +437,7 @@ BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "task=sat": (task_effect, {"difficulty": 0.9, "max_solution_frac": 0.1, "system_prompt": "Think."}),
     "task=gsm8k": (task_effect, ROWS),
     "task=dataset": (task_effect, ROWS),
+    "task=mixture": (mixture_effect, {"weights": {"a": 0.9, "b": 0.1}}),
     "task=ifeval": (ifeval_effect, IFEVAL),
     "task=ifeval_sample": (ifeval_effect, IFEVAL),
     "logger=[console]": (logger_effect, {"console.refresh_per_s": 9, "console.names": "atropos"}),
@@ -683,6 +690,7 @@ def test_a_component_changes_with_each_setting(choice: str, tmp_path: Path) -> N
     from_rows = {"task=gsm8k": "question", "task=dataset": "question", "task=ifeval": None, "task=ifeval_sample": None}
     rows = [f"task.path={word_problems(tmp_path / 'here', 0)}", "task.name=main"] if choice in from_rows else []
     rows += [f"task.prompt_field={from_rows[choice]}"] if from_rows.get(choice) else []
+    rows += ["+task@task.tasks.a=arithmetic", "+task@task.tasks.b=sat"] if choice == "task=mixture" else []
     cfg = compose_config(choice, *rows)
     other = str(word_problems(tmp_path / "other", 100))
     for name, value in changes.items():
@@ -691,15 +699,19 @@ def test_a_component_changes_with_each_setting(choice: str, tmp_path: Path) -> N
         node = as_plain(OmegaConf.select(cfg, place))
         (tmp_path / name).mkdir()
 
-        before, again = (effect(build(node, key=place, output_dir=tmp_path / name)) for _ in range(2))
+        before, again = (effect(component(node, place, tmp_path / name)) for _ in range(2))
         assert before == again  # else a difference would prove nothing
         changed = with_setting(node, setting, other if value == "@other" else value)
         assert before != effect_or_refusal(effect, changed, place, tmp_path / name), name
 
 
+def component(node: Any, key: str, output_dir: Path) -> Any:
+    return build_task(node) if key == "task" else build(node, key=key, output_dir=output_dir)
+
+
 def effect_or_refusal(effect: Callable[[Any], Any], node: Any, key: str, output_dir: Path) -> Any:
     try:
-        return effect(build(node, key=key, output_dir=output_dir))
+        return effect(component(node, key, output_dir))
     except ConfigError as error:
         return str(error)
 

@@ -15,12 +15,12 @@ from offline_grpo.generation.sample import sample_groups
 from offline_grpo.interfaces import RolloutClient, Task, TextCodec
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import EvalConfig
-from offline_grpo.types import FinishReason, Metrics, Problem, Rollout, RolloutGroup, SamplingParams
+from offline_grpo.types import FinishReason, Metrics, Problem, Rollout, RolloutGroup, SamplingParams, by_task
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassAtKEvaluator:
-    """Draws `replicates` completions of each problem and averages (see `pass_at_k.py` for the metrics).
+    """Draws `replicates` completions of each problem and averages (see `pass_at_k.py` for the metrics); of a mixture, also task by task.
 
     The seed of a completion depends on `seed_base`, cycle, problem and replicate alone, so the metrics are the same however the
     work is batched or spread over processes.
@@ -82,7 +82,12 @@ class PassAtKEvaluator:
         """See `Evaluator.metrics`."""
         assert len(groups) == len(self.problems), f"{len(groups)} groups for {len(self.problems)} problems"
         seed = derive_seed(self.seed_base, cycle, "bootstrap")
-        return metrics_with_intervals(_table(groups), self.ks, bootstrap_samples=self.bootstrap_samples, seed=seed)
+        found = {"": groups} | {f"task/{name}/": own for name, own in by_task(groups).items()}
+        return {
+            f"{place}{name}": value
+            for place, own in found.items()
+            for name, value in metrics_with_intervals(_table(own), self.ks, bootstrap_samples=self.bootstrap_samples, seed=seed).items()
+        }
 
 
 def _table(groups: Sequence[RolloutGroup]) -> ReplicateTable:

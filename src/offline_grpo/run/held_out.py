@@ -15,9 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Task
 from offline_grpo.run import config as conf
-from offline_grpo.run.build import build
 from offline_grpo.run.preflight import evaluation_sampling
-from offline_grpo.run.task_data import held_out_problems
+from offline_grpo.run.task_data import build_task, held_out_problems
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import Problem, SamplingParams
 
@@ -74,7 +73,7 @@ def held_out_sets(base: Sequence[str], words: Sequence[str]) -> list[HeldOut]:
 def _held_out(overrides: list[str], names: Iterable[str]) -> HeldOut:
     cfg = compose("config", overrides=overrides)
     config = conf.typed(cfg)
-    task = build(config.task, key="task", protocol=Task)
+    task = build_task(config.task)
     return HeldOut(
         name=" ".join(names) or type(task).__name__.lower(),
         config=config,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offline_grpo.interfaces import Task
-from offline_grpo.run.build import build
 from offline_grpo.run.preflight import Plan
+from offline_grpo.run.task_data import build_task
 from offline_grpo.settings import RunConfig
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ def isolated(task: Task, config: RunConfig, folder: Path | None, stack: ExitStac
         return task
     from offline_grpo.generation.scoring.isolated import IsolatedTask
 
-    make_task = partial(build, config.task, key="task", protocol=Task)
+    make_task = partial(build_task, config.task)
     own = replace(settings, workers=-(-settings.workers // num_processes))
-    preload = (build.__module__, *getattr(task, "worker_imports", ()))
+    preload = (build_task.__module__, *getattr(task, "worker_imports", ()))
     isolated_task = IsolatedTask(task, make_task, own, preload=preload, printed=None if folder is None else folder / "scoring.log")
     stack.callback(isolated_task.close)
     return isolated_task

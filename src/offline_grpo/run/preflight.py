@@ -76,12 +76,14 @@ def make_plan(config: RunConfig) -> Plan:
     """
     sampling, node = _split_generation(config.generation)
     eval_sampling = evaluation_sampling(config)
-    watched = watched_metrics(config, metric_names(config.eval.ks, config.eval.replicates))
     check_url("generation.base_url", node.get("base_url"))
     check_url("eval.base_url", config.eval.base_url)
     check_url("rollouts.url", config.rollouts.get("url"))
     listeners(config, Path())  # their constructors refuse bad settings
     data = task_data(config)
+    names = metric_names(config.eval.ks, config.eval.replicates)
+    tasks = sorted({problem.task for problem in data.held_out} - {""})
+    watched = watched_metrics(config, [*names, *(f"task/{task}/{name}" for task in tasks for name in names)])
     for key, name in (("model.train_id", config.model.train_id), ("model.ref_id", config.model.ref_id)):
         if name is not None and (key == "model.train_id" or config.train.kl_coef > 0):
             hub.need_model(name, key)

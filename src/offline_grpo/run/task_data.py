@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from offline_grpo.interfaces import Task
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.run.lock import refuse_written
 from offline_grpo.settings import RunConfig
+from offline_grpo.task.mixture import of_task
 from offline_grpo.types import Problem, Split
 
 SOURCE_RUNTIME = (
@@ -47,6 +48,18 @@ class TaskData:
     num_dropped: int = 0  # training problems left out, because their prompts are held out
 
 
+def build_task(node: Any, key: str = "task") -> Task:
+    """The task of a node; the nodes under `tasks`, which a mixture has, are built first."""
+    tasks = node.get("tasks") if isinstance(node, Mapping) else None
+    if not isinstance(tasks, Mapping):
+        return build(node, key=key, protocol=Task)
+    built = {}
+    for name, each in tasks.items():
+        with of_task(name):
+            built[name] = build_task(each)
+    return build({**node, "tasks": built}, key=key, protocol=Task)
+
+
 def task_data(config: RunConfig) -> TaskData:
     """The task and its problems.
 
@@ -63,7 +76,7 @@ def task_data(config: RunConfig) -> TaskData:
     named = config.rollouts.get("path") or []
     for path in [named] if isinstance(named, str) else named:
         refuse_written(Path(path), f"rollouts.path={path}")
-    task = build(config.task, key="task", protocol=Task)
+    task = build_task(config.task)
     train = train_problems(task, config) if source.needs_problems else None
     held_out = held_out_problems(task, config) if config.eval.enabled else []
     if train is None or not config.eval.enabled:

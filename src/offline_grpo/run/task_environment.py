@@ -26,13 +26,11 @@ from pydantic import Field
 from tenacity import RetryError
 
 from offline_grpo.generation.judging import Judgement
-from offline_grpo.interfaces import Task
 from offline_grpo.model.text import TokenizerCodec, cut_at_stop
 from offline_grpo.rollouts.on_policy import permutation
 from offline_grpo.run import config as conf
-from offline_grpo.run.build import build
 from offline_grpo.run.isolate import isolated
-from offline_grpo.run.task_data import held_out_problems, train_problems, without_held_out
+from offline_grpo.run.task_data import build_task, held_out_problems, train_problems, without_held_out
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import Problem, Score
@@ -108,7 +106,7 @@ class TaskEnvironment(BaseEnv):
     async def setup(self) -> None:
         """Build the task and choose its problems, as a run does."""
         self._run = run = run_config(self.config.task, self.config.task_overrides)
-        task = build(run.task, key="task", protocol=Task)
+        task = build_task(run.task)
         self._task = isolated(task, run, None, ExitStack())  # its processes end with this one
         self._held_out = held_out_problems(self._task, run)
         self._problems = without_held_out(train_problems(self._task, run), self._task, self._held_out)

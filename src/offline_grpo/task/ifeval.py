@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.task.answers import tagged_blocks
@@ -36,6 +36,8 @@ class IFEval(RowTask):
     Raises:
         ConfigError: as `RowTask` does; an unknown instruction, or arguments that it does not have.
     """
+
+    scores_safely: ClassVar[bool] = True
 
     answer_tag: str | None
     prompt_strict_weight: float

@@ -9,19 +9,18 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, overload
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.task.answers import last_tagged
+from offline_grpo.task.lazy_problems import MANY, LazyProblems
 from offline_grpo.types import Problem, Score, Split
-
-NUM_PROBLEMS = 10**9
 
 Clause = tuple[int, int, int]
 """Three literals: +i is the variable x_i, -i its negation; i counts from 1."""
@@ -49,28 +48,6 @@ class Formula:
         header, *lines = text.splitlines()
         literals = [tuple(int(word) for word in line.split()) for line in lines]
         return cls(num_variables=int(header.split()[2]), clauses=tuple((a, b, c) for a, b, c, _ in literals))
-
-
-@dataclass(frozen=True, slots=True)
-class LazyProblems(Sequence[Problem]):
-    """Problems made on demand: `make(i)` for each i of `indices`. Slices are lazy too."""
-
-    make: Callable[[int], Problem]
-    indices: range
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> LazyProblems: ...
-
-    def __getitem__(self, index: int | slice) -> Problem | LazyProblems:
-        if isinstance(index, slice):
-            return LazyProblems(self.make, self.indices[index])
-        return self.make(self.indices[index])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +106,7 @@ class SAT:
 
     def problems(self, split: Split) -> LazyProblems:
         """The first 10^9 problems of a split, generated when indexed; ids are `sat-i` and `sat-eval-i`."""
-        return LazyProblems(self._train_problem if split is Split.TRAIN else self._eval_problem, range(NUM_PROBLEMS))
+        return LazyProblems(self._train_problem if split is Split.TRAIN else self._eval_problem, range(MANY))
 
     def score(self, problem: Problem, text: str) -> Score:
         """Score the assignment in `text` by the reward table above."""

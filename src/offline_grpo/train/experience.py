@@ -13,7 +13,7 @@ from offline_grpo.settings import TrainConfig
 from offline_grpo.train.advantage import group_advantages, zero_signal_groups
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.update import Updater
-from offline_grpo.types import FinishReason, RolloutGroup, TokenBatch
+from offline_grpo.types import FinishReason, RolloutGroup, TokenBatch, by_task
 
 
 def prepare_batch(
@@ -55,7 +55,13 @@ def prepare_batch(
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """What the sampled completions of an iteration were like, before anything is dropped."""
+    """What the sampled completions of an iteration were like, before anything is dropped; of a mixture, also of each task by itself."""
+    shown = ("reward_mean", "success_rate", "completion_tokens_mean", "truncated_frac")
+    of_tasks = {name: _rollout_means(own) for name, own in by_task(groups).items()}
+    return _rollout_means(groups) | {f"task/{name}/{key}": own[key] for name, own in of_tasks.items() for key in shown if key in own}
+
+
+def _rollout_means(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [r.score.reward for r in rollouts]
     lengths = [r.num_sampled for r in rollouts]

@@ -1,0 +1,139 @@
+"""Several tasks in one run, each with its share of the training problems."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import isclose
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.interfaces import Task
+from offline_grpo.task.lazy_problems import MANY, LazyProblems
+from offline_grpo.types import TASK_MARK, Problem, Score, Split
+
+PERIOD = 1000
+"""Training problems after which the order of tasks repeats: shares are met to a thousandth."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Problems of several tasks; ids are those of the tasks after NAME::, by which `score` finds the task.
+
+    The training split goes through the tasks by their weights, evenly, until each problem of each task was there; those of a small task
+    come again. The evaluation split has every problem once: the first of each task, then the second of each, and so on.
+
+    Args:
+        tasks: by name.
+        weights: what share of the training problems a task has; None: equal shares.
+
+    Raises:
+        ConfigError: no tasks, or weights that do not fit them or add up to 1. `problems` raises what the tasks raise, named.
+    """
+
+    tasks: Mapping[str, Task]
+    weights: Mapping[str, float] | None
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise ConfigError("task.tasks={}: name what to mix, for example +task@task.tasks.easy=arithmetic +task@task.tasks.hard=sat")
+        for name in self.tasks:
+            if not name or TASK_MARK in name or "/" in name:
+                raise ConfigError(f"task.tasks.{name}: a name may have neither {TASK_MARK} nor /")
+        if self.weights is None:
+            return
+        if not isinstance(self.weights, Mapping):
+            raise ConfigError(f"task.weights={self.weights}: must be null or {{NAME: SHARE}}")
+        if self.weights.keys() != self.tasks.keys():
+            raise ConfigError(f"task.weights={dict(self.weights)}: must name exactly the tasks {', '.join(self.tasks)}")
+        for name, weight in self.weights.items():
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight >= 1 / PERIOD:
+                raise ConfigError(f"task.weights.{name}={weight}: must be a number of at least {1 / PERIOD}")
+        total = sum(self.weights.values())
+        if not isclose(total, 1, abs_tol=1e-6):
+            raise ConfigError(f"task.weights={dict(self.weights)}: add up to {total:g}; they must add up to 1, or be null for equal shares")
+
+    @property
+    def scores_safely(self) -> bool:
+        """See `Task`."""
+        return all(getattr(task, "scores_safely", False) for task in self.tasks.values())
+
+    @property
+    def worker_imports(self) -> tuple[str, ...]:
+        """See `Task`."""
+        return tuple(sorted({name for task in self.tasks.values() for name in getattr(task, "worker_imports", ())}))
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """See `Mixture`. Lazy; what the tasks read is read here."""
+        lengths = {name: len(problems) for name, problems in self._problems[split].items()}
+        if split is Split.EVAL:
+            return LazyProblems(self._eval_problem, range(min(sum(lengths.values()), MANY)))
+        return LazyProblems(self._train_problem, range(min(1 + max(self._last(name, length) for name, length in lengths.items()), MANY)))
+
+    def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
+        """What the problem's task says."""
+        name, _, problem_id = problem.problem_id.partition(TASK_MARK)
+        return self.tasks[name].score(replace(problem, problem_id=problem_id), text)
+
+    @cached_property
+    def _problems(self) -> Mapping[Split, Mapping[str, Sequence[Problem]]]:
+        found: dict[Split, dict[str, Sequence[Problem]]] = {split: {} for split in Split}
+        for name, task in self.tasks.items():
+            with of_task(name):
+                for split in Split:
+                    found[split][name] = task.problems(split)
+        return found
+
+    @cached_property
+    def _order(self) -> Sequence[tuple[str, int]]:
+        """For each position of a period the task, and how many problems of it came before: always the task that is furthest behind."""
+        weights = self.weights or dict.fromkeys(self.tasks, 1 / len(self.tasks))
+        counts = dict.fromkeys(weights, 0)
+        order: list[tuple[str, int]] = []
+        for position in range(PERIOD):
+            name = max(weights, key=lambda each: weights[each] * (position + 1) - counts[each])
+            order.append((name, counts[name]))
+            counts[name] += 1
+        return order
+
+    @cached_property
+    def _counts(self) -> Mapping[str, int]:
+        return Counter(name for name, _ in self._order)
+
+    def _last(self, name: str, length: int) -> int:
+        """The position of the last problem of a task that has so many."""
+        period, before = divmod(length - 1, self._counts[name])
+        return period * PERIOD + self._order.index((name, before))
+
+    def _train_problem(self, position: int) -> Problem:
+        period, offset = divmod(position, PERIOD)
+        name, before = self._order[offset]
+        problems = self._problems[Split.TRAIN][name]
+        return _named(name, problems[(period * self._counts[name] + before) % len(problems)])
+
+    def _eval_problem(self, position: int) -> Problem:
+        problems = self._problems[Split.EVAL]
+        start = 0  # problems of each task that lie behind
+        for length in sorted({len(own) for own in problems.values()}):
+            left = [name for name, own in problems.items() if len(own) > start]
+            if position < (length - start) * len(left):
+                name = left[position % len(left)]
+                return _named(name, problems[name][start + position // len(left)])
+            position -= (length - start) * len(left)
+            start = length
+        raise IndexError(position)
+
+
+@contextmanager
+def of_task(name: str) -> Iterator[None]:
+    """Says which task of a mixture a ConfigError is about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"task.tasks.{name}: {error}") from error
+
+
+def _named(name: str, problem: Problem) -> Problem:
+    return replace(problem, problem_id=f"{name}{TASK_MARK}{problem.problem_id}")

@@ -1,0 +1,154 @@
+"""Several tasks as one: shares, order, splits, scores and metrics."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from factories import compose_config, make_group
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.eval.evaluator import PassAtKEvaluator
+from offline_grpo.run.config import typed
+from offline_grpo.run.preflight import make_plan
+from offline_grpo.run.task_data import build_task, task_data
+from offline_grpo.task.mixture import PERIOD, Mixture
+from offline_grpo.train.experience import rollout_metrics
+from offline_grpo.types import Problem, Score, Split, by_task
+
+TWO = ("experiment=mixture",)
+
+
+class Numbers:
+    """Problems 0 .. n-1 and as many held out."""
+
+    def __init__(self, num_train, num_eval=2):
+        self._numbers = {Split.TRAIN: num_train, Split.EVAL: num_eval}
+
+    def problems(self, split):
+        return [Problem(f"{split}-{i}", ({"role": "user", "content": f"{i}"},), str(i)) for i in range(self._numbers[split])]
+
+    def score(self, problem, text):
+        return Score(float(text == problem.answer), text == problem.answer, {problem.problem_id: float(text == problem.answer)})
+
+
+def ids(task, split):
+    return [problem.problem_id for problem in task.problems(split)]
+
+
+def test_shares_are_met_throughout_and_small_tasks_come_again():
+    task = Mixture(tasks={"a": Numbers(6000), "b": Numbers(10), "c": Numbers(4)}, weights={"a": 0.6, "b": 0.3, "c": 0.1})
+    found = ids(task, Split.TRAIN)
+    assert set(found) == {f"{name}::train-{i}" for name, n in (("a", 6000), ("b", 10), ("c", 4)) for i in range(n)}
+    assert len(found) == 10000  # until the last problem of a was there
+    assert found[-1] == "a::train-5999"
+    for end in (10, 50, 999, 1000, 4321, 10000):
+        counts = Counter(name.partition("::")[0] for name in found[:end])
+        for name, weight in (("a", 0.6), ("b", 0.3), ("c", 0.1)):
+            assert abs(counts[name] - weight * end) < 1.5
+    of_b = [name for name in found if name.startswith("b::")]
+    assert of_b[:21] == [f"b::train-{i % 10}" for i in range(21)]
+
+
+@pytest.mark.parametrize("num_tasks", [1, 3, 7])
+def test_without_weights_shares_are_equal(num_tasks):
+    task = Mixture(tasks={str(i): Numbers(3 * PERIOD) for i in range(num_tasks)}, weights=None)
+    counts = Counter(problem.task for problem in task.problems(Split.TRAIN)[:PERIOD])
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_held_out_problems_come_once_in_turn():
+    task = Mixture(tasks={"a": Numbers(1, 3), "b": Numbers(1, 1), "c": Numbers(1, 2)}, weights={"a": 0.8, "b": 0.1, "c": 0.1})
+    assert ids(task, Split.EVAL) == ["a::eval-0", "b::eval-0", "c::eval-0", "a::eval-1", "c::eval-1", "a::eval-2"]
+    with pytest.raises(IndexError):
+        task.problems(Split.EVAL)[6]
+
+
+def test_a_score_is_that_of_the_problems_task():
+    task = Mixture(tasks={"a": Numbers(3), "b": Mixture(tasks={"c": Numbers(3)}, weights=None)}, weights=None)
+    for problem in task.problems(Split.TRAIN):
+        assert task.score(problem, problem.answer).reward == 1
+        assert set(task.score(problem, "x").parts) == {problem.problem_id.rpartition("::")[2]}
+    assert {problem.task for problem in task.problems(Split.TRAIN)} == {"a", "b"}
+
+
+def test_lazy_tasks_stay_lazy():
+    task = build_task(compose_plain("task=mixture", "+task@task.tasks.sat=sat", "+task@task.tasks.sums=arithmetic"))
+    train, held_out = task.problems(Split.TRAIN), task.problems(Split.EVAL)
+    assert len(train) == len(held_out) == 10**9
+    assert train[10**8].task in ("sat", "sums")
+    assert held_out[10**8].task == "sat"
+    assert [problem.task for problem in held_out[:4]] == ["sat", "sums", "sat", "sums"]
+
+
+def compose_plain(*overrides):
+    return typed(compose_config(*overrides)).task
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "task.tasks={}: name what to mix, for example +task@task.tasks.easy=arithmetic"),
+        (["+task@task.tasks.a=sat", "task.weights={a:0.5}"], "task.weights={'a': 0.5}: add up to 0.5; they must add up to 1"),
+        (["+task@task.tasks.a=sat", "task.weights={b:1}"], "task.weights={'b': 1}: must name exactly the tasks a"),
+        (["+task@task.tasks.a=sat", "task.weights={a:-1}"], "task.weights.a=-1: must be a number of at least 0.001"),
+        (["+task@task.tasks.a=sat", "task.weights={a:much}"], "task.weights.a=much: must be a number"),
+        (["+task@task.tasks.a=sat", "task.weights=[1]"], "task.weights=[1]: must be null or {NAME: SHARE}"),
+        (["+task@task.tasks.a=sat", "task.tasks.a.difficulty=x"], "task.tasks.a: task.difficulty='x': expected float | None"),
+        (["+task@task.tasks.a=gsm8k", "task.tasks.a.path=/none"], "task.tasks.a: task.path=/none does not exist"),
+        (["+task.tasks={a: 1}"], "task.tasks.a: task=1: needs a _target_"),
+    ],
+)
+def test_a_bad_mixture_is_refused_in_one_line(overrides, message):
+    with pytest.raises(ConfigError) as raised:
+        build_task(compose_plain("task=mixture", *overrides)).problems(Split.TRAIN)
+    assert message in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_name_must_not_look_like_an_id():
+    with pytest.raises(ConfigError, match=r"task\.tasks\.a::b: a name may have neither :: nor /"):
+        Mixture(tasks={"a::b": Numbers(1)}, weights=None)
+
+
+def groups_of(*rewards):
+    found = []
+    for name, values in rewards:
+        group = make_group(*(("x", value) for value in values))
+        found.append(replace(group, problem=replace(group.problem, problem_id=f"{name}::1")))
+    return found
+
+
+def test_metrics_are_there_for_each_task_and_the_whole():
+    groups = groups_of(("b", [1.0, 0.0]), ("a", [1.0, 1.0]), ("b", [0.0, 0.0]), ("a", [1.0, 0.0]))
+    assert {name: len(own) for name, own in by_task(groups).items()} == {"a": 2, "b": 2}
+    trained = rollout_metrics(groups)
+    assert (trained["reward_mean"], trained["task/a/reward_mean"], trained["task/b/reward_mean"]) == (0.5, 0.75, 0.25)
+    evaluator = PassAtKEvaluator(
+        **dict.fromkeys(("task", "codec"), None),
+        problems=[group.problem for group in groups],
+        sampling=type("S", (), {"temperature": 1.0})(),
+        ks=[1],
+        replicates=2,
+        seed_base=1,
+        bootstrap_samples=10,
+        rank=0,
+        world_size=1,
+    )
+    metrics = evaluator.metrics(groups, cycle=0)
+    assert (metrics["reward_mean_all"], metrics["task/a/reward_mean_all"], metrics["task/b/reward_mean_all"]) == (0.5, 0.75, 0.25)
+    assert (metrics["tasks"], metrics["task/b/tasks"]) == (4, 2)
+
+
+def test_a_run_may_follow_the_metric_of_one_task():
+    config = typed(compose_config(*TWO, "checkpoint.keep_best=task/subtraction/pass@1"))
+    assert make_plan(config).config is config
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep_best=task/x/pass@1: no such evaluation metric"):
+        make_plan(typed(compose_config(*TWO, "checkpoint.keep_best=task/x/pass@1")))
+
+
+def test_the_example_is_three_sums_to_a_difference():
+    data = task_data(typed(compose_config(*TWO)))
+    assert data.train is not None
+    counts = Counter(problem.task for problem in data.train)
+    assert counts["addition"] / len(data.train) == pytest.approx(0.75, abs=0.01)
+    assert Counter(problem.task for problem in data.held_out) == {"addition": 128, "subtraction": 128}
