@@ -51,14 +51,8 @@ COMMON: dict[str, Any] = {
     "generation_config": "vllm",
     "seed": 0,
 }
-SHAPE: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-}
 SMALL: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 
 Group = list[tuple[tuple[int, ...], tuple[float, ...]]]
 """Token ids and logprobs of each completion of one prompt."""
@@ -67,14 +61,14 @@ Group = list[tuple[tuple[int, ...], tuple[float, ...]]]
 def save_model(folder: Path, *, is_small: bool) -> Path:
     """Qwen3-0.6B's shape with random weights; a tokenizer of characters."""
     import torch
+    from shapes import SIZES
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from offline_grpo.model.char_tokenizer import build_char_tokenizer
 
-    shape, dtype = (SMALL, torch.float32) if is_small else (SHAPE, torch.bfloat16)
     torch.manual_seed(0)
-    heads: dict[str, Any] = {"num_key_value_heads": shape["num_attention_heads"] // 2, "head_dim": 32 if is_small else 128}
-    config: Any = Qwen3Config(**shape, **heads, tie_word_embeddings=True, max_position_embeddings=4096, eos_token_id=2)
+    config: Any = Qwen3Config(**SMALL) if is_small else SIZES["0.6b"]
+    config.eos_token_id, dtype = 2, torch.float32 if is_small else torch.bfloat16
     device = "cpu" if is_small else "cuda"
     with torch.device(device):
         model: Any = Qwen3ForCausalLM(config)

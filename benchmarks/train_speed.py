@@ -31,7 +31,8 @@ from typing import Any
 import torch
 from common import Target, alternate, write_result
 from our_trainer import make_updater
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from shapes import SIZES
+from transformers import Qwen3ForCausalLM
 
 from offline_grpo.interfaces import Layout
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
@@ -48,7 +49,7 @@ from offline_grpo.train.update import Updater
 from offline_grpo.types import FinishReason, Rollout, Score, TokenBatch
 
 CUDA = torch.device("cuda")
-VOCAB = 151936
+VOCAB = SIZES["0.6b"].vocab_size
 PEAK_FLOPS = peak_flops(CUDA) or 0.0
 MICROBATCH = 16384
 GATE = 0.02  # of bf16's rounding through 28 layers, relative
@@ -74,20 +75,9 @@ if has_flash4(CUDA, torch.bfloat16):
 
 
 def make_model(*, checkpointing: bool) -> Qwen3ForCausalLM:
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        tie_word_embeddings=True,
-    )
     torch.manual_seed(0)
     with CUDA:
-        model = Qwen3ForCausalLM(config).bfloat16()
+        model = Qwen3ForCausalLM(SIZES["0.6b"]).bfloat16()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

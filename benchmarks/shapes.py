@@ -1,0 +1,39 @@
+"""Shapes of models that people train, for benchmarks with random weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+
+QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+
+
+def qwen3(hidden: int, intermediate: int, layers: int, heads: int) -> Qwen3Config:
+    blocks: dict[str, Any] = {"num_hidden_layers": layers, "num_attention_heads": heads}
+    return Qwen3Config(**QWEN3, **blocks, hidden_size=hidden, intermediate_size=intermediate)
+
+
+SIZES: dict[str, PretrainedConfig] = {
+    "tiny": LlamaConfig(vocab_size=2000, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4),
+    "0.6b": qwen3(1024, 3072, 28, 16),
+    "1.7b": qwen3(2048, 6144, 28, 16),
+    "4b": qwen3(2560, 9728, 36, 32),
+    "8b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+    ),
+}
+"""Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B and Llama-3.1-8B."""
