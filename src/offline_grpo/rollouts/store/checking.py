@@ -15,7 +15,11 @@ from offline_grpo.rollouts.store.rows import SCHEMA
 from offline_grpo.types import FinishReason
 
 pc: Any = pyarrow.compute  # it makes its functions when it is imported, where no type checker sees them
-JSON = {"messages": list[dict[str, str]], "fields": dict[str, Any], "parts": dict[str, FiniteFloat]}
+JSON = {
+    "messages": TypeAdapter(list[dict[str, str]]),
+    "fields": TypeAdapter(dict[str, Any]),
+    "parts": TypeAdapter(dict[str, FiniteFloat]),
+}
 
 PER_TOKEN = ("logprobs", "is_sampled", "versions", "ref_logprobs", "advantages")
 """Columns that are as long as `completion_ids`."""
@@ -84,8 +88,7 @@ def check_values(table: pa.Table, where: object, *, vocab_size: int | None, cont
     known = pa.array([str(reason) for reason in FinishReason])
     refuse(pc.and_(pc.is_valid(table["finish_reason"]), pc.invert(pc.is_in(table["finish_reason"], known))), "an unknown finish_reason")
     refuse(pc.xor(pc.is_valid(table["messages"]), _all_valid(table, ("problem_id", "answer", "fields"))), "a part of a problem is missing")
-    for name, kind in JSON.items():
-        schema = TypeAdapter(kind)
+    for name, schema in JSON.items():
         for text in pc.unique(table[name].drop_null()).to_pylist():
             try:
                 schema.validate_json(text)
