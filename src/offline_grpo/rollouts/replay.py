@@ -32,6 +32,10 @@ _CACHED = 8
 """Files that are kept in memory: in a new order, an iteration has groups of many."""
 
 
+class _Foreign(ConfigError):
+    """Rollouts of another model, or of an unknown one: no damage, which a run may go on without."""
+
+
 @dataclass(frozen=True)
 class _Group:
     """Where a recorded group lies, and what is asked about it before it is read."""
@@ -107,7 +111,12 @@ class Replay:
         for number, shard in enumerate(shards):
             progress.report(number, len(shards), "files")
             try:
-                table = self._checked(shard)
+                if not self.any_model:
+                    self._check_origin(shard)
+                table = shard.table()
+                check_values(table, shard.path, vocab_size=self.vocab_size, context=self.context)
+            except _Foreign:
+                raise
             except ConfigError as error:
                 if not self.skip_damaged:
                     raise ConfigError(f"{error}; rollouts.skip_damaged=true goes on without this file") from error
@@ -159,20 +168,15 @@ class Replay:
         order = permutation(len(self._units), derive_seed(self.seed, "replay", epoch)) if self.shuffle else range(len(self._units))
         return self._units[order[offset]]
 
-    def _checked(self, shard: Shard) -> pa.Table:
-        origin = shard.origin
-        if not self.any_model:
-            fix = "; rollouts.any_model=true trains on it all the same"
-            if origin is None:
-                raise ConfigError(f"{shard.path}: does not say which model and tokenizer it was recorded with{fix}")
-            for name in ("tokenizer", "architecture"):
-                theirs, ours = getattr(origin, name), getattr(self.origin, name)
-                if theirs != ours:
-                    about = f"recorded with {origin.model}, whose {name} is another one than that of {self.origin.model}"
-                    raise ConfigError(f"{shard.path}: {about} ({theirs[:12]}, not {ours[:12]}){fix}")
-        table = shard.table()
-        check_values(table, shard.path, vocab_size=self.vocab_size, context=self.context)
-        return table
+    def _check_origin(self, shard: Shard) -> None:
+        origin, fix = shard.origin, "rollouts.any_model=true trains on it all the same"
+        if origin is None:
+            raise _Foreign(f"{shard.path}: does not say which model and tokenizer it was recorded with; {fix}")
+        for name in ("tokenizer", "architecture"):
+            theirs, ours = getattr(origin, name), getattr(self.origin, name)
+            if theirs != ours:
+                about = f"recorded with {origin.model}, whose {name} is another one than that of {self.origin.model}"
+                raise _Foreign(f"{shard.path}: {about} ({theirs[:12]}, not {ours[:12]}); {fix}")
 
     def _chosen(self, table: pa.Table, shard: int) -> list[_Group]:
         """The groups that pass the filters. One that is left with a single completion has nothing to be compared with."""

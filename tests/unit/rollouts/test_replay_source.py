@@ -54,6 +54,14 @@ def test_groups_may_be_taken_in_another_number_and_order(store: Path) -> None:
     assert [both[0][0], both[1][0], both[0][1]] == found[5][::3]
 
 
+def test_losses_are_compared_on_the_same_rollouts_in_the_same_orders(store: Path) -> None:
+    orders = [
+        texts(store, "experiment=paired_losses", f"train/loss={loss}", f"seed={seed}") for seed in (0, 1) for loss in ("grpo", "gspo")
+    ]
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[2] == orders[3]
+
+
 def test_filters_choose_iterations_groups_and_completions(store: Path) -> None:
     assert texts(store, "rollouts.iterations=[1,2]", count=2) == texts(store)[1:3]
     assert texts(store, "rollouts.versions=[2,9]", count=2) == texts(store)[2:]
