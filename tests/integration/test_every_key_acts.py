@@ -335,6 +335,12 @@ def ifeval_effect(task: Any) -> Any:
     return problems, task.score(problems[0], "<think>well, yes</think><answer>yes</answer>").reward, task.score(problems[0], "yes").reward
 
 
+def countdown_effect(task: Any) -> Any:
+    """The first problems of both splits, and the reward of an expression of some of the numbers."""
+    problems = [task.problems(split)[i] for split in Split for i in range(3)]
+    return problems, task.score(problems[0], f"<answer>{problems[0].fields['numbers'][0]}</answer>").reward
+
+
 def logger_effect(logger: Any) -> Any:
     """What the logger asks of the library that it feeds."""
     asked: list[Any] = []
@@ -380,6 +386,16 @@ IFEVAL = {name: ROWS[name] for name in ("path", "name", "train_split", "eval_spl
     "instruction_loose_weight": 0.9,
     "answer_bonus": 0.5,
     "think_bonus": 0.5,
+}
+COUNTDOWN = {
+    "min_count": 4,
+    "max_count": 3,
+    "max_number": 50,
+    "max_target": 100,
+    "eval_frac": 0.5,
+    "system_prompt": "Think.",
+    "prompt_template": "{numbers} give {target}",
+    "format_weight": 0.5,
 }
 LOSS = {
     "clip_low": 0.5,
@@ -435,6 +451,7 @@ BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "train/optimizer=adamw_8bit": (adamw_8bit_effect, ADAMW),
     "train/optimizer=adafactor": (optimizer_effect, {"lr": 0.1, "weight_decay": 0.5, "scale_parameter": True, "relative_step": True}),
     "task=sat": (task_effect, {"difficulty": 0.9, "max_solution_frac": 0.1, "system_prompt": "Think."}),
+    "task=countdown": (countdown_effect, COUNTDOWN),
     "task=gsm8k": (task_effect, ROWS),
     "task=dataset": (task_effect, ROWS),
     "task=mixture": (mixture_effect, {"weights": {"a": 0.9, "b": 0.1}}),

@@ -1,0 +1,139 @@
+"""Countdown: combine given numbers with + - * / to reach a target. Problems are generated, without data files."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from math import isfinite
+from typing import ClassVar
+
+from offline_grpo.errors import ConfigError, require
+from offline_grpo.task.answers import last_tagged
+from offline_grpo.task.arithmetic import hash_frac
+from offline_grpo.types import Problem, Score, Split
+
+NUM_DRAWS = 40_000
+"""So many problems are drawn, of which equal ones count once."""
+MAX_EXPRESSION_CHARS = 200
+
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Countdown:
+    """Numbers from 1 to `max_number` and a target that they reach, as in TinyZero. `Score.parts`:
+
+        correct     1.0 if the expression uses every number exactly once and its value is the target
+        format      `format_weight` if there is an expression of numbers that were given, right or wrong
+
+    The expression is the text in the last `<answer>` block, in which `=` and what follows it does not count. A hash of the numbers decides
+    the split, so that problems with the same numbers are all held out or all trained on.
+
+    Raises:
+        ConfigError: a value is out of range, or the template does not name numbers and target.
+    """
+
+    min_count: int
+    max_count: int
+    max_number: int
+    max_target: int
+    eval_frac: float
+    system_prompt: str | None
+    prompt_template: str
+    format_weight: float
+
+    scores_safely: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require(2 <= self.min_count <= 6, "task.min_count", self.min_count, "must be from 2 to 6")
+        require(self.min_count <= self.max_count <= 6, "task.max_count", self.max_count, "must be from task.min_count to 6")
+        require(10 <= self.max_number <= 1000, "task.max_number", self.max_number, "must be from 10 to 1000")
+        require(10 <= self.max_target <= 10_000, "task.max_target", self.max_target, "must be from 10 to 10000")
+        require(0 < self.eval_frac < 1, "task.eval_frac", self.eval_frac, "must lie strictly between 0 and 1")
+        require(0 <= self.format_weight < 1 and isfinite(self.format_weight), "task.format_weight", self.format_weight, "must be in [0, 1)")
+        for place in ("{numbers}", "{target}"):
+            require(place in self.prompt_template, "task.prompt_template", repr(self.prompt_template), f"must contain {place}")
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """All problems of a split, in the order in which they were drawn."""
+        return self._splits[split]
+
+    def score(self, problem: Problem, text: str) -> Score:
+        """See the table of the class."""
+        block = last_tagged(text, "answer")
+        result = None if block is None else evaluate(block.content.partition("=")[0])
+        numbers, target = problem.fields["numbers"], problem.fields["target"]
+        is_known = result is not None and not Counter(result[1]) - Counter(numbers)
+        is_correct = result is not None and Counter(result[1]) == Counter(numbers) and result[0] == target
+        parts = {"correct": float(is_correct), "format": self.format_weight * is_known}
+        return Score(reward=sum(parts.values()), is_correct=is_correct, parts=parts)
+
+    @cached_property
+    def _splits(self) -> dict[Split, tuple[Problem, ...]]:
+        splits: dict[Split, dict[str, Problem]] = {split: {} for split in Split}
+        for numbers, target in self._draws():
+            shown = " ".join(map(str, numbers))
+            split = Split.EVAL if hash_frac(f"split {shown}") < self.eval_frac else Split.TRAIN
+            problem_id = f"{shown.replace(' ', ',')}={target}"
+            splits[split].setdefault(problem_id, self._problem(problem_id, numbers, target))
+        if not all(splits.values()):
+            raise ConfigError(f"task.eval_frac={self.eval_frac}: leaves a split without problems")
+        return {split: tuple(problems.values()) for split, problems in splits.items()}
+
+    def _draws(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Sorted numbers, and a target that an expression of all of them has."""
+        rng = random.Random("countdown")
+        for _ in range(NUM_DRAWS):
+            numbers = [rng.randint(1, self.max_number) for _ in range(rng.randint(self.min_count, self.max_count))]
+            values = list(numbers)
+            while len(values) > 1:
+                a, b = (values.pop(rng.randrange(len(values))) for _ in range(2))
+                values.append(rng.choice([a + b, a - b, a * b, *([a // b] if b and a % b == 0 else [])]))
+            if 10 <= values[0] <= self.max_target:
+                yield tuple(sorted(numbers)), values[0]
+
+    def _problem(self, problem_id: str, numbers: tuple[int, ...], target: int) -> Problem:
+        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        prompt = self.prompt_template.replace("{numbers}", ", ".join(map(str, numbers))).replace("{target}", str(target))
+        fields = {"numbers": list(numbers), "target": target}
+        return Problem(problem_id, (*system, {"role": "user", "content": prompt}), str(target), fields)
+
+
+def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
+    """The exact value of an expression of whole numbers, + - * / and brackets, and its numbers; None if it is no such expression.
+
+    Only the syntax is Python's; nothing is executed. Sizes are limited, so that no text takes long.
+
+    >>> evaluate("(1 + 2) / 6")
+    (Fraction(1, 2), [1, 2, 6])
+    """
+    signs = {"\\times": "*", "\N{MULTIPLICATION SIGN}": "*", "\N{DIVISION SIGN}": "/", "\N{MINUS SIGN}": "-"}
+    plain = expression.strip()
+    for sign, operation in signs.items():
+        plain = plain.replace(sign, operation)
+    if len(plain) > MAX_EXPRESSION_CHARS or re.fullmatch(r"[0-9+\-*/() \n]+", plain) is None or re.search(r"[0-9]{7}", plain):
+        return None
+    try:
+        numbers: list[int] = []
+        return _value(ast.parse(plain.replace("\n", " "), mode="eval").body, numbers), numbers
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr, numbers: list[int]) -> Fraction:
+    """Raises ValueError for anything but numbers and the four operations, ZeroDivisionError."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        numbers.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, numbers)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.left, numbers), _value(node.right, numbers))
+    raise ValueError(type(node).__name__)

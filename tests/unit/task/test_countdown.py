@@ -1,0 +1,103 @@
+"""Countdown: every problem can be solved, and only expressions of the given numbers are paid for."""
+
+import itertools
+from fractions import Fraction
+
+import pytest
+from factories import compose_config
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.interfaces import Task
+from offline_grpo.run.build import build
+from offline_grpo.run.config import typed
+from offline_grpo.task.countdown import evaluate
+from offline_grpo.types import Problem, Split
+
+
+def make(*overrides):
+    return build(typed(compose_config("task=countdown", *overrides)).task, key="task", protocol=Task)
+
+
+@pytest.fixture(scope="module")
+def task():
+    return make()
+
+
+PROBLEM = Problem("p", (), "36", {"numbers": [3, 3, 12], "target": 36})
+
+
+@pytest.mark.parametrize(
+    ("text", "correct", "form"),
+    [
+        ("think <answer>(12 - 3) * 3 + 3</answer>", 0, 0),  # a number too often
+        ("<answer>3 * 12 * 3</answer>", 0, 0.1),
+        ("<answer>3 * 12</answer>", 0, 0.1),  # right, but a number is missing
+        ("<answer>(3 + 3) * 12 / 2</answer>", 0, 0),  # 2 was not given
+        ("<answer>36</answer>", 0, 0),
+        ("(3 + 12) * 3", 0, 0),
+        ("<answer>import os</answer>", 0, 0),
+        ("<answer>12 ** 3 - 3</answer>", 0, 0),
+        ("<answer>12 / (3 - 3)</answer>", 0, 0),
+    ],
+)
+def test_wrong_answers(task, text, correct, form):
+    score = task.score(PROBLEM, text)
+    assert (score.parts, score.is_correct) == ({"correct": correct, "format": form}, bool(correct))
+
+
+@pytest.mark.parametrize("answer", ["12 * (9 - 6) ", "(9-6)*12 = 36", "12×(9−6)", "\n(9 - 6) \\times 12\n", "-(6 - 9) * 12"])
+def test_right_answers(task, answer):
+    score = task.score(Problem("p", (), "36", {"numbers": [6, 9, 12], "target": 36}), f"<answer>1</answer> or <answer>{answer}</answer>")
+    assert score.parts == {"correct": 1.0, "format": 0.1}
+    assert score.reward == 1.1
+
+
+def test_fractions_are_exact(task):
+    assert evaluate("8 / (3 - 8 / 3)") == (Fraction(24), [8, 3, 8, 3])
+    assert evaluate("1 / 3 + 1 / 3 + 1 / 3") == (Fraction(1), [1, 3] * 3)
+
+
+@pytest.mark.parametrize(
+    "text", ["(" * 99 + "1", "-" * 199 + "1", "9" * 100, "9**9**9", "1_0", "07", "1 2", "1.5", "a", "", "()", "1//2", "2 if 1 else 3"]
+)
+def test_hostile_expressions_are_none_at_once(text):
+    assert evaluate(text) is None or text.startswith("-")
+
+
+def reachable(numbers):
+    """Every value of an expression of all numbers, found by trying each."""
+    if len(numbers) == 1:
+        return set(numbers)
+    found = set()
+    for i, j in itertools.permutations(range(len(numbers)), 2):
+        rest = [n for k, n in enumerate(numbers) if k not in (i, j)]
+        a, b = numbers[i], numbers[j]
+        for value in (a + b, a - b, a * b, *([Fraction(a) / b] if b else [])):
+            found |= reachable([*rest, value])
+    return found
+
+
+def test_problems_can_be_solved_and_splits_share_no_numbers(task):
+    train, held_out = task.problems(Split.TRAIN), task.problems(Split.EVAL)
+    for problem in [*train[:15], *held_out[:5]]:
+        assert problem.fields["target"] in reachable(problem.fields["numbers"])
+    numbers = [{tuple(p.fields["numbers"]) for p in problems} for problems in (train, held_out)]
+    assert not numbers[0] & numbers[1]
+    assert 0.08 < len(held_out) / (len(train) + len(held_out)) < 0.12
+    assert {len(p.fields["numbers"]) for p in train} == {3, 4}
+    assert len({p.problem_id for p in (*train, *held_out)}) == len(train) + len(held_out) > 10_000
+    assert train == make().problems(Split.TRAIN)
+
+
+@pytest.mark.parametrize(
+    "override", ["min_count=1", "max_count=7", "max_count=2", "max_number=5", "max_target=1", "eval_frac=0", "format_weight=1"]
+)
+def test_settings_out_of_range_are_refused(override):
+    name, _, value = override.partition("=")
+    with pytest.raises(ConfigError, match=rf"task\.{name}={value}"):
+        make(f"task.{override}")
+
+
+def test_a_template_must_name_both(task):
+    with pytest.raises(ConfigError, match=r"must contain \{target\}"):
+        make("task.prompt_template='{numbers}'")
