@@ -97,14 +97,15 @@ INSTRUCTIONS = {
 def task_twins(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Task, Task]:
     """A task, built twice."""
     overrides = []
-    if request.param in ("gsm8k", "dataset", "ifeval", "ifeval_sample"):
+    if request.param in ("gsm8k", "dataset", "ifeval", "ifeval_sample", "math", "math_sample"):
         for split, first in (("train", 0), ("test", 500)):
             rows = [
                 {"question": f"What is {i} and 1?", "answer": f"{i} and 1 is {i + 1}.\n#### {i + 1}"} for i in range(first, first + 250)
             ]
             rows = [row | {"prompt": row["question"], **INSTRUCTIONS} for row in rows]
             (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        overrides = [f"task.path={tmp_path}", *(["task.prompt_field=question"] if request.param in ("gsm8k", "dataset") else [])]
+        fields = [] if request.param.startswith("ifeval") else ["task.prompt_field=question", "task.answer_field=answer"]
+        overrides = [f"task.path={tmp_path}", *fields]
     if request.param == "mixture":
         overrides = ["+task@task.tasks.sums=arithmetic", "+task@task.tasks.logic=sat"]
     first, second = (build_task(typed(compose_config(f"task={request.param}", *overrides)).task) for _ in range(2))

@@ -453,6 +453,8 @@ BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "task=sat": (task_effect, {"difficulty": 0.9, "max_solution_frac": 0.1, "system_prompt": "Think."}),
     "task=countdown": (countdown_effect, COUNTDOWN),
     "task=gsm8k": (task_effect, ROWS),
+    "task=math": (task_effect, ROWS),
+    "task=math_sample": (task_effect, ROWS),
     "task=dataset": (task_effect, ROWS),
     "task=mixture": (mixture_effect, {"weights": {"a": 0.9, "b": 0.1}}),
     "task=ifeval": (ifeval_effect, IFEVAL),
@@ -704,9 +706,10 @@ def test_another_target_is_looked_for(key: str, run: Laboratory) -> None:
 def test_a_component_changes_with_each_setting(choice: str, tmp_path: Path) -> None:
     effect, changes = BUILT[choice]
     group = choice.partition("=")[0].replace("/", ".")
-    from_rows = {"task=gsm8k": "question", "task=dataset": "question", "task=ifeval": None, "task=ifeval_sample": None}
+    from_rows = dict.fromkeys(("task=gsm8k", "task=dataset", "task=math", "task=math_sample"), "question")
+    from_rows |= dict.fromkeys(("task=ifeval", "task=ifeval_sample"))
     rows = [f"task.path={word_problems(tmp_path / 'here', 0)}", "task.name=main"] if choice in from_rows else []
-    rows += [f"task.prompt_field={from_rows[choice]}"] if from_rows.get(choice) else []
+    rows += [f"task.prompt_field={from_rows[choice]}", "task.answer_field=answer"] if from_rows.get(choice) else []
     rows += ["+task@task.tasks.a=arithmetic", "+task@task.tasks.b=sat"] if choice == "task=mixture" else []
     cfg = compose_config(choice, *rows)
     other = str(word_problems(tmp_path / "other", 100))

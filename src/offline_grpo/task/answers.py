@@ -107,6 +107,21 @@ def marked_answer(text: str) -> str | None:
     return tail.strip() if marker else None
 
 
+def is_same_latex(reference: str, text: str) -> bool:
+    r"""True if math-verify finds the answer of a completion (see `marked_answer`; without a mark, its last formula) to equal a reference in
+    LaTeX, or they are the same words.
+
+    It may take for ever, or all memory: to be called where the process can be killed.
+    """
+    import math_verify
+
+    marked = marked_answer(text)
+    if marked is not None and _plain_words(reference) == _plain_words(marked):
+        return True
+    found = _parse_latex(text if marked is None else rf"\boxed{{{marked}}}")
+    return math_verify.verify(_parse_latex(rf"\boxed{{{reference}}}"), found, timeout_seconds=None)
+
+
 def is_same_value(reference: str, answer: str) -> bool:
     r"""True if two answers are equal in value, as `0.5` and `\frac{1}{2}` or `x^2-1` and `(x-1)(x+1)`, or are the same words.
 
@@ -133,6 +148,14 @@ def _is_same_formula(reference: str, answer: str) -> bool:
 def _plain_words(answer: str) -> str:
     unwrapped = re.sub(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox) *\{([^{}]*)\}", r"\1", answer)
     return " ".join(unwrapped.strip().strip("$").rstrip(".").split()).casefold()
+
+
+@lru_cache(maxsize=4096)
+def _parse_latex(text: str) -> list[Any]:
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # about the missing timeout, which works in the main thread alone
+    return math_verify.parse(text, parsing_timeout=0)
 
 
 @lru_cache(maxsize=4096)

@@ -19,7 +19,7 @@ from offline_grpo.task.answers import last_tagged
 from offline_grpo.task.arithmetic import hash_frac
 from offline_grpo.types import Problem, Score, Split
 
-NUM_DRAWS = 40_000
+NUM_DRAWS = 12_000
 """So many problems are drawn, of which equal ones count once."""
 MAX_EXPRESSION_CHARS = 200
 

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.reward.functions import Rewards, load_rewards
-from offline_grpo.task.answers import is_same_number, is_same_value, last_boxed, last_number, marked_answer, reference_answer
+from offline_grpo.task.answers import is_same_latex, is_same_number, is_same_value, last_boxed, last_number, marked_answer, reference_answer
 from offline_grpo.task.row_task import RowTask
 from offline_grpo.task.rows import Row, messages_or_text, text_field
 from offline_grpo.types import Problem, Score
 
-ANSWER_KINDS = ("auto", "text", "regex")
+ANSWER_KINDS = ("auto", "math", "text", "regex")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class Dataset(RowTask):
         text = text_field(row, self.answer_field, "task.answer_field")
         if self._rewards is not None:
             return text
-        answer = reference_answer(text) if self.answer_kind == "auto" else text.strip()
+        answer = reference_answer(text) if self.answer_kind in ("auto", "math") else text.strip()
         if not answer:
             raise ConfigError(f"{row.where} has no final answer in the field {self.answer_field!r} (task.answer_field): {text!r:.120}")
         if self.answer_kind == "regex":
@@ -111,11 +111,14 @@ def is_right(kind: str, reference: str, text: str) -> bool:
 
     Args:
         kind: "auto": equal in value if both are numbers or formulas, otherwise the same words. Without a mark the last number of the
-            completion counts too. "text": the same characters, but for blanks around them. "regex": the reference is a regular expression
-            that is found somewhere in the completion.
+            completion counts too. "math": the same for LaTeX of any length, with sets, matrices, intervals and equations; it may take
+            for ever, see `conf/scoring/`. "text": the same characters, but for blanks around them. "regex": the reference is a regular
+            expression that is found somewhere in the completion.
     """
     if kind == "regex":
         return re.search(reference, text) is not None
+    if kind == "math":
+        return is_same_latex(reference, text)
     marked = marked_answer(text)
     answer = text.strip() if marked is None else marked
     if kind == "text":

@@ -128,7 +128,7 @@ REFUSED = [
     ('{"prompt": "q", "answer": "("}', {"answer_kind": "regex"}, "has no regular expression in the field 'answer'"),
     ('{"prompt": "q", "answer": 1}', {}, "has 1 prompt to train on and to evaluate on; it needs 2 or more"),
     ('{"prompt": "q", "answer": 1}', {"answer_field": None}, "task.answer_field=None: name the field"),
-    ('{"prompt": "q", "answer": 1}', {"answer_kind": "exact"}, "task.answer_kind=exact: must be one of auto, text, regex"),
+    ('{"prompt": "q", "answer": 1}', {"answer_kind": "exact"}, "task.answer_kind=exact: must be one of auto, math, text, regex"),
     ('{"prompt": "q", "answer": 1}', {"eval_frac": 1.0}, "task.eval_frac=1.0: must lie strictly between 0 and 1"),
     ('{"prompt": "q", "answer": 1}', {"eval_split": "dev"}, "task.eval_split=dev, but task.path=.* is a single file"),
     ('{"prompt": "q", "answer": 1}', {"prompt_template": "Q: {question}"}, r"task.prompt_template=.*must contain \{prompt\}"),
