@@ -48,7 +48,7 @@ class Toggle(RunListener):
             self._waited_s += time.perf_counter() - started
             return score
 
-        Judgement.result = result
+        Judgement.result = result  # pyright: ignore[reportAttributeAccessIssue]
 
     def phase(self, name: str, iteration: int) -> None:
         if name == "generate":

@@ -34,7 +34,7 @@ def isolated(path, printed=None, **settings):
     from offline_grpo.generation.scoring.isolated import IsolatedTask
     from offline_grpo.settings import ScoringConfig
 
-    settings = {"workers": 4, "timeout_s": 1.0, "memory_mib": 256, "stop_at_failed_frac": 1.0} | settings
+    settings = {"workers": 4, "timeout_s": 2.0, "memory_mib": 256, "stop_at_failed_frac": 1.0} | settings
     return IsolatedTask(Task(path), partial(Task, path), ScoringConfig(**settings), preload=(), printed=printed)
 
 
@@ -104,7 +104,7 @@ def _prints():
 
 def _leaks():
     while True:
-        kept.append(bytearray(2**24))
+        kept.append(bytearray(2**26))
 
 
 def _raises():

@@ -64,7 +64,7 @@ def test_a_run_leaves_its_record(uninterrupted):
     names = set(metrics_of(uninterrupted))
     assert names == {f"train_iter_{i:03d}.json" for i in range(4)} | {"eval_init.json", "eval_iter_001.json", "eval_iter_003.json"}
     assert {path.name for path in uninterrupted.iterdir()} == {
-        *("metrics", "checkpoints", "samples"),
+        *("metrics", "checkpoints", "samples", "rollouts"),
         *("report.png", "run.log", "environment.json"),
     }
     first = json.loads((uninterrupted / "metrics" / "train_iter_000.json").read_text())

@@ -38,7 +38,7 @@ def test_training_comes_before_the_evaluation_after_it(run):
 def test_the_start_has_phases_before_the_run_starts(run):
     _, events, _ = run
     before = events[: events.index(("start", 2))]
-    assert [event[1] for event in before if event[0] == "phase"] == ["warm start", "load model", "load reference"]
+    assert [event[1] for event in before if event[0] == "phase"] == ["warm start", "load model", "masters", "load reference"]
     assert ("progress", 5, 10, "steps") in before
 
 

@@ -91,10 +91,8 @@ def _findings(history: History, width: int) -> list[str]:
     lines: list[str] = []
     for finding in find(history):
         for text in (finding.observation, f"try: {finding.advice}"):
-            label = "look at" if not lines else ""
-            room = {"initial_indent": label.ljust(LABEL_WIDTH), "subsequent_indent": " " * LABEL_WIDTH}
-            lines += textwrap.wrap(text, max(width, 2 * LABEL_WIDTH), **room, break_on_hyphens=False, break_long_words=False)
-    return lines
+            lines += textwrap.wrap(text, max(width - LABEL_WIDTH, LABEL_WIDTH), break_on_hyphens=False, break_long_words=False)
+    return [("" if i else "look at").ljust(LABEL_WIDTH) + line for i, line in enumerate(lines)]
 
 
 def _row(label: str, cells: list[str], width: int) -> list[str]:

@@ -62,7 +62,7 @@ class Countdown:
             require(place in self.prompt_template, "task.prompt_template", repr(self.prompt_template), f"must contain {place}")
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """All problems of a split, in the order in which they were drawn."""
+        """All problems of a split, in the order in which they were drawn. `answer` is one solution of several."""
         return self._splits[split]
 
     def score(self, problem: Problem, text: str) -> Score:
@@ -78,32 +78,35 @@ class Countdown:
     @cached_property
     def _splits(self) -> dict[Split, tuple[Problem, ...]]:
         splits: dict[Split, dict[str, Problem]] = {split: {} for split in Split}
-        for numbers, target in self._draws():
+        for numbers, target, solution in self._draws():
             shown = " ".join(map(str, numbers))
             split = Split.EVAL if hash_frac(f"split {shown}") < self.eval_frac else Split.TRAIN
             problem_id = f"{shown.replace(' ', ',')}={target}"
-            splits[split].setdefault(problem_id, self._problem(problem_id, numbers, target))
+            splits[split].setdefault(problem_id, self._problem(problem_id, numbers, target, solution))
         if not all(splits.values()):
             raise ConfigError(f"task.eval_frac={self.eval_frac}: leaves a split without problems")
         return {split: tuple(problems.values()) for split, problems in splits.items()}
 
-    def _draws(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Sorted numbers, and a target that an expression of all of them has."""
+    def _draws(self) -> Iterator[tuple[tuple[int, ...], int, str]]:
+        """Sorted numbers, a target, and an expression of all of them that has it."""
         rng = random.Random("countdown")
         for _ in range(NUM_DRAWS):
             numbers = [rng.randint(1, self.max_number) for _ in range(rng.randint(self.min_count, self.max_count))]
-            values = list(numbers)
+            values = [(number, str(number)) for number in numbers]
             while len(values) > 1:
-                a, b = (values.pop(rng.randrange(len(values))) for _ in range(2))
-                values.append(rng.choice([a + b, a - b, a * b, *([a // b] if b and a % b == 0 else [])]))
-            if 10 <= values[0] <= self.max_target:
-                yield tuple(sorted(numbers)), values[0]
+                (a, left), (b, right) = (values.pop(rng.randrange(len(values))) for _ in range(2))
+                results = {"+": a + b, "-": a - b, "*": a * b, **({"/": a // b} if b and a % b == 0 else {})}
+                operation, value = rng.choice(list(results.items()))
+                values.append((value, f"({left} {operation} {right})"))
+            target, expression = values[0]
+            if 10 <= target <= self.max_target:
+                yield tuple(sorted(numbers)), target, expression[1:-1]
 
-    def _problem(self, problem_id: str, numbers: tuple[int, ...], target: int) -> Problem:
+    def _problem(self, problem_id: str, numbers: tuple[int, ...], target: int, solution: str) -> Problem:
         system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
         prompt = self.prompt_template.replace("{numbers}", ", ".join(map(str, numbers))).replace("{target}", str(target))
         fields = {"numbers": list(numbers), "target": target}
-        return Problem(problem_id, (*system, {"role": "user", "content": prompt}), str(target), fields)
+        return Problem(problem_id, (*system, {"role": "user", "content": prompt}), solution, fields)
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:

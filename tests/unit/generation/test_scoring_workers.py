@@ -19,6 +19,8 @@ from offline_grpo.settings import ScoringConfig
 from offline_grpo.train.experience import check_scored, failure_metrics
 from offline_grpo.types import Score
 
+pytestmark = pytest.mark.slow
+
 EXPECTED = {
     "fine": 1.0,
     "hangs": "timeout",
@@ -89,7 +91,7 @@ def test_the_first_of_each_cause_is_told_with_its_traceback(judged):
     _, told, *_ = judged
     assert sorted(text.split(";")[0] for text in told if "failed" not in text.split(";")[0])[1:] == [
         "the code that scores needed more than 256 MiB (scoring.memory_mib)",
-        "the code that scores took more than 1 s (scoring.timeout_s)",
+        "the code that scores took more than 2 s (scoring.timeout_s)",
     ]
     assert len(told) == 4
     [raised] = [text for text in told if "Traceback" in text and "MiB" not in text]

@@ -81,6 +81,7 @@ def test_problems_can_be_solved_and_splits_share_no_numbers(task):
     train, held_out = task.problems(Split.TRAIN), task.problems(Split.EVAL)
     for problem in [*train[:15], *held_out[:5]]:
         assert problem.fields["target"] in reachable(problem.fields["numbers"])
+        assert task.score(problem, f"<answer>{problem.answer}</answer>").is_correct
     numbers = [{tuple(p.fields["numbers"]) for p in problems} for problems in (train, held_out)]
     assert not numbers[0] & numbers[1]
     assert 0.08 < len(held_out) / (len(train) + len(held_out)) < 0.12

@@ -69,7 +69,7 @@ def test_given_advantages_that_are_zero_where_it_counts_are_no_signal(tmp_path):
     assert prepare_batch([silent], updater, updater.config) == (
         None,
         [[0.0]],
-        {"num_groups": 1.0, "num_groups_zero_signal": 1.0, "num_groups_trained": 0.0},
+        {"num_groups": 1.0, "num_groups_zero_signal": 1.0, "num_groups_trained": 0.0, "num_groups_replaced": 0.0},
     )
 
 
