@@ -103,9 +103,12 @@ def test_problems_are_those_of_a_run_in_its_order_from_where_the_trainer_is(make
 @pytest.mark.parametrize("option", sorted(path.stem for path in (ROOT / "conf" / "task").glob("*.yaml")))
 def test_any_task_is_served(make, tmp_path, option):
     rows = [{"prompt": f"Say {i}.", "question": f"What is {i}?", "answer": f"#### {i}"} for i in range(20)]
+    rows = [row | {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]} for row in rows]
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[split == "test" :: 2]))
-    local = f"path={tmp_path} name=null" if option in ("dataset", "gsm8k") else ""
+    local = f"path={tmp_path} name=null" if option in ("dataset", "gsm8k", "ifeval", "math") else ""
+    local += " prompt_field=question answer_field=answer" if option == "math" else ""
+    local += "+task@task.tasks.a=arithmetic +task@task.tasks.b=sat" if option == "mixture" else ""
     environment = make(task=option, task_overrides=f"{local} data.num_train_seeds=5 eval.num_ids=3")
     group, _ = asyncio.run(environment.collect_trajectories(asyncio.run(environment.get_next_item())))
     assert len(group["scores"]) == 8
