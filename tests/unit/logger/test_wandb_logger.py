@@ -1,6 +1,7 @@
 import json
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,18 @@ def test_samples_of_evaluations_are_a_table(tmp_path: Path, monkeypatch: pytest.
 
 
 def stored(file: Path) -> list[Any]:
-    """The records in a file of W&B: protocol buffers in the log format of LevelDB, behind 7 bytes that name the file's kind."""
+    """The records in the file of a run that has ended. W&B's own process may still be writing the last of them when `finish` returns."""
+    deadline = time.monotonic() + 30
+    while True:
+        records = read_records(file)
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            return records
+        assert time.monotonic() < deadline, f"{file} has {len(records)} records and no end"
+        time.sleep(0.05)
+
+
+def read_records(file: Path) -> list[Any]:
+    """The whole records in a file of W&B: protocol buffers in the log format of LevelDB, behind 7 bytes that name the file's kind."""
     data, position, records, parts = file.read_bytes(), 7, [], b""
     while position + 7 <= len(data):
         room = 32768 - position % 32768
@@ -167,6 +179,8 @@ def stored(file: Path) -> list[Any]:
             position += room
             continue
         _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        if position + 7 + length > len(data):
+            break
         parts += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # whole, or the last part

@@ -272,7 +272,7 @@ def test_task_without_integer_answers_is_refused(tmp_path):
         def score(self, problem, text):
             raise AssertionError("not needed")
 
-    with pytest.raises(ConfigError, match=r"task=Words: .* use task=arithmetic"):
+    with pytest.raises(ConfigError, match=r"model=tiny: .* use task=arithmetic"):
         prepare_tiny_model(SMALL, Words(), tmp_path)
 
 
