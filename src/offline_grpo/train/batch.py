@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from heapq import heapreplace
 from itertools import chain, pairwise
 from typing import TypeVar
 
@@ -79,8 +80,17 @@ def split_updates(num_sequences: int, *, num_updates: int | None, sequences_per_
 
 
 def share_of_rank(sequences: Sequence[int], lengths: Sequence[int], *, rank: int, world_size: int) -> list[int]:
-    """The sequences that this process trains, longest first: dealt out in turn, so that every process gets like lengths."""
-    return sorted(sequences, key=lambda s: (-lengths[s], s))[rank::world_size]
+    """The sequences that this process trains, longest first: each goes to the process that has the fewest tokens so far.
+
+    That is Graham's rule for sharing out jobs (1969): the busiest process has at most 4/3 of the tokens that the best division gives it.
+    """
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [(0, r) for r in range(world_size)]
+    for s in sorted(sequences, key=lambda s: (-lengths[s], s)):
+        tokens, least = loads[0]
+        shares[least].append(s)
+        heapreplace(loads, (tokens + lengths[s], least))
+    return shares[rank]
 
 
 def microbatches(

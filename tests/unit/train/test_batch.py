@@ -1,5 +1,7 @@
 """Flat batches, and how they are cut into updates, shares and microbatches."""
 
+import random
+
 import pytest
 import torch
 from factories import make_completion, make_rollout
@@ -69,6 +71,15 @@ def test_shares_of_the_processes_are_disjoint_complete_and_alike():
     shares = [share_of_rank(range(7), lengths, rank=r, world_size=3) for r in range(3)]
     assert sorted(s for share in shares for s in share) == list(range(7))
     assert [lengths[s] for s in shares[0]] == sorted((lengths[s] for s in shares[0]), reverse=True)
+
+
+@pytest.mark.parametrize("num_processes", [2, 4, 8])
+def test_the_busiest_process_has_at_most_a_tenth_more_tokens_than_the_mean(num_processes: int) -> None:
+    draw = random.Random(0)
+    lengths = [min(4096, 200 + int(draw.expovariate(1 / 600))) for _ in range(128)]
+    shares = [share_of_rank(range(128), lengths, rank=r, world_size=num_processes) for r in range(num_processes)]
+    assert sorted(s for share in shares for s in share) == list(range(128))
+    assert max(sum(lengths[s] for s in share) for share in shares) <= 1.1 * sum(lengths) / num_processes
 
 
 def test_microbatches_by_sequences():
