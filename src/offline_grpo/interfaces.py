@@ -137,6 +137,16 @@ class RolloutSource(Protocol):
 
 
 @runtime_checkable
+class Prefetch(RolloutSource, Protocol):
+    """A source that samples from the run's engine while the trainer trains, and between any two calls."""
+
+    def weights_lost(self) -> None:
+        """The engine has died, or somebody else has written to its weights: what was sampled and not handed out yet is worth nothing.
+        Nothing more is sampled before `weights_changed`."""
+        ...
+
+
+@runtime_checkable
 class Loss(Protocol):
     """A policy-gradient objective with its regularisers."""
 

@@ -284,3 +284,13 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(self.num_threads is None or self.num_threads > 0, "num_threads", self.num_threads, "at least 1, or null for one per core")
+
+    @property
+    def planned_updates(self) -> int:
+        """Updates of an iteration in which no group is dropped, and the most there can be; what the learning-rate schedule counts with."""
+        train, sequences = self.train, self.data.problems_per_iteration * self.data.rollouts_per_problem
+        if train.grad_accum_steps is None:
+            assert train.updates_per_iteration is not None
+            return min(train.updates_per_iteration, sequences) * train.epochs
+        assert train.batch_size is not None
+        return -(-sequences // (train.batch_size * train.grad_accum_steps)) * train.epochs

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from children import SMALL, Kill, metrics_of, printed, run_in_child
 from engines import GPU, GPU_FP32, kill_engines, load, make_client, make_server, processes_naming, running, save_model
 from factories import compose_config, generate, sampled
+from recorded import ORIGIN
 from safetensors.torch import load_file
 
 from offline_grpo.generation.vllm_client import VllmClient
@@ -68,7 +70,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 @pytest.fixture(scope="module")
 def groups(bench: Bench) -> list[RolloutGroup]:
-    return make_source(bench.plan, bench.policy, bench.client, bench.ranks, Path()).next(0)
+    updater: Any = SimpleNamespace(ranks=bench.ranks)
+    return make_source(bench.plan, bench.policy, bench.client, updater, Path(), ORIGIN).next(0)
 
 
 def test_rollouts(bench: Bench, groups: list[RolloutGroup]) -> None:

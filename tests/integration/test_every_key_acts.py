@@ -43,7 +43,7 @@ from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.preflight import listeners, make_plan
-from offline_grpo.run.task_data import build_task
+from offline_grpo.run.task_data import SOURCE_RUNTIME, build_task, source_node
 from offline_grpo.train.advantage import group_advantages
 from offline_grpo.types import BatchTotals, Split, TokenStats
 
@@ -533,6 +533,15 @@ ATROPOS: dict[str, tuple[str, str]] = {
 FOREIGN = replace(ORIGIN, tokenizer="f" * 64)
 
 
+AHEAD: dict[str, str] = {
+    # setting of rollouts=async: changed to
+    "max_staleness": "2",
+    "buffer_size": "16",
+    "in_flight": "wait",
+}
+"""Its other settings are those of `rollouts=on_policy`, whose class it inherits from."""
+
+
 REPLAY: dict[str, tuple[str, str]] = {
     # setting of rollouts=replay: changed to, on top of
     "path": ("@shorter", ""),
@@ -668,7 +677,9 @@ def test_every_key_is_in_exactly_one_table() -> None:
     asked = [(f"generation={option}", f"generation.{name}") for option in ("vllm_server", "sglang_server") for name in CLIENT]
     environments = [("rollouts=atropos", f"rollouts.{name}") for name in ATROPOS]
     recorded = [("rollouts=replay", f"rollouts.{name}") for name in REPLAY]
-    rows = [("", key) for key in (*RUNS, *ASSEMBLED)] + built + asked + environments + recorded
+    inherited = [key for key in RUNS if key.startswith("rollouts.") and key != "rollouts.record"]
+    ahead = [("rollouts=async", key) for key in (*inherited, *(f"rollouts.{name}" for name in AHEAD))]
+    rows = [("", key) for key in (*RUNS, *ASSEMBLED)] + built + asked + environments + recorded + ahead
     assert len(rows) == len(set(rows))
     assert set(rows) == in_conf()
 
@@ -785,6 +796,21 @@ def test_the_trainer_of_an_atropos_api_changes_with(name: str) -> None:
     before, after = atropos_effect(base), atropos_effect(f"{base} rollouts.{name}={value}")
     assert before == atropos_effect(base)
     assert before != after
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_sampling_ahead_changes_with(name: str) -> None:
+    def effect(*overrides: str) -> tuple[list[int], str]:
+        """The iterations that are begun at the start, and what a push does to requests."""
+        config = typed(compose_config("generation=vllm_server", "weight_sync=reload", "rollouts=async", *overrides))
+        runtime = dict.fromkeys(SOURCE_RUNTIME) | {"trainer_version": lambda: 0, "updates_per_iteration": 1, "num_iterations": 9}
+        source, begun = build(source_node(config), key="rollouts", **runtime), []
+        source._begin = begun.append
+        source.start(0, None)
+        return begun, config.weight_sync["pause_mode"]
+
+    base = ("data.problems_per_iteration=16", "rollouts.max_staleness=3")
+    assert effect(*base) != effect(*base, f"rollouts.{name}={AHEAD[name]}")
 
 
 @pytest.fixture(scope="module")

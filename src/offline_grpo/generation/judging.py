@@ -98,9 +98,18 @@ async def _awaited(score: Awaitable[Score]) -> Score:
         return await score
 
 
-@cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """One event loop for the life of the process, because clients that async code makes once belong to the loop that they were used in."""
+    """One event loop for the life of the process, because clients that async code makes once belong to the loop that they were used in.
+    Threads that begin to score at the same time get the same one."""
+    with _making_loop:
+        return _only_loop()
+
+
+_making_loop = threading.Lock()
+
+
+@cache
+def _only_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="scores", daemon=True).start()
     return loop

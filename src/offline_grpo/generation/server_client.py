@@ -12,14 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import islice
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
 import httpx
 
 from offline_grpo.engine.background import start_loop
 from offline_grpo.engine.control import ServerControl
-from offline_grpo.engine.http import BROKEN, SAFE_TO_RETRY_STATUS, Answer, connection, describe, exchange, ssl_context
+from offline_grpo.engine.http import BROKEN, SAFE_TO_RETRY_STATUS, Answer, NotFound, Refused, connection, describe, exchange, ssl_context
 from offline_grpo.engine.server import GRACE_S, Server
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.types import Completion, CompletionStream, FinishReason, SamplingParams, SamplingRequest, ServedWeights
@@ -30,6 +30,9 @@ LONGEST_PAUSE_S = 10.0
 
 LOWEST_LOGPROB = -9999.0
 """Servers send this or a lower value for minus infinity, which JSON cannot represent."""
+
+CLOSED_S = 1.0
+"""How often a wait for answers looks whether the client was closed meanwhile."""
 
 MAX_BYTES_PER_PROMPT_TOKEN = 16
 """vLLM returns the ids."""
@@ -99,7 +102,7 @@ class ServerClient(ABC):
         """The completions in the server's answer, in order. May raise what `Answer.read` expects."""
 
     def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
-        """See `RolloutClient.generate`. Up to `batch_size` requests are in flight, and as many wait behind them.
+        """See `RolloutClient.generate`. Up to `batch_size` requests are in flight, and as many wait behind. Several threads may call it.
 
         Raises:
             EngineDied: the server, one that this run started, has ended.
@@ -118,14 +121,19 @@ class ServerClient(ABC):
                     future.add_done_callback(lambda _, index=index: answered.put(index))
                 if not unanswered:
                     return
-                index = answered.get()
+                try:
+                    index = answered.get(timeout=CLOSED_S)
+                except Empty:
+                    if self._loop is not loop:  # closed by another thread, perhaps before it knew of the newest request
+                        raise EngineError(f"{self._url}: the client was closed while it waited") from None
+                    continue
                 yield index, unanswered.pop(index).result()
         finally:  # a failure, a signal, or a caller who closed the iterator: cancel what is still open
             for future in unanswered.values():
                 future.cancel()
 
     def close(self) -> None:
-        """Close the connections and end the thread. The client can be used again afterwards."""
+        """Close the connections and end the thread; what other threads wait for is cancelled. The client can be used again afterwards."""
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._disconnect(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -165,7 +173,12 @@ class ServerClient(ABC):
         max_bytes = MAX_BYTES_BESIDE + request.num_completions * per_completion
         for _ in range(self.max_retries + 1):
             weights = self.weights  # read once: a push may replace them while the request is open
-            answer = await self._post(http, self.path, self.body(request, sampling, weights), max_bytes)
+            try:
+                answer = await self._post(http, self.path, self.body(request, sampling, weights), max_bytes)
+            except Refused as error:
+                if self.weights is weights or isinstance(error, NotFound):
+                    raise
+                continue  # a push came between, and the adapter that it named is no more
             completions = answer.read(lambda parsed, version=weights.version: self._completions(parsed, request, sampling, version))
             if all(completion.finish_reason is not FinishReason.ABORT for completion in completions):
                 return completions

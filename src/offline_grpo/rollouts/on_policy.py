@@ -26,7 +26,7 @@ def permutation(length: int, seed: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class OnPolicy:
     """A `RolloutSource` that samples `group_size` completions of `problems_per_iteration` problems in `next`, and scores them.
 

@@ -102,7 +102,7 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     schedule = PushSchedule(plan.weight_sync.interval)
     about = {key: value for key, value in redacted(start.plain).items() if key not in IGNORED_ON_RESUME}
     origin = Origin(model_id, architecture_hash(policy.causal_lm.config), tokenizer_hash(policy.tokenizer), about)
-    source = make_source(plan, policy, training.client, ranks, start.run_dir.path, origin)
+    source = make_source(plan, policy, training.client, updater, start.run_dir.path, origin)
     stack.callback(source.close)
     milestones = Milestones(config.checkpoint.keep_best, config.train.stop_when)
     shared: dict[str, Any] = {"policy": policy, "updater": updater, "schedule": schedule, "source": source, "milestones": milestones}
@@ -252,7 +252,7 @@ def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ran
     )
 
 
-def make_source(plan: Plan, policy: Policy, client: RolloutClient, ranks: Ranks, run_folder: Path, origin: Origin) -> RolloutSource:
+def make_source(plan: Plan, policy: Policy, client: RolloutClient, updater: Updater, run_folder: Path, origin: Origin) -> RolloutSource:
     """The component of the group `rollouts`, connected to the client that it samples from."""
     problems = {"problems": plan.data.train} if plan.data.train is not None else {}
     return build(
@@ -268,8 +268,11 @@ def make_source(plan: Plan, policy: Policy, client: RolloutClient, ranks: Ranks,
         run_folder=run_folder,
         model_id=origin.model,
         origin=origin,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
+        rank=updater.ranks.rank,
+        world_size=updater.ranks.world_size,
+        trainer_version=lambda: updater.counters.version,
+        updates_per_iteration=plan.config.planned_updates,
+        num_iterations=plan.config.train.iterations,
         **problems,
     )
 

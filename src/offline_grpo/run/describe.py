@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offline_grpo.run.preflight import Plan, planned_updates_per_iteration
+from offline_grpo.run.preflight import Plan
 from offline_grpo.run.task_data import TaskData
 
 
@@ -23,7 +23,7 @@ def describe_batches(plan: Plan) -> tuple[str, str]:
     data, train = plan.config.data, plan.config.train
     sequences = data.problems_per_iteration * data.rollouts_per_problem
     per_microbatch = f"{train.batch_size} sequences" if train.batch_size is not None else f"{train.tokens_per_microbatch} tokens"
-    updates = planned_updates_per_iteration(plan.config)
+    updates = plan.config.planned_updates
     return (
         f"each iteration: {data.problems_per_iteration} problems x {data.rollouts_per_problem} rollouts = {sequences} sequences, "
         f"{train.iterations * sequences:,} in all",

@@ -22,7 +22,7 @@ from offline_grpo.settings import RunConfig
 from offline_grpo.train.milestones import watched_metrics
 from offline_grpo.train.schedule import LrSchedule
 from offline_grpo.types import Message, SamplingParams
-from offline_grpo.weight_sync.requirements import check_requirements
+from offline_grpo.weight_sync.requirements import check_in_flight, check_requirements
 
 if TYPE_CHECKING:
     from offline_grpo.placement.devices import Devices
@@ -99,6 +99,7 @@ def make_plan(config: RunConfig) -> Plan:
     weight_sync = build(config.weight_sync, key="weight_sync", protocol=WeightSync)
     lora_rank = config.model.lora.r if config.model.lora is not None else None
     check_requirements(weight_sync.name, weight_sync.requires, engine.client_class, lora_rank=lora_rank, base_url=engine.base_url)
+    check_in_flight(weight_sync.name, weight_sync.requires, config.rollouts.get("in_flight"))
     eval_engine = evaluation_engine(config.eval, engine, api_key=node.get("api_key")) if config.eval.enabled else None
     eval_weight_sync = evaluation_sync(eval_engine, config.eval, weight_sync, lora_rank=lora_rank)
     for key, metric in watched.items():
@@ -216,16 +217,5 @@ def check_context(plan: Plan, encode: Callable[[Sequence[Message]], list[int]], 
 
 def fresh_schedule(config: RunConfig) -> LrSchedule:
     """How the learning rate goes in a run that is not resumed."""
-    num_updates = config.train.iterations * planned_updates_per_iteration(config)
+    num_updates = config.train.iterations * config.planned_updates
     return LrSchedule(kind=config.train.schedule, num_updates=num_updates, warmup_steps=config.train.warmup_steps)
-
-
-def planned_updates_per_iteration(config: RunConfig) -> int:
-    """Updates of an iteration in which no group is dropped; what the learning-rate schedule counts with."""
-    train = config.train
-    sequences = config.data.problems_per_iteration * config.data.rollouts_per_problem
-    if train.grad_accum_steps is None:
-        assert train.updates_per_iteration is not None
-        return min(train.updates_per_iteration, sequences) * train.epochs
-    assert train.batch_size is not None
-    return -(-sequences // (train.batch_size * train.grad_accum_steps)) * train.epochs

@@ -28,6 +28,9 @@ SOURCE_RUNTIME = (
     "origin",
     "rank",
     "world_size",
+    "trainer_version",
+    "updates_per_iteration",
+    "num_iterations",
 )
 """Names under which a rollout source's constructor may ask for objects that exist only once the model is loaded."""
 

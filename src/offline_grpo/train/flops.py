@@ -57,3 +57,9 @@ def _active_share(config: Any) -> float:
     """The part of the experts that a token goes to."""
     total = next((n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, None))), None)
     return getattr(config, "num_experts_per_tok", None) / total if total else 1.0
+
+
+def utilisation(flops: float, seconds: float, device: torch.device, num_devices: int) -> dict[str, float]:
+    """The share of the GPUs' peak that `flops` in so many `seconds` are; empty where their peak is not known."""
+    peak = peak_flops(device)
+    return {} if peak is None else {"perf/mfu": flops / (seconds * peak * num_devices)}

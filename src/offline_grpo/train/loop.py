@@ -21,14 +21,14 @@ from typing import Any, TypeVar
 
 from offline_grpo import progress
 from offline_grpo.errors import KEEP_OUT, EngineDied, EngineError, ForeignWrite, StopRequested
-from offline_grpo.interfaces import Checkpointer, Deployment, Evaluator, PendingCheckpoint, RolloutSource, RunListener, StopSignal
+from offline_grpo.interfaces import Checkpointer, Deployment, Evaluator, PendingCheckpoint, Prefetch, RolloutSource, RunListener, StopSignal
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.experience import check_scored, failure_metrics, prepare_batch, rollout_metrics
-from offline_grpo.train.flops import peak_flops, update_flops
+from offline_grpo.train.flops import update_flops, utilisation
 from offline_grpo.train.milestones import Milestones
-from offline_grpo.train.push_schedule import PushSchedule
+from offline_grpo.train.push_schedule import PushSchedule, frozen_metric
 from offline_grpo.train.resources import card_bytes, gpu_memory, time_metrics
 from offline_grpo.train.update import Updater
 from offline_grpo.types import Metrics, RolloutGroup, SyncReport
@@ -136,7 +136,8 @@ class Loop:
         if self.milestones.stop_reason is not None and number < self.config.iterations:
             metrics |= {"stopped_early": 1.0}
         metrics |= time_metrics(self._seconds, metrics) | self._start_metrics
-        metrics |= gpu_memory(self.policy.compute_device, self._card_bytes) | self._utilisation()
+        metrics |= gpu_memory(self.policy.compute_device, self._card_bytes)
+        metrics |= utilisation(self._flops, self._seconds["train"], self.policy.compute_device, self.ranks.world_size)
         self._start_metrics = {}
         self._log("train", metrics, iteration)
         if eval_metrics is not None:
@@ -184,7 +185,7 @@ class Loop:
     def _push(self, *, force: bool) -> Metrics:
         """Push if the schedule, or an evaluation (`force`), wants it."""
         if self.schedule.is_due(force=force):
-            report = self._recovering(self.deployment, lambda: self.deployment.push(self.policy, version=self._version))
+            report = self._recovering(self.deployment, self._push_now)
             self.schedule.pushed(self.policy, report.version)
             self.source.weights_changed(report.version)
         else:
@@ -197,6 +198,11 @@ class Loop:
                 "sync/num_foreign_writes": float(self._num_foreign_writes),
             }
         )
+
+    def _push_now(self) -> SyncReport:
+        if isinstance(self.source, Prefetch):
+            self.deployment.check_served()  # what others wrote and was sampled from would be overwritten, and never noticed
+        return self.deployment.push(self.policy, version=self._version)
 
     def _sample(self, deployment: Deployment, share: Callable[[], list[RolloutGroup]]) -> list[RolloutGroup]:
         """The groups of all processes, each of which samples its `share`, from the weights of the last push and no others."""
@@ -223,6 +229,8 @@ class Loop:
             self.stop.hold("the recovery of the server")  # the policy may have other weights meanwhile
             log.warning("%s Serving the weights again.", death)
             if deployment is self.deployment:
+                if isinstance(self.source, Prefetch):
+                    self.source.weights_lost()
                 with self.schedule.served_weights(self.policy, self._version) as version:
                     deployment.recover(self.policy, version=version)
                 self.source.weights_changed(0 if deployment.is_frozen else version)
@@ -283,16 +291,6 @@ class Loop:
         self._seconds[name] = time.perf_counter() - started
         self._card_bytes = max(self._card_bytes, card_bytes(self.policy.compute_device))  # torch keeps what a phase needed at most
 
-    def _utilisation(self) -> dict[str, float]:
-        """Of the GPUs of all training processes, in the phase that trains; empty where their peak is not known."""
-        peak = peak_flops(self.policy.compute_device)
-        return {} if peak is None else {"perf/mfu": self._flops / (self._seconds["train"] * peak * self.ranks.world_size)}
-
     def _log(self, name: str, metrics: Metrics, iteration: int) -> None:
         for listener in self.listeners:
             listener.log(name, metrics, iteration=iteration)
-
-
-def frozen_metric(deployment: Deployment) -> dict[str, float]:
-    """What tells, in every record, that these engines do not follow the policy."""
-    return {"sync/frozen": 1.0} if deployment.is_frozen else {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from offline_grpo.interfaces import Deployment
 from offline_grpo.model.policy import Policy
 from offline_grpo.train.counters import PushCounters
 
@@ -72,6 +73,11 @@ class PushSchedule:
         """Restore `state_dict()`."""
         self.version, self._num_skipped = counters.version, counters.num_skipped
         self._served = dict(served) or None
+
+
+def frozen_metric(deployment: Deployment) -> dict[str, float]:
+    """What tells, in every record, that these engines do not follow the policy."""
+    return {"sync/frozen": 1.0} if deployment.is_frozen else {}
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import shutil
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class LoraHotswap(ServerSync):
     @property
     def requires(self) -> SyncRequirements:
         """See `WeightSync.requires`."""
-        return lora_requirements(self.server_args)
+        return replace(lora_requirements(self.server_args), in_flight=("keep",))
 
     def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`. A new server has none of our adapters."""

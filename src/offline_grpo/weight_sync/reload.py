@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offline_grpo.engine.engine import ServerEngine
@@ -51,10 +51,10 @@ class Reload(PausingSync):
             f"weight_sync.pause_mode={self.pause_mode}: SGLang loads weights only where no request is in flight; set "
             "weight_sync.pause_mode=abort"
         )
-        return SyncRequirements(
+        return replace(
+            super().requires,
             engines=("vLLM", "SGLang"),
             refused={} if self.pause_mode == "abort" else {"SGLang": in_flight},
-            server_args=self.server_args,
         )
 
     @contextmanager

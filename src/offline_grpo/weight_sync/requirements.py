@@ -25,6 +25,7 @@ class SyncRequirements:
         placement: GPUs of a server that the run starts: the "same" as the first training process's, any "other" than the training
             processes', or "any".
         server_args, env: what the server needs on its command line and in its environment.
+        in_flight: of "keep", "wait" and "abort" that which a push does to requests that run; empty: there must be none.
         shares_weights: the policy's parameters become the server's memory: the policy is loaded on the CPU, and moved by `attach`.
     """
 
@@ -38,6 +39,7 @@ class SyncRequirements:
     placement: Literal["same", "other", "any"] = "any"
     server_args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    in_flight: tuple[str, ...] = ()
     shares_weights: bool = False
 
 
@@ -74,3 +76,15 @@ def check_requirements(name: str, needs: SyncRequirements, client_class: type, *
             f"generation.base_url={base_url}: weight_sync={name} starts the server again and again, and this one is not the run's own; "
             "set generation.base_url=null, or use another weight_sync"
         )
+
+
+def check_in_flight(name: str, needs: SyncRequirements, in_flight: str | None) -> None:
+    """Raise ConfigError if the strategy `name` does something else than `in_flight` to requests that run; None: none run during a push."""
+    if in_flight is None or in_flight in needs.in_flight:
+        return
+    if needs.in_flight:
+        can = needs.in_flight[0]
+        fix = f"weight_sync={name} does {can} (weight_sync.pause_mode, which follows this key); use rollouts.in_flight={can}"
+    else:
+        fix = f"weight_sync={name} sends no weights while requests run; use reload, ipc, nccl, or with LoRA lora_hotswap"
+    raise ConfigError(f"rollouts.in_flight={in_flight}: {fix}")

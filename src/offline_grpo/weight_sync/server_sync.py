@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from offline_grpo.engine.engine import ServerEngine
@@ -107,3 +107,8 @@ class PausingSync(ServerSync):
         super().__post_init__()
         if self.pause_mode not in PAUSE_MODES:
             raise ConfigError(f"weight_sync.pause_mode={self.pause_mode}: must be one of {', '.join(PAUSE_MODES)}")
+
+    @property
+    def requires(self) -> SyncRequirements:
+        """See `WeightSync.requires`."""
+        return replace(super().requires, in_flight=(self.pause_mode,))

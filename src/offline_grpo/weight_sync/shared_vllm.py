@@ -63,7 +63,7 @@ class SharedVllm(PausingSync):
     @property
     def requires(self) -> SyncRequirements:
         """See `WeightSync.requires`. The policy can be the memory of one server."""
-        return replace(super().requires, one_engine=True, placement="same", shares_weights=True)
+        return replace(super().requires, in_flight=(), one_engine=True, placement="same", shares_weights=True)
 
     def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`. Splices the server's memory, which must hold the policy's own bits, into the policy.

@@ -1,0 +1,213 @@
+"""Rollouts that are sampled while the trainer trains, from weights that are at most `max_staleness` updates older than those trained.
+
+What is trained on, and in which order, is what `OnPolicy` would train on: iteration i has positions i * P to (i + 1) * P of the endless
+sequence of problems. So a checkpoint needs nothing of what was under way, and a late straggler costs a wait.
+
+An iteration is sampled in a thread of its own, which the main thread alone begins and waits for. It begins as soon as its rollouts cannot
+become too old: the trainer makes at most `updates_per_iteration` updates in each iteration before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from itertools import compress
+from statistics import fmean
+from typing import Any
+
+from offline_grpo import progress
+from offline_grpo.engine.background import in_background
+from offline_grpo.errors import ConfigError, require
+from offline_grpo.interfaces import RunListener
+from offline_grpo.rollouts.on_policy import OnPolicy
+from offline_grpo.settings import RunConfig
+from offline_grpo.types import Metrics, RolloutGroup
+
+TICK_S = 0.2
+END_S = 5.0
+"""How long threads are waited for whose requests have been cancelled; code that scores may keep one longer."""
+IN_FLIGHT = ("keep", "wait", "abort")
+
+log = logging.getLogger(__name__)
+
+
+class Round(RunListener):
+    """An iteration that is being sampled, or has been."""
+
+    groups: Future[list[RolloutGroup]]
+    said: tuple[int, int, str] = (0, 0, "completions")
+
+    def progress(self, done: int, total: int, unit: str) -> None:
+        """Called in the round's thread; the main thread passes it on while it waits."""
+        self.said = (done, total, unit)
+
+
+@dataclass(kw_only=True)
+class Asynchronous(OnPolicy):
+    """A `RolloutSource` that samples ahead. See `OnPolicy` for what is drawn.
+
+    Args:
+        max_staleness: how many versions (updates) older than the trained weights those may be that drew a token.
+        buffer_size: groups, of all processes, that are sampled or being sampled and not trained on yet; in whole iterations. None: as
+            many as `max_staleness` allows.
+        in_flight: what a push of weights does to requests that run, which weight sync carries out; `check_requirements` compares.
+        trainer_version: how many updates the trained weights carry now.
+        updates_per_iteration: the trainer makes at most.
+        num_iterations: of the run.
+    """
+
+    max_staleness: int
+    buffer_size: int | None
+    in_flight: str
+
+    trainer_version: Callable[[], int]
+    updates_per_iteration: int
+    num_iterations: int
+
+    _rounds: dict[int, Round] = field(default_factory=dict, init=False)
+    _next: int | None = field(default=None, init=False)  # the iteration that is trained on next; None before the start
+    _known: tuple[int, int] = field(default=(0, 0), init=False)  # an iteration, and the trainer's version before it
+    _served: int = field(default=0, init=False)
+    _idle_since_s: float = field(default=0.0, init=False)
+    _idle_s: float = field(default=0.0, init=False)
+    _num_discarded: int = field(default=0, init=False)
+    _num_queued: int = field(default=0, init=False)
+    _metrics: Metrics = field(default_factory=dict, init=False)
+
+    @staticmethod
+    def check(config: RunConfig) -> None:
+        """See `RolloutSource.check`."""
+        OnPolicy.check(config)
+        settings, loss = config.rollouts, config.train.loss
+        staleness, in_flight, buffer_size = (settings[name] for name in ("max_staleness", "in_flight", "buffer_size"))
+        fix = "generation samples in this process, from the weights that are trained; use generation=vllm_server, or rollouts=on_policy"
+        require(config.engine is not None, "rollouts", "async", fix)
+        require(in_flight in IN_FLIGHT, "rollouts.in_flight", in_flight, f"must be one of {', '.join(IN_FLIGHT)}")
+        problems = config.data.problems_per_iteration
+        fix = f"must have room for an iteration, data.problems_per_iteration={problems}; null bounds by rollouts.max_staleness alone"
+        require(buffer_size is None or buffer_size >= problems, "rollouts.buffer_size", buffer_size, fix)
+        interval = config.weight_sync.get("interval", 1)
+        least = interval * config.planned_updates
+        fix = (
+            f"an iteration makes up to {config.planned_updates} versions and weight_sync.interval={interval}, so sampling ahead takes at "
+            f"least {least}" + ("; 0 samples as rollouts=on_policy does" if interval == 1 else ", and 0 takes weight_sync.interval=1")
+        )
+        require(staleness >= least or (staleness == 0 and interval == 1), "rollouts.max_staleness", staleness, fix)
+        uncorrected = loss.get("ratio_reference") == "old" and loss.get("importance_correction") == "none"
+        fix = "corrects nothing for older weights; use token_truncate, or train.loss.ratio_reference=rollout"
+        require(staleness == 0 or not uncorrected, "train.loss.importance_correction", "none", fix)
+
+    def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
+        """See `RolloutSource.start`. Begins to sample."""
+        self._idle_since_s = time.perf_counter()
+        self._next, self._known = iteration, (iteration, self.trainer_version())
+        self._begin_due()
+
+    def next(self, iteration: int) -> list[RolloutGroup]:
+        """See `RolloutSource.next`. Waits for the iteration's groups.
+
+        Raises:
+            ConfigError: the engine's weights are too old, however fresh the samples.
+            Exception: whatever ended the sampling of this iteration or of a later one.
+        """
+        began = time.perf_counter()
+        version = self.trainer_version()
+        self._next, self._known = iteration, (iteration, version)
+        age = version - self._served
+        if age > self.max_staleness:
+            raise ConfigError(f"rollouts.max_staleness={self.max_staleness}: the engine's weights are {age} versions old; push more often")
+        while True:
+            self._begin_due()
+            groups = self._wait_for(iteration)
+            ages = [version - v for group in groups for r in group.rollouts for v in compress(r.versions, r.is_sampled)]
+            if max(ages, default=0) <= self.max_staleness:
+                break
+            self._num_discarded += len(groups)
+        self._next = iteration + 1
+        self._begin_due()
+        queued = sum(len(round_.groups.result()) for round_ in self._rounds.values() if round_.groups.done())
+        self._metrics = {
+            "async/age_mean": fmean(ages) if ages else 0.0,
+            "async/age_max": float(max(ages, default=0)),
+            "async/queue_groups": float(queued),
+            "async/num_discarded": float(self._num_discarded),
+            "async/write_count": float(len(groups) + queued - self._num_queued),
+            "async/data_read_count": float(len(groups)),
+            "time/rollouts_wait_s": time.perf_counter() - began,
+            "time/async_idle_s": self._idle_s,
+        }
+        self._num_queued, self._num_discarded, self._idle_s = queued, 0, 0.0
+        return groups
+
+    def weights_changed(self, version: int) -> None:
+        """See `RolloutSource.weights_changed`. Newer weights may let an iteration begin."""
+        self._served = version
+        self._begin_due()
+
+    def weights_lost(self) -> None:
+        """See `Prefetch.weights_lost`."""
+        self._num_discarded += len(self._rounds) * len(range(self.problems_per_iteration)[self.rank :: self.world_size])
+        self._num_queued = 0
+        self._abandon()
+
+    def metrics(self) -> Metrics:
+        """See `RolloutSource.metrics`."""
+        return self._metrics
+
+    def close(self) -> None:
+        """See `RolloutSource.close`."""
+        self._next = None
+        self._abandon()
+
+    def _begin_due(self) -> None:
+        """Begin every iteration that there is room for and whose rollouts cannot become too old, in order."""
+        if self._next is None:
+            return
+        iteration, version = self._known
+        size = self.buffer_size or self.num_iterations * self.problems_per_iteration
+        ends = min(self.num_iterations, self._next + size // self.problems_per_iteration)
+        for i in range(self._next, ends):
+            if version + (i - iteration) * self.updates_per_iteration - self._served > self.max_staleness:
+                return
+            if i not in self._rounds:
+                self._begin(i)
+
+    def _begin(self, iteration: int) -> None:
+        if all(round_.groups.done() for round_ in self._rounds.values()):
+            self._idle_s += time.perf_counter() - self._idle_since_s
+        round_ = self._rounds[iteration] = Round()
+
+        def sample() -> list[RolloutGroup]:
+            try:
+                with progress.followed():
+                    progress.tell([round_])
+                    return OnPolicy.next(self, iteration)
+            finally:
+                self._idle_since_s = time.perf_counter()
+
+        round_.groups = in_background(sample)
+
+    def _wait_for(self, iteration: int) -> list[RolloutGroup]:
+        """The groups of an iteration that has been begun. An error of any iteration is raised at once."""
+        while True:
+            pending = []
+            for round_ in self._rounds.values():
+                if round_.groups.done():
+                    round_.groups.result()
+                else:
+                    pending.append(round_.groups)
+            if self._rounds[iteration].groups.done():
+                return self._rounds.pop(iteration).groups.result()
+            progress.report(*self._rounds[iteration].said)
+            wait(pending, TICK_S, FIRST_COMPLETED)
+
+    def _abandon(self) -> None:
+        """End all threads, as far as that takes no longer than `END_S`."""
+        pending, deadline = [round_.groups for round_ in self._rounds.values()], time.monotonic() + END_S
+        self._rounds = {}
+        while pending and time.monotonic() < deadline:
+            self.client.close()  # which cancels what is asked; a thread that was between two requests may ask again
+            pending = list(wait(pending, TICK_S).not_done)

@@ -1,0 +1,311 @@
+"""What is sampled while a trainer trains, on a client that takes its time and whose completions are a function of their seeds."""
+
+import random
+import threading
+import time
+from itertools import count
+
+import pytest
+from factories import compose_config, strategy
+from omegaconf import OmegaConf
+
+from offline_grpo.errors import ConfigError, EngineDied
+from offline_grpo.rollouts.asynchronous import Asynchronous
+from offline_grpo.rollouts.on_policy import OnPolicy
+from offline_grpo.run.config import typed
+from offline_grpo.run.preflight import make_plan
+from offline_grpo.types import Completion, FinishReason, Problem, SamplingParams, Score, ServedWeights
+from offline_grpo.weight_sync.requirements import check_in_flight
+
+PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": str(i)},), str(i)) for i in range(40)]
+PROBLEMS_PER_ITERATION = 3
+
+
+class Client:
+    """An engine that takes `seconds()` for a call and answers with tokens by their seeds; `close` breaks off what is waited for."""
+
+    def __init__(self, seconds=lambda: 0.0):
+        self.seconds, self.weights, self.error, self.calls = seconds, ServedWeights(), None, 0
+        self._closed = threading.Event()
+
+    def generate(self, requests, sampling):
+        self.calls += 1
+        closed, weights, error = self._closed, self.weights, self.error
+        if error is not None:
+            raise error
+        if closed.wait(self.seconds()):
+            raise RuntimeError("closed")
+        for index, request in enumerate(requests):
+            draws = [random.Random(request.seed + j).choices(range(9), k=4) for j in range(request.num_completions)]
+            yield index, [Completion(tuple(ids), (0.0,) * 4, FinishReason.STOP, (weights.version,) * 4) for ids in draws]
+
+    def close(self):
+        self._closed.set()
+        self._closed = threading.Event()
+
+
+class Codec:
+    def encode(self, messages):
+        return [1]
+
+    def decode(self, token_ids):
+        return "".join(map(str, token_ids))
+
+
+class Sums:
+    def score(self, problem, text):
+        return Score(float(sum(map(int, text))), True, {})
+
+
+class Trainer:
+    """What the loop does to a source, with updates that take `seconds()`."""
+
+    def __init__(self, client=None, *, updates=1, interval=1, seconds=lambda: 0.0, iterations=6, **settings):
+        self.client, self.updates, self.interval, self.seconds, self.version = client or Client(), updates, interval, seconds, 0
+        common = {
+            "problems_per_iteration": PROBLEMS_PER_ITERATION,
+            "group_size": 2,
+            "shuffle": True,
+            "resample_zero_signal": settings.pop("resample_zero_signal", False),
+            "max_resamples": 2,
+            "soft_overlong_tokens": None,
+            "seed": 5,
+            "client": self.client,
+            "task": Sums(),
+            "problems": PROBLEMS,
+            "codec": Codec(),
+            "sampling": SamplingParams(4),
+            "rank": settings.pop("rank", 0),
+            "world_size": settings.pop("world_size", 1),
+        }
+        self.on_policy = OnPolicy(**common | {"client": Client()})
+        ahead = {"max_staleness": updates * interval, "buffer_size": None, "in_flight": "keep"} | settings
+        self.source = Asynchronous(
+            **common, **ahead, trainer_version=lambda: self.version, updates_per_iteration=updates, num_iterations=iterations
+        )
+
+    def begin(self, iteration=0):
+        self.push()
+        self.source.start(iteration, None)
+
+    def train(self, iteration):
+        groups = self.source.next(iteration)
+        time.sleep(self.seconds())
+        self.version += self.updates
+        if (iteration + 1) % self.interval == 0:
+            self.push()
+        return groups
+
+    def push(self):
+        self.client.weights = ServedWeights(self.version)
+        self.source.weights_changed(self.version)
+
+
+def answers(groups):
+    return [(group.problem.problem_id, [rollout.text for rollout in group.rollouts]) for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("updates", "interval", "extra", "settings"),
+    [(1, 1, 0, {}), (2, 1, 3, {}), (1, 2, 1, {"rank": 1, "world_size": 2}), (1, 1, 9, {"resample_zero_signal": True})],
+)
+def test_what_is_trained_on_is_what_on_policy_draws_and_never_too_old(updates, interval, extra, settings):
+    draw = random.Random(updates + interval + extra)
+    bound = updates * interval + extra
+    trainer = Trainer(
+        Client(lambda: draw.uniform(0, 0.02)),
+        updates=updates,
+        interval=interval,
+        seconds=lambda: draw.uniform(0, 0.02),
+        iterations=12,
+        max_staleness=bound,
+        **settings,
+    )
+    trainer.begin()
+    ages = []
+    for iteration in range(12):
+        version = trainer.version
+        groups = trainer.train(iteration)
+        assert answers(groups) == answers(trainer.on_policy.next(iteration))
+        ages.append(max(version - v for group in groups for r in group.rollouts for v in r.versions[1:]))
+        assert trainer.source.metrics()["async/age_max"] == ages[-1] <= bound
+    assert max(ages) > 0
+    assert trainer.client.calls >= 12
+    trainer.source.close()
+
+
+def test_without_staleness_nothing_is_sampled_ahead():
+    trainer = Trainer(max_staleness=0, updates=2)
+    trainer.begin()
+    for iteration in range(6):
+        trainer.train(iteration)
+        assert trainer.source.metrics()["async/age_max"] == trainer.source.metrics()["async/queue_groups"] == 0
+        assert trainer.client.calls <= iteration + 2  # the next iteration's begins with the push
+
+
+def test_sampling_and_training_overlap():
+    """An iteration takes as long as the longer of the two, and 10 % at most."""
+    for sampling_s, training_s in ((0.15, 0.15), (0.15, 0.05)):
+        trainer = Trainer(Client(lambda s=sampling_s: s), seconds=lambda s=training_s: s, iterations=7)
+        trainer.begin()
+        trainer.train(0)
+        began = time.perf_counter()
+        for iteration in range(1, 6):
+            trainer.train(iteration)
+        assert (time.perf_counter() - began) / 5 <= 1.1 * max(sampling_s, training_s)
+        assert trainer.source.metrics()["time/rollouts_wait_s"] < 1.1 * max(sampling_s - training_s, 0.05)
+
+
+@pytest.mark.parametrize(("buffer_size", "ahead"), [(PROBLEMS_PER_ITERATION, 1), (2 * PROBLEMS_PER_ITERATION + 1, 2), (None, 5)])
+def test_the_buffer_bounds_what_is_sampled_ahead(buffer_size, ahead):
+    trainer = Trainer(max_staleness=4, buffer_size=buffer_size, iterations=20)
+    trainer.begin()
+    wait_until(lambda: trainer.client.calls == ahead)
+    trainer.train(0)
+    wait_until(lambda: trainer.client.calls == ahead + 1)
+    time.sleep(0.05)
+    assert trainer.client.calls == ahead + 1
+
+
+def test_nothing_is_sampled_beyond_the_last_iteration():
+    trainer = Trainer(max_staleness=50, iterations=4)
+    trainer.begin(1)
+    for iteration in (1, 2, 3):
+        assert answers(trainer.train(iteration)) == answers(trainer.on_policy.next(iteration))
+    assert trainer.client.calls == 3
+
+
+def test_an_error_reaches_the_trainer_at_once_with_its_cause():
+    """Also while it waits for an earlier iteration."""
+    durations = count()
+    trainer = Trainer(Client(lambda: 60.0 if next(durations) == 0 else 0.0), max_staleness=1)
+    trainer.begin()
+    wait_until(lambda: trainer.client.calls == 2)
+    trainer.client.error = ValueError("no such thing")
+    trainer.source._rounds.pop(1)
+    trainer.source._begin_due()
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="no such thing") as caught:
+        trainer.source.next(0)
+    assert "generate" in [entry.name for entry in caught.traceback]
+    trainer.source.close()
+    assert time.monotonic() - began < 2
+
+
+def test_after_a_death_everything_is_sampled_again():
+    trainer = Trainer(max_staleness=1)
+    trainer.begin()
+    wait_until(lambda: trainer.client.calls == 2)
+    trainer.client.error = EngineDied("the server has ended.")
+    trainer.train(0)
+    wait_until(lambda: trainer.client.calls == 3)
+    with pytest.raises(EngineDied):
+        trainer.source.next(1)
+    trainer.source.weights_lost()
+    time.sleep(0.02)
+    assert trainer.client.calls == 3  # nothing is asked of a server that is being started
+    trainer.client.error = None
+    trainer.push()
+    assert answers(trainer.train(1)) == answers(trainer.on_policy.next(1))
+    assert trainer.source.metrics()["async/num_discarded"] == 2 * PROBLEMS_PER_ITERATION
+
+
+def test_what_is_too_old_is_sampled_again():
+    """By a client that says what it should not be able to say."""
+    trainer = Trainer(max_staleness=1)
+    trainer.version = 3
+    trainer.begin(2)
+    wait_until(lambda: trainer.client.calls == 2)
+    trainer.source.close()
+    trainer.client.weights = ServedWeights(1)
+    trainer.source.start(2, None)
+    wait_until(lambda: trainer.client.calls == 4)
+    trainer.client.weights = ServedWeights(3)
+    assert answers(trainer.train(2)) == answers(trainer.on_policy.next(2))
+    assert trainer.source.metrics()["async/age_max"] == 0
+    assert trainer.source.metrics()["async/num_discarded"] == PROBLEMS_PER_ITERATION
+
+
+def test_an_engine_that_is_too_old_ends_the_run_and_does_not_hang():
+    trainer = Trainer(max_staleness=1)
+    trainer.begin()
+    trainer.version = 2
+    with pytest.raises(ConfigError, match=r"rollouts.max_staleness=1: the engine's weights are 2 versions old"):
+        trainer.source.next(0)
+    trainer.source.close()
+
+
+def test_close_ends_what_runs():
+    before = set(threading.enumerate())
+    trainer = Trainer(Client(lambda: 60.0))
+    trainer.begin()
+    began = time.monotonic()
+    trainer.source.close()
+    assert time.monotonic() - began < 2
+    wait_until(lambda: set(threading.enumerate()) <= before)
+    trainer.source.weights_changed(1)  # as a push that was under way may do
+    assert trainer.client.calls == 2
+
+
+@pytest.fixture(scope="module")
+def served():
+    return compose_config("generation=vllm_server", "weight_sync=reload", "mode=async")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": None}, "rollouts=async: generation samples in this process"),
+        ({"weight_sync.interval": 2, "rollouts.max_staleness": 0}, "rollouts.max_staleness=0: .*takes at least 2, and 0 takes weight"),
+        ({"train.epochs": 2}, "rollouts.max_staleness=1: an iteration makes up to 2 versions .* at least 2; 0 samples as"),
+        ({"train.loss.importance_correction": "none"}, "train.loss.importance_correction=none: corrects nothing for older weights"),
+        ({"train.loss.importance_correction": "none", "train.loss.ratio_reference": "rollout"}, None),
+        ({"rollouts.buffer_size": 3}, "rollouts.buffer_size=3: must have room for an iteration"),
+        ({"rollouts.in_flight": "drop"}, "rollouts.in_flight=drop: must be one of keep, wait, abort"),
+        ({"weight_sync.interval": 3, "rollouts.max_staleness": 3}, None),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_line(changes, message, served):
+    config = served.copy()
+    for key, value in changes.items():
+        OmegaConf.update(config, key, value)
+    if message is None:
+        Asynchronous.check(typed(config))
+        return
+    with pytest.raises(ConfigError, match=message) as caught:
+        Asynchronous.check(typed(config))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "overrides", "in_flight", "message"),
+    [
+        ("reload", ["weight_sync.pause_mode=wait"], "keep", "weight_sync=reload does wait .* use rollouts.in_flight=wait"),
+        ("lora_hotswap", [], "abort", "weight_sync=lora_hotswap does keep"),
+        ("shared_vllm", [], "keep", "weight_sync=shared_vllm sends no weights while requests run; use reload"),
+        ("restart", [], "keep", "weight_sync=restart sends no weights while requests run; use reload"),
+        ("none", [], "keep", "weight_sync=none sends no weights"),
+        ("lora_hotswap", [], "keep", None),
+        ("reload", [], "keep", None),
+        ("restart", [], None, None),
+    ],
+)
+def test_what_a_push_does_to_requests_is_what_was_asked_for(option, overrides, in_flight, message):
+    sync = strategy(option, *overrides)
+    if message is None:
+        check_in_flight(sync.name, sync.requires, in_flight)
+        return
+    with pytest.raises(ConfigError, match=f"rollouts.in_flight={in_flight}: {message}"):
+        check_in_flight(sync.name, sync.requires, in_flight)
+
+
+def test_weight_sync_follows_the_source():
+    config = compose_config("generation=vllm_server", "weight_sync=reload", "mode=async", "rollouts.in_flight=wait")
+    assert make_plan(typed(config)).weight_sync.pause_mode == "wait"
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + 5
+    while not is_so():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
