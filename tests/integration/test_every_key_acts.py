@@ -341,6 +341,13 @@ def countdown_effect(task: Any) -> Any:
     return problems, task.score(problems[0], f"<answer>{problems[0].fields['numbers'][0]}</answer>").reward
 
 
+def reasoning_gym_effect(task: Any) -> Any:
+    """How many problems there are, the first of them, their levels, and the reward of an answer that is wrong."""
+    problems = [task.problems(split) for split in Split]
+    first = [each[i] for each in problems for i in range(3)]
+    return [len(each) for each in problems], first, task.score(first[0], "<answer>-1</answer>").reward
+
+
 def logger_effect(logger: Any) -> Any:
     """What the logger asks of the library that it feeds."""
     asked: list[Any] = []
@@ -386,6 +393,17 @@ IFEVAL = {name: ROWS[name] for name in ("path", "name", "train_split", "eval_spl
     "instruction_loose_weight": 0.9,
     "answer_bonus": 0.5,
     "think_bonus": 0.5,
+}
+REASONING_GYM = {
+    "name": "gcd",
+    "settings": {"max_instances": 2},
+    "levels": [1, 0],
+    "problems_per_level": 1,
+    "num_train": 7,
+    "num_eval": 7,
+    "seed": 3,
+    "system_prompt": "Think.",
+    "format_weight": 0.5,
 }
 COUNTDOWN = {
     "min_count": 4,
@@ -456,6 +474,7 @@ BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "task=math": (task_effect, ROWS),
     "task=math_sample": (task_effect, ROWS),
     "task=dataset": (task_effect, ROWS),
+    "task=reasoning_gym": (reasoning_gym_effect, REASONING_GYM),
     "task=mixture": (mixture_effect, {"weights": {"a": 0.9, "b": 0.1}}),
     "task=ifeval": (ifeval_effect, IFEVAL),
     "task=ifeval_sample": (ifeval_effect, IFEVAL),
@@ -723,6 +742,7 @@ def test_a_component_changes_with_each_setting(choice: str, tmp_path: Path) -> N
     rows = [f"task.path={word_problems(tmp_path / 'here', 0)}", "task.name=main"] if choice in from_rows else []
     rows += [f"task.prompt_field={from_rows[choice]}", "task.answer_field=answer"] if from_rows.get(choice) else []
     rows += ["+task@task.tasks.a=arithmetic", "+task@task.tasks.b=sat"] if choice == "task=mixture" else []
+    rows += ["task.levels=[0,1]"] if choice == "task=reasoning_gym" else []
     cfg = compose_config(choice, *rows)
     other = str(word_problems(tmp_path / "other", 100))
     for name, value in changes.items():

@@ -80,6 +80,8 @@ def task_data(config: RunConfig) -> TaskData:
     for path in [named] if isinstance(named, str) else named:
         refuse_written(Path(path), f"rollouts.path={path}")
     task = build_task(config.task)
+    if source.needs_problems and config.data.shuffle and getattr(task, "is_ordered", False):
+        raise ConfigError("data.shuffle=true: this task's problems are in an order that matters (task.levels); set data.shuffle=false")
     train = train_problems(task, config) if source.needs_problems else None
     held_out = held_out_problems(task, config) if config.eval.enabled else []
     if train is None or not config.eval.enabled:

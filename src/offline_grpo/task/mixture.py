@@ -61,6 +61,11 @@ class Mixture:
         return all(getattr(task, "scores_safely", False) for task in self.tasks.values())
 
     @property
+    def is_ordered(self) -> bool:
+        """See `Task`."""
+        return any(getattr(task, "is_ordered", False) for task in self.tasks.values())
+
+    @property
     def worker_imports(self) -> tuple[str, ...]:
         """See `Task`."""
         return tuple(sorted({name for task in self.tasks.values() for name in getattr(task, "worker_imports", ())}))

@@ -1,0 +1,158 @@
+"""Any generator of Reasoning Gym (arXiv 2505.24760): more than a hundred kinds of problems, each with a scorer of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cached_property, partial
+from math import isfinite
+from typing import Any, ClassVar
+
+from offline_grpo.errors import ConfigError, require
+from offline_grpo.task.answers import last_tagged
+from offline_grpo.task.lazy_problems import LazyProblems
+from offline_grpo.types import Problem, Score, Split
+
+MAX_PROBLEMS = 1_000_000
+SEED_OF_SPLIT = {Split.TRAIN: 0, Split.EVAL: MAX_PROBLEMS}
+"""The library seeds item i with seed + i, so that the splits' seeds must lie further apart than their items."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningGym:
+    """Problems of one generator. The answer is the text in the last `<answer>` block. `Score.parts`:
+
+        correct     what the generator's scorer says, from 0 to 1; below 1 the answer counts as wrong, also where it earns something
+        format      `format_weight` if there is an `<answer>` block
+
+    With `levels`, training goes through them, `problems_per_level` problems each, and stays at the last one; the evaluation has as many
+    of each. A problem's level is a function of its number alone, so that a resumed run goes on where it was.
+
+    Args:
+        name: of the generator, such as `countdown` or `leg_counting`.
+        settings: of the generator, by name; they go before what a level says. None: its defaults.
+        levels: of the generator's curriculum, from 0; None: the difficulty that `settings` and the generator's defaults give.
+        num_train, num_eval: problems of each split.
+        seed: of all problems.
+
+    Raises:
+        ConfigError: a value is out of range. `problems` raises it where the library is missing, or does not know the name or the settings.
+    """
+
+    name: str
+    settings: Mapping[str, Any] | None
+    levels: Sequence[int] | None
+    problems_per_level: int
+    num_train: int
+    num_eval: int
+    seed: int
+    system_prompt: str | None
+    format_weight: float
+
+    worker_imports: ClassVar[tuple[str, ...]] = ("reasoning_gym",)
+
+    def __post_init__(self) -> None:
+        require(bool(self.name), "task.name", repr(self.name), "name a generator of Reasoning Gym, such as leg_counting")
+        require(self.name != "composite", "task.name", self.name, "use task=mixture, which mixes generators and other tasks")
+        for key in ("num_train", "num_eval"):
+            require(0 < getattr(self, key) <= MAX_PROBLEMS, f"task.{key}", getattr(self, key), f"must be from 1 to {MAX_PROBLEMS:,}")
+        require(self.problems_per_level > 0, "task.problems_per_level", self.problems_per_level, "must be at least 1")
+        require(0 <= self.seed < 2**31, "task.seed", self.seed, "must be from 0 to 2147483647")
+        require(self.format_weight >= 0 and isfinite(self.format_weight), "task.format_weight", self.format_weight, "must be at least 0")
+        levels = self.levels is None or (len(self.levels) > 0 and min(self.levels) >= 0)
+        require(levels, "task.levels", self.levels, "must be null, or numbers from 0 on such as [0,1,2]")
+        own = sorted({"seed", "size"} & (self.settings or {}).keys())
+        require(not own, "task.settings", own, "is set by task.seed, task.num_train and task.num_eval")
+
+    @property
+    def is_ordered(self) -> bool:
+        """See `Task`."""
+        return self.levels is not None
+
+    def problems(self, split: Split) -> LazyProblems:
+        """See `Task.problems`."""
+        self._items(split, self._level(split, 0))  # what cannot be made is said now
+        return LazyProblems(partial(self._problem, split), range(self._num(split)))
+
+    def score(self, problem: Problem, text: str) -> Score:
+        """See the table of the class. The generator makes the problem again, because its scorer wants to see it."""
+        block = last_tagged(text, "answer")
+        parts = {"correct": 0.0 if block is None else self._correctness(problem, block.content.strip()), "format": 0.0}
+        if block is not None:
+            parts["format"] = self.format_weight
+        return Score(reward=sum(parts.values()), is_correct=parts["correct"] >= 1, parts=parts)
+
+    def _correctness(self, problem: Problem, answer: str) -> float:
+        split, _, index = problem.problem_id.partition("-")
+        items = self._items(Split(split), self._level(Split(split), int(index)))
+        try:
+            correctness = float(items.score_answer(answer, items[int(index)]))
+        except Exception:  # whatever a scorer raises at an answer that it cannot read
+            log.debug("%s cannot read the answer %r", self.name, answer, exc_info=True)
+            return 0.0
+        return min(max(correctness, 0.0), 1.0)
+
+    def _problem(self, split: Split, index: int) -> Problem:
+        level = self._level(split, index)
+        item = self._items(split, level)[index]
+        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        messages = (*system, {"role": "user", "content": item["question"]})
+        answer = item["answer"]  # None where a problem has many
+        return Problem(f"{split}-{index}", messages, "" if answer is None else str(answer), {} if level is None else {"level": level})
+
+    def _num(self, split: Split) -> int:
+        return self.num_train if split is Split.TRAIN else self.num_eval
+
+    def _level(self, split: Split, index: int) -> int | None:
+        if self.levels is None:
+            return None
+        if split is Split.EVAL:
+            return self.levels[index % len(self.levels)]
+        return self.levels[min(index // self.problems_per_level, len(self.levels) - 1)]
+
+    def _items(self, split: Split, level: int | None) -> Any:
+        """The generator's data set, of which item i has the same question for the same seed."""
+        if (split, level) not in self._made:
+            self._made[split, level] = self._make(split, level)
+        return self._made[split, level]
+
+    @cached_property
+    def _made(self) -> dict[tuple[Split, int | None], Any]:
+        return {}
+
+    def _make(self, split: Split, level: int | None) -> Any:
+        try:
+            from reasoning_gym.factory import CURRICULA, DATASETS
+        except ImportError as error:
+            raise ConfigError(f"task=reasoning_gym: needs the package reasoning-gym ({error}): uv sync --extra reasoning-gym") from error
+        if self.name not in DATASETS:
+            near = get_close_matches(self.name, DATASETS, n=3, cutoff=0.4) or sorted(DATASETS)[:3]
+            raise ConfigError(
+                f"task.name={self.name}: Reasoning Gym has no such generator; it has {len(DATASETS)}, such as {', '.join(near)}"
+            )
+        kind, settings_class = DATASETS[self.name]
+        curricula: Mapping[str, Any] = CURRICULA  # classes, whatever the library's annotation says
+        if level is not None and self.name not in curricula:
+            raise ConfigError(f"task.levels={self.levels}: {self.name} has no curriculum; set task.levels=null")
+        own = {"seed": self.seed + SEED_OF_SPLIT[split], "size": self._num(split)}
+        try:
+            settings = settings_class(**own) if level is None else replace(_at_level(curricula[self.name](), level), **own)
+            settings = replace(settings, **self.settings or {})
+            if hasattr(settings, "validate"):  # two generators have no such method
+                settings.validate()
+            return kind(config=settings)
+        except (TypeError, ValueError, AssertionError) as error:
+            said = f"task.settings={self.settings}" if level is None else f"task.levels={self.levels}"
+            at = "it" if level is None else f"its own level {level}" if self.settings is None else f"level {level} with {self.settings}"
+            raise ConfigError(f"{said}: {self.name} refuses {at}: {str(error) or repr(error)}") from error
+
+
+def _at_level(curriculum: Any, level: int) -> Any:
+    """A generator's settings with all that makes its problems harder at `level`, or at its highest if that is lower."""
+    for name, attribute in curriculum.attributes.items():
+        curriculum.set_attr_level(name, min(level, len(attribute.levels) - 1))
+    return curriculum.generate_configuration()

@@ -1,0 +1,112 @@
+"""Generators of Reasoning Gym: their own answers earn everything, whatever a model writes costs nothing but the reward."""
+
+import warnings
+
+import pytest
+from factories import compose_config
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.interfaces import Task
+from offline_grpo.run.build import build
+from offline_grpo.run.config import typed
+from offline_grpo.run.task_data import task_data
+from offline_grpo.types import Split
+
+HOSTILE = ["", "no answer", "<answer></answer>", "<answer>\0\ud800</answer>", "<answer>[[1,2],[</answer>", f"<answer>{'9' * 5000}</answer>"]
+
+
+def make(*overrides):
+    return build(typed(compose_config("task=reasoning_gym", *overrides)).task, key="task", protocol=Task)
+
+
+def check_generator(name):
+    task, again = make(f"task.name={name}", "task.num_train=40", "task.num_eval=40"), make(f"task.name={name}", "task.num_train=40")
+    train, held_out = task.problems(Split.TRAIN), task.problems(Split.EVAL)
+    assert train[3] == again.problems(Split.TRAIN)[3]
+    assert (train[3].problem_id, held_out[3].problem_id) == ("train-3", "eval-3")
+    if train[3].answer:
+        score = task.score(train[3], f"It is <answer>0</answer>, no, <answer> {train[3].answer}\n</answer>")
+        assert (score.parts, score.is_correct) == ({"correct": 1.0, "format": 0.1}, True)
+    for text in HOSTILE:
+        score = task.score(held_out[3], text)
+        assert score.reward == sum(score.parts.values()) <= 1.1
+        assert score.parts["format"] == (0.1 if "<answer>" in text else 0.0)
+
+
+@pytest.mark.parametrize("name", ["leg_counting", "countdown", "prime_factorization", "rush_hour"])
+def test_own_answers_are_right_and_others_are_not_fatal(name):
+    check_generator(name)
+
+
+@pytest.mark.slow
+def test_every_generator():
+    from reasoning_gym.factory import DATASETS
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in sorted(DATASETS.keys() - {"composite"}):  # which mixes others, that must be named
+            check_generator(name)
+
+
+@pytest.mark.slow
+def test_every_level_of_every_curriculum():
+    """Of these three, the library's own curriculum and its checks disagree; `acre` makes all problems at once, which takes long."""
+    from reasoning_gym.factory import CURRICULA
+
+    for name in sorted(CURRICULA.keys() - {"acre", "caesar_cipher", "knight_swap", "survo"}):
+        problems = make(f"task.name={name}", "task.levels=[0,2]", "task.num_train=4", "task.problems_per_level=1").problems(Split.TRAIN)
+        assert [problem.fields["level"] for problem in problems] == [0, 2, 2, 2], name
+
+
+def test_training_goes_through_the_levels_and_evaluation_has_all():
+    task = make("task.name=gcd", "task.levels=[2,0,1]", "task.problems_per_level=10", "task.num_train=40", "task.num_eval=9")
+    assert [problem.fields["level"] for problem in task.problems(Split.TRAIN)] == [2] * 10 + [0] * 10 + [1] * 20
+    assert [problem.fields["level"] for problem in task.problems(Split.EVAL)] == [2, 0, 1] * 3
+    hard, easy = (max(map(len, (problem.messages[-1]["content"] for problem in task.problems(Split.TRAIN)[part]))) for part in SLICES)
+    assert hard > easy
+
+
+SLICES = (slice(0, 10), slice(10, 20))
+
+
+def test_no_question_of_training_is_held_out():
+    """Item i of a data set with seed s is item i - 1 of the one with seed s + 1, in the library."""
+    task = make("task.name=simple_equations", "task.seed=1")
+    questions = [{problem.messages[-1]["content"] for problem in task.problems(split)[:100]} for split in Split]
+    assert not questions[0] & questions[1]
+    assert questions[0] != {problem.messages[-1]["content"] for problem in make("task.name=simple_equations").problems(Split.TRAIN)[:100]}
+
+
+def test_levels_need_their_order():
+    levels = ["task=reasoning_gym", "task.name=gcd", "task.levels=[0,1]", "task.num_train=20"]
+    with pytest.raises(ConfigError, match=r"data\.shuffle=true: .*task\.levels.*data\.shuffle=false"):
+        task_data(typed(compose_config(*levels)))
+    assert len(task_data(typed(compose_config(*levels, "data.shuffle=false"))).train or []) == 20
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["task.name=leg_countin"], r"task\.name=leg_countin: .* no such generator; it has \d+, such as leg_counting"),
+        (["task.settings={legs: 3}"], r"task\.settings=\{'legs': 3\}: leg_counting refuses it: .*legs"),
+        (["task.settings={max_instances: -1}"], r"task\.settings=.*leg_counting refuses it"),
+        (["task.settings={seed: 3}"], r"task\.settings=\['seed'\]: is set by task\.seed"),
+        (["task.name=composite"], r"task\.name=composite: use task=mixture"),
+        (["task.name=knight_swap", "task.levels=[0]"], r"task\.levels=\[0\]: knight_swap refuses its own level 0: min_nodes"),
+        (["task.name=gsm_symbolic", "task.levels=[]"], r"task\.levels=\[\]: must be null"),
+        (["task.levels=[-1]"], r"task\.levels=\[-1\]"),
+        (["task.num_train=0"], r"task\.num_train=0: must be from 1"),
+        (["task.problems_per_level=0"], r"task\.problems_per_level=0"),
+        (["task.seed=-1"], r"task\.seed=-1"),
+        (["task.format_weight=-1"], r"task\.format_weight=-1"),
+    ],
+)
+def test_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        make(*overrides).problems(Split.TRAIN)
+
+
+def test_without_the_library(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym.factory", None)
+    with pytest.raises(ConfigError, match=r"task=reasoning_gym: needs the package reasoning-gym .*uv sync --extra reasoning-gym"):
+        make().problems(Split.TRAIN)
