@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property, partial
 from math import isfinite
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.task.answers import last_tagged
@@ -135,7 +135,7 @@ class ReasoningGym:
                 f"task.name={self.name}: Reasoning Gym has no such generator; it has {len(DATASETS)}, such as {', '.join(near)}"
             )
         kind, settings_class = DATASETS[self.name]
-        curricula: Mapping[str, Any] = CURRICULA  # classes, whatever the library's annotation says
+        curricula = cast(Mapping[str, Any], CURRICULA)  # classes, whatever their annotation says
         if level is not None and self.name not in curricula:
             raise ConfigError(f"task.levels={self.levels}: {self.name} has no curriculum; set task.levels=null")
         own = {"seed": self.seed + SEED_OF_SPLIT[split], "size": self._num(split)}
