@@ -13,6 +13,12 @@ def describe_data(data: TaskData, problems_per_iteration: int) -> list[str]:
     lines = [f"data: {training} training problems, {len(data.held_out):,} held-out problems"]
     if data.num_dropped:
         lines.append(f"left out of training: {data.num_dropped:,} problems with prompts that are held out")
+    if near := data.near_duplicates:
+        closest = max(near, key=lambda each: each.share)
+        lines.append(
+            f"{len(near):,} held-out problems are almost the same as a training problem, such as {closest.held_out_id} and "
+            f"{closest.train_id} ({closest.share:.0%} of its sequences of 8 words): evaluations reward memory there"
+        )
     if num_train is not None and problems_per_iteration > num_train:
         lines.append(f"data.problems_per_iteration={problems_per_iteration} is more: an iteration repeats problems")
     return lines

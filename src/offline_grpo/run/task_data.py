@@ -13,6 +13,7 @@ from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.run.lock import refuse_written
 from offline_grpo.settings import RunConfig
 from offline_grpo.task.mixture import of_task
+from offline_grpo.task.near_duplicates import NearDuplicate, near_duplicates
 from offline_grpo.types import Problem, Split
 
 SOURCE_RUNTIME = (
@@ -49,6 +50,7 @@ class TaskData:
     train: Sequence[Problem] | None
     held_out: Sequence[Problem]
     num_dropped: int = 0  # training problems left out, because their prompts are held out
+    near_duplicates: Sequence[NearDuplicate] = ()
 
 
 def build_task(node: Any, key: str = "task") -> Task:
@@ -87,7 +89,7 @@ def task_data(config: RunConfig) -> TaskData:
     if train is None or not config.eval.enabled:
         return TaskData(task, train, held_out)
     kept = without_held_out(train, task, held_out)
-    return TaskData(task, kept, held_out, num_dropped=len(train) - len(kept))
+    return TaskData(task, kept, held_out, num_dropped=len(train) - len(kept), near_duplicates=near_duplicates(kept, held_out))
 
 
 def source_node(config: RunConfig) -> dict[str, Any]:

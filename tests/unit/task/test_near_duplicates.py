@@ -1,0 +1,68 @@
+"""Held-out problems that training has in almost the same words are found; those of a template are not."""
+
+import pytest
+from factories import compose_config
+
+from offline_grpo.run.config import typed
+from offline_grpo.run.describe import describe_data
+from offline_grpo.run.task_data import TaskData, task_data
+from offline_grpo.task.near_duplicates import NearDuplicate, near_duplicates
+from offline_grpo.types import Problem
+
+ROPE = "A sailor cuts a rope of twelve metres into pieces, the first twice as long as the second. How long is the shorter piece?"
+BREAD = "Bakers in Lyon sold forty loaves before noon and half as many after lunch; every loaf weighs 800 g. What did all of them weigh?"
+
+
+def problem(problem_id, text, system=None):
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return Problem(problem_id, (*messages, {"role": "user", "content": text}), "1")
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        (ROPE, 1.0),
+        (ROPE.upper().replace(",", " -").replace("?", " !").replace(" -", ","), 1.0),
+        (ROPE + " Give your answer in metres, please, and say how you found it.", 1.0),
+        ("Once upon a time in Brest: " + ROPE.removesuffix("How long is the shorter piece?"), 11 / 17),
+        (ROPE.replace("rope", "cable").replace("first", "one").replace("second", "other"), None),
+        ("A sailor cuts a rope of twelve metres into pieces.", None),  # 3 of 16 sequences
+        (BREAD, None),
+    ],
+)
+def test_pairs(text, share):
+    found = near_duplicates([problem("other", BREAD), problem("train-7", text)], [problem("eval-1", ROPE)])
+    assert found == ([] if share is None else [NearDuplicate("eval-1", "train-7", pytest.approx(share))])
+
+
+def test_the_closest_is_named_and_system_messages_do_not_count():
+    half = problem("half", " ".join(ROPE.split()[:18]), "words " * 9)
+    train = [half, problem("whole", ROPE, "words " * 9), half, problem("same system", BREAD[:60], "words " * 9)]
+    assert near_duplicates(train, [problem("e", ROPE, "words " * 9)]) == [NearDuplicate("e", "whole", 1.0)]
+
+
+def test_what_a_template_wrote_is_not_a_duplicate():
+    template = "Using the numbers {}, {} and {}, create an equation that equals {}. Use each number once and show how you got there."
+    held_out = [problem(f"e{i}", template.format(i, i + 1, i + 2, 100 + i)) for i in range(20)]
+    assert near_duplicates([problem(f"t{i}", template.format(i, i + 3, i + 5, 100 + i)) for i in range(20)], held_out) == []
+
+
+@pytest.mark.parametrize("text", ["", "one", "one two three four five six seven"])
+def test_short_problems(text):
+    assert near_duplicates([problem("t", text)], [problem("e", text)]) == []
+
+
+def test_signs_are_words():
+    sums = "Work out 12 + 7 - 3 + 9 - 4 + 8 - 6 + 5 and write it down"
+    products = sums.replace("+", "*").replace("-", "/")
+    assert near_duplicates([problem("t", products)], [problem("e", sums)]) == []
+
+
+def test_a_run_says_so():
+    """Generators of word problems make the same story with other numbers."""
+    data = task_data(typed(compose_config("task=reasoning_gym", "task.name=gsm_symbolic", "task.num_train=600", "eval.num_ids=50")))
+    assert data.near_duplicates
+    lines = [line for line in describe_data(data, 1) if "almost the same" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{len(data.near_duplicates)} held-out problems are almost the same as a training problem, such as eval-")
+    assert not [line for line in describe_data(TaskData(data.task, data.train, data.held_out), 1) if "almost" in line]
