@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from children import CONTEXT
+from children import child_process
 from factories import compose_config
 from scripted_server import Reply, Request, ScriptedServer
 
@@ -48,7 +48,7 @@ class RunApi:
         self.start()
 
     def start(self) -> None:
-        self._process = CONTEXT.Process(target=serve, args=(self.port,), daemon=True)
+        self._process = child_process(serve, self.port, daemon=True)
         self._process.start()
         deadline = time.monotonic() + TIMEOUT_S
         while not self._answers():

@@ -17,17 +17,19 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 from factories import compose_config
 
 from offline_grpo.interfaces import RunListener
 from offline_grpo.types import Metrics
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["offline_grpo.run.assemble", "children", "preloaded"])
+CONTEXT.set_forkserver_preload(["preloaded", "children"])
 
 SMALL = (
     "model.tiny.warm_start_steps=60",
@@ -111,6 +113,17 @@ class Heard(RunListener):
         self.events.append(("log", name, iteration))
 
 
+def child_process(target: Callable[..., Any], *args: Any, daemon: bool | None = None) -> BaseProcess:
+    """A process that calls `target(*args)` once it is started, forked from a server that has the modules above.
+
+    The server looks for them before it is told `sys.path`, and is silent about those that it does not find.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # preloaded.py takes it off again
+        ensure_running()
+    return CONTEXT.Process(target=target, args=args, daemon=daemon)
+
+
 def start_in_child(
     output_dir: Path,
     *overrides: str,
@@ -126,8 +139,8 @@ def start_in_child(
         fresh: start the process anew and not from the server, whose imports make CUDA unusable in a fork.
         draws: draw the report, which takes longer than the rest. Otherwise it is an empty file.
     """
-    context = multiprocessing.get_context("spawn") if fresh else CONTEXT
-    process = context.Process(target=_child, args=(str(output_dir), list(overrides), kill, dict(mishaps or {}), draws))
+    make = (lambda target, *args: multiprocessing.get_context("spawn").Process(target=target, args=args)) if fresh else child_process
+    process = make(_child, str(output_dir), list(overrides), kill, dict(mishaps or {}), draws)
     process.start()
     return process
 
@@ -151,14 +164,14 @@ def run_in_children(count: int, output_dir: Path, *overrides: str) -> list[int]:
 
 def in_one(target: Callable[..., None], *args: Any) -> int:
     """Call `target(*args)` in a process of its own. Returns its exit code."""
-    return _exit_codes([CONTEXT.Process(target=target, args=args)])[0]
+    return _exit_codes([child_process(target, *args)])[0]
 
 
 def in_group(count: int, target: Callable[..., None], *args: Any) -> list[int]:
     """Call `target(*args)` in `count` processes, with the environment by which `torch.distributed` finds the others."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    return _exit_codes([CONTEXT.Process(target=_as_rank, args=(rank, count, port, target, args)) for rank in range(count)])
+    return _exit_codes([child_process(_as_rank, rank, count, port, target, args) for rank in range(count)])
 
 
 def _exit_codes(processes: list[Any], timeout_s: float = 300) -> list[int]:
@@ -193,7 +206,7 @@ def run_command(folder: Path, script: Path, *words: str, count: int = 1) -> subp
 
 def start_command(folder: Path, script: Path, *words: str, outputs: Path) -> BaseProcess:
     """See `run_command`. Does not wait; what is printed goes to the files `out` and `err` in `outputs`."""
-    process = CONTEXT.Process(target=_command, args=(str(folder), str(script), list(words), str(outputs)))
+    process = child_process(_command, str(folder), str(script), list(words), str(outputs))
     process.start()
     return process
 

@@ -1,5 +1,7 @@
 """For the server in children.py, so that not every child does it again: what a run imports late, and what Hydra makes of `conf/`."""
 
+import os
+
 import pyarrow
 import transformers.models.llama.modeling_llama  # noqa: F401
 from factories import compose_with_hydra
@@ -18,3 +20,8 @@ import offline_grpo.task.arithmetic  # noqa: F401
 
 compose_with_hydra()
 pyarrow.array([0])  # imports pandas
+
+_, _, path = os.environ["PYTHONPATH"].partition(os.pathsep)
+os.environ.pop("PYTHONPATH")
+if path:
+    os.environ["PYTHONPATH"] = path

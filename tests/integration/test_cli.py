@@ -43,6 +43,12 @@ def fresh_command(folder: Path, script: str, *words: str, python: tuple[str, ...
     return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
+def test_children_need_not_import_what_runs_need(tmp_path: Path) -> None:
+    """The server that they are forked from would not say that it could not."""
+    (tmp_path / "script.py").write_text("import os, sys; print({'pandas', 'preloaded'} <= sys.modules.keys(), os.getenv('PYTHONPATH'))")
+    assert run_command(tmp_path, tmp_path / "script.py").stdout == f"True {os.getenv('PYTHONPATH')}\n"
+
+
 def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     done = command(tmp_path, "run_grpo.py", "generation._target_=offline_grpo.generation.Nothing")
     assert done.returncode == 2

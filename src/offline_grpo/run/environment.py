@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -66,4 +67,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 @cache  # 200 files to read, and the runs of a sweep are one process
 def versions() -> dict[str, str]:
     """Name and version of every installed package, in alphabetical order."""
-    return dict(sorted((package.metadata["Name"], package.version) for package in metadata.distributions()))
+    files = (package.read_text("METADATA") or package.read_text("PKG-INFO") or "" for package in metadata.distributions())
+    heads = (file.partition("\n\n")[0] for file in files)  # read by ourselves: the library's parser takes ten times as long
+    found = (dict(re.findall(r"^(Name|Version): *(.*)$", head, re.MULTILINE)) for head in heads)
+    return dict(sorted((each["Name"], each["Version"]) for each in found if len(each) == 2))

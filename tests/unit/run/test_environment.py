@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offline_grpo.errors import GrpoError
-from offline_grpo.run.environment import git_state, record_start
+from offline_grpo.run.environment import git_state, record_start, versions
 
 
 def git(folder, *words):
@@ -52,3 +52,7 @@ def test_a_damaged_record_of_starts_is_one_line(tmp_path, content):
     with pytest.raises(GrpoError, match=r"environment.json: has no list of this run's starts \(.*\); bring it back, or write \[\] in it"):
         record_start(tmp_path)
     assert (tmp_path / "environment.json").read_bytes() == content
+
+
+def test_versions_are_those_that_the_library_reads():
+    assert versions() == {package.metadata["Name"]: package.version for package in metadata.distributions()}
