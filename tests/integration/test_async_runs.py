@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from children import metrics_of, weights_of
+from children import metrics_of, printed, run_in_child, run_in_children, weights_of
 from engines import save_model
 from fake_vllm import FakeVllm
 from scripted_server import Reply, Request, ScriptedServer
-from served_runs import at, run
+from served_runs import at, five, run
+
+from offline_grpo.seeding import derive_seed
+from offline_grpo.weight_sync.proof import PROBE_PROMPT_TOKENS
 
 
 class Unhurried(FakeVllm):
-    """Takes `delay_s` for a request, while others come in, and does what /pause and /resume say. `at_request` may do harm."""
+    """Takes `delay_s` for a request of the run, while others come in, and does what /pause and /resume say. `at_request` may do harm."""
 
     def __init__(self, folder: Path, delay_s: float = 0.0) -> None:
         super().__init__(folder)
         self.delay_s = delay_s
         self.at_request: Any = lambda number: None
         self.num_asked = 0
+        self.stuck: set[int] = set()  # seeds of requests that take minutes
         self._goes = threading.Event()
         self._goes.set()
 
@@ -34,10 +41,10 @@ class Unhurried(FakeVllm):
             self._goes.clear()
         if request.path == "/resume":
             self._goes.set()
-        if request.path == "/generate_tokens":
+        if request.path == "/generate_tokens" and len(request.body["prompt"]["prompt_token_ids"]) < PROBE_PROMPT_TOKENS:
             self.num_asked += 1
             self.at_request(self.num_asked)
-            time.sleep(self.delay_s)
+            time.sleep(self.delay_s if request.body["seed"] not in self.stuck else 60.0)
             self._goes.wait()
         return super().__call__(request)
 
@@ -78,3 +85,104 @@ def test_without_staleness_every_file_is_that_of_on_policy(model: Path, tmp_path
     metrics, weights, record = found[0]
     assert (len(metrics), len(weights), len(record)) == (6, 2, 3)
     assert len({metrics[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(3)}) > 1
+
+
+AHEAD = ("mode=async", "rollouts.max_staleness=4", "train.iterations=6", "eval.enabled=false", "checkpoint.keep_best=null")
+"""Two iterations ahead, of two updates each."""
+
+
+def seeds_from(iteration: int) -> set[int]:
+    """Of all requests from this iteration on."""
+    return {derive_seed(0, "rollout", position) for position in range(4 * iteration, 24)}
+
+
+def prompts_of(folder: Path) -> list[list[str]]:
+    return [[row["problem_id"] for row in rows] for rows in record_of(folder)]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """The problems of each iteration of the run that samples, then trains."""
+    folder = tmp_path_factory.mktemp("on_policy")
+    with unhurried(model) as (_, server):
+        run(folder, model, *server, "train.iterations=6", "eval.enabled=false", "checkpoint.keep_best=null")
+    return prompts_of(folder)
+
+
+def assert_bounded(folder: Path, expected: list[list[str]]) -> dict[str, dict[str, float]]:
+    """Every problem was trained on once, in its place, and no token was older than allowed."""
+    metrics = metrics_of(folder)
+    assert prompts_of(folder) == expected
+    assert 0 < max(found["async/age_max"] for found in metrics.values()) <= 4
+    for iteration, rows in enumerate(record_of(folder)):
+        assert all(0 <= 2 * iteration - version <= 4 for row in rows for version in [row["version"]])
+    return metrics
+
+
+def test_weights_that_a_restarted_server_lacks_are_not_sampled_from(model: Path, expected: list[list[str]], tmp_path: Path) -> None:
+    """While the trainer trains: it gets them again, and what was sampled from its own is thrown away."""
+    with unhurried(model, 0.05) as (script, server):
+
+        def start_anew(number: int) -> None:
+            if number == 18:  # of the fourth iteration or so
+                script.model.load_state_dict(start)
+                script.worker.grpo_set_tag(tag=None)
+
+        start = {name: value.clone() for name, value in script.model.state_dict().items()}
+        script.at_request = start_anew
+        run(tmp_path / "run", model, *server, *AHEAD)
+    metrics = assert_bounded(tmp_path / "run", expected)
+    assert metrics["train_iter_005.json"]["sync/num_recoveries"] == 1
+    assert sum(found["async/num_discarded"] for found in metrics.values()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_anywhere_it_goes_on_with_what_comes_next(seed: int, model: Path, expected: list[list[str]], tmp_path: Path) -> None:
+    moment = (Random(seed).choice(("generate", "train", "sync", "checkpoint")), Random(seed).randint(1, 5))
+    saved = ("checkpoint.enabled=true", "checkpoint.save_interval=1")
+    with unhurried(model, 0.02) as (_, server):
+        words = (*five(model), *server, *AHEAD, *saved)
+        code = run_in_child(tmp_path / "run", *words, mishaps={moment: partial(signal.raise_signal, signal.SIGKILL)})
+        assert code == -signal.SIGKILL
+        assert run_in_child(tmp_path / "again", *words, f"resume={tmp_path / 'run'}") == 0, printed(tmp_path / "again")
+    assert_bounded(tmp_path / "run", expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "number", "code"), [("generate", 2, 2), ("train", 15, 15), ("sync", 2, 2)])
+def test_a_signal_stops_it_at_once(phase: str, number: int, code: int, model: Path, tmp_path: Path) -> None:
+    """Though the server would take minutes for what it was asked."""
+    with unhurried(model) as (script, server):
+        script.stuck = seeds_from(2)
+        began = time.monotonic()
+        mishap = {(phase, 1): partial(signal.raise_signal, number)}
+        assert run_in_child(tmp_path / "run", *five(model), *server, *AHEAD, mishaps=mishap, timeout_s=40) == 128 + code
+        assert time.monotonic() - began < 30
+
+
+def test_an_error_of_the_trainer_leaves_no_thread(model: Path, tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ValueError("no such thing")
+
+    def ours() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if "_settle" in thread.name or "requests to" in thread.name]
+
+    with unhurried(model) as (script, server):
+        script.stuck = seeds_from(1)
+        began = time.monotonic()
+        with pytest.raises(ValueError, match="no such thing"):
+            run(tmp_path / "run", model, *server, *AHEAD, mishaps={("train", 0): fail})
+        assert time.monotonic() - began < 15
+    deadline = time.monotonic() + 5
+    while ours():
+        assert time.monotonic() < deadline, ours()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_two_processes(model: Path, expected: list[list[str]], tmp_path: Path) -> None:
+    with unhurried(model, 0.02) as (_, server):
+        codes = run_in_children(2, tmp_path / "run", *five(model), *server, *AHEAD)
+    assert codes == [0, 0], printed(tmp_path / "run")
+    assert_bounded(tmp_path / "run", expected)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -86,6 +87,7 @@ class ServerClient(ABC):
         self.max_retries = max_retries
         self._ssl = ssl_context(server.base_url)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._making_loop = threading.Lock()  # several threads may ask at once, and connections belong to one loop
         self._idle: list[httpx.AsyncClient] = []  # a connection each: to find one in a pool of 64 takes httpx 9 ms
 
     @staticmethod
@@ -140,9 +142,10 @@ class ServerClient(ABC):
             self._loop = None
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = start_loop(f"requests to {self.server.base_url}")
-        return self._loop
+        with self._making_loop:
+            if self._loop is None:
+                self._loop = start_loop(f"requests to {self.server.base_url}")
+            return self._loop
 
     async def _disconnect(self) -> None:
         interrupted = asyncio.all_tasks() - {asyncio.current_task()}

@@ -67,8 +67,12 @@ def _failures(history: History) -> Pairs:
 def _mismatch(history: History) -> Pairs:
     """Whether what is trained on was drawn from the weights that are trained."""
     apart, effective = trend(history, "alignment/diff_abs_mean"), trend(history, "mismatch/ess_frac")
+    age = trend(history, "async/age_mean")
     if apart.last > 0.1 or effective.last < 0.9:
         numbers = f"{apart.last:.2g} nats apart per token, effective sample size {effective.last:.0%}"
+        if age.last > 0:
+            yield f"rollouts are {age.last:.2g} versions old at last: {numbers}", "a lower rollouts.max_staleness, a lower train.lr"
+            return
         yield f"trainer and engine disagree: {numbers}", "docs/troubleshooting.md, Trainer and engine disagree, before anything else"
 
 
@@ -129,6 +133,14 @@ def _not_general(history: History) -> Pairs:
         yield f"the reward rises, and held-out pass@1 does not: {numbers}", "read samples/ with a high reward; use more problems"
 
 
+def _waiting(history: History) -> Pairs:
+    """Of a source that samples in the background."""
+    waits, trains = trend(history, "time/rollouts_wait_s"), trend(history, "time/train_s")
+    if waits.last > trains.last:
+        numbers = f"{waits.last:.2g} s an iteration, and trains for {trains.last:.2g} s"
+        yield f"the trainer waits for samples: {numbers}", "more or faster engines, or generation.max_new_tokens"
+
+
 _CHECKS: tuple[Callable[[History], Pairs], ...] = (
     _failures,
     _mismatch,
@@ -139,4 +151,5 @@ _CHECKS: tuple[Callable[[History], Pairs], ...] = (
     _clipping,
     _length,
     _not_general,
+    _waiting,
 )

@@ -429,6 +429,44 @@ def test_a_closed_client_opens_again(lab: Lab) -> None:
     assert names == []
 
 
+def test_threads_that_ask_at_once_share_connections(lab: Lab) -> None:
+    """Which belong to one event loop; what they wait for ends when another thread closes the client."""
+    barrier, errors = threading.Barrier(8), []
+    lab.set_script(lambda request: (lab.server.hold(request), lab.echo(request))[1])
+
+    def ask() -> None:
+        barrier.wait()
+        try:
+            list(lab.client.generate(requests(1), SAMPLING))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    lab.server.wait_until(lambda: lab.server.num_active == 8)
+    assert len([thread for thread in threading.enumerate() if thread.name == f"requests to {lab.server.base_url}"]) == 1
+    lab.client.close()
+    for thread in threads:
+        thread.join(5)
+    assert len(errors) == 8
+
+
+def test_a_request_whose_weights_a_push_has_replaced_is_sent_again(lab: Lab) -> None:
+    """Such as one for an adapter that was unloaded before it came in."""
+
+    def script(request: Request) -> Reply:
+        if lab.client.weights.version == 7:
+            lab.client.weights = ServedWeights(8, "new")
+            return Reply({"error": "not served"}, status=400)
+        return lab.echo(request)
+
+    lab.client.weights = ServedWeights(7, "old")
+    lab.set_script(script)
+    [(_, [completion])] = lab.client.generate(requests(1), SAMPLING)
+    assert completion.versions == (8, 8)
+
+
 def test_the_key_is_sent(dialect: Dialect, tmp_path: Path) -> None:
     with ScriptedServer(lambda _: Reply(dialect.answer(TWO))) as server:
         for api_key in ("secret", None):

@@ -52,6 +52,14 @@ def test_a_healthy_run_has_nothing_to_look_at() -> None:
             {"alignment/diff_abs_mean": (0.01, 0.5)},
             "trainer and engine disagree: 0.46 nats apart per token, effective sample size 99%",
         ),
+        (
+            {"mismatch/ess_frac": (0.99, 0.5), "async/age_mean": (2.0, 2.0)},
+            "rollouts are 2 versions old at last: 0.01 nats apart per token, effective sample size 54%",
+        ),
+        (
+            {"time/rollouts_wait_s": (3.0, 3.0), "time/train_s": (1.0, 1.0)},
+            "the trainer waits for samples: 3 s an iteration, and trains for 1 s",
+        ),
         ({"mismatch/ess_frac": (0.99, 0.5)}, "trainer and engine disagree: 0.01 nats apart per token, effective sample size 54%"),
         (
             {"num_groups_trained": (20.0, 0.0), "success_rate": (0.3, 0.1), "reward_mean": (0.3, 0.3)},
