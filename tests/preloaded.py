@@ -2,6 +2,7 @@
 
 import os
 
+import peft  # noqa: F401
 import pyarrow
 import transformers.models.llama.modeling_llama  # noqa: F401
 from factories import compose_with_hydra
