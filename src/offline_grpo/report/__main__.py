@@ -1,4 +1,4 @@
-"""`python -m offline_grpo.report RUN`: report and table of a run, finished or killed, or the table of a sweep or of a comparison."""
+"""`python -m offline_grpo.report RUN_OR_SWEEP...`: table, picture and page of a run, finished or killed, of a sweep, or of a comparison."""
 
 from __future__ import annotations
 
@@ -17,26 +17,46 @@ from offline_grpo.logger.benchmark import Benchmark, mode_of
 from offline_grpo.report import comparison
 from offline_grpo.report.history import load_history
 from offline_grpo.report.run_files import read_yaml
+from offline_grpo.report.summary import LABEL_WIDTH, print_summary
 from offline_grpo.report.sweep import print_sweep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m offline_grpo.report", description="Draw report.png of a run and print its table.")
+    parser = argparse.ArgumentParser(
+        prog="python -m offline_grpo.report", description="Print the table of a run or sweep; draw its picture and its page."
+    )
     parser.add_argument(
-        "folder", type=Path, help="a run, such as outputs/2026-01-31/12-00-00-000000, or the folder of a --multirun or of a comparison"
+        "folders",
+        type=Path,
+        nargs="+",
+        metavar="RUN_OR_SWEEP",
+        help="a run, such as outputs/2026-01-31/12-00-00-000000, or the folder of a --multirun or of a comparison; of several, one page",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="where the page goes; default: report.html in the folder, of several in the working directory"
     )
     parser.add_argument("--benchmark", action="store_true", help="of a run, print the BENCHMARK SUMMARY of the Atropos trainer instead")
     options = parser.parse_args(arguments)
-    folder: Path = options.folder
+    folder: Path = options.folders[0]
+    out: Path = options.out or (folder if len(options.folders) == 1 else Path()) / "report.html"
     console = output_console()
     try:
-        if (folder / "metrics").is_dir():
-            _report(folder, console, benchmark=options.benchmark)
+        if len(options.folders) > 1:
+            _page(options.folders, out, console)
+        elif (folder / "metrics").is_dir():
+            try:
+                _report(folder, console, benchmark=options.benchmark)
+            finally:  # the page shows what can be read
+                if not options.benchmark:
+                    _page([folder], out, console)
         elif (folder / comparison.FILE).is_file():
             comparison.print_comparison(folder, console)
         elif any(folder.rglob(".hydra/overrides.yaml")):
-            print_sweep(folder, console)
+            try:
+                print_sweep(folder, console)
+            finally:
+                _page([folder], out, console)
         else:
             raise ConfigError(f"{folder}: is neither a run (a folder with metrics/) nor a sweep (a folder of runs)")
         sys.stdout.flush()
@@ -55,9 +75,14 @@ def _failed(message: str, exit_code: int) -> int:
     return exit_code
 
 
+def _page(folders: Sequence[Path], out: Path, console: Console) -> None:
+    from offline_grpo.report.page import save_page  # numpy, matplotlib
+
+    console.print("page".ljust(LABEL_WIDTH) + str(save_page(folders, out)), markup=False, highlight=False, soft_wrap=True)
+
+
 def _report(run_dir: Path, console: Console, *, benchmark: bool) -> None:
     from offline_grpo.report.plots import save_report  # matplotlib, which a sweep's table does not need
-    from offline_grpo.report.summary import LABEL_WIDTH, print_summary
 
     history = load_history(run_dir)
     if not history.train and not history.evals:

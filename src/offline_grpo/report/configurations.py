@@ -28,10 +28,14 @@ class Configuration:
     runs: tuple[SweepRun, ...]
 
     @property
+    def best_known(self) -> list[SweepRun]:
+        """The runs that means are over: those that are done, or all where none is."""
+        return [run for run in self.runs if run.is_done] or list(self.runs)
+
+    @property
     def counted(self) -> list[SweepRun]:
-        """The runs that means are over: those that are done, or all where none is, of which pass@1 was measured."""
-        done = [run for run in self.runs if run.is_done]
-        return [run for run in done or self.runs if len(run.pass_at_1)]
+        """Those of which pass@1 was measured."""
+        return [run for run in self.best_known if len(run.pass_at_1)]
 
     def mean(self, name: str) -> float | None:
         """The mean of a result of SweepRun over `counted`; None where it was not measured."""
@@ -98,10 +102,15 @@ def share_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:
     Student's t with N - 1 degrees of freedom, because the spread is estimated from few runs (Student 1908, "The probable error of a mean").
     A bootstrap over two or three values has too few different resamples, and is too narrow.
     """
+    low, high = mean_interval(values)
+    return np.maximum(low, 0.0), np.minimum(high, 1.0)
+
+
+def mean_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """The same of any metric."""
     count = len(values)
     half = t_975(count - 1) * values.std(0, ddof=1) / math.sqrt(count)
-    mean = values.mean(0)
-    return np.maximum(mean - half, 0.0), np.minimum(mean + half, 1.0)
+    return values.mean(0) - half, values.mean(0) + half
 
 
 def t_975(freedom: int) -> float:

@@ -19,10 +19,11 @@ LEAST_ITERATIONS = 10
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something to look at. `observation` has the numbers."""
+    """Something to look at. `observation` has the numbers; `metric` is the one whose curve shows it."""
 
     observation: str
     advice: str
+    metric: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ def find(history: History) -> list[Finding]:
     """All findings, the most serious first."""
     if len(history.train) < LEAST_ITERATIONS:
         return []
-    return [Finding(*pair) for check in _CHECKS for pair in check(history)]
+    return [Finding(*pair, metric) for check, metric in _CHECKS.items() for pair in check(history)]
 
 
 def trend(history: History, key: str, name: str = "train") -> Trend:
@@ -141,15 +142,15 @@ def _waiting(history: History) -> Pairs:
         yield f"the trainer waits for samples: {numbers}", "more or faster engines, or generation.max_new_tokens"
 
 
-_CHECKS: tuple[Callable[[History], Pairs], ...] = (
-    _failures,
-    _mismatch,
-    _worse,
-    _no_signal,
-    _truncation,
-    _entropy,
-    _clipping,
-    _length,
-    _not_general,
-    _waiting,
-)
+_CHECKS: dict[Callable[[History], Pairs], str] = {
+    _failures: "scoring/num_failed",
+    _mismatch: "alignment/diff_abs_mean",
+    _worse: "pass@1",
+    _no_signal: "num_groups_trained",
+    _truncation: "truncated_frac",
+    _entropy: "entropy",
+    _clipping: "clip_frac",
+    _length: "completion_tokens_mean",
+    _not_general: "reward_mean",
+    _waiting: "time/rollouts_wait_s",
+}

@@ -77,18 +77,26 @@ class History:
         return found
 
 
-def load_history(run_dir: Path) -> History:
+def load_history(run_dir: Path, damaged: list[str] | None = None) -> History:
     """Read `run_dir/metrics/*.json`. Missing iterations are skipped; a run without metrics gives an empty history.
 
+    Args:
+        damaged: takes what is wrong with files that cannot be read, which are skipped too.
+
     Raises:
-        GrpoError: a file is not a JSON object.
+        GrpoError: a file is not a JSON object, and `damaged` is None.
     """
     records: dict[str, dict[int, Metrics]] = {"train": {}, "eval": {}}
     for path in (run_dir / "metrics").glob("*.json"):
         match = FILE_NAME.fullmatch(path.name)
         if match is not None:
             iteration = -1 if match["iteration"] is None else int(match["iteration"])
-            records[match["name"]][iteration] = _read(path)
+            try:
+                records[match["name"]][iteration] = _read(path)
+            except (GrpoError, OSError) as error:
+                if damaged is None:
+                    raise
+                damaged.append(str(error))
     return History(run_dir, train=dict(sorted(records["train"].items())), evals=dict(sorted(records["eval"].items())))
 
 

@@ -43,14 +43,15 @@ def _result(history: History, name: str, key: str, label: str) -> str:
     values, low, high = (history.series(name, f"{key}{end}") for end in ("", "_low", "_high"))
     best = int(values.values.argmax())
     step = values.steps[best] + (name == "train")  # in the iteration that begins there
-    first = _with_interval(values, low, high, 0) if values.steps[0] == 0 else ""
-    last = _with_interval(values, low, high, -1) if values.steps[-1] > 0 or name == "train" else ""
+    first = with_interval(values, low, high, 0) if values.steps[0] == 0 else ""
+    last = with_interval(values, low, high, -1) if values.steps[-1] > 0 or name == "train" else ""
     return label.ljust(LABEL_WIDTH) + "  ".join(
         [first.ljust(RESULT_WIDTH), last.ljust(RESULT_WIDTH), f"{values.values[best]:.3f} ({step:.0f})"]
     )
 
 
-def _with_interval(values: Series, low: Series, high: Series, index: int) -> str:
+def with_interval(values: Series, low: Series, high: Series, index: int) -> str:
+    """`0.917 [0.895, 0.938]`, or without the interval where it was not measured."""
     if not len(values) == len(low) == len(high):
         return f"{values.values[index]:.3f}"
     return f"{values.values[index]:.3f} [{low.values[index]:.3f}, {high.values[index]:.3f}]"

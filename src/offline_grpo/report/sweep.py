@@ -39,7 +39,7 @@ def print_sweep(multirun_dir: Path, console: Console) -> None:
     """Print the sweep's table, and save tables and picture beside the runs."""
     runs = sweep_table(multirun_dir)
     found = configurations(runs)
-    rows = _rows(found)
+    rows = configuration_rows(found)
     widths = [max(map(len, column)) for column in zip(CONFIGURATION_COLUMNS, *rows, strict=True)]
     widths[1] = min(widths[1], RUNS_WIDTH)
     room = console.width - sum(widths[1:]) - GAP * (len(widths) - 1)
@@ -73,7 +73,7 @@ def save_summary(multirun_dir: Path, runs: Sequence[SweepRun], found: Sequence[C
         writer = csv.writer(file)
         writer.writerow(["run", *keys, "status", *NUMBER_COLUMNS])
         writer.writerows([run.name, *(run.overrides.get(key, "") for key in keys), run.status, *run.numbers] for run in runs)
-    lines = [*_markdown(CONFIGURATION_COLUMNS, _rows(found)), "\n", *_markdown(*_run_rows(runs))]
+    lines = [*_markdown(CONFIGURATION_COLUMNS, configuration_rows(found)), "\n", *_markdown(*_run_rows(runs))]
     markdown_path.write_text("".join(lines))
     picture = save_sweep_plot(multirun_dir, found)
     return [csv_path, markdown_path, *([picture] if picture is not None else [])]
@@ -85,7 +85,7 @@ def _folded(overrides: Mapping[str, str], width: int) -> str:
     return "\n".join(name + value if len(name + value) <= width else f"{name}\n  {value}" for name, value in pairs) or ALIKE
 
 
-def _rows(found: Sequence[Configuration]) -> list[list[str]]:
+def configuration_rows(found: Sequence[Configuration]) -> list[list[str]]:
     """Cells of CONFIGURATION_COLUMNS."""
     return [
         [
@@ -104,11 +104,11 @@ def _run_rows(runs: Sequence[SweepRun]) -> tuple[list[str], list[list[str]]]:
     """Header and rows. Columns: the run, each override that differs between runs, the results."""
     keys = list(dict.fromkeys(key for run in runs for key in run.overrides))
     keys = [key for key in keys if len(runs) == 1 or len({run.overrides.get(key) for run in runs}) > 1]
-    rows = [[run.name, *(run.overrides.get(key, "") for key in keys), *_results(run)] for run in runs]
+    rows = [[run.name, *(run.overrides.get(key, "") for key in keys), *result_cells(run)] for run in runs]
     return ["run", *keys, *RUN_COLUMNS], rows
 
 
-def _results(run: SweepRun) -> list[str]:
+def result_cells(run: SweepRun) -> list[str]:
     """Cells of RUN_COLUMNS; the interval is over the run's problems."""
     best, reward, minutes = _text(run.best_pass_at_1, ".3f"), _text(run.reward, ".3f"), _text(run.minutes, ".1f")
     return [_interval(run.final_pass_at_1, run.final_low, run.final_high), best, reward, minutes, run.status]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.report.history import Series, load_history
+from offline_grpo.report.history import History, Series, load_history
 from offline_grpo.report.run_files import read_yaml
 
 NUMBER_COLUMNS = ("pass@1", "pass@1_low", "pass@1_high", "best_pass@1", "reward_mean", "minutes")  # of summary.csv
@@ -50,7 +50,12 @@ def read_run(run_dir: Path, name: str) -> SweepRun:
     Raises:
         GrpoError: a file of it cannot be read.
     """
-    history = load_history(run_dir)
+    return run_of(load_history(run_dir), name)
+
+
+def run_of(history: History, name: str) -> SweepRun:
+    """See `read_run`; the metrics are read already."""
+    run_dir = history.run_dir
     final_low, final_high = (_last(history.series("eval", f"pass@1_{end}").values) for end in ("low", "high"))
     _, seconds = history.phase_seconds()
     total_s = sum(float(values.sum()) for values in seconds.values()) + history.start_seconds().get("", 0.0)

@@ -28,7 +28,7 @@ def show_groups(console: Console, shard: Shard, table: pa.Table, count: int, *, 
     Args:
         full: whole completions, and all of each group.
     """
-    tokenizer = None if shard.origin is None else _tokenizer(shard.origin.model)
+    tokenizer = None if shard.origin is None else tokenizer_of(shard.origin.model)
     rewards = table["reward"].to_pylist()
     newest = max(table["iteration"].to_pylist())  # a folder of `datasets` has all
     groups = [(key, rows) for key, rows in group_rows(table).items() if key[0] == newest]
@@ -89,7 +89,7 @@ def _line(label: str, text: Text) -> Table:
 
 
 @cache
-def _tokenizer(model: str) -> Tokenizer | None:
+def tokenizer_of(model: str) -> Tokenizer | None:
     """The model's tokenizer, if this machine has it; nothing is downloaded."""
     local = Path(model) / "tokenizer.json"
     found = local if local.is_file() else None

@@ -1,0 +1,158 @@
+"""The numbers of a page: runs, curves thinned to what a screen shows, paired differences. What cannot be read is named, and left out."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offline_grpo.errors import ConfigError, GrpoError, reason_of
+from offline_grpo.eval.paired import compare
+from offline_grpo.redaction import redacted
+from offline_grpo.report.configurations import Configuration, mean_interval
+from offline_grpo.report.history import FloatArray, History, Series, load_history
+from offline_grpo.report.page_samples import solved
+from offline_grpo.report.run_files import read_yaml
+from offline_grpo.report.style import smooth
+from offline_grpo.report.sweep_run import SweepRun, run_of
+
+WRONG_FILE = (GrpoError, LookupError, TypeError, ValueError, AttributeError, OSError)
+"""What reading a file raises that somebody else has written."""
+MAX_VALUE = 200  # letters of a setting
+MAX_POINTS, MAX_POINTS_IN_ALL = 300, 6000  # of a curve, and of the curves of a metric over all runs
+BOOTSTRAP_SAMPLES = 1000
+PAIRED_COLUMNS = ("configuration", "difference", "95 % over problems", "p", "better on", "worse on", "95 % over seeds")
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """`settings`: `{"train.lr": "1e-6", "task": "sat", ...}`, values, and the options that groups were set to."""
+
+    result: SweepRun
+    history: History
+    settings: dict[str, str]
+
+
+def load_runs(paths: Sequence[Path], damaged: list[str]) -> dict[str, PageRun]:
+    """Runs, and the runs of sweeps, by name. `damaged` takes what is wrong with files that cannot be read."""
+    folders = list(dict.fromkeys(folder.resolve() for path in paths for folder in _folders(path)))
+    base = os.path.commonpath([folder.parent for folder in folders])
+    found = {}
+    for folder in folders:
+        name, history = os.path.relpath(folder, base), load_history(folder, damaged)
+        try:
+            found[name] = PageRun(run_of(history, name), history, _settings(folder / ".hydra"))
+        except WRONG_FILE as error:
+            damaged.append(f"{folder / '.hydra'}: settings cannot be read ({reason_of(error)})")
+            unknown = SweepRun(name, {}, "settings unknown", history.series("eval", "pass@1"), None, None, None, None)
+            found[name] = PageRun(unknown, history, {})
+    return found
+
+
+def _folders(path: Path) -> list[Path]:
+    if (path / "metrics").is_dir():
+        return [path]
+    found = sorted((file.parent.parent for file in path.rglob(".hydra/overrides.yaml")), key=lambda each: (len(str(each)), str(each)))
+    if not found:
+        raise ConfigError(f"{path}: is neither a run (a folder with metrics/) nor a sweep (a folder of runs)")
+    return found
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    choices = read_yaml(folder / "hydra.yaml")["hydra"]["runtime"]["choices"]
+    chosen = {str(group): str(option) for group, option in choices.items() if not str(group).startswith("hydra/")}
+    return chosen | {key: str(value)[:MAX_VALUE] for key, value in _flat(redacted(read_yaml(folder / "config.yaml"))) if key != "resume"}
+
+
+def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree of mappings, by their dotted keys."""
+    if not isinstance(node, Mapping):
+        yield prefix, node
+        return
+    for key, child in node.items():
+        yield from _flat(child, f"{prefix}.{key}" if prefix else str(key))
+
+
+def all_curves(groups: Sequence[Configuration], runs: Mapping[str, PageRun]) -> dict[str, list[dict[str, Any]]]:
+    """`train/KEY` or `eval/KEY` -> a curve for each configuration that has the metric, and in it those of its runs."""
+    points = max(40, min(MAX_POINTS, MAX_POINTS_IN_ALL // len(runs)))
+    histories = [run.history for run in runs.values()]
+    keys = {("eval", key) for history in histories for metrics in history.evals.values() for key in metrics}
+    keys |= {("train", key) for history in histories for metrics in history.train.values() for key in metrics}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, key in sorted(keys - {(name, f"{key}_{end}") for name, key in keys for end in ("low", "high")}):
+        for number, group in enumerate(groups):
+            series = {r.name: each for r in group.runs if len(each := finite(runs[r.name].history.series(name, key)))}
+            if series:
+                counted = [run.name for run in group.best_known if run.name in series]
+                ends = [finite(runs[counted[0]].history.series(name, f"{key}_{end}")) for end in ("low", "high")] if counted else []
+                curve = _curve([series[run] for run in counted], ends, points)
+                singles = [{"run": run} | _thinned(each.steps, each.values, points=points) for run, each in series.items()]
+                found.setdefault(f"{name}/{key}", []).append({"group": number, "runs": singles} | curve)
+    return found
+
+
+def _curve(counted: Sequence[Series], ends: Sequence[Series], points: int) -> dict[str, list[float]]:
+    """Mean and interval over runs, of running means where there are many iterations; of one run, the interval that it recorded."""
+    tables = [dict(zip(each.steps.tolist(), smooth(each.values).tolist(), strict=True)) for each in counted]
+    steps = sorted(set.intersection(*map(set, tables))) if tables else []
+    if not steps:
+        return {}
+    values = np.array([[table[step] for step in steps] for table in tables])  # [N, R]
+    bounds = mean_interval(values) if len(tables) > 1 else [end.values for end in ends if len(end) == len(steps)]
+    return _thinned(np.array(steps), values.mean(0), *bounds, points=points)
+
+
+def finite(series: Series) -> Series:
+    """Without NaN and infinity, which files of others may have."""
+    is_finite = np.isfinite(series.values)
+    return Series(series.steps[is_finite], series.values[is_finite])
+
+
+def _thinned(steps: FloatArray, values: FloatArray, *ends: FloatArray, points: int) -> dict[str, list[float]]:
+    """Steps, values and both ends of their interval, to five digits. Of many, the lowest and the highest of each stretch: spikes stay."""
+    chosen = np.arange(len(values))
+    if len(values) > points:
+        stretches = np.array_split(chosen, points // 2)
+        chosen = np.unique([stretch[pick(values[stretch])] for stretch in stretches for pick in (np.argmin, np.argmax)])
+    names = ("x", "y", "low", "high") if len(ends) == 2 else ("x", "y")
+    return {name: [float(f"{v:.5g}") for v in array[chosen]] for name, array in zip(names, (steps, values, *ends), strict=False)}
+
+
+def paired(groups: Sequence[tuple[str, Configuration]], runs: Mapping[str, PageRun], damaged: list[str]) -> dict[str, Any] | None:
+    """Final pass@1 of each configuration less the first run's: by `eval.paired.compare` over problems, by Student's t over seeds."""
+    first = next(iter(runs))
+    [(base_name, base)] = [(name, group) for name, group in groups if any(run.name == first for run in group.runs)]
+    known = {name: solved(run.history.run_dir, damaged) for name, run in runs.items()} if len(groups) > 1 else {}
+    rows = []
+    for name, group in groups:
+        one, other = ({runs[run.name].settings.get("seed"): run for run in each.counted} for each in (base, group))
+        pairs = [(run, other[seed]) for seed, run in one.items() if seed in other]
+        differences = np.array([[(b.final_pass_at_1 or 0.0) - (a.final_pass_at_1 or 0.0)] for a, b in pairs])  # [S, 1]
+        if group is not base and pairs:
+            cells = _over_problems([known[a.name] for a, _ in pairs], [known[b.name] for _, b in pairs])
+            over_seeds = "one seed"
+            if len(pairs) > 1 and np.isfinite(differences).all():
+                low, high = mean_interval(differences)
+                over_seeds = f"[{low[0]:+.3f}, {high[0]:+.3f}], {len(pairs)} seeds"
+            rows.append([name, f"{differences.mean():+.3f}", *cells, over_seeds])
+    return {"baseline": base_name, "columns": PAIRED_COLUMNS, "rows": rows} if rows else None
+
+
+def _over_problems(first: Sequence[Mapping[str, Counter[bool]]], second: Sequence[Mapping[str, Counter[bool]]]) -> list[str]:
+    """Interval, p-value, and on how many problems the second is better and worse, over all of these runs."""
+    one, other = (
+        {problem: sum((run.get(problem, Counter()) for run in runs), Counter()) for problem in runs[0]} for runs in (first, second)
+    )
+    totals = {count.total() for count in (*one.values(), *other.values())}
+    if one.keys() != other.keys() or len(totals) != 1:
+        return ["not on record", "", "", ""]
+    right, other_right = (np.array([each[problem][True] for problem in one]) for each in (one, other))
+    found = compare(right, other_right, totals.pop(), bootstrap_samples=BOOTSTRAP_SAMPLES, seed=0)
+    p_value = "< 0.0001" if found.p_value < 1e-4 else f"{found.p_value:.4f}"
+    return [f"[{found.low:+.3f}, {found.high:+.3f}]", p_value, str(found.num_better), str(found.num_worse)]

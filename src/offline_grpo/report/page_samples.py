@@ -1,0 +1,116 @@
+"""What a page shows of the rollout stores: completions through training, and how often each held-out problem was solved."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from offline_grpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from offline_grpo.rollouts.store.reader import Shard
+
+MAX_SAMPLES, MAX_CHARS, MAX_TOKENS = 300, 4000, 600
+FACTS = ("iteration", "problem_id", "answer", "reward", "is_correct", "advantage", "finish_reason")
+
+
+def samples_of(folders: Mapping[str, Path], damaged: list[str]) -> list[dict[str, Any]]:
+    """The best and the worst completion of some groups of some iterations, evenly over the runs and their length."""
+    budget = max(MAX_SAMPLES // len(folders), 4)
+    return [{"run": run} | sample for run, folder in folders.items() for sample in _of_run(folder, budget, damaged)]
+
+
+def _of_run(folder: Path, budget: int, damaged: list[str]) -> Iterator[dict[str, Any]]:
+    """From the store, or from `samples/` where there is none."""
+    num_groups = 4 if budget >= 100 else 1
+    if shards := _shards(folder, "train"):
+        for shard in _evenly(shards, budget // (2 * num_groups)):
+            try:
+                yield from _of_shard(shard, num_groups)
+            except ConfigError as error:
+                damaged.append(str(error))
+        return
+    for path in _evenly(sorted(folder.glob("samples/iter_*.jsonl")), budget // 4):
+        try:
+            for line in map(json.loads, path.read_text().splitlines()[:4]):
+                yield _sample(line, line["prompt"] or [], line["num_tokens"], [(line["completion"], line["advantage"])])
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            damaged.append(f"{path}: cannot be read ({error!r:.80})")
+
+
+def _shards(folder: Path, phase: str) -> list[Shard]:
+    from offline_grpo.rollouts.store.reader import shards_of  # pyarrow
+
+    try:
+        return shards_of(folder / "rollouts", key="RUN", phase=phase)
+    except ConfigError:  # nothing is on record
+        return []
+
+
+def _evenly(items: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` of them, the first and the last included."""
+    return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, min(count, len(items))).astype(int))]
+
+
+def _of_shard(shard: Shard, num_groups: int) -> Iterator[dict[str, Any]]:
+    from offline_grpo.rollouts.store.checking import check_values
+    from offline_grpo.rollouts.store.reader import group_rows
+
+    table = shard.table()
+    check_values(table, shard.path, vocab_size=None, context=None)
+    rewards, rows = table["reward"].to_numpy(), []
+    for members in _evenly(list(group_rows(table).values()), num_groups):
+        order = sorted(members, key=lambda row: -rewards[row])
+        rows += dict.fromkeys((order[0], order[-1]))
+    model = None if shard.origin is None else shard.origin.model
+    for row in table.take(rows).to_pylist():
+        yield _sample(row, json.loads(row["messages"] or "[]"), len(row["completion_ids"]), _pieces(row, model))
+
+
+def _sample(row: Mapping[str, Any], messages: Sequence[Mapping[str, str]], num_tokens: int, pieces: list[Any]) -> dict[str, Any]:
+    prompt = _shortened("\n".join(str(message.get("content")) for message in messages))
+    shown = [[_shortened(text), advantage] for text, advantage in pieces]
+    iteration = int(row["iteration"]) + 1
+    return {name: row[name] for name in FACTS} | {"iteration": iteration, "prompt": prompt, "num_tokens": num_tokens, "pieces": shown}
+
+
+def _pieces(row: Mapping[str, Any], model: str | None) -> list[tuple[str, float | None]]:
+    """The completion in stretches of tokens with the same advantage; None for those that the model did not write."""
+    advantages, is_sampled, ids = row["advantages"], row["is_sampled"], row["completion_ids"]
+    tokenizer = None
+    if model is not None and (advantages is not None or is_sampled is not None):
+        from offline_grpo.rollouts.store.show import tokenizer_of
+
+        tokenizer = tokenizer_of(model)
+    if tokenizer is None:
+        return [(row["text"], row["advantage"])]
+    each = zip(ids, advantages or [row["advantage"]] * len(ids), is_sampled or [True] * len(ids), strict=True)
+    tokens = [(token, advantage if sampled else None) for token, advantage, sampled in each]
+    stretches = groupby(tokens[:MAX_TOKENS], key=lambda token: token[1])
+    pieces = [(tokenizer.decode([i for i, _ in part], skip_special_tokens=False), advantage) for advantage, part in stretches]
+    return pieces + ([(f" … {len(ids) - MAX_TOKENS:,} more tokens", None)] if len(ids) > MAX_TOKENS else [])
+
+
+def _shortened(text: str) -> str:
+    half = MAX_CHARS // 2
+    return text if len(text) <= MAX_CHARS else f"{text[:half]} … {len(text) - MAX_CHARS:,} letters left out … {text[-half:]}"
+
+
+def solved(folder: Path, damaged: list[str]) -> dict[str, Counter[bool]]:
+    """Held-out problem -> how many of its answers are right, and wrong, in the last evaluation on record."""
+    found: dict[str, Counter[bool]] = {}
+    for shard in _shards(folder, "eval")[-1:]:
+        try:
+            columns = shard.table(["problem_id", "is_correct"]).to_pydict()
+        except ConfigError as error:
+            damaged.append(str(error))
+            continue
+        for problem, is_correct in zip(columns["problem_id"], columns["is_correct"], strict=True):
+            found.setdefault(str(problem), Counter())[is_correct] += 1
+    return found

@@ -1,0 +1,122 @@
+"""`report.html` in a real browser: it opens from disk, asks nothing of a network, and does what it says."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_folders import HOSTILE, make_run
+
+from offline_grpo.report.page import save_page
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: install one, or name it in the environment variable CHROMIUM"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        found = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+def opened(browser: Any, path: Path, *, width: int = 1600, dark: bool = False) -> Any:
+    """The page once everything is drawn; it has no error, no dialog, and no request but for itself."""
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light")
+    wrong: list[str] = []
+    page.on("console", lambda message: wrong.append(message.text))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
+    page.on("request", lambda request: request.url == path.as_uri() or wrong.append(request.url))
+    page.goto(path.as_uri())
+    page.wait_for_selector("body[data-drawn]", timeout=60_000)
+    assert wrong == []
+    page.wrong = wrong
+    return page
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sweep")
+    for number, (loss, solved) in enumerate([("grpo", 3), ("<b>dapo</b>", 1), ("gspo", 2)]):
+        make_run(folder / str(number), loss=loss, solved=solved, text="four" if number else HOSTILE, clip_frac=0.5)
+    return save_page([folder], folder / "report.html")
+
+
+@pytest.fixture(scope="module")
+def page(browser: Any, sweep: Path) -> Any:
+    return opened(browser, sweep)
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1600, False), (400, True)])
+def test_the_pictures_are_there_and_fit(browser: Any, sweep: Path, width: int, dark: bool) -> None:
+    page = opened(browser, sweep, width=width, dark=dark)
+    boxes = [plot.bounding_box() for plot in page.query_selector_all("figure .main-svg:first-child")]
+    assert len(boxes) >= 5
+    assert all(box["height"] > 200 and box["width"] > 300 and box["x"] + box["width"] <= width for box in boxes)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ("rgb(21, 24, 28)" if dark else "rgb(255, 255, 255)")
+    assert page.locator("nav a").all_inner_texts()[:3] == ["Results", "Look at", "Learning curves"]
+
+
+def test_tables_sort_by_number_and_back(page: Any) -> None:
+    cells = page.locator("#results tbody td:nth-child(3)")
+    assert cells.all_inner_texts() == ["0.750", "0.500", "0.250"]
+    page.get_by_role("button", name="pass@1 [95 %]").first.press("Enter")
+    assert cells.all_inner_texts() == ["0.250", "0.500", "0.750"]
+    page.get_by_role("button", name="pass@1 [95 %]").first.press("Enter")
+    assert cells.all_inner_texts() == ["0.750", "0.500", "0.250"]
+
+
+def test_a_sample_can_be_found(page: Any) -> None:
+    form = page.locator("#samples form")
+    form.get_by_label("Text").fill("FOUR 7")
+    form.get_by_label("Iteration").fill("8")
+    form.get_by_label("Reward from").fill("0.5")
+    assert "2 of " in page.locator("#samples [role=status]").inner_text()
+    assert page.locator("#samples mark").all_inner_texts()[-2:] == ["four 7", "four 7"]
+    assert page.locator("#samples article mark").first.get_attribute("title") == "advantage 0.700"
+    page.evaluate("document.forms[0].reset()")
+
+
+def test_the_legend_and_the_links_of_findings(page: Any) -> None:
+    lines = page.locator("[id='eval/pass@1'] .scatterlayer .trace")
+    before = lines.count()
+    page.locator(".legend button").first.click()
+    page.wait_for_timeout(1000)
+    assert 0 < lines.count() < before
+    assert page.locator(".legend button").nth(1).inner_text() == "train/loss=gspo"
+    page.locator("#findings a").first.click()
+    assert page.evaluate("document.querySelector(':target').id") == "train/clip_frac"
+    page.locator("#all summary").click()
+    page.get_by_label("Metric").select_option("train/time/train_s")
+    page.wait_for_selector("#chosen .main-svg")
+    assert page.wrong == []
+
+
+def test_hostile_text_is_shown_as_it_is(page: Any) -> None:
+    page.locator("#samples form").get_by_label("Problem").fill("</script><script>alert(1)")
+    assert "<script>alert(1)</script><img src=x" in page.locator("#samples article").first.inner_text()
+    assert "<b>dapo</b>" in page.locator("div.legend").inner_text()
+    page.mouse.move(300, 300)
+    assert page.wrong == []
+
+
+def test_fifty_runs_open_at_once(browser: Any, tmp_path: Path) -> None:
+    for number in range(50):
+        make_run(tmp_path / str(number), iterations=30, loss=f"loss_{number // 5}", seed=number % 5, solved=number % 4)
+    path = save_page([tmp_path], tmp_path / "report.html")
+    assert path.stat().st_size < 15e6
+    start = time.monotonic()
+    opened(browser, path)
+    assert time.monotonic() - start < 20, "3 s where nothing else runs"

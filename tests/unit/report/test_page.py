@@ -1,0 +1,130 @@
+"""`report.html` without a browser: what it says, and what damaged and hostile folders do to it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from report_folders import HOSTILE, make_run
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.report import page as page_module
+from offline_grpo.report.__main__ import main
+from offline_grpo.report.page import save_page
+
+
+@pytest.fixture(autouse=True)
+def without_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its 5 MB are not what these tests are about."""
+    monkeypatch.setattr(page_module, "_plotly", lambda: "")
+
+
+def data_of(*paths: Path) -> dict:
+    """The numbers of the page about these folders."""
+    page = save_page(paths, paths[0].parent / "page.html").read_text()
+    assert not re.findall(r'(?:src|href)="?(?:http|//)', page[: page.index('id="plotly"')]), "nothing comes from a network"
+    [data] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(data)
+
+
+def test_a_run(tmp_path: Path) -> None:
+    data = data_of(make_run(tmp_path / "run", clip_frac=0.5))
+    assert data["verdict"] == "pass@1 on held-out problems rose from 0.000 [-0.010, 0.010] to 0.750 [0.740, 0.760]."
+    assert [row[0] for row in data["results"]["rows"]] == ["pass@1 on held-out problems", "Training reward"]
+    assert [(each["metric"], each["text"]) for each in data["findings"]] == [("train/clip_frac", "50% of the tokens are clipped at last")]
+    [line] = data["curves"]["eval/pass@1"]
+    assert (line["x"], line["y"], line["high"]) == ([0, 12], [0, 0.75], [0.01, 0.76])
+    assert data["samples"][0]["pieces"] == [["four 0", 0.7]]
+    assert {sample["iteration"] for sample in data["samples"]} == set(range(1, 13))
+    assert not data["damaged"]
+    assert data["settings"] is data["paired"] is None
+
+
+def test_a_sweep_is_compared_in_pairs(tmp_path: Path) -> None:
+    """Of four problems grpo solves 3 with both seeds, dapo 1 with one and 2 with the other."""
+    for number, (loss, seed, solved) in enumerate([("grpo", 0, 3), ("grpo", 1, 3), ("dapo", 0, 1), ("dapo", 1, 2)]):
+        make_run(tmp_path / str(number), loss=loss, seed=seed, solved=solved)
+    data = data_of(tmp_path)
+    assert [group["name"] for group in data["groups"]] == ["train/loss=grpo", "train/loss=dapo"]
+    assert data["paired"]["baseline"] == "train/loss=grpo"
+    [[name, difference, _, p, better, worse, over_seeds]] = data["paired"]["rows"]
+    # Differences of the problems' right answers are 0, -1, -2, 0: of the four choices of signs, two are as far from 0 as -3.
+    assert (name, difference, float(p), better, worse) == ("train/loss=dapo", "-0.375", 0.5, "0", "2")
+    half = 12.7062 * 0.125  # t with one degree of freedom, times the standard error of -0.5 and -0.25
+    assert over_seeds == f"[{-0.375 - half:+.3f}, {-0.375 + half:+.3f}], 2 seeds"
+    assert data["settings"]["columns"][:3] == ["run", "train/loss", "seed"]
+    assert len(data["curves"]["train/reward_mean"][0]["runs"]) == 2
+
+
+def test_several_folders_make_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    make_run(tmp_path / "a" / "0", seed=0)
+    make_run(tmp_path / "b", seed=1)
+    monkeypatch.chdir(tmp_path)
+    assert main(["a", "b"]) == 0
+    assert main(["a", "b", "--out", "b/both.html"]) == 0
+    assert Path("report.html").read_bytes() == Path("b/both.html").read_bytes()
+
+
+def test_hostile_text_is_data(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", text=HOSTILE)
+    data = data_of(run)
+    page = (tmp_path / "page.html").read_text()
+    assert "alert(1)" in data["samples"][0]["pieces"][0][0]
+    assert "letters left out" in data["samples"][0]["pieces"][0][0]
+    assert "<script>alert" not in page
+    assert len(page) < 5_000_000
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_is_shown(tmp_path: Path, capsys) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "metrics" / "train_iter_003.json").write_text('{"rew')
+    (run / "metrics" / "train_iter_004.json").write_text('{"entropy": NaN, "reward_mean": 0.5}')
+    (run / "rollouts" / "iter_005.parquet").write_bytes(b"PAR1")
+    (run / "rollouts" / "eval_iter_011.parquet").write_bytes(b"PAR1")
+    (run / ".hydra" / "config.yaml").write_text("a: [")
+    data = data_of(run)
+    assert [line.split(":")[0].rpartition("/")[2] for line in data["damaged"]] == ["train_iter_003.json", ".hydra", "iter_005.parquet"]
+    assert len(data["curves"]["train/entropy"][0]["runs"][0]["x"]) == 10
+    assert len(data["samples"]) == 22
+    assert main([str(run)]) == 1
+    assert "train_iter_003.json: is not JSON" in capsys.readouterr().err
+    assert (run / "report.html").is_file()
+
+
+def test_an_empty_run_and_one_that_still_runs(tmp_path: Path) -> None:
+    (tmp_path / "empty" / "metrics").mkdir(parents=True)
+    assert data_of(tmp_path / "empty")["verdict"] == "There are no results yet."
+    run = make_run(tmp_path / "run", iterations=1)
+    (run / ".hydra" / "config.yaml").write_text((run / ".hydra" / "config.yaml").read_text().replace("iterations: 1", "iterations: 9"))
+    assert "stopped at 1/9" in data_of(run)["about"]
+    with pytest.raises(ConfigError, match="is neither a run"):
+        data_of(tmp_path / "none")
+
+
+def test_long_runs_are_thinned_and_keep_their_spikes(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", iterations=1)
+    for index in range(2000):
+        (run / "metrics" / f"train_iter_{index:03d}.json").write_text(json.dumps({"grad_norm": 100.0 if index == 777 else 1.0}))
+    [line] = data_of(run)["curves"]["train/grad_norm"]
+    assert len(line["runs"][0]["x"]) <= 300
+    assert max(line["runs"][0]["y"]) == 100.0
+
+
+def test_samples_come_from_files_where_nothing_was_recorded(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for path in (run / "rollouts").iterdir():
+        path.unlink()
+    (run / "samples").mkdir()
+    line = {"iteration": 0, "problem_id": "p", "prompt": None, "answer": None, "completion": "5", "reward": 1.0, "advantage": None}
+    (run / "samples" / "iter_000.jsonl").write_text(json.dumps(line | {"is_correct": True, "finish_reason": None, "num_tokens": 1}) + "\n")
+    (run / "samples" / "iter_001.jsonl").write_text("{")
+    data = data_of(run)
+    assert [sample["pieces"] for sample in data["samples"]] == [[["5", None]]]
+    assert "samples/iter_001.jsonl: cannot be read" in data["damaged"][0]
+
+
+def test_torch_is_not_imported() -> None:
+    code = "import sys, offline_grpo.report.page, offline_grpo.rollouts.store.reader; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
