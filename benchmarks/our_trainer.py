@@ -23,6 +23,7 @@ def make_updater(
 ) -> Updater:
     """One update on all sequences, by DAPO's loss without KL and AdamW; the policy's own logprobs are the old ones."""
     config = TrainConfig(
+        sharding="none",
         iterations=1,
         stop_when=StopWhenConfig("pass@1", None, None),
         updates_per_iteration=1,

@@ -86,9 +86,9 @@ def make_llama() -> PreTrainedModel:
     return LlamaForCausalLM(config).eval()
 
 
-def make_scoring(model, layout=None, *, without_adapter: bool = False) -> Scoring:
+def make_scoring(model, layout=None) -> Scoring:
     """Padded rows and the tiled head around a model."""
-    return Scoring(model, layout or Padded(), TiledHead(tile_width=None), without_adapter=without_adapter)
+    return Scoring(model, layout or Padded(), TiledHead(tile_width=None))
 
 
 def make_policy(model, tokenizer=None, *, compute_device: torch.device | None = None) -> Policy:
@@ -112,6 +112,7 @@ SETTINGS = {
     "kl_coef": 0.0,
     "entropy_coef": 0.01,
     "precision": "fp32",
+    "sharding": "none",
     "gradient_checkpointing": False,
     "train_layer_indices": None,
     "mask_truncated": False,

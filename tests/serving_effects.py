@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import deploy, full_weights
+from engines import deploy
 from factories import compose_config, generate, make_qwen2, make_scoring
 from inside_vllm import make_worker
 from peft import LoraConfig, get_peft_model
@@ -38,6 +38,7 @@ from offline_grpo.run import serving
 from offline_grpo.run.config import typed
 from offline_grpo.run.preflight import Plan, make_plan
 from offline_grpo.train.push_schedule import PushSchedule
+from offline_grpo.train.sharding import Replicas
 from offline_grpo.weight_sync import ipc, nccl, proof
 
 PORT = 1111
@@ -133,7 +134,7 @@ def _sample(words: list[str], role: str, folder: Path) -> None:
 def assembled(plan: Plan, policy: Policy, folder: Path, ranks: Any) -> tuple[Any, Any]:
     """The deployments of training and evaluation, as a run puts them together."""
     server = serving.training_server(plan.engine, plan.weight_sync, run_folder=folder, gpus=None, ranks=ranks)
-    places: dict[str, Any] = {"full_weights": full_weights, "ranks": ranks}
+    places: dict[str, Any] = {"sharding": Replicas(ranks), "ranks": ranks}
     training = serving.for_training(plan.engine, server, plan.weight_sync, policy, sampling=plan.sampling, **places)
     places["run_folder"] = folder
     return training, serving.for_evaluation(

@@ -5,9 +5,10 @@ This file is longer than others may be, so that all of them are on one page.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, runtime_checkable
 
 from offline_grpo.types import (
     BatchTotals,
@@ -327,6 +328,10 @@ class Sharding(Protocol):
         """Spread the policy's parameters. Called once, before masters and optimizer are made from them."""
         ...
 
+    def prepare_reference(self, reference: Any) -> None:
+        """Spread the parameters of a frozen reference."""
+        ...
+
     def num_microbatches(self, own: int) -> int:
         """How many forward and backward passes this process makes in an update for which it has `own` microbatches.
 
@@ -343,7 +348,27 @@ class Sharding(Protocol):
         ...
 
     def full_weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
-        """The whole of each parameter of the policy, by its name in the checkpoint, one after the other."""
+        """The whole of each parameter of the policy, by its name in the checkpoint, one after the other. Called on rank 0, in `lead`."""
+        ...
+
+    def gathered(self, policy: Any) -> AbstractContextManager[None]:
+        """Inside, every process has the whole policy, and computes with it without the others."""
+        ...
+
+    def lead(self, action: Callable[[], T], tensors: Any = None) -> T:
+        """What `action` returns on rank 0, which alone runs it, on every process. A GrpoError there is raised on all.
+
+        Args:
+            tensors: nested dicts and lists, which `action` gives to `whole`.
+        """
+        ...
+
+    def whole(self, tensors: T, folder: Path) -> T:
+        """`tensors` of `lead` with whole tensors, whose memory may be files in `folder`. Called on rank 0. Raises OSError: no room."""
+        ...
+
+    def like(self, target: Tensor, tensor: Tensor) -> Tensor:
+        """Of a whole tensor, what this process holds of one that is spread as `target` is."""
         ...
 
 

@@ -105,6 +105,7 @@ class TrainConfig:
     kl_coef: float
     entropy_coef: float
     precision: str
+    sharding: str
     gradient_checkpointing: Any  # bool or "auto", as model.compile
     train_layer_indices: str | None
     mask_truncated: bool
@@ -122,7 +123,7 @@ class TrainConfig:
         require(0 < self.lr < inf, "train.lr", self.lr, "must be above 0 and finite")
         require(self.profile is None or self.profile > 0, "train.profile", self.profile, "an iteration, from 1 on, or null")
         require(self.grad_clip > 0, "train.grad_clip", self.grad_clip, "must be above 0; use inf to switch clipping off")
-        for name, options in (("schedule", ("constant", "linear", "cosine")), ("precision", ("fp32", "bf16", "fp16"))):
+        for name, options in (("schedule", ("constant", "linear", "cosine")), ("precision", ("fp32", "bf16", "fp16")), ("sharding", ("none", "fsdp2"))):
             require(getattr(self, name) in options, f"train.{name}", getattr(self, name), f"must be one of {', '.join(options)}")
         recompute = self.gradient_checkpointing
         require(recompute in ("auto", True, False), "train.gradient_checkpointing", recompute, "must be one of auto, true, false")

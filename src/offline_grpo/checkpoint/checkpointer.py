@@ -104,7 +104,8 @@ class Checkpointer:
             CheckpointError: on every process, if the folder cannot be written (full disk, permissions). Earlier checkpoints stay intact.
         """
         hidden = self.folder / f".writing_iter_{iteration:03d}"
-        self.ranks.on_main(lambda: self._write(hidden, iteration, owes_evaluation))
+        tensors = self._trainer_tensors()
+        self.updater.sharding.lead(lambda: self._write(hidden, iteration, owes_evaluation, tensors), tensors)
         best = self.milestones.best_iteration
         return PendingCheckpoint(
             hidden,
@@ -117,11 +118,16 @@ class Checkpointer:
     def _path(self, iteration: int) -> Path:
         return self.folder / f"iter_{iteration:03d}"
 
-    def _write(self, hidden: Path, iteration: int, owes_evaluation: bool) -> None:
+    def _trainer_tensors(self) -> dict[str, Any]:
+        """What is saved beside the model: file name -> tensors. Of spread ones, every process has its parts."""
+        _, served = self.schedule.state_dict(self.updater.counters.version)
+        return {"masters": self.policy.masters.state_dict(), "served": dict(served), "optimizer": self.updater.state_dict()}
+
+    def _write(self, hidden: Path, iteration: int, owes_evaluation: bool, tensors: dict[str, Any]) -> None:
         try:
             shutil.rmtree(hidden, ignore_errors=True)
             (hidden / "trainer").mkdir(parents=True)
-            self._write_into(hidden, iteration, owes_evaluation)
+            self._write_into(hidden, iteration, owes_evaluation, tensors)
             for path in sorted(hidden.rglob("*")):
                 _sync_file(path)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk as their own errors
@@ -133,20 +139,20 @@ class Checkpointer:
                 "Free some space or fix the folder's permissions, then continue with resume=auto"
             ) from error
 
-    def _write_into(self, folder: Path, iteration: int, owes_evaluation: bool) -> None:
-        save_policy(self.policy, self.policy.causal_lm.named_parameters(), folder)
-        trainer = folder / "trainer"
-        schedule, served = self.schedule.state_dict(self.updater.counters.version)
-        for name, tensors in (("masters", self.policy.masters.state_dict()), ("served", served)):
-            if tensors:
-                save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, trainer / f"{name}.safetensors")
-        torch.save(self.updater.state_dict(), trainer / "optimizer.pt")
+    def _write_into(self, folder: Path, iteration: int, owes_evaluation: bool, tensors: dict[str, Any]) -> None:
+        sharding, trainer = self.updater.sharding, folder / "trainer"
+        save_policy(self.policy, sharding.full_weights(self.policy), folder)
+        whole = sharding.whole(tensors, trainer)
+        for name in ("masters", "served"):
+            if whole[name]:
+                save_file({key: tensor.contiguous() for key, tensor in whole[name].items()}, trainer / f"{name}.safetensors")
+        torch.save(whole["optimizer"], trainer / "optimizer.pt")
         record = TrainerState(
             iteration=iteration,
             owes_evaluation=owes_evaluation,
             counters=self.updater.counters,
             lr_schedule=self.updater.lr_schedule,
-            schedule=schedule,
+            schedule=self.schedule.state_dict(self.updater.counters.version)[0],
             source=dict(self.source.state_dict()),
             milestones=self.milestones.state_dict(),
             config=dict(self.config),
@@ -163,13 +169,13 @@ class Checkpointer:
         record = read_state(checkpoint)
         trainer = checkpoint / "trainer"
         try:
-            is_offloaded = self.policy.masters.host is not None  # which is copied into: the file need not be in memory as well
-            state = torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True, mmap=is_offloaded)
+            is_copied = self.policy.is_sharded or self.policy.masters.host is not None  # so the file need not be in memory as well
+            state = torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True, mmap=is_copied)
             self.updater.load_state_dict(state, record.counters)
-            self.policy.masters.load_state_dict(_tensors(trainer / "masters.safetensors", self.policy.masters.state_dict()))
+            self.policy.masters.load_state_dict(self._tensors(trainer / "masters.safetensors", self.policy.masters.state_dict()))
             served = trainer / "served.safetensors"
             trained = self.policy.trained_parameters() if served.exists() else {}
-            self.schedule.load_state_dict(record.schedule, _tensors(served, trained))
+            self.schedule.load_state_dict(record.schedule, self._tensors(served, trained))
             self.milestones.load_state_dict(record.milestones)
         except Exception as error:  # whatever damaged files raise, in torch's unpickler, safetensors or an optimizer
             raise CheckpointError(f"resume={checkpoint}: its trainer state does not fit this configuration ({reason_of(error)})") from error
@@ -179,7 +185,12 @@ class Checkpointer:
         return Restored(record.iteration, record.source, record.owes_evaluation)
 
 
-def _tensors(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _tensors(self, path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `_read`. This process's parts, where `like` is spread."""
+        return {name: self.updater.sharding.like(like[name], tensor) for name, tensor in _read(path, like).items()}
+
+
+def _read(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What the file holds, which must have the names and shapes of `like`; without any there is no file."""
     found = load_file(path) if like or path.exists() else {}
     for name in sorted(found.keys() ^ like.keys()):

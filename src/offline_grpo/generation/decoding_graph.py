@@ -25,8 +25,12 @@ log = logging.getLogger(__name__)
 
 
 def has_graphs(lm: Any) -> bool:
-    """Whether decoding steps of this model can be recorded, by what transformers says of it. Falcon with ALiBi says so, and breaks."""
+    """Whether decoding steps of this model can be recorded, by what transformers says of it. Falcon with ALiBi says so, and breaks.
+
+    Not with hooks, such as those of FSDP2.
+    """
     is_able = lm._can_compile_fullgraph and not getattr(lm.config, "alibi", False)
+    is_able &= not any(module._forward_pre_hooks for module in lm.modules())
     return is_able and lm.device.type == "cuda" and lm not in _not_recorded
 
 

@@ -134,6 +134,7 @@ class TransformersClient:
                     generation_config=GenerationConfig(max_new_tokens=draws.num_steps_left, do_sample=False, use_cache=True),
                     logits_processor=processors,
                     stopping_criteria=ends,
+                    synced_gpus=False,  # of sharded weights this process has all while it samples
                 )  # [R, P + step]
             kept = draws.keep_unended()  # [R']
             if len(kept) == 0 or draws.num_steps_left == 0:

@@ -21,7 +21,7 @@ from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
-from offline_grpo.model.scoring import Scoring
+from offline_grpo.model.scoring import BaseScoring, Scoring
 from offline_grpo.settings import ModelConfig
 
 SDPA_HAS_NO = "attn_logit_softcapping"
@@ -197,13 +197,13 @@ def prepare(
     return trained
 
 
-def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, layout: Layout | None, precision: str) -> Scoring:
+def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, layout: Layout | None, precision: str) -> Scoring | BaseScoring:
     """The frozen reference: the policy's own base model under LoRA, else a second copy in the same precision. Raises as `load_policy`."""
     reference_id = config.ref_id or model_id
     check_weights(reference_id, "download it again, or name another model.ref_id")
     scoring = policy.scoring
     if config.lora is not None and reference_id == model_id:
-        return Scoring(policy.model, scoring.layout, scoring.head, logits=scoring.logits, without_adapter=True)
+        return BaseScoring(scoring)
     key, dtype = "model.ref_id", torch_dtype(precision)
     trust = config.trust_remote_code
     model = load_causal_lm(reference_id, config.attn_implementation, policy.device, dtype, key=key, trust_remote_code=trust)

@@ -27,6 +27,7 @@ class MasterWeights:
         separate: give fp32 parameters a master too, because something else reads their memory while the optimizer steps.
         before_publish: called before the model's weights are written to.
         offload: keep the masters in the host's memory. The optimizer must be one that looks for them there.
+        rounds_to: what the model itself rounds fp32 parameters to whenever it computes (FSDP2); None where it computes in their own format.
 
     Attributes:
         parameters: what the optimizer steps on, and what has the fp32 gradients. With `offload` their values mean nothing.
@@ -40,8 +41,10 @@ class MasterWeights:
         separate: bool = False,
         before_publish: Callable[[], None] | None = None,
         offload: bool = False,
+        rounds_to: torch.dtype | None = None,
     ) -> None:
         self._before_publish = before_publish
+        self._rounds_to = rounds_to
         self._working: dict[str, nn.Parameter] = {name: p for name, p in named_parameters if p.requires_grad}
         self.host: HostTensors | None = None
         if offload:
@@ -94,7 +97,7 @@ class MasterWeights:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The masters that say more than the model's weights: what a checkpoint must hold beside the model."""
-        return {name: value for name, value in self.values.items() if self._working[name].dtype != torch.float32}
+        return {name: value for name, value in self.values.items() if (self._rounds_to or self._working[name].dtype) != torch.float32}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ from offline_grpo.model.logits import output_embeddings
 from offline_grpo.model.masters import MasterWeights
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.model.text import decode, encode
-from offline_grpo.types import Message, TokenBatch
+from offline_grpo.types import Message
 
 
 class Policy:
@@ -21,12 +21,20 @@ class Policy:
 
     Args:
         compute_device: where it computes; None is the device that it is on. They differ only until `become_shared`.
+
+    Attributes:
+        dtype: the format that it computes and is saved in.
+        is_sharded: whether its parameters are this process's parts of them (see train/fsdp2.py).
+        logprobs: from a batch to logprobs [T] without gradient, dropout off.
     """
 
     def __init__(self, scoring: Scoring, tokenizer: PreTrainedTokenizerBase, *, compute_device: torch.device | None = None) -> None:
         self.scoring = scoring
         self.tokenizer = tokenizer
         self.compute_device = compute_device or scoring.device
+        self.dtype = self.causal_lm.dtype
+        self.is_sharded = False
+        self.logprobs = scoring.logprobs
         self._masters: MasterWeights | None = None
         self._before_publish: Callable[[], None] | None = None
 
@@ -45,10 +53,6 @@ class Policy:
         return self.scoring.device
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.causal_lm.dtype
-
-    @property
     def vocab_size(self) -> int:
         """How many token ids it can read and score; a tokenizer may have fewer, where the model's are padded."""
         tables = (self.causal_lm.get_input_embeddings().weight, output_embeddings(self.causal_lm).weight)  # [V, H] each
@@ -61,10 +65,6 @@ class Policy:
             return None
         return max(config.r for config in self.model.peft_config.values() if hasattr(config, "r"))  # type: ignore[union-attr]
 
-    def logprobs(self, batch: TokenBatch) -> Tensor:
-        """Logprobs [T] without gradient, dropout off."""
-        return self.scoring.logprobs(batch)
-
     def make_masters(self, *, offload: bool = False) -> MasterWeights:
         """Make the masters from the memory that the weights are in now. Called once, after every `WeightSync.connect`.
 
@@ -74,7 +74,11 @@ class Policy:
         assert self._masters is None, "the masters were made before"
         is_shared = self._before_publish is not None
         self._masters = MasterWeights(
-            self.model.named_parameters(), separate=is_shared, before_publish=self._before_publish, offload=offload
+            self.model.named_parameters(),
+            separate=is_shared,
+            before_publish=self._before_publish,
+            offload=offload,
+            rounds_to=self.dtype if self.is_sharded and not has_adapters(self.model) else None,
         )
         return self._masters
 
@@ -101,6 +105,10 @@ class Policy:
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that training changes, in the model's own format, by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def trained_here(self) -> list[Tensor]:
+        """What this process has of them: all, or of sharded ones its parts."""
+        return [p.to_local() if self.is_sharded and hasattr(p, "to_local") else p for p in self.trained_parameters().values()]
 
     @property
     def num_trainable(self) -> int:

@@ -11,6 +11,10 @@ from offline_grpo.model.adapters import has_adapters
 from offline_grpo.model.policy import Policy
 
 
+MAX_FILE = "50GB"
+"""transformers' own. A file is written from memory at once."""
+
+
 def save_policy(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: Path, *, with_tokenizer: bool = True) -> None:
     """Write the model, or its adapter alone, and the tokenizer.
 
@@ -20,12 +24,24 @@ def save_policy(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
     Raises:
         OSError, RuntimeError, safetensors.SafetensorError: the folder cannot be written; a full disk comes as any of them.
     """
-    full = dict(weights)
+    if policy.is_sharded:
+        from offline_grpo.model.shards import on_disk  # which takes a second
+
+        folder.mkdir(parents=True, exist_ok=True)
+        full = on_disk(weights, folder)
+    else:
+        full = dict(weights)
     if has_adapters(policy.model):
         full = {f"base_model.model.{name}": tensor for name, tensor in full.items()}
         policy.model.save_pretrained(str(folder), state_dict=full, save_embedding_layers=False)  # "auto" asks the hub for the base's config
     else:
         buffers = {name: value for name, value in policy.causal_lm.state_dict().items() if name not in full}  # and tied parameters
-        policy.model.save_pretrained(str(folder), state_dict=buffers | full)
+        if policy.is_sharded:
+            tied = dict(policy.causal_lm.named_parameters(remove_duplicate=False))
+            buffers = {name: value for name, value in buffers.items() if name not in tied}
+        policy.model.save_pretrained(str(folder), state_dict=buffers | full, max_shard_size=MAX_FILE)
+        if policy.is_sharded:  # the parameters are fp32, and the file is not
+            policy.causal_lm.config.dtype = policy.dtype
+            policy.causal_lm.config.save_pretrained(str(folder))
     if with_tokenizer:
         policy.tokenizer.save_pretrained(str(folder))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ class Scoring(nn.Module):
         layout: how the decoder runs over a batch.
         head: computes logprobs and entropies from hidden states.
         logits: what the model does to its logits.
-        without_adapter: score with LoRA adapters switched off, so that an adapted policy is its own reference.
     """
 
     def __init__(
@@ -37,14 +36,12 @@ class Scoring(nn.Module):
         head: LossHead,
         *,
         logits: LogitTransform = LogitTransform(),  # noqa: B008 - immutable
-        without_adapter: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.layout = layout
         self.head = head
         self.logits = logits
-        self.without_adapter = without_adapter
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -88,12 +85,25 @@ class Scoring(nn.Module):
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """Logprobs [T] without gradient, dropout off."""
-        adapter: AbstractContextManager[Any] = nullcontext()
-        if self.without_adapter:
-            assert has_adapters(self.model)
-            adapter = self.model.disable_adapter()
-        with eval_mode(self.model), adapter:
+        with eval_mode(self.model):
             return self(batch).logprobs
+
+
+@dataclass(frozen=True)
+class BaseScoring:
+    """What an adapted policy scores with its LoRA adapters switched off: so it is its own reference."""
+
+    adapted: Scoring
+
+    @property
+    def device(self) -> torch.device:
+        return self.adapted.device
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """See `Scoring.logprobs`."""
+        assert has_adapters(self.adapted.model)
+        with self.adapted.model.disable_adapter():
+            return self.adapted.logprobs(batch)
 
 
 def prepare_for_gradients(model: nn.Module, *, adapter_dropout: bool = True) -> None:

@@ -9,7 +9,7 @@ Nothing here needs a GPU. The prediction is for the worst case: every completion
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
 
@@ -17,9 +17,10 @@ import torch
 from transformers import PretrainedConfig
 
 from offline_grpo.interfaces import Layout, LossHead, OptimizerFactory
-from offline_grpo.model.adapters import LanguageModel
+from offline_grpo.model.adapters import LanguageModel, unwrapped
 from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.footprint import Footprint, Microbatch, build_on_meta, measure, weights_bytes
+from offline_grpo.model.layers import blocks_of
 from offline_grpo.model.load import context_length
 from offline_grpo.placement.device_plan import ACTIVATIONS, CONTEXT, GIB, SAMPLING, DevicePlan, Part
 from offline_grpo.settings import ModelConfig, TrainConfig
@@ -55,6 +56,7 @@ class MemoryRequest:
     head: LossHead
     optimizer: OptimizerFactory
     offload: bool  # its state, and the masters, are in the host's memory
+    is_sharded: bool  # each process has a part of the weights (train.sharding=fsdp2)
     shares_weights: bool  # whether the first process's weights are the server's memory
     num_sequences: int  # of an iteration
     longest_prompt: int  # in tokens
@@ -72,6 +74,7 @@ def predict(request: MemoryRequest) -> list[DevicePlan]:
     offload = request.offload
     settings = {"separate_masters": request.shares_weights or offload, "saved_by_compiling": request.saved_by_compiling}
     footprint = measure(model_of(request), largest_microbatch(request), layout=request.layout, head=request.head, **settings)
+    footprint = _part_of(footprint, request) if request.is_sharded else footprint
     masters, state = _optimizer_parts(request, footprint)
     others = [
         *([] if offload else [masters, state]),
@@ -80,6 +83,8 @@ def predict(request: MemoryRequest) -> list[DevicePlan]:
         _sampling_part(request, footprint),
         Part(CONTEXT, CONTEXT_BYTES, "model.device=cuda", "train on another GPU"),
     ]
+    if request.is_sharded:
+        others.append(_gathered_part(request))
     weights = Part("policy weights", footprint.weights_bytes, f"model.train_id={request.model.train_id}", _smaller_model(request))
     server = request.server
     devices = []
@@ -96,6 +101,33 @@ def predict(request: MemoryRequest) -> list[DevicePlan]:
         held = [masters, state] * num_processes + [Part("processes", others_bytes, masters.setting, masters.fix)]
         devices.append(DevicePlan(None, request.host_bytes, tuple(held), ()))
     return devices
+
+
+def _part_of(footprint: Footprint, request: MemoryRequest) -> Footprint:
+    """What one process has with train.sharding=fsdp2: a part of fp32 weights, or of the frozen base under adapters, which it has whole."""
+    num = len(request.trainers)
+    if request.model.lora is not None:
+        return replace(footprint, weights_bytes=ceil(footprint.weights_bytes / num))
+    return replace(
+        footprint,
+        weights_bytes=ceil(footprint.weights_bytes * 4 / torch_dtype(request.train.precision).itemsize / num),
+        masters_bytes=0,
+        gradients_bytes=ceil(footprint.gradients_bytes / num),
+        trained_shapes=tuple(torch.Size((ceil(shape[0] / num), *shape[1:])) for shape in footprint.trained_shapes if shape),
+    )
+
+
+def _gathered_part(request: MemoryRequest) -> Part:
+    """Whole weights: embeddings and head for the length of a pass, and two blocks, because the next one comes while one computes.
+
+    With their gradients, once in fp32 as well, where the weights are trained.
+    """
+    model = unwrapped(model_of(request))
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks_of(model, model.config.get_text_config().num_hidden_layers)[1]]
+    rest, largest = sum(p.nbytes for p in model.parameters()) - sum(sizes), max(sizes)
+    gradients = 0 if request.model.lora is not None else rest + largest + largest * 4 // torch_dtype(request.train.precision).itemsize
+    fix = "choose a model with smaller blocks, or train.sharding=none"
+    return Part("gathered embeddings and blocks", rest + 2 * largest + gradients, "train.sharding=fsdp2", fix)
 
 
 def model_of(request: MemoryRequest) -> LanguageModel:
@@ -146,6 +178,7 @@ def _static_parts(request: MemoryRequest, footprint: Footprint) -> list[Part]:
     """What stays from one microbatch to the next, besides weights, masters and state."""
     train, reference = request.train, request.reference_config
     reference_bytes = weights_bytes(reference, torch_dtype(train.precision)) if reference is not None else 0
+    reference_bytes = ceil(reference_bytes / len(request.trainers)) if request.is_sharded else reference_bytes
     return [
         Part("gradients", footprint.gradients_bytes, f"model.train_id={request.model.train_id}", _smaller_model(request)),
         Part("reference weights", reference_bytes, f"train.kl_coef={train.kl_coef:g}", "train.kl_coef=0 loads no reference"),
@@ -160,7 +193,7 @@ def _activations_part(request: MemoryRequest, footprint: Footprint) -> Part:
     """Of a microbatch, or, if that is more, what the optimizer's step and the sum over processes hold for a moment."""
     train = request.train
     scratch_bytes = request.optimizer.step_scratch_bytes(footprint.trained_shapes)
-    if len(request.trainers) > 1:
+    if len(request.trainers) > 1 and not request.is_sharded:
         scratch_bytes = max(scratch_bytes, 2 * footprint.gradients_bytes)  # all gradients as one message, and its copy
     key = "tokens_per_microbatch" if train.tokens_per_microbatch is not None else "batch_size"
     fix = "lower it, which changes no gradient" + ("" if request.recompute else ", or set train.gradient_checkpointing=true")
@@ -176,6 +209,8 @@ def _sampling_part(request: MemoryRequest, footprint: Footprint) -> Part:
     sequence_tokens = _sequence_tokens(request, max(request.max_new_tokens, request.eval_max_new_tokens))
     layer_bytes = 2 * rows * sequence_tokens * num_kv_heads * head_dim * torch_dtype(request.train.precision).itemsize
     logits_bytes = LOGITS_COPIES * 4 * rows * config.vocab_size
+    if request.is_sharded and rows:  # in process, from weights that are gathered for it
+        logits_bytes += weights_bytes(request.model_config, torch_dtype(request.train.precision))
     needed = layer_bytes * (config.num_hidden_layers + 1) + logits_bytes  # a layer's cache is copied when it grows
     beyond = max(0, needed - footprint.gradients_bytes - footprint.activations_bytes)
     return Part(SAMPLING, beyond, f"generation.batch_size={rows}", "lower it, which changes no sample")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -96,6 +97,20 @@ class Ranks:
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on at least one process; the same answer on all."""
         return flag if self.world_size == 1 else any(self.gather([flag]))
+
+
+@contextmanager
+def told_if_abandoned() -> Iterator[None]:
+    """One line where a message of another process does not come, because that has ended."""
+    try:
+        yield
+    except RuntimeError as error:  # what gloo raises has no class of its own
+        if not (isinstance(error, distributed.DistBackendError) or ("gloo" in str(error) and "peer" in str(error))):
+            raise
+        raise GrpoError(
+            "another process of the run has ended, so this one ends too; what that one printed, or its launcher's last lines, say why; "
+            "go on with resume=auto, which takes any number of processes"
+        ) from error
 
 
 def _leave_group() -> None:

@@ -53,7 +53,9 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
         with progress.phase("imports and data"):
             ranks = _join(config)
         resume, run_dir = ranks.broadcast((resume, resume.run_dir if resume is not None else fresh))
-        with _told_if_unwritable(run_dir), log_to(run_dir.path, ranks):
+        from offline_grpo.placement.ranks import told_if_abandoned
+
+        with told_if_abandoned(), _told_if_unwritable(run_dir), log_to(run_dir.path, ranks):
             if resume is not None and going_on.is_finished(resume, config):
                 log.info(going_on.describe_finished(resume, config))
                 return report(run_dir) if ranks.is_main else None

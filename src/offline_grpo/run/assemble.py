@@ -44,7 +44,7 @@ from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.offload import OffloadedAdamW
 from offline_grpo.train.optimizer import is_offloaded
 from offline_grpo.train.push_schedule import PushSchedule
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import sharding_of
 from offline_grpo.train.update import Updater
 from offline_grpo.types import Message
 
@@ -82,8 +82,10 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     server = _server(start, model_id, stack, devices)
     with progress.step("load model", f"loading the model {checkpoint or model_id}"):
         policy = _policy(plan, model_id, checkpoint, ranks, recompute)
-    sharding = Replicas(ranks)
-    places: dict[str, Any] = {"full_weights": sharding.full_weights, "ranks": ranks}
+    sharding = sharding_of(config.train.sharding, ranks)
+    with progress.phase("masters"):
+        sharding.prepare(policy)
+    places: dict[str, Any] = {"sharding": sharding, "ranks": ranks}
     training = serving.for_training(plan.engine, server, plan.weight_sync, policy, sampling=plan.sampling, **places)
     places |= {"sampling": plan.eval_sampling, "run_folder": start.run_dir.path}
     evaluation = serving.for_evaluation(plan.eval_engine, plan.eval_weight_sync, training, policy, **places)
@@ -94,7 +96,6 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
         settle_layout(policy.scoring, plan.layout, policy.compute_device)
         settle_compile(policy.scoring, config.model.compile, policy.compute_device)
     with progress.phase("masters"):
-        sharding.prepare(policy)
         policy.make_masters(offload=is_offloaded(plan.optimizer))
     updater = make_updater(plan, policy, model_id, start.run_dir, ranks, sharding)
     if start.resume is not None and start.resume.lr_schedule is not None:
@@ -128,7 +129,7 @@ def _recorders(start: Start, policy: Policy, updater: Updater, origin: Origin) -
     """What writes the store of rollouts, on the first process; none with `rollouts.record=false`."""
     if not start.ranks.is_main or not records(start.plan.config):
         return []
-    return [Recorder(start.run_dir.path, origin, lambda: (updater.counters.version, list(policy.trained_parameters().values())))]
+    return [Recorder(start.run_dir.path, origin, lambda: (updater.counters.version, policy.trained_here()))]
 
 
 def _server(start: Start, model_id: str, stack: ExitStack, devices: Devices) -> Server | None:
@@ -235,6 +236,7 @@ def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ran
     if plan.loss.kl_coef > 0:
         with progress.phase("load reference"):
             reference = load_reference(config.model, model_id, policy, layout=plan.layout, precision=config.train.precision)
+            sharding.prepare_reference(reference)
     optimizer = plan.optimizer.create(policy.masters.parameters.values())
     return Updater(
         policy=policy,

@@ -103,6 +103,7 @@ def memory_request(
         head=plan.head,
         optimizer=plan.optimizer,
         offload=is_offloaded(plan.optimizer),
+        is_sharded=config.train.sharding == "fsdp2" and len(trainers) > 1,
         shares_weights=plan.weight_sync.requires.shares_weights,
         num_sequences=config.data.problems_per_iteration * config.data.rollouts_per_problem,
         longest_prompt=longest_prompt,

@@ -23,6 +23,8 @@ from offline_grpo.run import launch
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 REPEAT_S = 1.0
 """A second signal within this time is the first one again: the terminal sends a Ctrl-C to all processes, and launchers pass it on."""
+LAUNCHER_WAITS_S = 20.0
+"""After its SIGTERM torchrun waits 30 s, and then kills."""
 LOOK_S = 1.0
 """How often a process looks whether the one that launched it is still there."""
 
@@ -180,11 +182,19 @@ class StopSignal:
                 if numbers[0] in HANDLED and not self._acknowledged.is_set():
                     self._say(numbers[0])
                     self._acknowledged.set()
+                    if numbers[0] == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ:
+                        threading.Thread(target=_end_after, args=(LAUNCHER_WAITS_S,), daemon=True).start()
 
     def _say(self, number: int) -> None:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         after = f" after {self._waits_for}; a second one ends it at once" if self._waits_for else ""
         _tell(f"{name}: stopping{after}")
+
+
+def _end_after(seconds: float) -> None:
+    """torchrun sends SIGTERM where another process has failed: this one may wait for that in a collective, and so for ever."""
+    time.sleep(seconds)
+    os._exit(128 + signal.SIGTERM)
 
 
 def _tell(line: str) -> None:

@@ -102,6 +102,8 @@ def make_plan(config: RunConfig) -> Plan:
     check_in_flight(weight_sync.name, weight_sync.requires, config.rollouts.get("in_flight"))
     eval_engine = evaluation_engine(config.eval, engine, api_key=node.get("api_key")) if config.eval.enabled else None
     eval_weight_sync = evaluation_sync(eval_engine, config.eval, weight_sync, lora_rank=lora_rank)
+    if config.train.sharding == "fsdp2":
+        _check_fsdp2(config, optimizer, weight_sync, (sampling, eval_sampling))
     for key, metric in watched.items():
         is_frozen = eval_weight_sync.requires.moves == "nothing"
         require(not is_frozen, key, metric, "evaluations ask a server that gets no weights (weight_sync=none)")
@@ -119,6 +121,37 @@ def make_plan(config: RunConfig) -> Plan:
         weight_sync=weight_sync,
         eval_weight_sync=eval_weight_sync,
     )
+
+
+def _check_fsdp2(config: RunConfig, optimizer: OptimizerFactory, weight_sync: WeightSync, samplings: Sequence[SamplingParams]) -> None:
+    """Raise ConfigError where a part of the run needs whole weights."""
+    from offline_grpo.train.optimizer import AdamW
+
+    name, precision = config.train.optimizer["_target_"], config.train.precision
+    for is_wrong, key, value, fix in (
+        (
+            weight_sync.requires.shares_weights,
+            "weight_sync",
+            weight_sync.name,
+            "the server shares whole weights, and train.sharding=fsdp2 spreads them over the processes; use weight_sync=nccl (a GPU of its "
+            "own for the server), ipc (the same GPU) or reload",
+        ),
+        (precision == "fp16", "train.precision", precision, "its loss scaling is not spread (train.sharding=fsdp2); use bf16 or fp32"),
+        (
+            type(optimizer) is not AdamW or optimizer.offload,
+            "train.optimizer",
+            name,
+            "train.sharding=fsdp2 spreads the state of torch's AdamW alone; use train/optimizer=adamw train.optimizer.offload=false",
+        ),
+        (config.model.compile is True, "model.compile", True, "is not tried with train.sharding=fsdp2; use auto, which compiles nothing then"),
+        (
+            bool(weight_sync.requires.engines) and any(s.temperature > 0 and not s.is_full_softmax for s in samplings),
+            "train.sharding",
+            "fsdp2",
+            "the probe of a push cannot follow top_p, top_k and repetition_penalty; leave them out, or use train.sharding=none",
+        ),
+    ):
+        require(not is_wrong, key, value, fix)
 
 
 def listeners(config: RunConfig, run_folder: Path) -> list[RunListener]:

@@ -12,7 +12,7 @@ from offline_grpo.engine.server import Server
 from offline_grpo.engine.sglang import SglangEngine
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError
-from offline_grpo.interfaces import Deployment, RolloutClient
+from offline_grpo.interfaces import Deployment, RolloutClient, Sharding
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.text import end_ids
 from offline_grpo.placement.ranks import Ranks
@@ -27,7 +27,6 @@ from offline_grpo.weight_sync.lora_hotswap import LoraHotswap, room_for
 from offline_grpo.weight_sync.lora_restart import LoraRestart
 from offline_grpo.weight_sync.rank_zero import RankZeroDeployment
 from offline_grpo.weight_sync.reload import Reload
-from offline_grpo.weight_sync.snapshot import FullWeights
 from offline_grpo.weight_sync.strategy import WeightSync
 
 log = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ def for_training(
     policy: Policy,
     *,
     sampling: SamplingParams,
-    full_weights: FullWeights,
+    sharding: Sharding,
     ranks: Ranks,
 ) -> Deployment:
     """The engine of `generation` and the strategy of `weight_sync`, not connected yet.
@@ -91,7 +90,7 @@ def for_training(
         server: see `training_server`.
         sampling: the settings of training.
     """
-    return _deployment(spec, server, weight_sync, policy, sampling, full_weights, ranks)
+    return _deployment(spec, server, weight_sync, policy, sampling, sharding, ranks)
 
 
 def for_evaluation(
@@ -101,7 +100,7 @@ def for_evaluation(
     policy: Policy,
     *,
     sampling: SamplingParams,
-    full_weights: FullWeights,
+    sharding: Sharding,
     run_folder: Path,
     ranks: Ranks,
 ) -> Deployment:
@@ -109,7 +108,7 @@ def for_evaluation(
     if spec is None:
         return training
     server = _found(spec, run_folder) if spec.needs_server else None
-    return _deployment(spec, server, weight_sync, policy, sampling, full_weights, ranks)
+    return _deployment(spec, server, weight_sync, policy, sampling, sharding, ranks)
 
 
 def evaluation_sync(spec: EngineSpec | None, settings: EvalConfig, training: WeightSync, *, lora_rank: int | None) -> WeightSync:
@@ -176,7 +175,7 @@ def _deployment(
     weight_sync: WeightSync,
     policy: Policy,
     sampling: SamplingParams,
-    full_weights: FullWeights,
+    sharding: Sharding,
     ranks: Ranks,
 ) -> Deployment:
     client = build(
@@ -189,5 +188,5 @@ def _deployment(
         eos_ids=end_ids(policy.causal_lm.generation_config, policy.tokenizer),
         vocab_size=policy.vocab_size,
     )
-    inner = deployment.Deployment([engine_of(client, sampling)], weight_sync, full_weights)
-    return RankZeroDeployment(inner, ranks) if server is not None and ranks.world_size > 1 else inner
+    inner = deployment.Deployment([engine_of(client, sampling)], weight_sync, sharding.full_weights)
+    return RankZeroDeployment(inner, ranks, sharding.lead) if server is not None and ranks.world_size > 1 else inner

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -208,7 +208,8 @@ class Loop:
         """The groups of all processes, each of which samples its `share`, from the weights of the last push and no others."""
 
         def sample() -> list[RolloutGroup]:
-            groups = self.ranks.gather_interleaved(share)
+            with self.updater.sharding.gathered(self.policy) if deployment.client.engine_name is None else nullcontext():
+                groups = self.ranks.gather_interleaved(share)
             deployment.check_served()
             check_scored(groups, self.stop_at_failed_frac)
             return groups

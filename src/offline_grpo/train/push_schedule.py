@@ -45,7 +45,7 @@ class PushSchedule:
     def _remember(self, policy: Policy, version: int) -> None:
         self.version = version
         weights = policy.trained_parameters().items() if self.interval > 1 else ()
-        self._served = {name: p.detach().to("cpu", copy=True) for name, p in weights} or None
+        self._served = {name: (p.detach().clone() if policy.is_sharded else p.detach().to("cpu", copy=True)) for name, p in weights} or None
 
     @contextmanager
     def served_weights(self, policy: Policy, version: int) -> Iterator[int]:

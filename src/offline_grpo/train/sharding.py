@@ -1,18 +1,33 @@
-"""How processes share the work on the policy. Today each holds a whole copy, and they add up gradients."""
+"""How processes share the work on the policy: each holds a whole copy and they add up gradients, or see fsdp2.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from offline_grpo.interfaces import Sharding
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
+
+def sharding_of(name: str, ranks: Ranks) -> Sharding:
+    """The one that `train.sharding` names. A single process has nobody to share with."""
+    if name == "none" or ranks.world_size == 1:
+        return Replicas(ranks)
+    from offline_grpo.train.fsdp2 import FullyShardedPolicy  # which takes a second
+
+    return FullyShardedPolicy(ranks)
+
+
+@dataclass
 class Replicas:
     """A `Sharding` that spreads nothing: every process has the whole policy and takes the same optimizer step."""
 
@@ -20,6 +35,9 @@ class Replicas:
 
     def prepare(self, policy: Policy) -> None:
         """See `Sharding.prepare`. Every process has loaded the same weights."""
+
+    def prepare_reference(self, reference: Any) -> None:
+        """See `Sharding.prepare_reference`. Each has its own."""
 
     def num_microbatches(self, own: int) -> int:
         """See `Sharding.num_microbatches`. A pass needs no other process."""
@@ -40,3 +58,19 @@ class Replicas:
         """See `Sharding.full_weights`."""
         for name, parameter in policy.causal_lm.named_parameters():
             yield name, parameter.data
+
+    def gathered(self, policy: Policy) -> AbstractContextManager[None]:
+        """See `Sharding.gathered`."""
+        return nullcontext()
+
+    def lead(self, action: Callable[[], T], tensors: Any = None) -> T:
+        """See `Sharding.lead`."""
+        return self.ranks.on_main(action)
+
+    def whole(self, tensors: T, folder: Path) -> T:
+        """See `Sharding.whole`."""
+        return tensors
+
+    def like(self, target: Tensor, tensor: Tensor) -> Tensor:
+        """See `Sharding.like`."""
+        return tensor

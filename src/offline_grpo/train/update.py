@@ -22,7 +22,7 @@ from offline_grpo import progress
 from offline_grpo.errors import NonFiniteError
 from offline_grpo.interfaces import Loss, Sharding
 from offline_grpo.model.policy import Policy
-from offline_grpo.model.scoring import Scoring, prepare_for_gradients
+from offline_grpo.model.scoring import BaseScoring, Scoring, prepare_for_gradients
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import TrainConfig
@@ -44,7 +44,7 @@ class Updater:
     """Applies updates to a policy. `counters`, the optimizer and the scaler are the state that a checkpoint saves."""
 
     policy: Policy
-    reference: Scoring | None
+    reference: Scoring | BaseScoring | None
     loss: Loss
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # type: ignore[name-defined]
@@ -115,14 +115,15 @@ class Updater:
         ref = self._score_all(self.reference, batch) if self.reference is not None and batch.ref_logprobs is None else None
         return batch.with_logprobs(old=old, ref=ref)
 
-    def _score_all(self, scoring: Scoring, batch: TokenBatch) -> Tensor:
+    def _score_all(self, scoring: Scoring | BaseScoring, batch: TokenBatch) -> Tensor:
         logprobs = torch.zeros_like(batch.old_logprobs)  # [T]
         mine = share_of_rank(range(batch.num_sequences), batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size)
-        parts = self._microbatches(mine, batch)
-        for number, sequences in enumerate(parts):
+        passes = list(self._passes(mine, range(batch.num_sequences), batch))
+        for number, (sequences, counts) in enumerate(passes):
             part = scoring.logprobs(batch.select(sequences).to(scoring.device)).cpu()
-            logprobs[_positions(batch, sequences)] = part
-            progress.report(number + 1, len(parts), "microbatches scored")
+            if counts:
+                logprobs[_positions(batch, sequences)] = part
+            progress.report(number + 1, len(passes), "microbatches scored")
         self.ranks.sum_([logprobs])
         return logprobs
 
@@ -230,6 +231,10 @@ class Updater:
             ValueError: a running mean has another shape than its parameter, which fused kernels would not notice.
         """
         settings = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for number, means in state["optimizer"]["state"].items():
+            for name in MEANS & means.keys():
+                means[name] = self.sharding.like(parameters[number], means[name])
         self.optimizer.load_state_dict(state["optimizer"])
         for parameter, means in self.optimizer.state.items():
             for name in MEANS & means.keys():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
@@ -13,11 +16,15 @@ class RankZeroDeployment:
     """The `Deployment` of a run with several processes, each of which has an `inner` of its own around the same servers.
 
     Rank 0's inner deployment alone starts servers and pushes; those of the others follow. An error on rank 0 is raised on all.
+
+    Args:
+        lead: see `Sharding.lead`.
     """
 
-    def __init__(self, inner: Deployment, ranks: Ranks) -> None:
+    def __init__(self, inner: Deployment, ranks: Ranks, lead: Callable[[Callable[[], Any]], Any]) -> None:
         self._inner = inner
         self._ranks = ranks
+        self._lead = lead
 
     @property
     def client(self) -> RolloutClient:
@@ -31,12 +38,12 @@ class RankZeroDeployment:
 
     def connect(self, policy: Policy) -> None:
         """See `Deployment.connect`."""
-        self._ranks.on_main(lambda: self._inner.connect(policy))
+        self._lead(lambda: self._inner.connect(policy))
         self._follow()
 
     def push(self, policy: Policy, *, version: int) -> SyncReport:
         """See `Deployment.push`. Every process's client then asks for the same weights."""
-        report = self._ranks.on_main(lambda: self._inner.push(policy, version=version))
+        report = self._lead(lambda: self._inner.push(policy, version=version))
         self._follow()
         return report
 
@@ -50,7 +57,7 @@ class RankZeroDeployment:
 
     def recover(self, policy: Policy, *, version: int) -> None:
         """See `Deployment.recover`."""
-        self._ranks.on_main(lambda: self._inner.recover(policy, version=version))
+        self._lead(lambda: self._inner.recover(policy, version=version))
         self._follow()
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -14,6 +14,9 @@ from torch import Tensor
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
 from offline_grpo.model.policy import Policy
 
+Named = tuple[str, Tensor]
+BUCKET_BYTES = 2**30
+"""Of weights that are looked at together: whole ones, where the policy's are spread over processes."""
 FullWeights = Callable[[Policy], Iterator[tuple[str, Tensor]]]
 """The whole of each parameter of a policy, by its name in the checkpoint, one after the other. See `Sharding.full_weights`."""
 
@@ -37,8 +40,24 @@ class Snapshot:
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """64 bits for each parameter, by name."""
-        named = dict(self.weights())
-        return dict(zip(named, fingerprints(list(named.values())), strict=True))
+        found: dict[str, str] = {}
+        for bucket in buckets(self.weights(), BUCKET_BYTES):
+            found |= zip((name for name, _ in bucket), fingerprints([tensor for _, tensor in bucket]), strict=True)
+        return found
+
+
+def buckets(named: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:
+    """In order, as many tensors at a time as fit into `max_bytes`; a larger one goes alone."""
+    bucket: list[Named] = []
+    size = 0
+    for name, tensor in named:
+        if bucket and size + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 @cache

@@ -15,22 +15,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.errors import ConfigError
 from offline_grpo.weight_sync.server_sync import PausingSync
-from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
+from offline_grpo.weight_sync.snapshot import Named, Snapshot, buckets, weights_tag
 from offline_grpo.weight_sync.strategy import Staged
-
-Named = tuple[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagedBuckets(Staged):
-    """Parameters, as many together as go into one update."""
+class StagedWeights(Staged):
+    """Weights that are read as they are sent, a bucket at a time."""
 
-    buckets: Sequence[Sequence[Named]]
+    snapshot: Snapshot
 
 
 @dataclass(kw_only=True)
@@ -49,20 +45,19 @@ class WeightTransfer(PausingSync):
             raise ConfigError(f"weight_sync.bucket_mib={self.bucket_mib}: must be at least 1")
 
     @contextmanager
-    def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedBuckets]:
+    def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedWeights]:
         """See `WeightSync.staged`."""
-        named = list(snapshot.weights())
-        num_bytes = sum(tensor.nbytes for _, tensor in named)
-        filled = list(buckets(named, self.bucket_mib * 2**20))
-        yield StagedBuckets(version=version, num_tensors=len(named), num_bytes=num_bytes, buckets=filled)
+        policy, named = snapshot.policy, list(snapshot.policy.causal_lm.parameters())
+        num_bytes = sum(p.numel() * (policy.dtype if policy.is_sharded else p.dtype).itemsize for p in named)
+        yield StagedWeights(version=version, num_tensors=len(named), num_bytes=num_bytes, snapshot=snapshot)
 
-    def apply(self, engine: ServerEngine, staged: StagedBuckets) -> float:
+    def apply(self, engine: ServerEngine, staged: StagedWeights) -> float:
         """See `WeightSync.apply`. Pause for the whole update: parameters have no storage between start and finish."""
         started = time.perf_counter()
         control = engine.control
         with control.paused(self.pause_mode):
             control.post("/start_weight_update")
-            for bucket in staged.buckets:
+            for bucket in buckets(staged.snapshot.weights(), self.bucket_mib * 2**20):
                 self.send(
                     engine,
                     bucket,
@@ -80,17 +75,3 @@ class WeightTransfer(PausingSync):
     @abstractmethod
     def send(self, engine: ServerEngine, bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
         """One update: tell the server what comes (`update_info` holds names, dtype_names and shapes), and hand it over."""
-
-
-def buckets(named: Sequence[Named], max_bytes: int) -> Iterator[list[Named]]:
-    """In order, as many tensors at a time as fit into `max_bytes`; a larger one goes alone."""
-    bucket: list[Named] = []
-    size = 0
-    for name, tensor in named:
-        if bucket and size + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket

@@ -8,6 +8,8 @@ from factories import make_llama, make_policy, make_qwen2, make_scoring
 from peft import LoraConfig, get_peft_model
 from torch.overrides import TorchFunctionMode
 
+from offline_grpo.model.scoring import BaseScoring
+
 
 def oracle(model, batch):
     """Logprobs and entropies from the full logits of each sequence alone."""
@@ -54,7 +56,7 @@ def test_reference_under_the_adapters_is_the_base_model(token_batch):
     base = make_scoring(make_qwen2()).logprobs(token_batch)
     adapted = get_peft_model(make_qwen2(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
     assert not torch.allclose(make_scoring(adapted).logprobs(token_batch), base, atol=1e-2)
-    assert torch.equal(make_scoring(adapted, without_adapter=True).logprobs(token_batch), base)
+    assert torch.equal(BaseScoring(make_scoring(adapted)).logprobs(token_batch), base)
 
 
 def test_dropout_is_off_without_gradient_and_the_mode_comes_back(token_batch):

@@ -139,7 +139,7 @@ class Processes:
         inner = [
             Deployment([ServerEngine(c, SamplingParams(1))], s, full_weights) for c, s in zip(self.clients, self.strategies, strict=True)
         ]
-        self.deployments = [RankZeroDeployment(one, ranks) for one, ranks in zip(inner, self.ranks, strict=True)]
+        self.deployments = [RankZeroDeployment(one, ranks, ranks.on_main) for one, ranks in zip(inner, self.ranks, strict=True)]
 
     def all(self, action: Callable[[RankZeroDeployment], Any]) -> list[Any]:
         results: list[Any] = []

@@ -22,9 +22,9 @@ from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.types import SamplingParams
 from offline_grpo.weight_sync import nccl
-from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
+from offline_grpo.weight_sync.snapshot import Named, Snapshot, buckets, weights_tag
 from offline_grpo.weight_sync.strategy import Staged
-from offline_grpo.weight_sync.weight_transfer import Named, WeightTransfer, buckets
+from offline_grpo.weight_sync.weight_transfer import WeightTransfer
 
 
 def sizes(lengths: list[int], max_bytes: int) -> list[list[int]]:

@@ -1,0 +1,199 @@
+"""`train.sharding=fsdp2`: every process holds a part of each weight, gradient, master and optimizer state, by PyTorch's own FSDP2.
+
+    weights      fp32, spread: they are the masters. A block's are gathered in `train.precision` while it computes, forward and backward.
+    gradients    summed in fp32 and spread again after every block and microbatch: keeping them whole over microbatches would take
+                 the memory of the whole model
+    adapters     LoRA's are small: every process has all of them, as without sharding; the base is frozen and spread
+
+Embeddings, final norm and head are one more group, gathered around the whole of `Scoring.forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import register_dataclass, tree_leaves, tree_map
+
+from offline_grpo.errors import ConfigError, GrpoError
+from offline_grpo.model import shards
+from offline_grpo.model.adapters import has_adapters
+from offline_grpo.model.layers import blocks_of
+from offline_grpo.model.policy import Policy
+from offline_grpo.model.scoring import Scoring
+from offline_grpo.train.sharding import Replicas
+from offline_grpo.types import TokenBatch, TokenStats
+
+T = TypeVar("T")
+Named = Iterable[tuple[str, Tensor]]
+
+register_dataclass(TokenStats)  # FSDP2 looks there for tensors whose backward pass it must prepare
+
+
+@dataclass
+class FullyShardedPolicy(Replicas):
+    """A `Sharding` by FSDP2. Rank 0 alone writes and pushes; the others help it to gather, a tensor at a time, see `lead`."""
+
+    _policy: Policy | None = field(default=None, init=False)
+    _gathering: Generator[tuple[str, Tensor]] | None = field(default=None, init=False)
+
+    def prepare(self, policy: Policy) -> None:
+        """See `Sharding.prepare`.
+
+        Raises:
+            ConfigError: a model without a list of blocks, or with weights of several formats.
+        """
+        self._shard(policy.scoring, is_trained=True)
+        self._policy, policy.is_sharded, policy.logprobs = policy, True, self._led_logprobs
+
+    def prepare_reference(self, reference: Any) -> None:
+        """See `Sharding.prepare_reference`. The base of an adapted policy is spread already."""
+        if isinstance(reference, Scoring):
+            self._shard(reference, is_trained=False)
+
+    def _shard(self, scoring: Scoring, *, is_trained: bool) -> None:
+        model, device = scoring.causal_lm, scoring.device
+        mesh = init_device_mesh(device.type, (self.ranks.world_size,))
+        settings: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True}
+        widens = is_trained and not has_adapters(scoring.model)
+        if has_adapters(scoring.model):
+            settings["ignored_params"] = {p for p in scoring.model.parameters() if p.requires_grad}
+        elif len({p.dtype for p in model.parameters()}) > 1:
+            raise ConfigError(
+                f"train.sharding=fsdp2: {type(model).__name__} keeps some weights in another format than train.precision; "
+                "use train.precision=fp32, or train.sharding=none"
+            )
+        if widens:
+            settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for module in (*blocks_of(model, model.config.get_text_config().num_hidden_layers)[1], scoring):
+            for parameter in module.parameters() if widens else ():
+                if not isinstance(parameter, DTensor):
+                    parameter.data = parameter.data.float()
+            fully_shard(module, **settings)
+            module.set_gradient_divide_factor(1.0)  # shares add up
+            module.set_force_sum_reduction_for_comms(True)
+        scoring._get_fsdp_state()._lazy_init()  # it is the root, also where a block runs first
+
+    def num_microbatches(self, own: int) -> int:
+        """See `Sharding.num_microbatches`. All processes gather every block in every pass."""
+        return max(self.ranks.gather([own]))
+
+    def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """See `Sharding.reduce_gradients`. FSDP2 has done so already, except for adapters."""
+        super().reduce_gradients([p for p in parameters if not isinstance(p, DTensor)])
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def clip_gradients(self, parameters: Sequence[Tensor], max_norm: float) -> float:
+        """See `Sharding.clip_gradients`. The norm is that of all processes' parts together."""
+        return shards.whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm)).item()
+
+    @contextmanager
+    def gathered(self, policy: Policy) -> Iterator[None]:
+        """See `Sharding.gathered`."""
+        modules = [module for module in policy.scoring.modules() if isinstance(module, FSDPModule)]
+        policy.scoring.set_reshard_after_forward(False)  # and of all modules in it
+        try:
+            for module in modules:
+                module.unshard()
+            yield
+        finally:
+            policy.scoring.set_reshard_after_forward(True)
+            for module in modules:
+                module.reshard()
+
+    def lead(self, action: Callable[[], T], tensors: Any = None) -> T:
+        """See `Sharding.lead`. The other processes do what rank 0 tells them, until it is done."""
+        if not self.ranks.is_main:
+            return self._follow(tensors)
+        result, error = None, None
+        try:
+            result = action()
+        except GrpoError as caught:
+            error = caught
+        if self._gathering is not None:
+            self._gathering.close()
+        self._gathering = None
+        self.ranks.broadcast(("done", result, error))
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    def _follow(self, tensors: Any) -> Any:
+        while True:
+            command, *args = self.ranks.broadcast(("", None))
+            if command == "done":
+                result, error = args
+                if error is not None:
+                    raise error
+                return result
+            if command == "score":
+                self._score(args[0])
+            else:
+                for _ in _one_by_one(self._weights() if command == "weights" else _shards_of(tensors)):
+                    pass
+
+    def full_weights(self, policy: Policy) -> Iterator[tuple[str, Tensor]]:
+        """See `Sharding.full_weights`. Of an adapted policy the adapters alone: the base never changes. Rank 0 calls it, inside `lead`."""
+        if not policy.is_sharded:
+            return super().full_weights(policy)
+        if has_adapters(policy.model):
+            return iter(self._weights())
+        return self._gather("weights", self._weights())
+
+    def whole(self, tensors: T, folder: Path) -> T:
+        """See `Sharding.whole`."""
+        found = shards.on_disk(self._gather("tensors", _shards_of(tensors)), folder)
+        whole = iter(found.values())
+        return tree_map(lambda leaf: next(whole) if isinstance(leaf, DTensor) else leaf, tensors)
+
+    def like(self, target: Tensor, tensor: Tensor) -> Tensor:
+        """See `Sharding.like`."""
+        return shards.like(target, tensor)
+
+    def _gather(self, command: str, named: Named) -> Iterator[tuple[str, Tensor]]:
+        self.ranks.broadcast((command,))
+        self._gathering = _one_by_one(named)
+        return self._gathering
+
+    def _weights(self) -> Named:
+        assert self._policy is not None
+        policy = self._policy
+        for name, parameter in policy.causal_lm.named_parameters():
+            if not has_adapters(policy.model):
+                yield name, parameter.detach().to(policy.dtype)
+            elif not isinstance(parameter, DTensor):
+                yield name, parameter.detach()
+
+    def _led_logprobs(self, batch: TokenBatch) -> Tensor:
+        """`Policy.logprobs`, where rank 0 alone has a batch, inside `lead`."""
+        self.ranks.broadcast(("score", batch.to(torch.device("cpu"))))
+        return self._score(batch)
+
+    def _score(self, batch: TokenBatch) -> Tensor:
+        assert self._policy is not None
+        return self._policy.scoring.logprobs(batch.to(self._policy.device))
+
+
+def _shards_of(tensors: Any) -> Named:
+    return ((str(number), leaf) for number, leaf in enumerate(tree_leaves(tensors)) if isinstance(leaf, DTensor))
+
+
+def _one_by_one(named: Named) -> Generator[tuple[str, Tensor]]:
+    """Each tensor whole. Also those that nobody asks for any more: the other processes gather them all."""
+    rest = iter(named)
+    try:
+        for name, tensor in rest:
+            yield name, shards.whole(tensor)
+    finally:
+        for _, tensor in rest:
+            shards.whole(tensor)

@@ -1,0 +1,72 @@
+"""`train.sharding=fsdp2`: several processes with a part of the model each, against one with the whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from architectures import ZOO
+from children import SMALL, in_group, metrics_of, printed, run_in_child, run_in_children
+from sharded import LOSSES, follow
+from transformers import AutoModelForCausalLM
+
+SHARDED = "train.sharding=fsdp2"
+RUN = (*SMALL, "train.iterations=2", "train.batch_size=3", "train.epochs=2", "data.problems_per_iteration=3", "checkpoint.save_interval=1")
+TIED = {"tie_word_embeddings": True}
+CASES: list[dict[str, Any]] = [
+    {"model": "qwen2", "changes": TIED},
+    {"model": "llama", "changes": {"tie_word_embeddings": False}, "loss": "gspo", "recompute": True, "tree": True},
+]
+"""Their 97 tokens and 33 or so rows of weights divide by neither two nor four."""
+
+
+def apart(folder: Path, count: int, cases: list[dict[str, Any]]) -> None:
+    """No metric may differ by 1e-5 of itself, and no weight and no mean of the optimizer by as much."""
+    assert in_group(count, follow, str(folder), cases) == [0] * count
+    lines = (folder / "0.txt").read_text().splitlines()
+    assert len(lines) == len(cases)
+    for line in lines:
+        metrics, weights, _ = line.split(maxsplit=2)
+        assert float(metrics) < 1e-5 and float(weights) < 1e-5, line
+
+
+def test_updates_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
+    apart(tmp_path, 2, CASES)
+
+
+@pytest.mark.slow
+def test_every_loss_and_several_architectures_on_four_processes(tmp_path: Path) -> None:
+    names = ("gemma3", "qwen3_moe", "gpt2", "opt", "gpt_neox", "mixtral", "olmo2", "qwen3_5")
+    assert ZOO.keys() >= set(names)
+    apart(tmp_path, 4, [{"model": "qwen3", "lora": True}, *({"model": "qwen3", "loss": loss, "changes": TIED} for loss in LOSSES), *({"model": name} for name in names)])
+
+
+def same_trajectory(found: Path, expected: Path) -> None:
+    ours, theirs = metrics_of(found), metrics_of(expected)
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        assert ours[name] == pytest.approx(theirs[name], abs=1e-6, rel=1e-5), name
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_any_number_of_processes(cache: str, tmp_path: Path) -> None:
+    """Two that share, one alone, and four: from a checkpoint of any of them, and bit for bit with the same number."""
+    alone, two = tmp_path / "alone", tmp_path / "two"
+    assert run_in_child(alone, *RUN, cache) == 0, printed(alone)
+    assert run_in_children(2, two, *RUN, cache, SHARDED) == [0, 0], printed(two)
+    same_trajectory(two, alone)
+    saved = "checkpoints/iter_001/model.safetensors"
+    whole, config = (AutoModelForCausalLM.from_pretrained(run / "checkpoints/iter_001") for run in (two, alone))
+    for ours, theirs in zip(whole.parameters(), config.parameters(), strict=True):
+        assert ours.allclose(theirs, atol=1e-5)
+    for source, count, override in ((two, 1, "train.sharding=none"), (alone, 4, SHARDED), (two, 2, SHARDED)):
+        again = tmp_path / f"{source.name}_by_{count}"
+        shutil.copytree(source, again)
+        shutil.rmtree(again / "checkpoints/iter_001")
+        run = (f"resume={again}", *RUN, cache, override)
+        codes = run_in_children(count, tmp_path / "start", *run) if count > 1 else [run_in_child(tmp_path / "start", *run)]
+        assert codes == [0] * count, printed(tmp_path / "start")
+        same_trajectory(again, source)
+    assert (tmp_path / "two_by_2" / saved).read_bytes() == (two / saved).read_bytes()
