@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # see types.py
     import torch
     from torch import Tensor, nn
 
+T = TypeVar("T")
+
 
 @runtime_checkable
 class Task(Protocol):

@@ -123,8 +123,9 @@ class TrainConfig:
         require(0 < self.lr < inf, "train.lr", self.lr, "must be above 0 and finite")
         require(self.profile is None or self.profile > 0, "train.profile", self.profile, "an iteration, from 1 on, or null")
         require(self.grad_clip > 0, "train.grad_clip", self.grad_clip, "must be above 0; use inf to switch clipping off")
-        for name, options in (("schedule", ("constant", "linear", "cosine")), ("precision", ("fp32", "bf16", "fp16")), ("sharding", ("none", "fsdp2"))):
-            require(getattr(self, name) in options, f"train.{name}", getattr(self, name), f"must be one of {', '.join(options)}")
+        options = {"schedule": ("constant", "linear", "cosine"), "precision": ("fp32", "bf16", "fp16"), "sharding": ("none", "fsdp2")}
+        for name, known in options.items():
+            require(getattr(self, name) in known, f"train.{name}", getattr(self, name), f"must be one of {', '.join(known)}")
         recompute = self.gradient_checkpointing
         require(recompute in ("auto", True, False), "train.gradient_checkpointing", recompute, "must be one of auto, true, false")
         self._check_batch_arithmetic()

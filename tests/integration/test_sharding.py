@@ -29,7 +29,7 @@ def apart(folder: Path, count: int, cases: list[dict[str, Any]]) -> None:
     assert len(lines) == len(cases)
     for line in lines:
         metrics, weights, _ = line.split(maxsplit=2)
-        assert float(metrics) < 1e-5 and float(weights) < 1e-5, line
+        assert max(float(metrics), float(weights)) < 1e-5, line
 
 
 def test_updates_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
@@ -40,7 +40,15 @@ def test_updates_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
 def test_every_loss_and_several_architectures_on_four_processes(tmp_path: Path) -> None:
     names = ("gemma3", "qwen3_moe", "gpt2", "opt", "gpt_neox", "mixtral", "olmo2", "qwen3_5")
     assert ZOO.keys() >= set(names)
-    apart(tmp_path, 4, [{"model": "qwen3", "lora": True}, *({"model": "qwen3", "loss": loss, "changes": TIED} for loss in LOSSES), *({"model": name} for name in names)])
+    apart(
+        tmp_path,
+        4,
+        [
+            {"model": "qwen3", "lora": True},
+            *({"model": "qwen3", "loss": loss, "changes": TIED} for loss in LOSSES),
+            *({"model": name} for name in names),
+        ],
+    )
 
 
 def same_trajectory(found: Path, expected: Path) -> None:

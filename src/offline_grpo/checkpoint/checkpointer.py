@@ -184,7 +184,6 @@ class Checkpointer:
             self.milestones.forget_best()
         return Restored(record.iteration, record.source, record.owes_evaluation)
 
-
     def _tensors(self, path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `_read`. This process's parts, where `like` is spread."""
         return {name: self.updater.sharding.like(like[name], tensor) for name, tensor in _read(path, like).items()}

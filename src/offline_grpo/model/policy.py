@@ -108,7 +108,7 @@ class Policy:
 
     def trained_here(self) -> list[Tensor]:
         """What this process has of them: all, or of sharded ones its parts."""
-        return [p.to_local() if self.is_sharded and hasattr(p, "to_local") else p for p in self.trained_parameters().values()]
+        return [getattr(p, "to_local", lambda p=p: p)() for p in self.trained_parameters().values()]
 
     @property
     def num_trainable(self) -> int:

@@ -10,7 +10,6 @@ from torch import Tensor
 from offline_grpo.model.adapters import has_adapters
 from offline_grpo.model.policy import Policy
 
-
 MAX_FILE = "50GB"
 """transformers' own. A file is written from memory at once."""
 

@@ -34,7 +34,7 @@ def on_disk(named: Iterable[tuple[str, Tensor]], folder: Path) -> dict[str, Tens
         if tensor.numel() == 0:
             found[name] = tensor.cpu()
             continue
-        path.write_bytes(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        path.write_bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         found[name] = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
         path.unlink()
     return found

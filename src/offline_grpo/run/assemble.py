@@ -83,8 +83,7 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     with progress.step("load model", f"loading the model {checkpoint or model_id}"):
         policy = _policy(plan, model_id, checkpoint, ranks, recompute)
     sharding = sharding_of(config.train.sharding, ranks)
-    with progress.phase("masters"):
-        sharding.prepare(policy)
+    sharding.prepare(policy)
     places: dict[str, Any] = {"sharding": sharding, "ranks": ranks}
     training = serving.for_training(plan.engine, server, plan.weight_sync, policy, sampling=plan.sampling, **places)
     places |= {"sampling": plan.eval_sampling, "run_folder": start.run_dir.path}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -78,9 +78,11 @@ class FullyShardedPolicy(Replicas):
                 if not isinstance(parameter, DTensor):
                     parameter.data = parameter.data.float()
             fully_shard(module, **settings)
-            module.set_gradient_divide_factor(1.0)  # shares add up
-            module.set_force_sum_reduction_for_comms(True)
-        scoring._get_fsdp_state()._lazy_init()  # it is the root, also where a block runs first
+            spread: Any = module
+            spread.set_gradient_divide_factor(1.0)  # shares add up
+            spread.set_force_sum_reduction_for_comms(True)
+        root: Any = scoring
+        root._get_fsdp_state()._lazy_init()  # it is the root, also where a block runs first
 
     def num_microbatches(self, own: int) -> int:
         """See `Sharding.num_microbatches`. All processes gather every block in every pass."""
@@ -101,13 +103,14 @@ class FullyShardedPolicy(Replicas):
     def gathered(self, policy: Policy) -> Iterator[None]:
         """See `Sharding.gathered`."""
         modules = [module for module in policy.scoring.modules() if isinstance(module, FSDPModule)]
-        policy.scoring.set_reshard_after_forward(False)  # and of all modules in it
+        root: Any = policy.scoring
+        root.set_reshard_after_forward(False)  # and of all modules in it
         try:
             for module in modules:
                 module.unshard()
             yield
         finally:
-            policy.scoring.set_reshard_after_forward(True)
+            root.set_reshard_after_forward(True)
             for module in modules:
                 module.reshard()
 
@@ -130,7 +133,8 @@ class FullyShardedPolicy(Replicas):
 
     def _follow(self, tensors: Any) -> Any:
         while True:
-            command, *args = self.ranks.broadcast(("", None))
+            message: Any = self.ranks.broadcast(None)
+            command, *args = message
             if command == "done":
                 result, error = args
                 if error is not None:

@@ -22,7 +22,7 @@ POLICY = SimpleNamespace(compute_device=torch.device("cpu"))
 class Engine:
     """Dies at the first `num_deaths` pushes."""
 
-    client = None
+    client = SimpleNamespace(engine_name="vLLM")
     is_frozen = False
 
     def __init__(self, num_deaths: int, error: type[Exception] = EngineDied) -> None:
