@@ -299,3 +299,31 @@ def test_evaluate_asks_a_server_what_it_asks_the_module(server: Server, model_fo
     assert count_requests(server) - asked == 4
     served, here = (sorted((tmp_path / name / "A-1-arithmetic.jsonl").read_text().splitlines()) for name in ("served", "here"))
     assert [json.loads(line)["replicates"][0]["text"] for line in served] == [json.loads(line)["replicates"][0]["text"] for line in here]
+
+
+ASYNC = ("mode=async", "rollouts.max_staleness=4", "eval.enabled=false", "train.iterations=4", "generation.max_new_tokens=150")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *(("weight_sync=reload", f"rollouts.in_flight={name}") for name in ("keep", "wait", "abort")),
+        ("weight_sync=lora_hotswap", *LORA),
+    ],
+    ids=["keep", "wait", "abort", "lora"],
+)
+def test_pushes_to_a_server_that_samples(overrides: tuple[str, ...], server: Server, model_folder: Path, tmp_path: Path) -> None:
+    """Two iterations ahead, so that each push meets requests that run."""
+    aborted = count_aborted(server)
+    found = run(tmp_path / "run", model_folder, *at(server), *ASYNC, *overrides, "data.rollouts_per_problem=2")
+    assert len(found) == 4
+    assert 0 < max(metrics["async/age_max"] for metrics in found.values()) <= 4
+    assert all(metrics["async/num_discarded"] == metrics["sync/num_recoveries"] == 0 for metrics in found.values())
+    assert found["train_iter_000.json"]["alignment/diff_abs_mean"] < 1e-4
+    assert (count_aborted(server) > aborted) == ("rollouts.in_flight=abort" in overrides)
+
+
+def count_aborted(server: Server) -> float:
+    lines = server.api.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total{") and '"abort"' in line)
