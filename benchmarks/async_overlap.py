@@ -1,0 +1,86 @@
+"""Overlap of sampling and training: `mode=async` against `mode=sync`, the same work beside a real vLLM server.
+
+    python3 benchmarks/async_overlap.py [--name async_overlap] [--iterations 12] [OVERRIDE ...]
+
+Without overrides a tiny model is trained on the CPU, beside a server on the CPU; settings make both take about as long. With two GPUs:
+
+    python3 benchmarks/async_overlap.py --name h100/async_overlap model=hf model.train_id=MODEL weight_sync=nccl \\
+        placement.engine_devices=[1] train.precision=bf16 task=arithmetic generation.max_new_tokens=512 ...
+
+The first three iterations of each run do not count. Times are medians over the others; the last, which has nothing to sample ahead, is left
+out too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common import Target, write_result
+
+ROOT = Path(__file__).parents[1]
+COMMON = (
+    "generation=vllm_server",
+    "eval.enabled=false",
+    "checkpoint.enabled=false",
+    "logger=[json]",
+    "train.drop_zero_signal_groups=false",
+)
+ON_CPU = (
+    *("weight_sync=reload", "num_threads=1", "model.device=cpu", "train.epochs=3", "rollouts.max_staleness=3"),
+    *("data.problems_per_iteration=16", "data.rollouts_per_problem=8", "generation.max_new_tokens=32"),
+    *("engine.args.enforce_eager=true", "+engine.args.distributed_executor_backend=uni", "engine.args.gpu_memory_utilization=null"),
+    *("+engine.args.kv_cache_memory_bytes=67108864", "+engine.args.max_num_batched_tokens=32768", "+engine.env.OMP_NUM_THREADS=1"),
+    '+engine.env.VLLM_ENABLE_V1_MULTIPROCESSING="0"',
+)
+WARMUP = 3
+
+
+def measure(mode: str, iterations: int, overrides: list[str]) -> dict[str, list[float]]:
+    """Every iteration's value of each metric of time, staleness and importance weights."""
+    kept = [override for override in overrides if mode == "async" or not override.startswith("rollouts.")]
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*COMMON, *kept, f"mode={mode}", f"train.iterations={iterations}", f"hydra.run.dir={folder}"]
+        subprocess.run([sys.executable, str(ROOT / "run_grpo.py"), *words], check=True, cwd=ROOT)
+        found = [json.loads(path.read_text()) for path in sorted(Path(folder, "metrics").glob("train_iter_*.json"))[WARMUP:-1]]
+    names = [name for name in found[0] if name.startswith(("time/", "async/", "mismatch/ess"))]
+    return {name: [values[name] for values in found if name in values] for name in names}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="async_overlap")
+    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    overrides = arguments.overrides or list(ON_CPU)
+    rounds = {mode: measure(mode, arguments.iterations, overrides) for mode in ("sync", "async")}
+    medians = {mode: {name: statistics.median(values) for name, values in found.items()} for mode, found in rounds.items()}
+    sync, ahead = medians["sync"], medians["async"]
+    longer = max(sync["time/generate_s"], sync["time/train_s"])
+    measured = {
+        "iteration_over_longer": ahead["time/iteration_s"] / longer,
+        "speedup": sync["time/iteration_s"] / ahead["time/iteration_s"],
+        "sync_generate_s": sync["time/generate_s"],
+        "sync_train_s": sync["time/train_s"],
+        "sync_push_s": sync["time/sync_s"],
+        "async_age_mean": ahead["async/age_mean"],
+        "async_ess_frac": ahead["mismatch/ess_frac"],
+    }
+    write_result(
+        arguments.name,
+        claim="An iteration that samples ahead takes at most 1.1 times the longer of sampling and training.",
+        targets=[Target("iteration_over_longer", "<=", 1.1)],
+        settings={"overrides": overrides, "iterations": arguments.iterations},
+        measured=measured,
+        details=rounds,
+    )
+
+
+if __name__ == "__main__":
+    main()
