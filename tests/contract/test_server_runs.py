@@ -281,6 +281,26 @@ def test_two_processes_evaluate_on_one_server(server: Server, model_folder: Path
     assert_same(alone, metrics_of(tmp_path / "together"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "overrides", "fixture"), [("reload", (), "full_server"), ("lora_hotswap", LORA, "lora_server")], ids=["weights", "adapter"]
+)
+def test_spread_weights_are_pushed_whole(
+    option: str, overrides: tuple[str, ...], fixture: str, request: pytest.FixtureRequest, model_folder: Path, tmp_path: Path
+) -> None:
+    """Two processes that have a part of each weight push as one that has all. Every push is proven by logprobs, which both compute."""
+    server = request.getfixturevalue(fixture)
+    serve_again(server, model_folder, CPU)
+    words = (*at(server), f"weight_sync={option}", "train.iterations=3", "eval.interval=3", *overrides)
+    alone = run(tmp_path / "alone", model_folder, *words)
+    serve_again(server, model_folder, CPU)
+    together = start_two(tmp_path / "together", *five(model_folder), *words, "train.sharding=fsdp2")
+    assert together.wait(timeout=240) == 0, printed(tmp_path / "together")
+    found = metrics_of(tmp_path / "together")
+    assert [found[f"train_iter_{i:03d}.json"]["sync/version"] for i in range(3)] == [2, 4, 6]
+    assert_same(alone, found)
+
+
 def await_file(path: Path, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 240
     while not path.exists():
