@@ -119,6 +119,7 @@ def assert_bounded(folder: Path, expected: list[list[str]]) -> dict[str, dict[st
     return metrics
 
 
+@pytest.mark.slow
 def test_weights_that_a_restarted_server_lacks_are_not_sampled_from(model: Path, expected: list[list[str]], tmp_path: Path) -> None:
     """While the trainer trains: it gets them again, and what was sampled from its own is thrown away."""
     with unhurried(model, 0.05) as (script, server):

@@ -44,6 +44,7 @@ from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.preflight import listeners, make_plan
 from offline_grpo.run.task_data import SOURCE_RUNTIME, build_task, source_node
+from offline_grpo.task import countdown
 from offline_grpo.train.advantage import group_advantages
 from offline_grpo.types import BatchTotals, Split, TokenStats
 
@@ -338,7 +339,9 @@ def ifeval_effect(task: Any) -> Any:
 
 def countdown_effect(task: Any) -> Any:
     """The first problems of both splits, and the reward of an expression of some of the numbers."""
-    problems = [task.problems(split)[i] for split in Split for i in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(countdown, "NUM_DRAWS", 600)  # it draws them anew for each value of each key
+        problems = [task.problems(split)[i] for split in Split for i in range(3)]
     return problems, task.score(problems[0], f"<answer>{problems[0].fields['numbers'][0]}</answer>").reward
 
 

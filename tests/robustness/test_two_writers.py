@@ -70,7 +70,8 @@ def test_whoever_comes_second_is_refused_and_the_first_ends_as_if_it_were_alone(
         assert_refused(run_command(tmp_path, SCRIPT, *words, "resume=auto"), "resume=auto", pid, run)
         report = run_command(tmp_path, ROOT / "src" / "offline_grpo" / "report" / "__main__.py", str(run))
         assert report.returncode == 0, report.stderr
-        (run / "report.png").unlink()
+        for name in ("report.png", "report.html"):
+            (run / name).unlink()
         assert content(run) == before
         assert list((tmp_path / "outputs").glob("*/*")) == [run]
         (tmp_path / "go").touch()

@@ -103,6 +103,7 @@ def test_the_host_holds_what_is_offloaded(monkeypatch):
     assert "use train.optimizer.offload=true, train/optimizer=adamw_8bit" in resident.trainer[1].fix
 
 
+@pytest.mark.slow
 def test_auto_takes_the_smallest_share_of_blocks_that_fits():
     settings = ("train.precision=bf16", "train.kl_coef=0", "train.batch_size=64", "generation.max_new_tokens=500", "model.head.kept_gib=0")
     request = request_of(*settings)
