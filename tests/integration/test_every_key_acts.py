@@ -223,7 +223,12 @@ RUNS: dict[str, Acts] = {
     "train.kl_coef": Acts("train.kl_coef=0.5", metric("loss_kl")),
     "train.entropy_coef": Acts("train.entropy_coef=0.1", metric("loss_entropy")),
     "train.precision": Acts("train.precision=bf16", lambda run: run.dtype, to="torch.bfloat16"),
-    "train.sharding": Acts("train.sharding=fsdp2", lambda run: run.error[:20], base="train.precision=fp16", to="train.precision=fp16"),
+    "train.sharding": Acts(
+        "train.sharding=fsdp2",
+        error,
+        base="train.precision=fp16",
+        to="train.precision=fp16: its loss scaling is not spread (train.sharding=fsdp2); use bf16 or fp32",
+    ),
     "train.gradient_checkpointing": Acts("train.gradient_checkpointing=true", calls("sdpa"), keeps=weights),
     "train.train_layer_indices": Acts("train.train_layer_indices=1", moved, to={"model.layers.1"}),
     "train.mask_truncated": Acts("train.mask_truncated=true", metric("loss_pg"), base="generation.max_new_tokens=1"),

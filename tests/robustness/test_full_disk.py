@@ -7,6 +7,7 @@ import fnmatch
 import io
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,7 +111,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("needs permission to mount a file system")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    deadline = time.monotonic() + 10  # what a process had open is let go a moment after its end
+    while subprocess.run(["umount", str(folder)], check=False).returncode != 0:
+        assert time.monotonic() < deadline, f"somebody still uses {folder}"
+        time.sleep(0.1)
 
 
 def remount(disk: Path, how: str) -> None:
