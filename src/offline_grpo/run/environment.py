@@ -67,7 +67,8 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 @cache  # 200 files to read, and the runs of a sweep are one process
 def versions() -> dict[str, str]:
     """Name and version of every installed package, in alphabetical order."""
-    files = (package.read_text("METADATA") or package.read_text("PKG-INFO") or "" for package in metadata.distributions())
+    packages = reversed(list(metadata.distributions()))  # of two with one name, the first is imported
+    files = (package.read_text("METADATA") or package.read_text("PKG-INFO") or "" for package in packages)
     heads = (file.partition("\n\n")[0] for file in files)  # read by ourselves: the library's parser takes ten times as long
     found = (dict(re.findall(r"^(Name|Version): *(.*)$", head, re.MULTILINE)) for head in heads)
-    return dict(sorted((each["Name"], each["Version"]) for each in found if len(each) == 2))
+    return dict(sorted({each["Name"]: each["Version"] for each in found if len(each) == 2}.items()))

@@ -54,5 +54,14 @@ def test_a_damaged_record_of_starts_is_one_line(tmp_path, content):
     assert (tmp_path / "environment.json").read_bytes() == content
 
 
-def test_versions_are_those_that_the_library_reads():
-    assert versions() == {package.metadata["Name"]: package.version for package in metadata.distributions()}
+def test_versions_are_those_that_the_library_reads(tmp_path, monkeypatch):
+    """Also where a package has another one of the same name behind it."""
+    folder = tmp_path / "torch-0.1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.1\n\nVersion: 9\n")
+    for place, expected in ((len(sys.path), metadata.version("torch")), (0, "0.1")):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "path", [*sys.path[:place], str(tmp_path), *sys.path[place:]])
+            found = versions.__wrapped__()
+            assert found["torch"] == expected
+            assert found == {package.metadata["Name"]: package.version for package in reversed(list(metadata.distributions()))}
