@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,11 @@ class TaskData:
     train: Sequence[Problem] | None
     held_out: Sequence[Problem]
     num_dropped: int = 0  # training problems left out, because their prompts are held out
-    near_duplicates: Sequence[NearDuplicate] = ()
+
+    @cached_property
+    def near_duplicates(self) -> Sequence[NearDuplicate]:
+        """Looked for when somebody asks: it takes up to a second, which neither a refused start nor a further process should."""
+        return near_duplicates(self.train or (), self.held_out)
 
 
 def build_task(node: Any, key: str = "task") -> Task:
@@ -89,7 +94,7 @@ def task_data(config: RunConfig) -> TaskData:
     if train is None or not config.eval.enabled:
         return TaskData(task, train, held_out)
     kept = without_held_out(train, task, held_out)
-    return TaskData(task, kept, held_out, num_dropped=len(train) - len(kept), near_duplicates=near_duplicates(kept, held_out))
+    return TaskData(task, kept, held_out, num_dropped=len(train) - len(kept))
 
 
 def source_node(config: RunConfig) -> dict[str, Any]:

@@ -89,8 +89,9 @@ class ReasoningGym:
     def _correctness(self, problem: Problem, answer: str) -> float:
         split, _, index = problem.problem_id.partition("-")
         items = self._items(Split(split), self._level(Split(split), int(index)))
+        item = items[int(index)]
         try:
-            correctness = float(items.score_answer(answer, items[int(index)]))
+            correctness = float(items.score_answer(answer, item))
         except Exception:  # whatever a scorer raises at an answer that it cannot read
             log.debug("%s cannot read the answer %r", self.name, answer, exc_info=True)
             return 0.0
