@@ -1,6 +1,6 @@
 """A model with random weights, problems and a reward for `offline_grpo.compare` on a machine without the Hub.
 
-    python benchmarks/random_model.py FOLDER [--shape small]
+    python benchmarks/random_model.py FOLDER [--shape small]        # also the shapes of shapes.py, such as 0.6b
     python -m offline_grpo.compare model=hf model.train_id=FOLDER/model task=dataset task.path=FOLDER/problems.jsonl \\
         task.reward=benchmarks.random_model:sevens ...
 
@@ -11,6 +11,7 @@ tokens. The reward differs between completions, and training can raise it.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -21,26 +22,51 @@ def sevens(completion: str) -> float:
     return 10 * completion.count("7") / max(len(completion), 1)
 
 
-def main() -> None:
+def save(folder: Path, shape: str, dtype: str) -> None:
+    """Write `folder`/model and `folder`/problems.jsonl."""
+    import torch
+    from shapes import SIZES
     from tokenizers.models import WordLevel
+    from transformers import AutoModelForCausalLM
     from weight_sync import SHAPES, save_model
 
-    from offline_grpo.model.load import load_tokenizer
+    from offline_grpo.model.char_tokenizer import build_char_tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer: Any = build_char_tokenizer(4096)  # of characters, fewer than the model has tokens
+    if shape in SIZES:
+        config: Any = copy.deepcopy(SIZES[shape])
+        config.eos_token_id, config.bos_token_id, config.pad_token_id = (
+            tokenizer.eos_token_id,
+            tokenizer.bos_token_id,
+            tokenizer.pad_token_id,
+        )
+        torch.manual_seed(0)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model.save_pretrained(str(folder / "model"))
+        vocab_size = config.vocab_size
+    else:
+        save_model(folder / "model", shape, dtype)
+        vocab_size = SHAPES[shape]["vocab_size"]
+    characters = tokenizer.get_vocab()
+    words = {f" {i}": i for i in range(len(characters), vocab_size)}
+    tokenizer.backend_tokenizer.model = WordLevel(characters | words, unk_token="<unk>")
+    tokenizer.save_pretrained(str(folder / "model"))
+    rows = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(100) for b in range(10)]
+    (folder / "problems.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def main() -> None:
+    from shapes import SIZES
+    from weight_sync import SHAPES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen2_5_0_5b")
+    parser.add_argument("--shape", choices=[*SHAPES, *SIZES], default="qwen2_5_0_5b")
     parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    model = save_model(arguments.folder / "model", arguments.shape, arguments.dtype)
-    tokenizer: Any = load_tokenizer(str(model))  # of characters, fewer than the model has tokens
-    characters = tokenizer.get_vocab()
-    words = {f" {i}": i for i in range(len(characters), SHAPES[arguments.shape]["vocab_size"])}
-    tokenizer.backend_tokenizer.model = WordLevel(characters | words, unk_token="<unk>")
-    tokenizer.save_pretrained(str(model))
-    rows = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(100) for b in range(10)]
-    (arguments.folder / "problems.jsonl").write_text("\n".join(rows) + "\n")
+    save(arguments.folder, arguments.shape, arguments.dtype)
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def make_trainer(
     rollout_func: Callable[..., Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """A GRPOTrainer on the CPU in float32 that only trains: no evaluation, no checkpoints, no output; metrics stay in memory.
+    """A GRPOTrainer that only trains, on the CPU in float32: no evaluation, no checkpoints, no output; metrics stay in memory.
 
     Args:
         rows: rows of the dataset, visited in this order, each with a "prompt".
@@ -135,22 +135,22 @@ def make_trainer(
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(prefix="trl-"),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        eval_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        logging_strategy="steps",
-        disable_tqdm=True,
-        shuffle_dataset=False,
-        dataloader_pin_memory=False,
-        lr_scheduler_type="constant",
-        optim="adamw_torch_fused",
-        **settings,
-    )
+    chosen: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(prefix="trl-"),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "logging_strategy": "steps",
+        "disable_tqdm": True,
+        "shuffle_dataset": False,
+        "dataloader_pin_memory": False,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused",
+    }
+    config = GRPOConfig(**chosen | settings)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,

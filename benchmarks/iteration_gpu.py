@@ -1,0 +1,232 @@
+"""Whole iterations on one GPU, sampling by vLLM on the same card: run_grpo.py against TRL's GRPOTrainer with vLLM in its process.
+
+    python benchmarks/iteration_gpu.py WORK                 # Qwen3-0.6B's shape: about ten minutes, four of them starts of vLLM
+    python benchmarks/iteration_gpu.py WORK --arms ours     # seconds of our phases alone
+    python benchmarks/iteration_gpu.py WORK --small         # a tiny model on the CPU, without TRL's vLLM
+
+32 prompts x 8 completions x 512 tokens an iteration, one update of all 256, bf16, the same random model, prompts, reward, loss, optimizer
+and learning rate. Random weights hardly ever draw the end of a sequence, so both arms make the same number of tokens; the script compares
+that, and the ids of the prompts, before it compares times. Each arm runs in its own process, as its users start it, one after the other, or
+at the same time with --gpus 0 1, which gives each a card of its own. Times are medians over the iterations after the first two.
+
+    ours    run_grpo.py with weight_sync=shared_vllm: fp32 masters, weights shared with the server
+    trl     vllm_mode=colocate with bf16 weights and optimizer, without recomputation, in microbatches of --trl-batch sequences
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from common import Target, write_result
+from random_model import save, sevens
+
+ROOT = Path(__file__).parents[1]
+WARMUP = 2
+PROMPTS, GROUP, TOKENS = 32, 8, 512
+LR = 1e-5
+
+
+def our_command(work: Path, args: argparse.Namespace) -> list[str]:
+    on_gpu = ("train.precision=bf16", "train.tokens_per_microbatch=16384", f"engine.args.gpu_memory_utilization={args.share}")
+    on_gpu += ("engine.args.max_model_len=1024",)
+    on_cpu = ("train.precision=fp32", "train.tokens_per_microbatch=2048", "model.device=cpu", "engine.args.enforce_eager=true")
+    return [
+        sys.executable,
+        str(ROOT / "run_grpo.py"),
+        "model=hf",
+        f"model.train_id={work}/model",
+        "task=dataset",
+        f"task.path={work}/problems.jsonl",
+        "task.reward=random_model:sevens",
+        "generation=vllm_server",
+        "weight_sync=shared_vllm",
+        f"generation.max_new_tokens={args.tokens}",
+        f"generation.batch_size={args.prompts * GROUP}",
+        f"data.problems_per_iteration={args.prompts}",
+        f"data.rollouts_per_problem={GROUP}",
+        "data.shuffle=false",
+        "train.batch_size=null",
+        f"train.lr={LR}",
+        "train.kl_coef=0",
+        "train.drop_zero_signal_groups=false",
+        f"train.iterations={args.iterations}",
+        "eval.enabled=false",
+        "checkpoint.enabled=false",
+        f"hydra.run.dir={work}/ours",
+        *(on_cpu if args.small else on_gpu),
+        *args.overrides,
+    ]
+
+
+def ours(work: Path) -> dict[str, Any]:
+    """What the run's metrics say, after it has ended."""
+    records = [json.loads(path.read_text()) for path in sorted((work / "ours" / "metrics").glob("train_iter_*.json"))][WARMUP:]
+    phases = sorted({key for record in records for key in record if key.startswith("time/") and not key.startswith("time/start")})
+    return {
+        "seconds": [record["time/iteration_s"] for record in records],
+        "tokens": [record["num_completion_tokens"] for record in records],
+        "phases_s": {key: statistics.median(record.get(key, 0.0) for record in records) for key in phases},
+        "card_gb": max(record.get("perf/gpu_memory_card_gb", 0.0) for record in records),
+    }
+
+
+def train_with_trl(work: Path, args: argparse.Namespace) -> None:
+    """The other arm, in this process; writes WORK/trl.json."""
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl_arm import MethodTimes, make_trainer
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.times.append(time.perf_counter())
+
+    def reward(completions: Any, **_: Any) -> list[float | None]:
+        return [sevens(completion[0]["content"]) for completion in completions]
+
+    on_gpu: dict[str, Any] = {
+        "use_cpu": False,
+        "bf16": True,
+        "model_init_kwargs": {"dtype": "bfloat16"},
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": float(args.share),
+        "vllm_max_model_length": 1024,
+    }
+    problems = [json.loads(line) for line in (work / "problems.jsonl").read_text().splitlines()]
+    rows = [{"prompt": [{"role": "user", "content": problem["prompt"]}]} for problem in problems]
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(work / "model"))
+    clock = Clock()
+    trainer = make_trainer(
+        str(work / "model"),
+        tokenizer,
+        rows,
+        reward,
+        [clock],
+        per_device_train_batch_size=args.trl_batch,
+        gradient_accumulation_steps=args.prompts * GROUP // args.trl_batch,
+        num_generations=GROUP,
+        max_completion_length=args.tokens,
+        temperature=1.0,
+        beta=0.0,
+        loss_type="grpo",
+        learning_rate=LR,
+        max_grad_norm=1.0,
+        logging_steps=1,
+        max_steps=args.iterations,
+        **({} if args.small else on_gpu),
+    )
+    times = MethodTimes(trainer, ("_generate", "compute_loss"))
+    trainer.train()
+    rows_logged = [row for row in trainer.state.log_history if "completions/mean_length" in row]
+    result = {
+        "seconds": [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)][WARMUP - 1 :],
+        "tokens": [row["completions/mean_length"] * args.prompts * GROUP for row in rows_logged][WARMUP:],
+        "phases_s": {"generate": statistics.median(times.seconds["_generate"][WARMUP:])},
+        "card_gb": gpu_memory_gb(),
+        "prompts": trainer._tokenize_prompts([row["prompt"] for row in rows[: args.prompts]])[0],
+        "versions": {name: version(name) for name in ("trl", "transformers", "torch")},
+    }
+    (work / "trl.json").write_text(json.dumps(result))
+
+
+def gpu_memory_gb() -> float:
+    """In use on the card, by all processes."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 1e9
+
+
+def check_same_work(work: Path, found: Mapping[str, Mapping[str, Any]], *, tolerance: float) -> None:
+    """Raise AssertionError if the arms had other prompts, or made other numbers of tokens."""
+    from transformers import AutoTokenizer
+
+    from offline_grpo.model.text import encode
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(work / "model"))
+    problems = [json.loads(line) for line in (work / "problems.jsonl").read_text().splitlines()][: len(found["trl"]["prompts"])]
+    own = [encode(tokenizer, [{"role": "user", "content": problem["prompt"]}]) for problem in problems]
+    assert own == found["trl"]["prompts"], "TRL's prompts have other token ids than ours"
+    tokens = {arm: statistics.median(result["tokens"]) for arm, result in found.items()}
+    assert abs(tokens["ours"] / tokens["trl"] - 1) < tolerance, f"the arms make different numbers of tokens: {tokens}"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("overrides", nargs="*", help="overrides of our arm")
+    parser.add_argument("--arms", nargs="+", choices=("ours", "trl"), default=["ours", "trl"])
+    parser.add_argument("--gpus", nargs="+", default=None, help="the card of each arm, which then run at the same time")
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--share", default="0.35", help="of the card's memory, for vLLM")
+    parser.add_argument("--trl-batch", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--out", default="iteration_gpu")
+    parser.add_argument("--inside-trl", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.small:
+        args.prompts, args.tokens, args.trl_batch = 2, 16, 16
+    return args
+
+
+def main() -> None:
+    args = parse()
+    work = args.work.resolve()
+    if args.inside_trl:
+        train_with_trl(work, args)
+        return
+    if not (work / "model" / "config.json").exists():
+        save(work, "small" if args.small else "0.6b", "float32" if args.small else "bfloat16")
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    commands = {
+        "ours": our_command(work, args),
+        "trl": [sys.executable, str(Path(__file__).resolve()), str(work), *sys.argv[2:], "--inside-trl"],
+    }
+    processes = {}
+    for i, arm in enumerate(args.arms):
+        env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"} | ({"CUDA_VISIBLE_DEVICES": args.gpus[i]} if args.gpus else {})
+        with (work / f"{arm}.log").open("w") as log:
+            processes[arm] = subprocess.Popen(commands[arm], env=env, stdout=log, stderr=subprocess.STDOUT, cwd=work)
+        if not args.gpus:
+            processes[arm].wait()
+    for arm, process in processes.items():
+        if process.wait() != 0:
+            sys.exit(f"{arm} failed:\n{(work / f'{arm}.log').read_text()[-3000:]}")
+    found = {"ours": ours(work)} if "ours" in args.arms else {}
+    if "trl" in args.arms:
+        found["trl"] = json.loads((work / "trl.json").read_text())
+    measured = {f"{arm}_s": statistics.median(result["seconds"]) for arm, result in found.items()}
+    targets = [Target("ours_s", "<=", 6.5)] if "ours" in found else []
+    if len(found) == 2:
+        check_same_work(work, found, tolerance=0.5 if args.small else 0.02)  # with a vocabulary of 100, some end
+        measured["ours_vs_trl"] = measured["ours_s"] / measured["trl_s"]
+        targets.append(Target("ours_vs_trl", "<=", 0.5))
+    measured |= {f"{arm}_tokens_per_s": statistics.median(result["tokens"]) / measured[f"{arm}_s"] for arm, result in found.items()}
+    write_result(
+        args.out,
+        claim="A whole iteration on one GPU: 256 completions of 512 tokens, Qwen3-0.6B's shape, at most half of the time of TRL with vLLM",
+        targets=targets,
+        settings={key: str(value) for key, value in vars(args).items()},
+        measured=measured,
+        details={arm: {key: value for key, value in result.items() if key != "prompts"} for arm, result in found.items()},
+    )
+
+
+if __name__ == "__main__":
+    main()
