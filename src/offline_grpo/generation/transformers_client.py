@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -29,13 +30,16 @@ from offline_grpo.model.scoring import eval_mode
 from offline_grpo.model.text import end_ids
 from offline_grpo.types import Completion, CompletionStream, SamplingParams, SamplingRequest, ServedWeights
 
+REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Not cuDNN's attention: on an H100 it rounds the same decoding step differently each time once there are more than 64 keys."""
+
 
 @dataclass
 class TransformersClient:
     """A `RolloutClient` on a transformers causal language model, or a peft model around one.
 
     A completion's logprobs are those of the distribution that it was sampled from (temperature, penalty and filters included); greedy
-    completions have those of temperature 1. On the CPU the same seeds give the same tokens whatever the batch size.
+    completions have those of temperature 1. The same seeds give the same tokens, on the CPU whatever the batch size.
 
     Args:
         model: shared with the trainer; its mode and generation config are restored after each call.
@@ -93,7 +97,7 @@ class TransformersClient:
         """Decode B rows together, each a (request, replicate)."""
         place = {index: i for i, index in enumerate(dict.fromkeys(index for index, _ in batch))}
         eos_ids = end_ids(self._lm.generation_config, self.tokenizer)  # of the model's own config, before a neutral one takes its place
-        with sampling_state(self._lm), not_compiled(self._lm):
+        with sampling_state(self._lm), not_compiled(self._lm), sdpa_kernel(REPEATABLE):
             draws = self._sample(
                 [requests[index].prompt_ids for index in place],
                 [place[index] for index, _ in batch],
