@@ -119,7 +119,7 @@ def _run(
                 loop.run(0, None)
             else:
                 loop.run(restored.iteration + 1, restored.source, owes_evaluation=restored.owes_evaluation)
-            stop.hold("the report; the run is complete")
+            stop.complete("the report; the run is complete")
             stack.close()
             return report(run_dir) if ranks.is_main else None
 

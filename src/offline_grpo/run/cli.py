@@ -24,7 +24,7 @@ from offline_grpo.disk import NOT_WRITABLE
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested, no_such_key
 from offline_grpo.run import config, launch, resume, sweep_jobs
 from offline_grpo.run.build import sweep_hint
-from offline_grpo.run.interrupt import StopSignal
+from offline_grpo.run.interrupt import StopSignal, ignore_from_now_on
 from offline_grpo.run.run_dir import discard_fresh
 
 T = TypeVar("T")
@@ -42,11 +42,12 @@ def exit_with(main: Callable[[], object]) -> NoReturn:
     `HYDRA_FULL_ERROR=1` in the environment shows all tracebacks. If `accelerate launch` starts several processes, Hydra creates a run
     folder in rank 0 only.
     """
-    with StopSignal.listening():
-        try:
+    try:
+        with StopSignal.listening():
             _exit_with(main)
-        finally:
-            gc.freeze()  # without the last garbage collection, a process that has imported torch ends in a third of the time
+    finally:
+        ignore_from_now_on()
+        gc.freeze()  # without the last garbage collection, a process that has imported torch ends in a third of the time
 
 
 def _exit_with(main: Callable[[], object]) -> NoReturn:
@@ -116,6 +117,7 @@ def run_job(job: Callable[[], T]) -> T | None:
     is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
     try:
         with StopSignal.listening() as stop:
+            stop.begin()
             result = job()
             if is_sweep:  # a run that was complete when the signal came ends as any other; its sweep does not go on
                 stop.check()

@@ -42,6 +42,12 @@ def end_at_once() -> None:
         signal.signal(signal.SIGINT, end)
 
 
+def ignore_from_now_on() -> None:
+    """The process ends within a fraction of a second, and a signal shall not change its exit code. Python would reset other handlers."""
+    for number in HANDLED:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class StopSignal:
     """Turns the first SIGINT or SIGTERM into a `StopRequested`; a second one ends the process at once, as without this handler.
 
@@ -55,6 +61,7 @@ class StopSignal:
         self._received: int | None = None
         self._received_s = 0.0
         self._waits_for: str | None = None
+        self._is_complete = False
         self._previous: dict[int, Any] = {}
         self._acknowledged = threading.Event()
 
@@ -100,11 +107,20 @@ class StopSignal:
         try:
             yield
         finally:
-            self._waits_for = before
+            if not self._is_complete:
+                self._waits_for = before
 
     def hold(self, waits_for: str) -> None:
         """From here to the end of the enclosing block a signal waits for this."""
         self._waits_for = waits_for
+
+    def begin(self) -> None:
+        """A run begins, perhaps after another one in this process: a signal stops it where nothing else is said."""
+        self._waits_for, self._is_complete = None, False
+
+    def complete(self, waits_for: str) -> None:
+        """The run is complete: from here to its end a signal is only taken note of."""
+        self._waits_for, self._is_complete = waits_for, True
 
     @contextmanager
     def interruptible(self, allowed: bool = True) -> Iterator[None]:

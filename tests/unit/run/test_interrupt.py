@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 
@@ -150,6 +151,30 @@ def test_an_ignored_signal_stays_ignored(ignored, other):
         assert stop.is_requested
         send(ignored)  # would end the process if it had been given a handler or the default
     assert signal.getsignal(ignored) is signal.SIG_IGN
+
+
+def test_after_a_complete_run_a_signal_is_only_taken_note_of():
+    stop = StopSignal()
+    with stop.installed():
+        with stop.held("the start"):
+            stop.complete("the report")
+        send(signal.SIGTERM)
+        assert stop.is_requested
+        with pytest.raises(StopRequested):
+            stop.begin()
+            stop.check()
+
+
+def test_a_signal_does_not_change_the_exit_code_of_a_process_that_is_ending():
+    code = """
+        import atexit, os, signal
+        from offline_grpo.run import cli
+        for number in (signal.SIGINT, signal.SIGTERM):
+            atexit.register(os.kill, os.getpid(), number)
+        cli.exit_with(lambda: None)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_ctrl_c_before_anything_listens_is_one_line():
