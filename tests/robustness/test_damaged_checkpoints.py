@@ -156,3 +156,7 @@ def test_a_run_goes_on_from_the_newest_sound_checkpoint_to_the_same_end(tmp_path
     assert weights_of(damaged) == weights_of(whole)
     assert metrics_of(damaged) == metrics_of(whole)
     assert verified_state(damaged / "checkpoints" / "iter_002").iteration == 2
+    DAMAGES["one bit"](damaged / "checkpoints" / "iter_002" / "model.safetensors", random.Random(0))
+    for key in ("model.train_id", "model.ref_id"):
+        with pytest.raises(CheckpointError, match=rf"^{key}=.*iter_002: is damaged: model.safetensors has changed"):
+            app.run(compose_config(*overrides, "train.kl_coef=0.1", f"{key}={damaged}/checkpoints/iter_002"), tmp_path / "fresh")

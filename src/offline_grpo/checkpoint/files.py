@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+from offline_grpo.checkpoint import manifest
 from offline_grpo.checkpoint.manifest import find_damage
 from offline_grpo.checkpoint.state import TrainerState, read_state
 from offline_grpo.errors import CheckpointError
@@ -56,6 +57,22 @@ def verified_state(checkpoint: Path, *, key: str = "resume") -> TrainerState:
     except CheckpointError as error:
         sound = next((path for path, found in _newest_first(checkpoint.parent) if isinstance(found, TrainerState)), None)
         raise CheckpointError(f"{error}; the newest sound one is {sound}" if sound is not None else str(error)) from error
+
+
+def check_model_folder(name: str, key: str) -> None:
+    """Look at the model's files in a checkpoint that a run shall start from as from any model. Others may have been added.
+
+    Args:
+        name: of any model; nothing is checked of what no run wrote.
+        key: the setting, for the message.
+
+    Raises:
+        CheckpointError: a file is missing, or not as it was written.
+    """
+    checkpoint = Path(name).expanduser()
+    damage = find_damage(checkpoint, of_model=True) if (checkpoint / manifest.FILE).exists() else None
+    if damage is not None:
+        raise CheckpointError(f"{key}={name}: is damaged: {damage}; take another checkpoint, or delete {manifest.FILE} if that is meant")
 
 
 def newest_sound(folder: Path) -> tuple[Path, TrainerState] | None:

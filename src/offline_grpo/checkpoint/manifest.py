@@ -18,7 +18,8 @@ from offline_grpo.checkpoint.state import MAX_BYTES, STRICT
 from offline_grpo.disk import open_regular, parse_json, read_regular
 from offline_grpo.errors import reason_of
 
-FILE = "trainer/manifest.json"
+TRAINER = "trainer/"
+FILE = f"{TRAINER}manifest.json"
 NUM_THREADS = 4
 """Files that are hashed at the same time: hashlib lets go of the interpreter, and disks are not faster than a few cores."""
 
@@ -47,16 +48,23 @@ def write_manifest(checkpoint: Path) -> None:
     (checkpoint / FILE).write_text(json.dumps(asdict(_Manifest(entries)), indent=1))
 
 
-def find_damage(checkpoint: Path) -> str | None:
+def find_damage(checkpoint: Path, *, of_model: bool = False) -> str | None:
     """What is wrong with the files of a checkpoint, in words; None if all are as they were written.
 
     Hidden files, which file systems and browsers of files leave behind, do not count.
+
+    Args:
+        of_model: look at the model's own files alone, and not at the trainer's; others, such as a chat template, may have been added.
     """
     try:
         recorded = parse_json(_Manifest, read_regular(checkpoint / FILE, MAX_BYTES)).files
     except (OSError, ValueError) as error:
         return f"{FILE} cannot be read ({reason_of(error)})"
-    for name in sorted(_files(checkpoint) ^ recorded.keys()):
+    found = _files(checkpoint)
+    if of_model:
+        recorded = {name: entry for name, entry in recorded.items() if not name.startswith(TRAINER)}
+        found &= recorded.keys()
+    for name in sorted(found ^ recorded.keys()):
         return f"{name} is missing" if name in recorded else f"{name} was added to it"
     names = sorted(recorded, key=lambda name: recorded[name].bytes)
     try:

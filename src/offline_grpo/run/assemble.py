@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from offline_grpo import progress
 from offline_grpo.checkpoint.checkpointer import Checkpointer, Restored
+from offline_grpo.checkpoint.files import check_model_folder
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
@@ -169,6 +170,9 @@ def _is_multiple(number: int, interval: int) -> bool:
 def _model_id(plan: Plan, ranks: Ranks) -> str:
     """The model to train: a folder or hub id, or the tiny model, built by the first process if it is not in the cache."""
     config = plan.config
+    for key, name in (("model.train_id", config.model.train_id), ("model.ref_id", config.model.ref_id)):
+        if name is not None:
+            ranks.on_main(lambda key=key, name=name: check_model_folder(name, key))
     if config.model.train_id is not None:
         return config.model.train_id
     tiny = build(config.model.tiny, key="model.tiny")

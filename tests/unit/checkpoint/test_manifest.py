@@ -7,7 +7,7 @@ import shutil
 import pytest
 from checkpoints import make_checkpoint, state_of
 
-from offline_grpo.checkpoint.files import latest_state, newest_sound, verified_state
+from offline_grpo.checkpoint.files import check_model_folder, latest_state, newest_sound, verified_state
 from offline_grpo.checkpoint.manifest import FILE, find_damage
 from offline_grpo.checkpoint.pretrained import find_model
 from offline_grpo.errors import CheckpointError
@@ -68,6 +68,19 @@ def test_what_was_added_is_damage_unless_it_is_hidden(checkpoint):
     assert find_damage(checkpoint) is None
     (checkpoint / "sub" / "added").symlink_to("/")
     assert find_damage(checkpoint) == "sub/added was added to it"
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_model_to_start_from_may_have_more_files_but_no_damage(damage, checkpoint, tmp_path):
+    check_model_folder(str(tmp_path), "model.train_id")  # of somebody else
+    check_model_folder("org/model", "model.train_id")
+    (checkpoint / "chat_template.jinja").touch()
+    flip(checkpoint / "trainer" / "state.json")  # which such a run does not read
+    check_model_folder(str(checkpoint), "model.train_id")
+    do, words = DAMAGE[damage]
+    do(checkpoint / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"^model.train_id={checkpoint}: is damaged: .*{words}"):
+        check_model_folder(str(checkpoint), "model.train_id")
 
 
 def test_only_the_content_counts_not_where_it_lies(checkpoint, tmp_path):
