@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from offline_grpo.interfaces import Sharding
 from offline_grpo.loss.dapo import DAPO
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
@@ -19,9 +20,21 @@ ADAMW = {"lr": 1e-6, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e
 
 
 def make_updater(
-    policy: Policy, *, precision: str, tokens_per_microbatch: int, max_new_tokens: int, lr: float, clip_high: float, checkpointing: bool
+    policy: Policy,
+    *,
+    precision: str,
+    tokens_per_microbatch: int,
+    max_new_tokens: int,
+    lr: float,
+    clip_high: float,
+    checkpointing: bool,
+    sharding: Sharding | None = None,
 ) -> Updater:
-    """One update on all sequences, by DAPO's loss without KL and AdamW; the policy's own logprobs are the old ones."""
+    """One update on all sequences, by DAPO's loss without KL and AdamW; the policy's own logprobs are the old ones.
+
+    Args:
+        sharding: has prepared the policy; None: each process has the whole.
+    """
     config = TrainConfig(
         sharding="none",
         iterations=1,
@@ -73,7 +86,7 @@ def make_updater(
         scaler=torch.amp.GradScaler(device, enabled=False),  # type: ignore[attr-defined]
         config=config,
         ranks=ranks,
-        sharding=Replicas(ranks),
+        sharding=sharding or Replicas(ranks),
         max_new_tokens=max_new_tokens,
         lr_schedule=LrSchedule(kind="constant", num_updates=1, warmup_steps=0),
         seed=0,

@@ -50,7 +50,7 @@ from offline_grpo.types import FinishReason, Rollout, Score, TokenBatch
 
 CUDA = torch.device("cuda")
 VOCAB = SIZES["0.6b"].vocab_size
-PEAK_FLOPS = peak_flops(CUDA) or 0.0
+PEAK_FLOPS = peak_flops(CUDA) or 0.0 if torch.cuda.is_available() else 0.0
 MICROBATCH = 16384
 GATE = 0.02  # of bf16's rounding through 28 layers, relative
 
@@ -70,7 +70,7 @@ ARMS = {
     "compiled": Arm(True, COMPUTED_AGAIN, Varlen()),
     "kept": Arm(True, KEPT, Varlen()),
 }
-if has_flash4(CUDA, torch.bfloat16):
+if torch.cuda.is_available() and has_flash4(CUDA, torch.bfloat16):
     ARMS |= {"auto": Arm(True, KEPT, Flash4()), "lean": Arm(True, LITTLE_KEPT, Flash4())}
 
 
@@ -92,18 +92,18 @@ def make_trainer(*, checkpointing: bool) -> Updater:
     return make_updater(policy, **settings, lr=1e-6, clip_high=0.28, checkpointing=checkpointing)
 
 
-def make_batch(lengths: Sequence[int], *, prompt: int, seed: int = 0) -> TokenBatch:
+def make_batch(lengths: Sequence[int], *, prompt: int, seed: int = 0, vocab_size: int = VOCAB) -> TokenBatch:
     """Completions of these lengths, eight to a prompt, of random tokens."""
     rng = random.Random(seed)
-    prompts = [[rng.randrange(10, VOCAB) for _ in range(prompt)] for _ in range(0, len(lengths), 8)]
+    prompts = [[rng.randrange(10, vocab_size) for _ in range(prompt)] for _ in range(0, len(lengths), 8)]
     rollouts = []
     for i, length in enumerate(lengths):
-        tokens = (*prompts[i // 8], *(rng.randrange(10, VOCAB) for _ in range(length)))
+        tokens = (*prompts[i // 8], *(rng.randrange(10, vocab_size) for _ in range(length)))
         rollouts.append(
             Rollout(
                 token_ids=tokens,
                 is_sampled=(False,) * prompt + (True,) * length,
-                logprobs=(-math.log(VOCAB),) * len(tokens),
+                logprobs=(-math.log(vocab_size),) * len(tokens),
                 versions=(0,) * len(tokens),
                 temperature=1.0,
                 finish_reason=FinishReason.STOP,

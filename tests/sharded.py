@@ -13,6 +13,7 @@ from factories import LOSS, SETTINGS, make_rollout, make_scoring
 from torch import Tensor
 
 from offline_grpo.loss import cispo, dapo, dr_grpo, grpo, gspo
+from offline_grpo.model.compiling import compile_blocks
 from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.model.layouts.tree import Tree
 from offline_grpo.model.policy import Policy
@@ -53,6 +54,8 @@ def train(case: dict[str, Any], ranks: Any, sharding: Any, folder: Path) -> Resu
     if case.get("recompute"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = Policy(make_scoring(model, Tree() if case.get("tree") else Padded()), SimpleNamespace())  # type: ignore[arg-type]
+    if case.get("compile") and ranks.world_size > 1:  # the other one shows what is right
+        compile_blocks(policy.causal_lm)
     sharding.prepare(policy)
     masters = policy.make_masters()
     other = ZOO[case["model"]].build(**{**case.get("changes", {}), "initializer_range": 0.1})

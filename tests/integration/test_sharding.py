@@ -51,6 +51,11 @@ def test_every_loss_and_several_architectures_on_four_processes(tmp_path: Path) 
     )
 
 
+@pytest.mark.slow
+def test_compiled_blocks_are_spread_as_well(tmp_path: Path) -> None:
+    apart(tmp_path, 2, [{"model": "qwen3", "compile": True, "recompute": True}])
+
+
 def same_trajectory(found: Path, expected: Path) -> None:
     ours, theirs = metrics_of(found), metrics_of(expected)
     assert ours.keys() == theirs.keys()

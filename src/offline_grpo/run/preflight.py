@@ -6,7 +6,7 @@ This module imports no torch, whose import takes longer than all of the checks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +104,6 @@ def make_plan(config: RunConfig) -> Plan:
     eval_weight_sync = evaluation_sync(eval_engine, config.eval, weight_sync, lora_rank=lora_rank)
     if config.train.sharding == "fsdp2":
         _check_fsdp2(config, optimizer, weight_sync, (sampling, eval_sampling))
-        config = replace(config, model=replace(config.model, compile=False))  # FSDP2's hooks were not tried in compiled blocks
     for key, metric in watched.items():
         is_frozen = eval_weight_sync.requires.moves == "nothing"
         require(not is_frozen, key, metric, "evaluations ask a server that gets no weights (weight_sync=none)")
@@ -143,12 +142,6 @@ def _check_fsdp2(config: RunConfig, optimizer: OptimizerFactory, weight_sync: We
             "train.optimizer",
             name,
             "train.sharding=fsdp2 spreads the state of torch's AdamW alone; use train/optimizer=adamw train.optimizer.offload=false",
-        ),
-        (
-            config.model.compile is True,
-            "model.compile",
-            True,
-            "is not tried with train.sharding=fsdp2; use auto, which compiles nothing then",
         ),
         (
             bool(weight_sync.requires.engines) and any(s.temperature > 0 and not s.is_full_softmax for s in samplings),

@@ -174,15 +174,9 @@ SERVED = "generation=vllm_server weight_sync"
         ("train.precision=fp16", "train.precision=fp16: .* use bf16 or fp32"),
         ("train/optimizer=adafactor", "train.optimizer=.*Adafactor: .* use train/optimizer=adamw"),
         ("train.optimizer.offload=true", "train.optimizer=.*AdamW: .* train.optimizer.offload=false"),
-        ("model.compile=true", "model.compile=True: .* use auto"),
         (f"{SERVED}=reload eval.top_k=5 eval.do_sample=true", "train.sharding=fsdp2: .* leave them out"),
     ],
 )
 def test_what_needs_whole_weights_is_refused_where_they_are_spread(override, message):
     with pytest.raises(ConfigError, match=message):
         make_plan(typed(compose_config("train.sharding=fsdp2", *override.split())))
-
-
-def test_spread_weights_are_not_compiled():
-    assert make_plan(typed(compose_config("train.sharding=fsdp2"))).config.model.compile is False
-    assert make_plan(typed(compose_config())).config.model.compile == "auto"

@@ -1,0 +1,154 @@
+"""The trainer alone with `train.sharding=fsdp2`, on 1, 2, ... GPUs: tokens per second, memory, and how much of N times one GPU it reaches.
+
+    python benchmarks/sharding.py --processes 1 2                              # Qwen3-4B's shape, about four minutes on two H200
+    python benchmarks/sharding.py --processes 1 2 --shape tiny --device cpu    # seconds; says nothing about speed
+
+Random weights, bf16 with fp32 masters, AdamW. Every process gets `--sequences` sequences of `--length` tokens, 512 of them the prompt, one
+to a microbatch, with every block recomputed. An update is timed: forward, backward, step. First all numbers of processes make one update of
+the same batch, and must have the same gradient norm. The arms: `plain`, and `compiled` with torch.compile for the blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import Target, write_result
+
+GATE = 0.02  # of gradient norms, relative: bf16's rounding
+SKEWED = [min(16384, 200 + int(random.Random(i).expovariate(1 / 2000))) for i in range(256)]
+ARMS = ("plain", "compiled")
+
+
+def measure(args: argparse.Namespace) -> None:
+    """One process of a group, for one arm; the first one writes `args.inside`."""
+    import torch
+    from our_trainer import make_updater
+    from shapes import SIZES
+    from train_speed import make_batch
+    from transformers import AutoModelForCausalLM
+
+    from offline_grpo.model.char_tokenizer import build_char_tokenizer
+    from offline_grpo.model.layouts import layouts_for
+    from offline_grpo.model.lm_head import TiledHead
+    from offline_grpo.model.policy import Policy
+    from offline_grpo.model.proof import settle_compile
+    from offline_grpo.model.scoring import Scoring
+    from offline_grpo.placement.ranks import Ranks
+    from offline_grpo.train.fsdp2 import FullyShardedPolicy
+
+    logging.disable(logging.WARNING)  # the engine's logprobs are made up, and every update would say so
+    on_gpu = args.device == "cuda"
+    ranks = Ranks(use_cpu=not on_gpu)
+    device = torch.device("cuda", ranks.local_rank) if on_gpu else torch.device("cpu")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    torch.manual_seed(0)
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(SIZES[args.shape], dtype=dtype)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = Policy(Scoring(model, layouts_for(None, device, dtype)[0], TiledHead(tile_width=None)), build_char_tokenizer(40960))
+    started = time.monotonic()
+    if args.arm == "compiled":
+        settle_compile(policy.scoring, True, device)
+    compile_s = time.monotonic() - started
+    sharding = FullyShardedPolicy(ranks)
+    sharding.prepare(policy)
+    settings = {"precision": "bf16" if on_gpu else "fp32", "tokens_per_microbatch": args.length, "max_new_tokens": args.length}
+    updater = make_updater(policy, **settings, lr=1e-6, clip_high=0.28, checkpointing=True, sharding=sharding)
+    prompt = min(512, args.length // 8)
+    batch = make_batch([args.length - prompt] * max(args.processes), prompt=prompt, vocab_size=model.config.vocab_size)
+    norm = updater.run(batch, iteration=0)["grad_norm"]
+    num_sequences = args.sequences * ranks.world_size
+    batch = make_batch([args.length - prompt] * num_sequences, prompt=prompt, vocab_size=model.config.vocab_size)
+    seconds = []
+    for i in range(args.rounds + 1):
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        ranks.gather([0])  # all begin together
+        started = time.monotonic()
+        updater.run(batch, iteration=i)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.monotonic() - started)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+    slowest = max(ranks.gather([statistics.median(seconds[1:])]))
+    peaks = ranks.gather([peak])
+    if ranks.is_main:
+        found = {"s": slowest, "tok_s": num_sequences * args.length / slowest, "peak_gib": max(peaks), "compile_s": compile_s}
+        Path(args.inside).write_text(json.dumps(found | {"grad_norm": norm, "rounds_s": seconds}))
+
+
+def run_group(number: int, arm: str) -> dict[str, Any]:
+    """This script in a group of processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "found.json")
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+        here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        command = [*launch, __file__, *sys.argv[1:], "--arm", arm, "--inside", str(path)]
+        subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": here})
+        return json.loads(path.read_text())
+
+
+def most_loaded(number: int) -> float:
+    """Of N processes, the tokens of the busiest divided by the mean, on completions of skewed length."""
+    from offline_grpo.train.batch import share_of_rank
+
+    loads = [sum(SKEWED[s] for s in share_of_rank(range(len(SKEWED)), SKEWED, rank=rank, world_size=number)) for rank in range(number)]
+    return max(loads) * number / sum(loads)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--shape", default="4b")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--length", type=int, default=16384)
+    parser.add_argument("--sequences", type=int, default=4, help="of each process, in an update")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--out", default="sharding")
+    parser.add_argument("--arm", help=argparse.SUPPRESS)
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.device == "cpu":
+        args.length = min(args.length, 64)
+    if args.inside:
+        measure(args)
+        return
+    measured: dict[str, float] = {}
+    details: dict[str, Any] = {}
+    for arm in args.arms:
+        found = {number: run_group(number, arm) for number in args.processes}
+        details[arm] = found
+        norms = [result["grad_norm"] for result in found.values()]
+        assert max(norms) / min(norms) - 1 <= GATE, f"{arm}: gradient norms of {args.processes} processes differ: {norms}"
+        for number, result in found.items():
+            measured |= {f"{arm}_{number}_{key}": result[key] for key in ("tok_s", "peak_gib", "compile_s")}
+            first = args.processes[0]
+            measured[f"{arm}_{number}_efficiency"] = result["tok_s"] * first / (found[first]["tok_s"] * number)
+    measured |= {f"most_loaded_{number}": most_loaded(number) for number in args.processes}
+    last = args.processes[-1]
+    targets = [Target(f"{args.arms[-1]}_{last}_efficiency", ">=", 0.9), Target(f"most_loaded_{last}", "<=", 1.1)]
+    write_result(
+        args.out,
+        claim="FSDP2 on N GPUs trains at least 0.9 N times the tokens per second of one GPU, and shares skewed lengths out evenly",
+        targets=targets,
+        settings={key: value for key, value in vars(args).items() if key not in ("arm", "inside")},
+        measured=measured,
+        details=details,
+    )
+
+
+if __name__ == "__main__":
+    main()
