@@ -11,7 +11,6 @@ tokens. The reward differs between completions, and training can raise it.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -24,35 +23,18 @@ def sevens(completion: str) -> float:
 
 def save(folder: Path, shape: str, dtype: str) -> None:
     """Write `folder`/model and `folder`/problems.jsonl."""
-    import torch
-    from shapes import SIZES
     from tokenizers.models import WordLevel
-    from transformers import AutoModelForCausalLM
-    from weight_sync import SHAPES, save_model
+    from weight_sync import config_of, save_model
 
-    from offline_grpo.model.char_tokenizer import build_char_tokenizer
+    from offline_grpo.model.load import load_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer: Any = build_char_tokenizer(4096)  # of characters, fewer than the model has tokens
-    if shape in SIZES:
-        config: Any = copy.deepcopy(SIZES[shape])
-        config.eos_token_id, config.bos_token_id, config.pad_token_id = (
-            tokenizer.eos_token_id,
-            tokenizer.bos_token_id,
-            tokenizer.pad_token_id,
-        )
-        torch.manual_seed(0)
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-        model.save_pretrained(str(folder / "model"))
-        vocab_size = config.vocab_size
-    else:
-        save_model(folder / "model", shape, dtype)
-        vocab_size = SHAPES[shape]["vocab_size"]
+    model = save_model(folder / "model", shape, dtype)
+    tokenizer: Any = load_tokenizer(str(model))  # of characters, fewer than the model has tokens
     characters = tokenizer.get_vocab()
-    words = {f" {i}": i for i in range(len(characters), vocab_size)}
+    words = {f" {i}": i for i in range(len(characters), config_of(shape).vocab_size)}
     tokenizer.backend_tokenizer.model = WordLevel(characters | words, unk_token="<unk>")
-    tokenizer.save_pretrained(str(folder / "model"))
+    tokenizer.save_pretrained(str(model))
     rows = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(100) for b in range(10)]
     (folder / "problems.jsonl").write_text("\n".join(rows) + "\n")
 

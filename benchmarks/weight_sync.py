@@ -26,9 +26,11 @@ from typing import Any
 import torch
 from common import RESULTS, Target, alternate, wait_for_device, write_result
 from hydra import compose, initialize_config_dir
+from nccl_bandwidth import broadcast_gb_s
 from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from shapes import SIZES as LARGER
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
 from offline_grpo.engine.engine import engine_of
 from offline_grpo.engine.server import Server
@@ -56,6 +58,7 @@ SHAPES = {
 TARGETS = {
     "shared_vllm": [Target("push_s", "<=", 0.05), Target("bytes_copied", "<=", 0)],
     "lora_hotswap": [Target("push_s", "<=", 0.15)],
+    "nccl": [Target("push_vs_broadcast", ">=", 0.5)],
 }
 STOCK_TARGETS = {
     "shared_vllm": [Target("single_stream_vs_stock", ">=", 0.97), Target("concurrent_vs_stock", ">=", 0.97)],
@@ -213,9 +216,13 @@ def report(arm: Arm, pushes: list[dict[str, float]], speeds: dict[str, dict[str,
             measured[f"{load_name}_stock_again_vs_stock"] = 1 / speed["timings"].ratio("stock_again", "stock")
         if f"{arm.name} base" in speed["tokens_per_s"]:
             measured[f"{load_name}_vs_base"] = 1 / speed["timings"].ratio(arm.name, f"{arm.name} base")
+    if arm.name == "nccl":
+        measured["gb_per_s"] = measured["bytes_copied"] / measured["push_s"] / 1e9
+        measured["broadcast_gb_per_s"] = broadcast_gb_s(int(measured["bytes_copied"]))
+        measured["push_vs_broadcast"] = measured["gb_per_s"] / measured["broadcast_gb_per_s"]
     targets = TARGETS.get(arm.name, []) + [t for t in STOCK_TARGETS.get(arm.name, []) if t.metric in measured]
     write_result(
-        f"weight_sync_{arm.name}",
+        arguments.out.format(arm.name),
         claim=f"weight_sync={arm.name}: a push of {arguments.shape}, and what the server then makes per second",
         targets=targets,
         settings={"shape": arguments.shape, "dtype": arguments.dtype, "concurrent": arguments.concurrent, "tokens": arguments.tokens},
@@ -241,12 +248,20 @@ def configuration(*overrides: str) -> Any:
         return compose("config", overrides=list(overrides))
 
 
+def config_of(shape: str) -> PretrainedConfig:
+    if shape in SHAPES:
+        return Qwen2Config(**SHAPES[shape], num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=2)
+    return LARGER[shape]
+
+
 def save_model(folder: Path, shape: str, dtype: str) -> Path:
     torch.manual_seed(0)
+    config: Any = config_of(shape)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen2ForCausalLM(Qwen2Config(**SHAPES[shape], num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=2))
-    model.to(getattr(torch, dtype)).save_pretrained(str(folder))
-    build_char_tokenizer(SHAPES[shape]["max_position_embeddings"]).save_pretrained(str(folder))
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.generation_config.eos_token_id = model.config.eos_token_id = 2
+    model.save_pretrained(str(folder))
+    build_char_tokenizer(config.max_position_embeddings).save_pretrained(str(folder))
     return folder
 
 
@@ -282,7 +297,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("strategies", nargs="*")
     parser.add_argument("--with-stock", action="store_true")
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen2_5_0_5b")
+    parser.add_argument("--shape", choices=[*SHAPES, *LARGER], default="qwen2_5_0_5b")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--pushes", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=5)
@@ -292,6 +307,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpu-memory-utilization", default="0.25")
     parser.add_argument("--server-gpu", type=int, default=0)
     parser.add_argument("--engine", nargs="*", default=[], help="further overrides, such as engine.args.enforce_eager=true")
+    parser.add_argument("--out", default="weight_sync_{}", help="name of the result")
     parser.add_argument("--table", action="store_true")
     return parser.parse_args()
 
