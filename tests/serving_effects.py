@@ -68,7 +68,7 @@ def engine_effect(engine: Any) -> Any:
             own = set(env.items()) - set(os.environ.items())
             seen.append((command, sorted((name, value) for name, value in own if name not in OF_ITS_FOLDER)))
 
-        def wait_until(self, _: Any, *, timeout_s: float, what: str) -> None:
+        def wait_until(self, _: Any, *, timeout_s: float, what: str, since_s: float) -> None:
             seen.append(timeout_s)
 
         def stop(self) -> None: ...
@@ -133,9 +133,10 @@ def _sample(words: list[str], role: str, folder: Path) -> None:
 
 def assembled(plan: Plan, policy: Policy, folder: Path, ranks: Any) -> tuple[Any, Any]:
     """The deployments of training and evaluation, as a run puts them together."""
-    server = serving.training_server(plan.engine, plan.weight_sync, run_folder=folder, gpus=None, ranks=ranks)
+    gpus = [None] * plan.engine.num_managed
+    servers = serving.training_servers(plan.engine, plan.weight_sync, run_folder=folder, gpus=gpus, ranks=ranks)
     places: dict[str, Any] = {"sharding": Replicas(ranks), "ranks": ranks}
-    training = serving.for_training(plan.engine, server, plan.weight_sync, policy, sampling=plan.sampling, **places)
+    training = serving.for_training(plan.engine, servers, plan.weight_sync, policy, sampling=plan.sampling, **places)
     places["run_folder"] = folder
     return training, serving.for_evaluation(
         plan.eval_engine, plan.eval_weight_sync, training, policy, sampling=plan.eval_sampling, **places

@@ -318,6 +318,10 @@ class Deployment(Protocol):
         """After EngineDied, start the engines again that have died, as far as the run started them, mend the weights, and push to all."""
         ...
 
+    def metrics(self) -> Metrics:
+        """About the engines since the last call, for the iteration's metrics file."""
+        ...
+
     def close(self) -> None:
         """Let go of the engines. Called once, on every way out, also before `connect`."""
         ...

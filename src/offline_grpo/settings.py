@@ -240,10 +240,12 @@ class CheckpointConfig:
 
 @dataclass
 class PlacementConfig:
+    num_engines: int
     engine_devices: list[int] | None
     check_memory: bool
 
     def __post_init__(self) -> None:
+        require(self.num_engines > 0, "placement.num_engines", self.num_engines, "must be at least 1")
         devices = self.engine_devices
         require(devices is None or len(devices) > 0, "placement.engine_devices", devices, "null, or a list of GPUs such as [1]")
 

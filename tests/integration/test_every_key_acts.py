@@ -641,6 +641,11 @@ ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "model.trust_remote_code": (launcher_effect, OWN_SERVER, "model.trust_remote_code=true"),
     "model.head.kept_gib": (head_on_gpu, "", "model.head.kept_gib=0"),
     "samples.on_console": (printed_samples, "", "samples.on_console=1"),
+    "placement.num_engines": (
+        placement_effect,
+        f"{OWN_SERVER} placement.check_memory=false placement.engine_devices=[0,1]",
+        "placement.num_engines=2",
+    ),
     "placement.engine_devices": (placement_effect, f"{OWN_SERVER} placement.check_memory=false", "placement.engine_devices=[0]"),
     "placement.check_memory": (placement_effect, "", "placement.check_memory=false"),
     "eval.backend": (evaluation_effect, EVAL_SERVER, "eval.backend=sglang_server"),

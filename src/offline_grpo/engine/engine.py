@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Protocol
 
 from offline_grpo.engine.control import ServerControl
 from offline_grpo.engine.server import Server
-from offline_grpo.errors import EngineDied
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.types import SamplingParams
 
@@ -38,6 +37,9 @@ class Engine:
         self.client = client
         self.sampling = sampling
 
+    def begin(self, model: str, args: Mapping[str, Any]) -> None:
+        """Start a server of our own and go on: `start` with the same words waits for it. Raises what `start` does."""
+
     def start(self, model: str, args: Mapping[str, Any]) -> None:
         """Start serving `model`, with `args` added to the command line; a server that was found must only be healthy.
 
@@ -51,6 +53,11 @@ class Engine:
 
     def check_alive(self) -> None:
         """Raise EngineDied if a server that the run started has ended."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `start` need not wait for a server that `begin` started: it is healthy, has ended, or takes too long."""
+        return True
 
     @property
     def found_at(self) -> str | None:
@@ -77,6 +84,10 @@ class ServerEngine(Engine):
     def server(self) -> Server:
         return self.client.server
 
+    def begin(self, model: str, args: Mapping[str, Any]) -> None:
+        """See `Engine.begin`."""
+        self.server.begin(model, args=args)
+
     def start(self, model: str, args: Mapping[str, Any]) -> None:
         """See `Engine.start`."""
         self.control = self.client.control(self.server)
@@ -94,6 +105,11 @@ class ServerEngine(Engine):
         self.server.check_alive()
 
     @property
+    def is_ready(self) -> bool:
+        """See `Engine.is_ready`."""
+        return self.server.is_ready
+
+    @property
     def found_at(self) -> str | None:
         """See `Engine.found_at`."""
         return None if self.server.is_managed else self.server.base_url
@@ -101,13 +117,7 @@ class ServerEngine(Engine):
     @property
     def has_lost_weights(self) -> bool:
         """See `Engine.has_lost_weights`."""
-        if not self.server.is_managed:
-            return self.control.served_tag() is None
-        try:
-            self.server.check_alive()
-        except EngineDied:
-            return True
-        return False
+        return self.server.has_ended if self.server.is_managed else self.control.served_tag() is None
 
 
 def engine_of(client: Any, sampling: SamplingParams) -> Engine:

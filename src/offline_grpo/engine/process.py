@@ -94,14 +94,18 @@ class ServerProcess:
         self.stop()
         raise EngineDied(f"the server was not healthy any more and was stopped; {last_lines(self.log_path)} The whole log: {self.log_path}")
 
-    def wait_until(self, is_ready: Callable[[], bool], *, timeout_s: float, what: str) -> None:
+    def wait_until(self, is_ready: Callable[[], bool], *, timeout_s: float, what: str, since_s: float | None = None) -> None:
         """Wait until `is_ready()`, telling every ten seconds for how long, and what the server printed last.
+
+        Args:
+            since_s: when the wait began, on the clock `time.monotonic`; None: now.
 
         Raises:
             EngineDied: the server ended first.
             EngineError: `timeout_s` passed first; the server has been stopped.
         """
-        started = told = time.monotonic()
+        told = time.monotonic()
+        started = told if since_s is None else since_s
         while not is_ready():
             self.check_alive()
             now = time.monotonic()

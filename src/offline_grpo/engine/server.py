@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -69,6 +70,8 @@ class Server:
         api_key: of an external server; the launcher has that of a managed one.
         launcher: starts a managed server.
         log_dir: the first start's output goes to `server_0.log` there, the next one's to `server_1.log`, and so on.
+        number: of a managed server among several, which take the ports from the configured one on.
+        log_numbers: of the logs; several servers that log into one folder share them.
         gpus: what a managed server may see.
         args, env: what the weight-sync strategy adds to the command line and the environment of a managed server.
         key: the setting that `base_url` comes from, for messages.
@@ -81,6 +84,8 @@ class Server:
         api_key: str | None,
         launcher: Launcher | None,
         log_dir: Path,
+        number: int = 0,
+        log_numbers: Iterator[int] | None = None,
         gpus: Sequence[int] | None = None,
         args: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
@@ -90,6 +95,7 @@ class Server:
         self._launcher = launcher
         self.key = key
         self.log_dir = log_dir
+        self._log_numbers = count() if log_numbers is None else log_numbers
         self._gpus = gpus
         self._args = dict(args or {})
         self._env = dict(env or {})
@@ -100,7 +106,8 @@ class Server:
         self.num_starts = 0
         self.api_key = api_key if launcher is None else launcher.api_key
         if launcher is not None:
-            self._port = choose_port(launcher.host, launcher.port, key="engine.port")
+            port = None if launcher.port is None else launcher.port + number
+            self._port = choose_port(launcher.host, port, key="engine.port")
             base_url = f"http://{reachable(launcher.host)}:{self._port}"
         assert base_url is not None
         self.base_url = plain_url(base_url)
@@ -129,16 +136,23 @@ class Server:
     def begin(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
         """Start a managed server and go on: `start` with the same words waits for it. An external one runs already.
 
+        One that was begun with the same words goes on, one that was begun with others is stopped first.
+
         Raises:
             EngineError: it cannot be started.
             ConfigError: the port is taken.
         """
         if self._launcher is None:
             return
-        choose_port(self._launcher.host, self._port, key="engine.port")
         command = self._command(model, args)
+        if self._began_s is not None and self._process is not None:
+            if self._process.command == command:
+                return
+            self.stop()
+            command = self._command(model, args)  # it names a file in the scratch folder, which is another one now
+        choose_port(self._launcher.host, self._port, key="engine.port")
         log.info("starting %s: %s", self._launcher.name, shown(command))
-        log_path = self.log_dir / f"server_{self.num_starts}.log"
+        log_path = self.log_dir / f"server_{next(self._log_numbers)}.log"
         self.num_starts += 1
         env = self._launcher.environment({**temporary_folder(self.scratch), **self._env}, self._gpus)
         self._began_s = time.monotonic()
@@ -165,18 +179,33 @@ class Server:
                 start_one = f"python -m offline_grpo.engine.serve {model} starts a vLLM server"
                 raise EngineError(f"{self.key}={self.base_url}: no healthy server answers ({error}); {start_one}") from error
             return
-        if self._began_s is not None and self._process is not None and self._process.command != self._command(model, args):
-            self.stop()
-        if self._began_s is None:
-            self.begin(model, args=args)
+        self.begin(model, args=args)
         assert self._process is not None
         assert self._began_s is not None
         began_s, self._began_s = self._began_s, None
         what = f"{self._launcher.name} at {self.base_url}"
         with progress.phase("start server"):
-            self._process.wait_until(lambda: self.api.answers("/health"), timeout_s=self._launcher.start_timeout_s, what=what)
+            timeout_s = self._launcher.start_timeout_s
+            self._process.wait_until(lambda: self.api.answers("/health"), timeout_s=timeout_s, what=what, since_s=began_s)
         seconds = time.monotonic() - began_s
         log.info("%s is ready at %s after %.0f s; its log: %s", self._launcher.name, self.base_url, seconds, self._process.log_path)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `start` need not wait for a server that `begin` started: it is healthy, has ended, or takes too long."""
+        assert self._launcher is not None
+        assert self._began_s is not None
+        is_late = time.monotonic() - self._began_s > self._launcher.start_timeout_s
+        return self.api.answers("/health") or is_late or self.has_ended
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a managed server has; see `check_alive`."""
+        try:
+            self.check_alive()
+        except EngineDied:
+            return True
+        return False
 
     def check_alive(self, *, grace_s: float = 0.0) -> None:
         """Raise EngineDied if a managed server has ended, or ends within `grace_s` seconds; an external one always passes."""

@@ -1,29 +1,21 @@
-"""What clients of inference servers share: many requests in flight, retries where they are safe, and strict checks of every answer.
-
-The public side is synchronous. Requests run in an event loop on a thread of their own, so that a signal to the main thread interrupts
-the wait at once, and connections outlive a call.
-"""
+"""What clients of inference servers share: retries where they are safe, and strict checks of every answer."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from itertools import islice
-from queue import Empty, SimpleQueue
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import httpx
 
-from offline_grpo.engine.background import start_loop
 from offline_grpo.engine.control import ServerControl
 from offline_grpo.engine.http import BROKEN, SAFE_TO_RETRY_STATUS, Answer, NotFound, Refused, connection, describe, exchange, ssl_context
 from offline_grpo.engine.server import GRACE_S, Server
 from offline_grpo.errors import ConfigError, EngineError
-from offline_grpo.types import Completion, CompletionStream, FinishReason, SamplingParams, SamplingRequest, ServedWeights
+from offline_grpo.generation.streaming import Streaming
+from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest, ServedWeights
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
@@ -31,9 +23,6 @@ LONGEST_PAUSE_S = 10.0
 
 LOWEST_LOGPROB = -9999.0
 """Servers send this or a lower value for minus infinity, which JSON cannot represent."""
-
-CLOSED_S = 1.0
-"""How often a wait for answers looks whether the client was closed meanwhile."""
 
 MAX_BYTES_PER_PROMPT_TOKEN = 16
 """vLLM returns the ids."""
@@ -45,7 +34,7 @@ Choice = tuple[Sequence[int], Sequence[float], str]
 """A completion as parsed from an answer: token ids, their logprobs in nats, and the server's finish reason."""
 
 
-class ServerClient(ABC):
+class ServerClient(Streaming):
     """A `RolloutClient` that asks a server over HTTP: token ids in, token ids and logprobs out. Each subclass implements one
     server's API: `path` is its endpoint for completions, `engine_name` the kind of server.
 
@@ -78,16 +67,15 @@ class ServerClient(ABC):
         ):
             if not is_good:
                 raise ConfigError(f"generation.{name}={value}: must be {rule}")
+        super().__init__(server.base_url, batch_size)
         self.weights = ServedWeights()
         self.server = server
         self._eos_ids = list(eos_ids)
         self._vocab_size = vocab_size
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self.timeout_s = timeout_s
         self.max_retries = max_retries
         self._ssl = ssl_context(server.base_url)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._making_loop = threading.Lock()  # several threads may ask at once, and connections belong to one loop
         self._idle: list[httpx.AsyncClient] = []  # a connection each: to find one in a pool of 64 takes httpx 9 ms
 
     @staticmethod
@@ -103,70 +91,21 @@ class ServerClient(ABC):
     def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
         """The completions in the server's answer, in order. May raise what `Answer.read` expects."""
 
-    def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
-        """See `RolloutClient.generate`. Up to `batch_size` requests are in flight, and as many wait behind. Several threads may call it.
-
-        Raises:
-            EngineDied: the server, one that this run started, has ended.
-            EngineError: it cannot be reached, refused, or answered something else than what was asked for.
-        """
-        loop = self._running_loop()
-        slots = asyncio.Semaphore(self._batch_size)
-        numbered = enumerate(requests)
-        unanswered: dict[int, Future[list[Completion]]] = {}
-        answered: SimpleQueue[int] = SimpleQueue()
-        try:
-            while True:
-                for index, request in islice(numbered, 2 * self._batch_size - len(unanswered)):
-                    future = asyncio.run_coroutine_threadsafe(self._ask(slots, request, sampling), loop)
-                    unanswered[index] = future
-                    future.add_done_callback(lambda _, index=index: answered.put(index))
-                if not unanswered:
-                    return
-                try:
-                    index = answered.get(timeout=CLOSED_S)
-                except Empty:
-                    if self._loop is not loop:  # closed by another thread, perhaps before it knew of the newest request
-                        raise EngineError(f"{self._url}: the client was closed while it waited") from None
-                    continue
-                yield index, unanswered.pop(index).result()
-        finally:  # a failure, a signal, or a caller who closed the iterator: cancel what is still open
-            for future in unanswered.values():
-                future.cancel()
-
-    def close(self) -> None:
-        """Close the connections and end the thread; what other threads wait for is cancelled. The client can be used again afterwards."""
-        if self._loop is not None:
-            asyncio.run_coroutine_threadsafe(self._disconnect(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        with self._making_loop:
-            if self._loop is None:
-                self._loop = start_loop(f"requests to {self.server.base_url}")
-            return self._loop
-
-    async def _disconnect(self) -> None:
-        interrupted = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in interrupted:
-            task.cancel()
-        await asyncio.gather(*interrupted, return_exceptions=True)
+    async def disconnect(self) -> None:
+        """See `Streaming.disconnect`."""
         while self._idle:
             await self._idle.pop().aclose()
 
     def _connection(self) -> httpx.AsyncClient:
         return connection(self.server.base_url, self.server.api_key, self._ssl, max_connections=1)
 
-    async def _ask(self, slots: asyncio.Semaphore, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
-        await slots.acquire()
+    async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
+        """See `Streaming.ask`."""
         http = self._idle.pop() if self._idle else self._connection()
         try:
-            completions = await self._complete(http, request, sampling)
+            return await self._complete(http, request, sampling)
         finally:
             self._idle.append(http)
-        slots.release()  # not after a failure: what waits must not be sent while the caller learns of it
-        return completions
 
     async def _complete(self, http: httpx.AsyncClient, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
         """Sends a request again that the server aborted: a partial completion is useless."""

@@ -1,4 +1,4 @@
-"""Who computes where: the GPUs of the training processes, and of a server that the run starts."""
+"""Who computes where: the GPUs of the training processes, and of the servers that the run starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Devices:
     Args:
         trainer: `model.device`.
         num_processes: that train.
-        starts_server: whether the run starts a server.
+        num_servers: that the run starts.
+        gpus_per_server: over which each splits its model.
         engine_devices: `placement.engine_devices`.
         strategy: the option of `weight_sync`, for messages.
         rule: see `engine_gpus`.
@@ -27,7 +28,8 @@ class Devices:
 
     trainer: str
     num_processes: int
-    starts_server: bool
+    num_servers: int
+    gpus_per_server: int
     engine_devices: Sequence[int] | None
     strategy: str
     rule: str
@@ -61,25 +63,60 @@ def trainer_gpus(device: str, num_processes: int) -> list[int]:
     return [device.index or 0 for device in devices if device.type == "cuda"]
 
 
-def server_gpus(devices: Devices) -> list[int] | None:
-    """The GPUs of a server that the run starts; None where it starts none, or where all that it sees will do. See `engine_gpus`."""
-    if not devices.starts_server:
-        return None
-    return engine_gpus(
+def server_gpus(devices: Devices) -> list[list[int] | None]:
+    """The GPUs of each server that the run starts; None for one that may use all that it sees.
+
+    Raises:
+        ConfigError: see `engine_gpus` and `share_out`.
+    """
+    num_gpus, num_servers = torch.cuda.device_count(), devices.num_servers
+    if num_servers == 0:
+        return []
+    gpus = engine_gpus(
         devices.engine_devices,
         devices.rule,
         name=devices.strategy,
         trainers=trainer_gpus(devices.trainer, devices.num_processes),
-        num_gpus=torch.cuda.device_count(),
+        num_gpus=num_gpus,
+        num_wanted=num_servers * devices.gpus_per_server,
     )
+    if num_servers == 1:
+        return [gpus]
+    if gpus is None and num_gpus == 0:
+        return [None] * num_servers
+    wanted = range(num_gpus)[: num_servers * devices.gpus_per_server]
+    return [*share_out(wanted if gpus is None else gpus, num_servers, devices.gpus_per_server, devices.engine_devices)]
 
 
-def engine_gpus(configured: Sequence[int] | None, rule: str, *, name: str, trainers: Sequence[int], num_gpus: int) -> list[int] | None:
-    """The GPUs of a server that the run starts, numbered as this process sees them; None (all that it sees) for trainers on the CPU.
+def share_out(gpus: Sequence[int], num_servers: int, at_least: int, configured: Sequence[int] | None) -> list[list[int]]:
+    """Equal parts of the GPUs, in order.
 
     Args:
-        configured: `placement.engine_devices`; null takes the trainer's GPU for the rule "same", else the first that no process trains on,
-            else (rule "any") the trainer's.
+        at_least: GPUs that each server needs.
+        configured: `placement.engine_devices`, for the message.
+
+    Raises:
+        ConfigError: too few, or parts that are not equal.
+    """
+    each, rest = divmod(len(gpus), num_servers)
+    if rest or each < at_least:
+        setting = f"placement.engine_devices={'null' if configured is None else list(configured)}"
+        raise ConfigError(
+            f"{setting}: {len(gpus)} GPU{'s' if len(gpus) != 1 else ''} cannot be shared out among placement.num_engines={num_servers} "
+            f"servers with {at_least} each (engine.args.tensor_parallel_size); name {num_servers * at_least} that no process trains on, or "
+            "start fewer servers"
+        )
+    return [list(gpus[i * each : (i + 1) * each]) for i in range(num_servers)]
+
+
+def engine_gpus(
+    configured: Sequence[int] | None, rule: str, *, name: str, trainers: Sequence[int], num_gpus: int, num_wanted: int = 1
+) -> list[int] | None:
+    """The GPUs of the servers that the run starts, numbered as this process sees them; None (all that it sees) for trainers on the CPU.
+
+    Args:
+        configured: `placement.engine_devices`; null takes the trainer's GPU for the rule "same", else the first `num_wanted` that no
+            process trains on, else (rule "any") the trainer's.
         rule: "same" where weights never leave the trainer's GPU, "other" where they must, "any".
         name: of the strategy with that rule.
         trainers: the GPU of every training process, that of the first one first.
@@ -99,7 +136,7 @@ def engine_gpus(configured: Sequence[int] | None, rule: str, *, name: str, train
                 f"{setting}: weight_sync={name} needs a GPU for the server that no process trains on, and all {num_gpus} of this machine "
                 "are trained on; use weight_sync=shared_vllm, or fewer training processes"
             )
-        return [trainers[0]] if rule == "same" or not free else [free[0]]
+        return [trainers[0]] if rule == "same" or not free else free[:num_wanted]
     if rule == "same" and trainers[0] not in configured:
         raise ConfigError(
             f"{setting}: weight_sync={name} needs the server on the trainer's GPU {trainers[0]}; use placement.engine_devices=null, or "

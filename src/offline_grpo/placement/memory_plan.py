@@ -33,11 +33,12 @@ SMALL_STATE_BYTES = 3  # per trained weight: an optimizer with less is as small 
 
 @dataclass(frozen=True)
 class ServerRequest:
-    """A server that the run starts."""
+    """The servers that the run starts."""
 
-    gpus: tuple[int, ...]
-    dtype: torch.dtype  # of its weights
-    num_shards: int  # GPUs that its weights are split over
+    num_servers: int
+    gpus: tuple[int, ...]  # of all of them
+    dtype: torch.dtype  # of their weights
+    num_shards: int  # GPUs that the weights of each are split over
     share_frac: float  # of each GPU's memory
     share_key: str  # the setting that says so
 
@@ -97,7 +98,7 @@ def predict(request: MemoryRequest) -> list[DevicePlan]:
         devices.append(DevicePlan(gpu, total_bytes, trainer, served))
     if offload:
         num_processes = len(request.trainers)
-        others_bytes = HOST_PROCESS_BYTES * (num_processes + (2 if server is not None else 0))
+        others_bytes = HOST_PROCESS_BYTES * (num_processes + (2 * server.num_servers if server is not None else 0))
         held = [masters, state] * num_processes + [Part("processes", others_bytes, masters.setting, masters.fix)]
         devices.append(DevicePlan(None, request.host_bytes, tuple(held), ()))
     return devices

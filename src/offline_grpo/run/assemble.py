@@ -19,7 +19,7 @@ from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Deployment, RolloutClient, RolloutSource, RunListener, Sharding
-from offline_grpo.model.dtypes import TORCH_NAMES, torch_dtype
+from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import context_length, load_policy, load_reference, load_tokenizer, read_model_config, resolve_device
 from offline_grpo.model.policy import Policy
@@ -76,17 +76,17 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     check_devices(devices)
     layouts_for(plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision))  # before a model is made
     model_id = _model_id(plan, ranks)
-    _check_found_servers(plan, model_id, ranks)
+    serving.check_found_servers(plan, model_id, ranks)
     recompute, predicted = check_memory(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)
     stack.enter_context(told_if_out_of_memory(predicted, start.run_dir))
     checkpoint = start.resume.checkpoint if start.resume is not None else None
-    server = _server(start, model_id, stack, devices)
+    servers = _servers(start, model_id, stack, devices)
     with progress.step("load model", f"loading the model {checkpoint or model_id}"):
         policy = _policy(plan, model_id, checkpoint, ranks, recompute)
     sharding = sharding_of(config.train.sharding, ranks)
     sharding.prepare(policy)
     places: dict[str, Any] = {"sharding": sharding, "ranks": ranks}
-    training = serving.for_training(plan.engine, server, plan.weight_sync, policy, sampling=plan.sampling, **places)
+    training = serving.for_training(plan.engine, servers, plan.weight_sync, policy, sampling=plan.sampling, **places)
     places |= {"sampling": plan.eval_sampling, "run_folder": start.run_dir.path}
     evaluation = serving.for_evaluation(plan.eval_engine, plan.eval_weight_sync, training, policy, **places)
     for deployment in dict.fromkeys((training, evaluation)):
@@ -132,18 +132,18 @@ def _recorders(start: Start, policy: Policy, updater: Updater, origin: Origin) -
     return [Recorder(start.run_dir.path, origin, lambda: (updater.counters.version, policy.trained_here()))]
 
 
-def _server(start: Start, model_id: str, stack: ExitStack, devices: Devices) -> Server | None:
-    """The server that training samples from. It starts now, if it can while the policy is loaded."""
+def _servers(start: Start, model_id: str, stack: ExitStack, devices: Devices) -> list[Server]:
+    """The servers that training samples from. They start now, if they can while the policy is loaded."""
     plan, gpus = start.plan, server_gpus(devices)
-    server = serving.training_server(plan.engine, plan.weight_sync, run_folder=start.run_dir.path, gpus=gpus, ranks=start.ranks)
-    if server is not None:
+    servers = serving.training_servers(plan.engine, plan.weight_sync, run_folder=start.run_dir.path, gpus=gpus, ranks=start.ranks)
+    can_begin = serving.starts_beside_loading(plan.weight_sync, gpus=gpus, trainers=trainer_gpus(devices.trainer, devices.num_processes))
+    has_trained = start.resume is not None and plan.config.model.lora is None and plan.weight_sync.requires.moves != "nothing"
+    model = str(start.resume.checkpoint) if start.resume is not None and has_trained else model_id
+    for server in servers:
         stack.callback(server.stop)
-        trainers = trainer_gpus(devices.trainer, devices.num_processes)
-        if serving.starts_beside_loading(plan.weight_sync, gpus=gpus, trainers=trainers):
-            has_trained = start.resume is not None and plan.config.model.lora is None and plan.weight_sync.requires.moves != "nothing"
-            model = str(start.resume.checkpoint) if start.resume is not None and has_trained else model_id
-            start.ranks.on_main(lambda: server.begin(model))
-    return server
+        if can_begin:
+            start.ranks.on_main(lambda server=server: server.begin(model))
+    return servers
 
 
 def _policy(plan: Plan, model_id: str, checkpoint: Path | None, ranks: Ranks, recompute: float) -> Policy:
@@ -184,15 +184,6 @@ def _model_id(plan: Plan, ranks: Ranks) -> str:
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cache_dir={config.cache_dir}: the tiny model cannot be kept there ({reason_of(error)})") from error
     return str(ranks.broadcast(path))
-
-
-def _check_found_servers(plan: Plan, model_id: str, ranks: Ranks) -> None:
-    """See `serving.check_found`. Of a model with adapters, a server has the base."""
-    lora = plan.config.model.lora
-    about = {"dtype": TORCH_NAMES[plan.config.train.precision], "lora_rank": None if lora is None else lora.r}
-    of_training = {**about, "for_environments": plan.config.rollouts.get("url") is not None}
-    ranks.on_main(lambda: serving.check_found(plan.engine, plan.weight_sync, model_id, **of_training))
-    ranks.on_main(lambda: serving.check_found(plan.eval_engine, plan.eval_weight_sync, model_id, **about))
 
 
 def _check_model(plan: Plan, model_id: str) -> int:

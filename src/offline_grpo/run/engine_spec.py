@@ -13,6 +13,7 @@ import httpx
 from offline_grpo.engine.command_line import CommandLine
 from offline_grpo.engine.server import Launcher, plain_url
 from offline_grpo.errors import ConfigError, require
+from offline_grpo.generation.server_client import ServerClient
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.settings import EvalConfig, RunConfig
 
@@ -33,21 +34,33 @@ EVAL_BACKENDS = {
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """A client and its server, before either exists.
+    """A client and its servers, before any of them exists.
 
     Args:
         client_node: `_target_` and settings of the rollout client.
-        base_url: of an external server; None where the run starts one, or needs none.
-        api_key: of the server. A managed one without a configured key gets a random one, so that nobody else on the machine controls it.
-        launcher: starts a managed server; None where none is started.
+        base_urls: of external servers; empty where the run starts them, or needs none.
+        api_key: of the servers. Managed ones without a configured key get a random one, so that nobody else on the machine controls them.
+        launcher: starts managed servers; None where none is started.
         key: the group that the client's settings come from, for messages.
+        num_managed: servers that the run starts.
     """
 
     client_node: Mapping[str, Any]
-    base_url: str | None
+    base_urls: Sequence[str]
     api_key: str | None = field(repr=False)
     launcher: Launcher | None
     key: str
+    num_managed: int = 0
+
+    @property
+    def base_url(self) -> str | None:
+        """The URLs of external servers, as one types them; None where there are none."""
+        return None if not self.base_urls else self.base_urls[0] if len(self.base_urls) == 1 else f"[{','.join(self.base_urls)}]"
+
+    @property
+    def num_servers(self) -> int:
+        """That are asked at once."""
+        return self.num_managed or len(self.base_urls)
 
     @property
     def client_class(self) -> Any:
@@ -84,16 +97,26 @@ def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
         ConfigError: a client whose settings do not fit its constructor, or that has no server to ask.
     """
     client_node = {name: value for name, value in node.items() if name not in ("base_url", "api_key")}
-    spec = EngineSpec(client_node, node.get("base_url"), node.get("api_key"), None, "generation")
+    urls, asked = urls_of(node.get("base_url")), config.placement.num_engines
+    spec = EngineSpec(client_node, urls, node.get("api_key"), None, "generation")
     spec.check_client()
-    if not spec.needs_server or spec.base_url is not None:
+    where = f"the servers at generation.base_url={spec.base_url} run already" if urls else "generation samples in this process"
+    is_free = spec.needs_server and not urls
+    require(is_free or asked in (1, len(urls)), "placement.num_engines", asked, f"{where}, so this would do nothing; leave it at 1")
+    fix = "cannot be spread over several servers, because it does not inherit from ServerClient (generation/server_client.py)"
+    is_one = max(asked, len(urls)) == 1 or issubclass(spec.client_class, ServerClient)
+    require(is_one, "generation._target_", client_node["_target_"], fix)
+    if not is_free:
         return spec
     if config.engine is None:
         raise ConfigError("generation.base_url=None: no server to ask; name a running one, or let the run start one with engine=vllm")
     launcher = build(_trusting(config.engine) if config.model.trust_remote_code else config.engine, key="engine")
     if isinstance(launcher, CommandLine) and launcher.api_key is None:
         launcher = replace(launcher, api_key=secrets.token_hex(32))
-    return replace(spec, api_key=launcher.api_key, launcher=launcher)
+    last = 65536 - asked
+    fix = f"placement.num_engines={asked} takes as many ports from there on; use {last} or less, or null"
+    require(launcher.port is None or launcher.port <= last, "engine.port", launcher.port, fix)
+    return replace(spec, api_key=launcher.api_key, launcher=launcher, num_managed=asked)
 
 
 def _trusting(node: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -110,9 +133,9 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
     Raises:
         ConfigError: a client whose settings do not fit its constructor, one that has no server to ask, or a server without a client.
     """
-    spec = EngineSpec(_evaluation_node(settings, training), settings.base_url, api_key, None, "eval.backend")
+    spec = EngineSpec(_evaluation_node(settings, training), urls_of(settings.base_url), api_key, None, "eval.backend")
     is_same_client = not isinstance(settings.backend, Mapping) and issubclass(training.client_class, spec.client_class)
-    is_shared = is_same_client and (settings.base_url is None or is_same_url(settings.base_url, training.base_url))
+    is_shared = is_same_client and (settings.base_url is None or any(is_same_url(settings.base_url, url) for url in training.base_urls))
     if settings.base_url is None or is_shared:
         fix = "applies only to a separate evaluation server; set eval.base_url to one, or leave it null"
         require(settings.weight_sync is None, "eval.weight_sync", settings.weight_sync, fix)
@@ -150,6 +173,20 @@ def check_overrides(overrides: Sequence[str], training: EngineSpec) -> None:
             )
 
 
+def urls_of(value: str | Sequence[str] | None) -> list[str]:
+    """The URLs that a setting names: none, one, or a list."""
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def check_urls(key: str, value: Any) -> None:
+    """Raise ConfigError if the setting names a URL that a client cannot ask, names one twice, or is an empty list."""
+    urls = urls_of(value)
+    require(value is None or len(urls) > 0, key, value, "names no server; null starts one")
+    for url in urls:
+        check_url(key, url)
+    require(len({plain_url(url) for url in urls}) == len(urls), key, f"[{','.join(urls)}]", "names a server twice")
+
+
 def check_url(key: str, url: str | None) -> None:
     """Raise ConfigError if `url` is none that a client can ask; None is let through."""
     if url is None:
@@ -165,9 +202,9 @@ def check_url(key: str, url: str | None) -> None:
         )
 
 
-def is_same_url(url: str, other: str | None) -> bool:
+def is_same_url(url: str, other: str) -> bool:
     """Whether two settings name one server."""
-    return other is not None and plain_url(url) == plain_url(other)
+    return plain_url(url) == plain_url(other)
 
 
 def _evaluation_node(settings: EvalConfig, training: EngineSpec) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ from offline_grpo.checkpoint.pretrained import ModelSource
 from offline_grpo.disk import OwnFolder
 from offline_grpo.engine.engine import engine_of
 from offline_grpo.engine.server import Server
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.eval.paired import PairedResult, compare
 from offline_grpo.eval.records import recording
@@ -73,6 +73,7 @@ def engine_spec(config: RunConfig, num_models: int) -> EngineSpec:
         raise ConfigError(
             f"generation.base_url={spec.base_url}: that server has one model and {num_models} are named; evaluate one at a time"
         )
+    require(len(spec.base_urls) <= 1, "generation.base_url", spec.base_url, "an evaluation asks one server; name one")
     if spec.launcher is not None:
         spec.launcher.check_installed()
     return spec

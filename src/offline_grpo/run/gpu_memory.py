@@ -19,7 +19,7 @@ from offline_grpo.placement.devices import server_gpus, trainer_gpus
 from offline_grpo.placement.host import available_bytes
 from offline_grpo.placement.memory_plan import MemoryRequest, ServerRequest, largest_microbatch, model_of, predict
 from offline_grpo.placement.recompute import choose_share, in_words
-from offline_grpo.run.preflight import Plan
+from offline_grpo.run.preflight import Plan, num_shards
 from offline_grpo.train.optimizer import is_offloaded
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processe
         read_model_config(model.ref_id or model_id, "model.ref_id", **trust) if needs_reference_copy(plan) else None,
         longest_prompt=longest_prompt,
         trainers=trainers,
-        engine_gpus=engines or (),
+        engine_gpus=[gpu for gpus in engines for gpu in gpus or ()],
         total_bytes=[torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())],
     )
     if recompute == "auto":
@@ -89,7 +89,7 @@ def memory_request(
 
     Args:
         reference_config: None where `needs_reference_copy` says that there is no copy.
-        engine_gpus: of the server; unused where the run starts none.
+        engine_gpus: of all servers; unused where the run starts none.
     """
     config = plan.config
     request = MemoryRequest(
@@ -128,9 +128,10 @@ def _server_request(plan: Plan, gpus: Sequence[int]) -> ServerRequest:
     share = next((key for key in SHARE_KEYS if key in args), SHARE_KEYS[0])
     dtype = args.get("dtype")
     return ServerRequest(
+        num_servers=plan.engine.num_managed,
         gpus=tuple(gpus),
         dtype=torch_dtype(dtype if dtype in TORCH_NAMES else plan.config.train.precision),  # others, such as auto, are the model's own
-        num_shards=args.get("tensor_parallel_size") or args.get("tp_size") or 1,
+        num_shards=num_shards(args),
         share_frac=args.get(share) or DEFAULT_SHARE,
         share_key=f"engine.args.{share}",
     )

@@ -16,7 +16,7 @@ from offline_grpo.eval.pass_at_k import metric_names
 from offline_grpo.interfaces import Layout, Loss, LossHead, OptimizerFactory, RunListener
 from offline_grpo.logger.profiler import Profiler
 from offline_grpo.run.build import build, check_settings
-from offline_grpo.run.engine_spec import EngineSpec, check_url, evaluation_engine, training_engine
+from offline_grpo.run.engine_spec import EngineSpec, check_url, check_urls, evaluation_engine, training_engine
 from offline_grpo.run.task_data import TaskData, task_data
 from offline_grpo.settings import RunConfig
 from offline_grpo.train.milestones import watched_metrics
@@ -60,12 +60,18 @@ class Plan:
         return Devices(
             trainer=self.config.model.device,
             num_processes=num_processes,
-            starts_server=self.engine.launcher is not None,
+            num_servers=self.engine.num_managed,
+            gpus_per_server=num_shards(self.server_args),
             engine_devices=self.config.placement.engine_devices,
             strategy=self.weight_sync.name,
             rule=needs.placement,
             needs_gpu=needs.gpu,
         )
+
+
+def num_shards(server_args: Mapping[str, Any]) -> int:
+    """GPUs that a server splits its model over; the option is vLLM's or SGLang's."""
+    return server_args.get("tensor_parallel_size") or server_args.get("tp_size") or 1
 
 
 def make_plan(config: RunConfig) -> Plan:
@@ -76,7 +82,7 @@ def make_plan(config: RunConfig) -> Plan:
     """
     sampling, node = _split_generation(config.generation)
     eval_sampling = evaluation_sampling(config)
-    check_url("generation.base_url", node.get("base_url"))
+    check_urls("generation.base_url", node.get("base_url"))
     check_url("eval.base_url", config.eval.base_url)
     check_url("rollouts.url", config.rollouts.get("url"))
     listeners(config, Path())  # their constructors refuse bad settings
@@ -99,6 +105,9 @@ def make_plan(config: RunConfig) -> Plan:
     weight_sync = build(config.weight_sync, key="weight_sync", protocol=WeightSync)
     lora_rank = config.model.lora.r if config.model.lora is not None else None
     check_requirements(weight_sync.name, weight_sync.requires, engine.client_class, lora_rank=lora_rank, base_url=engine.base_url)
+    fix = f"serves one engine: the policy shares its memory, or GPU, with it; use one, or another weight_sync than {weight_sync.name}"
+    key, value = ("generation.base_url", engine.base_url) if engine.base_urls else ("placement.num_engines", engine.num_managed)
+    require(engine.num_servers <= 1 or not weight_sync.requires.one_engine, key, value, fix)
     check_in_flight(weight_sync.name, weight_sync.requires, config.rollouts.get("in_flight"))
     eval_engine = evaluation_engine(config.eval, engine, api_key=node.get("api_key")) if config.eval.enabled else None
     eval_weight_sync = evaluation_sync(eval_engine, config.eval, weight_sync, lora_rank=lora_rank)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offline_grpo.engine.engine import engine_of
 from offline_grpo.engine.server import Server
@@ -13,6 +14,7 @@ from offline_grpo.engine.sglang import SglangEngine
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Deployment, RolloutClient, Sharding
+from offline_grpo.model.dtypes import TORCH_NAMES
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.text import end_ids
 from offline_grpo.placement.ranks import Ranks
@@ -27,7 +29,11 @@ from offline_grpo.weight_sync.lora_hotswap import LoraHotswap, room_for
 from offline_grpo.weight_sync.lora_restart import LoraRestart
 from offline_grpo.weight_sync.rank_zero import RankZeroDeployment
 from offline_grpo.weight_sync.reload import Reload
+from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.strategy import WeightSync
+
+if TYPE_CHECKING:
+    from offline_grpo.run.preflight import Plan
 
 log = logging.getLogger(__name__)
 
@@ -35,48 +41,40 @@ LAUNCHERS = {launcher.name: launcher for launcher in (VllmEngine, SglangEngine)}
 """How a server of each kind is started."""
 
 
-def training_server(
-    spec: EngineSpec, weight_sync: WeightSync, *, run_folder: Path, gpus: Sequence[int] | None, ranks: Ranks
-) -> Server | None:
-    """The server that `generation` samples from, not started yet; None where it samples in this process.
+def training_servers(
+    spec: EngineSpec, weight_sync: WeightSync, *, run_folder: Path, gpus: Sequence[Sequence[int] | None], ranks: Ranks
+) -> list[Server]:
+    """The servers that `generation` samples from, not started yet; empty where it samples in this process.
 
     Args:
-        gpus: that a server which the run starts may see; None: all that this process sees.
+        gpus: that each server which the run starts may see; None: all that this process sees.
     """
-    if not spec.needs_server:
-        return None
-    server, needs = None, weight_sync.requires
-    if ranks.is_main:
-        server = Server(
-            base_url=spec.base_url,
-            api_key=spec.api_key,
-            launcher=spec.launcher,
-            log_dir=run_folder,
-            gpus=gpus,
-            args=needs.server_args,
-            env=needs.env,
-        )
-    url, key = ranks.broadcast((server.base_url, server.api_key) if server is not None else (None, None))
-    return server or Server(base_url=url, api_key=key, launcher=None, log_dir=run_folder)
+    servers = _found(spec, run_folder) if spec.base_urls else []
+    if spec.launcher is not None and ranks.is_main:
+        about: dict[str, Any] = {"args": weight_sync.requires.server_args, "env": weight_sync.requires.env, "log_numbers": count()}
+        common: dict[str, Any] = {"base_url": None, "api_key": None, "launcher": spec.launcher, "log_dir": run_folder}
+        servers = [Server(**common, **about, number=number, gpus=own) for number, own in enumerate(gpus)]
+    addresses = ranks.broadcast([(server.base_url, server.api_key) for server in servers])
+    return servers or [Server(base_url=url, api_key=key, launcher=None, log_dir=run_folder) for url, key in addresses]
 
 
-def starts_beside_loading(weight_sync: WeightSync, *, gpus: Sequence[int] | None, trainers: Sequence[int]) -> bool:
-    """Whether a server may start while the policy is loaded.
+def starts_beside_loading(weight_sync: WeightSync, *, gpus: Sequence[Sequence[int] | None], trainers: Sequence[int]) -> bool:
+    """Whether the servers may start while the policy is loaded.
 
     Not on a GPU onto which the policy is loaded: vLLM takes what others allocate meanwhile for its own, and ends if they free something.
 
     Args:
-        gpus: the server's, see `training_server`.
+        gpus: the servers', see `training_servers`.
         trainers: those of the training processes.
     """
     needs_policy = isinstance(weight_sync, LoraRestart)  # its command line names the adapter
-    shared = set(trainers) if gpus is None else set(trainers) & set(gpus)
+    shared = {gpu for own in gpus for gpu in trainers if own is None or gpu in own}
     return not needs_policy and (weight_sync.requires.shares_weights or not shared)
 
 
 def for_training(
     spec: EngineSpec,
-    server: Server | None,
+    servers: Sequence[Server],
     weight_sync: WeightSync,
     policy: Policy,
     *,
@@ -84,13 +82,13 @@ def for_training(
     sharding: Sharding,
     ranks: Ranks,
 ) -> Deployment:
-    """The engine of `generation` and the strategy of `weight_sync`, not connected yet.
+    """The engines of `generation` and the strategy of `weight_sync`, not connected yet.
 
     Args:
-        server: see `training_server`.
+        servers: see `training_servers`.
         sampling: the settings of training.
     """
-    return _deployment(spec, server, weight_sync, policy, sampling, sharding, ranks)
+    return _deployment(spec, servers, weight_sync, policy, sampling, sharding, ranks)
 
 
 def for_evaluation(
@@ -107,8 +105,7 @@ def for_evaluation(
     """What evaluations ask, not connected yet; `training` itself where `spec` is None."""
     if spec is None:
         return training
-    server = _found(spec, run_folder) if spec.needs_server else None
-    return _deployment(spec, server, weight_sync, policy, sampling, sharding, ranks)
+    return _deployment(spec, _found(spec, run_folder), weight_sync, policy, sampling, sharding, ranks)
 
 
 def evaluation_sync(spec: EngineSpec | None, settings: EvalConfig, training: WeightSync, *, lora_rank: int | None) -> WeightSync:
@@ -128,10 +125,19 @@ def evaluation_sync(spec: EngineSpec | None, settings: EvalConfig, training: Wei
     return Reload(**common, server_args={}, location=settings.location, pause_mode="abort")  # of this run, no request is in flight
 
 
+def check_found_servers(plan: Plan, model_id: str, ranks: Ranks) -> None:
+    """See `check_found`. Of a model with adapters, a server has the base."""
+    lora = plan.config.model.lora
+    about = {"dtype": TORCH_NAMES[plan.config.train.precision], "lora_rank": None if lora is None else lora.r}
+    of_training = {**about, "for_environments": plan.config.rollouts.get("url") is not None}
+    ranks.on_main(lambda: check_found(plan.engine, plan.weight_sync, model_id, **of_training))
+    ranks.on_main(lambda: check_found(plan.eval_engine, plan.eval_weight_sync, model_id, **about))
+
+
 def check_found(
     spec: EngineSpec | None, weight_sync: WeightSync, model: str, *, dtype: str, lora_rank: int | None, for_environments: bool = False
 ) -> None:
-    """Look at a server that the run does not start, before anything large is loaded.
+    """Look at servers that the run does not start, before anything large is loaded.
 
     Args:
         model, dtype: what it should serve, for the message.
@@ -141,9 +147,14 @@ def check_found(
         EngineError: nobody answers there.
         ConfigError: it lacks what weight sync needs; names the command that starts a right one.
     """
-    if spec is None or spec.base_url is None:
-        return
-    server, needs = _found(spec, Path()), weight_sync.requires
+    for server in [] if spec is None else _found(spec, Path()):
+        assert spec is not None
+        _check_server(server, spec, weight_sync.requires, model, dtype=dtype, lora_rank=lora_rank, for_environments=for_environments)
+
+
+def _check_server(
+    server: Server, spec: EngineSpec, needs: SyncRequirements, model: str, *, dtype: str, lora_rank: int | None, for_environments: bool
+) -> None:
     server.start(model)
     control = spec.client_class.control(server)
     control.check_version()
@@ -165,28 +176,32 @@ def check_found(
     raise ConfigError(message)
 
 
-def _found(spec: EngineSpec, log_dir: Path) -> Server:
-    return Server(base_url=spec.base_url, api_key=spec.api_key, launcher=None, log_dir=log_dir, key=spec.url_key)
+def _found(spec: EngineSpec, log_dir: Path) -> list[Server]:
+    common: dict[str, Any] = {"api_key": spec.api_key, "launcher": None, "log_dir": log_dir, "key": spec.url_key}
+    return [Server(base_url=url, **common) for url in spec.base_urls]
 
 
 def _deployment(
     spec: EngineSpec,
-    server: Server | None,
+    servers: Sequence[Server],
     weight_sync: WeightSync,
     policy: Policy,
     sampling: SamplingParams,
     sharding: Sharding,
     ranks: Ranks,
 ) -> Deployment:
-    client = build(
-        spec.client_node,
-        key=spec.key,
-        protocol=RolloutClient,
-        model=policy.model,
-        tokenizer=policy.tokenizer,
-        server=server,
-        eos_ids=end_ids(policy.causal_lm.generation_config, policy.tokenizer),
-        vocab_size=policy.vocab_size,
-    )
-    inner = deployment.Deployment([engine_of(client, sampling)], weight_sync, sharding.full_weights)
-    return RankZeroDeployment(inner, ranks, sharding.lead) if server is not None and ranks.world_size > 1 else inner
+    clients = [
+        build(
+            spec.client_node,
+            key=spec.key,
+            protocol=RolloutClient,
+            model=policy.model,
+            tokenizer=policy.tokenizer,
+            server=server,
+            eos_ids=end_ids(policy.causal_lm.generation_config, policy.tokenizer),
+            vocab_size=policy.vocab_size,
+        )
+        for server in servers or [None]
+    ]
+    inner = deployment.Deployment([engine_of(client, sampling) for client in clients], weight_sync, sharding.full_weights)
+    return RankZeroDeployment(inner, ranks, sharding.lead) if servers and ranks.world_size > 1 else inner

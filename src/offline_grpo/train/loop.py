@@ -190,14 +190,13 @@ class Loop:
             self.source.weights_changed(report.version)
         else:
             report = SyncReport(version=self.schedule.version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
-        return (
-            report.metrics()
-            | frozen_metric(self.deployment)
-            | {
-                "sync/num_recoveries": float(self._num_recoveries),
-                "sync/num_foreign_writes": float(self._num_foreign_writes),
-            }
-        )
+        return {
+            **report.metrics(),
+            **frozen_metric(self.deployment),
+            **self.deployment.metrics(),
+            "sync/num_recoveries": float(self._num_recoveries),
+            "sync/num_foreign_writes": float(self._num_foreign_writes),
+        }
 
     def _push_now(self) -> SyncReport:
         if isinstance(self.source, Prefetch):

@@ -7,12 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from offline_grpo.engine.engine import Engine, ServerEngine
 from offline_grpo.errors import EngineError
+from offline_grpo.generation.spread import SpreadClient
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
-from offline_grpo.types import ServedWeights, SyncReport
+from offline_grpo.types import Metrics, ServedWeights, SyncReport
 from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.requirements import check_requirements
 from offline_grpo.weight_sync.snapshot import FullWeights, Snapshot
@@ -21,33 +23,46 @@ from offline_grpo.weight_sync.strategy import SharingSync, WeightSync
 log = logging.getLogger(__name__)
 
 
+Start = tuple[str, Mapping[str, Any]]
+"""The words with which an engine is started: the model, and arguments of the command line."""
+
+
 @dataclass(frozen=True)
 class DeploymentState:
-    """What other processes need to use the engines that the first one started: of each, the served weights and the server's pid."""
+    """What other processes need to use the engines that the first one started, of each: the served weights, the server's pid, and whether
+    it may be asked."""
 
     weights: tuple[ServedWeights, ...]
     pids: tuple[int | None, ...]
+    serves: tuple[bool, ...]
 
 
 class Deployment:
     """Implements `interfaces.Deployment`: a push stages the weights once, and gives them to every engine in turn.
 
+    Of several engines, one that dies while it samples is left out, and the run goes on with the others. The next push begins to start it
+    again, and the first one that finds it ready gives it the weights and proves them: then it is asked again. With none left, or one that
+    dies in a push, `recover` starts what is missing and waits for it.
+
     Args:
-        engines: the run samples from the first; all serve the same weights.
+        engines: all serve the same weights. Several are servers.
         full_weights: the one place where a push reads the policy's weights from.
     """
 
     def __init__(self, engines: Sequence[Engine], weight_sync: WeightSync, full_weights: FullWeights) -> None:
         assert len(engines) == 1 or not weight_sync.requires.one_engine, f"{weight_sync.name} serves one engine"
         self.engines = list(engines)
+        self._spread = SpreadClient([engine.client for engine in engines]) if len(engines) > 1 else None  # type: ignore[misc]  # servers
+        self._starting: dict[Engine, Start] = {}
+        self._num_restarts = 0
         self._strategy = weight_sync
         self._full_weights = full_weights
         self._version: int | None = None
 
     @property
     def client(self) -> RolloutClient:
-        """Samples from the first engine."""
-        return self.engines[0].client
+        """Samples from all engines that serve."""
+        return self.engines[0].client if self._spread is None else self._spread
 
     @property
     def is_frozen(self) -> bool:
@@ -65,8 +80,11 @@ class Deployment:
         for engine in self.engines:
             check_requirements(strategy.name, strategy.requires, type(engine.client), lora_rank=policy.lora_rank, base_url=engine.found_at)
         snapshot = self._snapshot(policy)
+        words = strategy.start_model(snapshot), strategy.start_args(snapshot)
         for engine in self.engines:
-            engine.start(strategy.start_model(snapshot), strategy.start_args(snapshot))
+            engine.begin(*words)
+        for engine in self.engines:
+            engine.start(*words)
             strategy.attach(engine, snapshot)
 
     def push(self, policy: Policy, *, version: int) -> SyncReport:
@@ -77,19 +95,21 @@ class Deployment:
             EngineError: the weights did not arrive.
         """
         started = time.perf_counter()
-        snapshot = self._snapshot(policy)
+        self._bring_back(policy)
+        snapshot, serving = self._snapshot(policy), self.engines if self._restarts else self._serving
         try:
             with self._strategy.staged(snapshot, version) as staged:
                 paused_seconds = 0.0
-                for engine in self.engines:
+                for engine in serving:
                     paused_seconds = max(paused_seconds, self._strategy.apply(engine, staged))
                     engine.client.weights = ServedWeights(staged.version, staged.name)
             self._version = staged.version
             delivered = time.perf_counter()
-            proofs = [self._strategy.verify(engine, snapshot, version) for engine in self.engines]
+            proofs = [self._strategy.verify(engine, snapshot, version) for engine in serving]
         except EngineError:
             self._check_alive()  # if the first engine died, others fail too: what was staged lay in its folder
             raise
+        self._ask(serving)
         return SyncReport(
             version=staged.version,
             num_tensors=staged.num_tensors,
@@ -103,7 +123,7 @@ class Deployment:
     def check_served(self) -> None:
         """See `Deployment.check_served` in interfaces.py."""
         assert self._version is not None, "check_served() before push()"
-        for engine in self.engines:
+        for engine in self._serving:  # the dead had what was proven by the last push, and nobody else has the key of their servers
             self._strategy.check_served(engine, self._version)
 
     def mend(self, policy: Policy) -> list[str]:
@@ -115,14 +135,22 @@ class Deployment:
     def recover(self, policy: Policy, *, version: int) -> None:
         """Restart the engines that have died, mend the weights, and push to all. Raises as `connect` and `push` do."""
         snapshot = self._snapshot(policy)
-        for engine in self.engines:
-            if engine.has_lost_weights:
+        lost = [engine for engine in self.engines if engine in self._starting or engine.has_lost_weights]
+        words = {engine: self._recovery_words(snapshot) for engine in lost}
+        for engine in lost:
+            if engine not in self._starting:
                 engine.stop()
-                model = self._strategy.recovery_model(snapshot)
-                engine.start(model, self._strategy.start_args(snapshot))
-                self._strategy.reattach(engine, snapshot)
+                engine.begin(*words[engine])
+        self._starting = {}
+        for engine in lost:
+            engine.start(*words[engine])
+            self._strategy.reattach(engine, snapshot)
         self.mend(policy)
         self.push(policy, version=version)
+
+    def metrics(self) -> Metrics:
+        """See `Deployment.metrics` in interfaces.py."""
+        return {} if self._spread is None else {**self._spread.metrics(), "engines/num_restarts": float(self._num_restarts)}
 
     def close(self) -> None:
         """Release all engines, and stop those that the run started. Called once at exit, also if `connect` never ran."""
@@ -130,12 +158,15 @@ class Deployment:
             for engine in self.engines:
                 stack.callback(engine.stop)
                 stack.callback(self._strategy.detach, engine)
+            if self._spread is not None:
+                stack.callback(self._spread.close)
 
     @property
     def state(self) -> DeploymentState:
         """For the other processes of a run, see `follow`."""
         pids = tuple(engine.server.pid if isinstance(engine, ServerEngine) else None for engine in self.engines)
-        return DeploymentState(tuple(engine.client.weights for engine in self.engines), pids)
+        serving = self._serving
+        return DeploymentState(tuple(e.client.weights for e in self.engines), pids, tuple(e in serving for e in self.engines))
 
     def follow(self, state: DeploymentState) -> None:
         """Sample from engines that another process of the run started and pushed to."""
@@ -143,9 +174,47 @@ class Deployment:
             engine.client.weights = weights
             if isinstance(engine, ServerEngine):
                 engine.server.watch(pid)
+        self._ask([engine for engine, serves in zip(self.engines, state.serves, strict=True) if serves])
+
+    @property
+    def _restarts(self) -> bool:
+        """Whether a push starts every server anew, the dead among them."""
+        return self._strategy.requires.own_server
+
+    @property
+    def _serving(self) -> list[Engine]:
+        """All but the dead and those that are being started; where that is none, all, so that the dead say why."""
+        return [e for e in self.engines if e not in self._starting and (e.found_at is not None or not e.has_lost_weights)] or self.engines
+
+    def _ask(self, engines: Sequence[Engine]) -> None:
+        """From now on `client` samples from these."""
+        if self._spread is not None:
+            self._spread.serving = [engine.client for engine in engines]  # type: ignore[misc]  # servers
+            self._spread.weights = engines[0].client.weights
+
+    def _bring_back(self, policy: Policy) -> None:
+        """Start the dead again, beside the others, and prepare the path to those that are ready by now."""
+        if self._restarts:
+            return
+        snapshot = self._snapshot(policy)
+        for engine in [engine for engine in self._starting if engine.is_ready]:
+            engine.start(*self._starting.pop(engine))
+            self._strategy.reattach(engine, snapshot)
+        serving = self._serving
+        for engine in self.engines:
+            if engine in serving or engine in self._starting:
+                continue
+            self._num_restarts += 1
+            self._strategy.detach(engine)
+            engine.stop()
+            self._starting[engine] = self._recovery_words(snapshot)
+            engine.begin(*self._starting[engine])
+
+    def _recovery_words(self, snapshot: Snapshot) -> Start:
+        return self._strategy.recovery_model(snapshot), self._strategy.start_args(snapshot)
 
     def _snapshot(self, policy: Policy) -> Snapshot:
-        return Snapshot(policy, self._full_weights, host=self.engines[0])
+        return Snapshot(policy, self._full_weights, host=self._serving[0])
 
     def _check_alive(self) -> None:
         for engine in self.engines:

@@ -31,7 +31,7 @@ class Ipc(WeightTransfer):
     def requires(self) -> SyncRequirements:
         """See `WeightSync.requires`."""
         env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "1"}
-        return replace(super().requires, gpu=True, placement="same", env=env)
+        return replace(super().requires, gpu=True, one_engine=True, placement="same", env=env)
 
     def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`.

@@ -8,7 +8,7 @@ from typing import Any
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.types import SyncReport
+from offline_grpo.types import Metrics, SyncReport
 from offline_grpo.weight_sync.deployment import Deployment
 
 
@@ -59,6 +59,10 @@ class RankZeroDeployment:
         """See `Deployment.recover`."""
         self._lead(lambda: self._inner.recover(policy, version=version))
         self._follow()
+
+    def metrics(self) -> Metrics:
+        """See `Deployment.metrics`. What this process has sampled."""
+        return self._inner.metrics()
 
     def close(self) -> None:
         """See `Deployment.close`. Uses no collectives: processes may end at different times."""

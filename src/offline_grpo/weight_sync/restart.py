@@ -60,8 +60,8 @@ class Restart(ServerSync):
 
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedStart]:
-        """See `WeightSync.staged`. Weights that all servers were started from are not saved again."""
-        is_new = any(bits != snapshot.fingerprints for bits in self._started_from.values())
+        """See `WeightSync.staged`. Weights that all servers were started from, and still serve, are not saved again."""
+        is_new = any(self._is_new(engine, snapshot.fingerprints) for engine in self._started_from)
         num_bytes = self._save(snapshot) if is_new else 0
         yield StagedStart(
             version=version,
@@ -75,7 +75,7 @@ class Restart(ServerSync):
     def apply(self, engine: ServerEngine, staged: StagedStart) -> float:
         """See `WeightSync.apply`. A server that was started from these weights is only told the version."""
         started = time.perf_counter()
-        is_new = self._started_from[engine] != staged.bits
+        is_new = self._is_new(engine, staged.bits)
         if is_new:
             engine.stop()
             engine.start(staged.model, staged.args)
@@ -87,6 +87,10 @@ class Restart(ServerSync):
         """See `WeightSync.detach`. Deletes the served weights: checkpoints are elsewhere."""
         if self._folder is not None:
             shutil.rmtree(self._folder.parent, ignore_errors=True)
+
+    def _is_new(self, engine: ServerEngine, bits: Bits) -> bool:
+        """Whether the server has to be started to serve these weights."""
+        return self._started_from[engine] != bits or engine.has_lost_weights
 
     def _model(self, snapshot: Snapshot) -> str:
         return self.start_model(snapshot) if self._folder is None else str(self._folder.with_name(MODEL))

@@ -8,7 +8,7 @@ from factories import compose_config
 from transformers import Qwen2Config
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.placement.devices import check_devices, engine_gpus, trainer_gpus
+from offline_grpo.placement.devices import Devices, check_devices, engine_gpus, server_gpus, trainer_gpus
 from offline_grpo.placement.recompute import in_words
 from offline_grpo.run.config import typed
 from offline_grpo.run.gpu_memory import check_memory
@@ -70,6 +70,50 @@ def test_a_list_is_used_as_it_is(rule, trainers, configured):
 def test_what_cannot_be_is_refused(rule, trainers, configured, num_gpus, message):
     with pytest.raises(ConfigError, match=message):
         engine_gpus(configured, rule, name="x", trainers=trainers, num_gpus=num_gpus)
+
+
+NULL = "placement.engine_devices=null"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "num_servers", "each", "configured", "num_gpus", "expected"),
+    [
+        ("cpu", 0, 1, None, 0, []),
+        ("cpu", 2, 1, None, 0, [None, None]),  # all on the CPU
+        ("cpu", 1, 1, None, 4, [None]),
+        ("cpu", 2, 1, None, 4, [[0], [1]]),
+        ("cuda", 1, 1, None, 4, [[1]]),
+        ("cuda", 1, 2, None, 4, [[1, 2]]),
+        ("cuda", 2, 1, None, 4, [[1], [2]]),
+        ("cuda", 2, 1, [3, 1], 4, [[3], [1]]),
+        ("cuda", 2, 2, [2, 3, 4, 5], 8, [[2, 3], [4, 5]]),
+        ("cuda", 2, 1, [1, 2, 3, 4], 8, [[1, 2], [3, 4]]),
+        ("cuda", 3, 1, None, 3, rf"{NULL}: 2 GPUs cannot be .* placement.num_engines=3 servers with 1 each .* name 3 that no process"),
+        ("cuda", 2, 1, None, 1, rf"{NULL}: 1 GPU cannot be shared out among placement.num_engines=2 servers"),
+        ("cuda", 2, 2, [1, 2], 4, r"placement.engine_devices=\[1, 2\]: 2 GPUs .* with 2 each .* name 4 that"),
+        ("cuda", 2, 1, [1, 2, 3], 4, r"placement.engine_devices=\[1, 2, 3\]: 3 GPUs cannot be shared out"),
+        ("cuda", 2, 1, [1, 1], 4, r"placement.engine_devices=\[1, 1\]: .*name each GPU of the server once"),
+        ("cpu", 2, 1, None, 1, rf"{NULL}: 1 GPU cannot be shared out"),
+    ],
+)
+def test_gpus_are_shared_out_among_servers(trainer, num_servers, each, configured, num_gpus, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    devices = Devices(
+        trainer=trainer,
+        num_processes=1,
+        num_servers=num_servers,
+        gpus_per_server=each,
+        engine_devices=configured,
+        strategy="x",
+        rule="any",
+        needs_gpu=False,
+    )
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=f"^{expected}"):
+            server_gpus(devices)
+    else:
+        assert server_gpus(devices) == expected
 
 
 def test_a_trainer_on_the_cpu_leaves_the_server_all_gpus_or_those_named():

@@ -17,7 +17,22 @@ from offline_grpo.run.preflight import make_plan
 
 OWN = "generation=vllm_server"
 FOUND = "generation=vllm_server generation.base_url=http://127.0.0.1:1"
+TWO = "placement.num_engines=2"
+LISTED = "generation=vllm_server weight_sync=reload generation.base_url=[http://127.0.0.1:1,http://127.0.0.1:2]"
 REFUSED = {
+    "placement.num_engines=0": r"placement.num_engines=0: must be at least 1",
+    TWO: r"placement.num_engines=2: generation samples in this process, so this would do nothing; leave it at 1",
+    f"{OWN} {TWO}": r"placement.num_engines=2: serves one engine: .* another weight_sync than shared_vllm",
+    f"{OWN} {TWO} weight_sync=ipc": r"placement.num_engines=2: serves one engine: .* another weight_sync than ipc",
+    f"{OWN} {TWO} weight_sync=reload engine.port=65535": r"engine.port=65535: placement.num_engines=2 takes as many .* use 65534 or less",
+    f"{FOUND} {TWO} weight_sync=reload": r"placement.num_engines=2: the servers at generation.base_url=http://127.0.0.1:1 run already",
+    f"{LISTED} placement.num_engines=3": r"placement.num_engines=3: the servers at generation.base_url=\[.*:1,.*:2\] run already",
+    f"{LISTED} weight_sync=shared_vllm": r"generation.base_url=\[http://127.0.0.1:1,.*\]: serves one engine",
+    f"{OWN} generation.base_url=[]": r"generation.base_url=\[\]: names no server; null starts one",
+    f"{OWN} generation.base_url=[http://a:1,http://a:1/v1/]": r"generation.base_url=\[http://a:1,http://a:1/v1/\]: names a server twice",
+    f"{OWN} generation.base_url=[http://a:1,b]": r"generation.base_url=b: must begin with http://",
+    f"{OWN} rollouts=atropos weight_sync=reload {TWO}": r"placement.num_engines=2: environments are told one server; leave it at 1",
+    f"{LISTED} rollouts=atropos": r"generation.base_url=\[.*\]: environments are told one server; name one",
     "data.rollouts_per_problem=1": r"data.rollouts_per_problem=1: .*a group of one has no signal, use 2 or more",
     "generation.top_p=0.9": r"generation.top_p=0.9: .*set generation.top_p=1, or .*allow_truncated_sampling=true",
     "generation.top_k=50": r"generation.top_k=50: .*set generation.top_k=0",

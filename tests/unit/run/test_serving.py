@@ -218,7 +218,7 @@ def test_a_server_that_environments_cannot_call() -> None:
 
     plan = make_plan(typed(compose_config("generation=vllm_server", "weight_sync=none", f"generation.base_url={DEAD}")))
     with ScriptedServer(script) as web:
-        spec = replace(plan.engine, base_url=web.base_url)
+        spec = replace(plan.engine, base_urls=[web.base_url])
         check_found(spec, plan.weight_sync, "some/model", dtype="bfloat16", lora_rank=None)
         refusal = (
             rf"^generation\.base_url={web.base_url}: that server has no POST /generate, .* Start one that has it: .*offline_grpo_generate"
@@ -252,7 +252,7 @@ def test_a_server_of_the_run_has_a_key_that_nobody_else_knows(kind: str, tmp_pat
     assert first.api_key not in shown
 
     def broadcast(value: Any) -> Any:
-        return ("http://127.0.0.1:5", "of rank 0") if isinstance(value, tuple) else value
+        return [("http://127.0.0.1:5", "of rank 0")] if isinstance(value, list) else value
 
     other_rank: Any = SimpleNamespace(is_main=False, world_size=2, broadcast=broadcast)
     plan = make_plan(typed(compose_config(*overrides, "eval.enabled=false")))
@@ -281,4 +281,4 @@ def test_a_key_of_ones_own_is_kept_and_the_shells_cannot_replace_it() -> None:
 def test_a_server_starts_beside_loading_where_both_do_not_fill_one_gpu(
     weight_sync: str, gpus: list[int] | None, trainers: list[int], expected: bool
 ) -> None:
-    assert starts_beside_loading(strategy(weight_sync), gpus=gpus, trainers=trainers) is expected
+    assert starts_beside_loading(strategy(weight_sync), gpus=[gpus], trainers=trainers) is expected

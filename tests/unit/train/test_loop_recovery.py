@@ -45,6 +45,9 @@ class Engine:
     def recover(self, policy: Any, *, version: int) -> None:
         self.calls.append(("recover", policy, version))
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
 
 def make_loop(engine: Engine, evaluation: Evaluation | None = None) -> Loop:
     unused: Any = None

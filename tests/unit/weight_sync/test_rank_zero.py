@@ -102,10 +102,16 @@ class FakeServer:
         self.is_dead = False
         self._pids = iter((4711, 4712))
 
+    def begin(self, _: str, *, args: Any) -> None: ...
+
     def start(self, _: str, *, args: Any) -> None:
         self.pid, self.is_dead = next(self._pids), False
 
     def stop(self) -> None: ...
+
+    @property
+    def has_ended(self) -> bool:
+        return self.is_dead
 
     def check_alive(self) -> None:
         if self.is_dead:

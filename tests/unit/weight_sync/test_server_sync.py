@@ -119,8 +119,7 @@ def test_a_push_stages_once_for_all_engines(policy: Policy, client: VllmClient, 
         assert deployment.push(policy, version=3).version == 3
         deployment.close()
     assert sync.events == ["attach", "attach", *push_events(3, engines=2)]
-    assert client.weights == other.weights == ServedWeights(3, "adapter")
-    assert deployment.client is client
+    assert client.weights == other.weights == deployment.client.weights == ServedWeights(3, "adapter")
 
 
 def test_one_memory_serves_one_engine(client: VllmClient) -> None:

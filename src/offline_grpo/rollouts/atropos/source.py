@@ -80,6 +80,10 @@ class Atropos:
             require(settings[name] > 0, f"rollouts.{name}", settings[name], "must be above 0")
         fix = "environments need a server that they can ask, and generation samples in this process; use generation=vllm_server"
         require(settings["environment"] is None or config.engine is not None, "rollouts.environment", settings["environment"], fix)
+        fix = "environments are told one server; leave it at 1"
+        require(config.placement.num_engines == 1, "placement.num_engines", config.placement.num_engines, fix)
+        url = config.generation.get("base_url")
+        require(url is None or isinstance(url, str), "generation.base_url", url, "environments are told one server; name one")
         fix = "Atropos does not say which completions hit a length limit; use false"
         require(not config.train.mask_truncated, "train.mask_truncated", True, fix)
 

@@ -1,0 +1,71 @@
+"""Samples from several servers at once: each request goes to the one that has the fewest open."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import ClassVar
+
+from offline_grpo.errors import EngineDied
+from offline_grpo.generation.server_client import ServerClient
+from offline_grpo.generation.streaming import Streaming
+from offline_grpo.types import Completion, Metrics, SamplingParams, SamplingRequest, ServedWeights
+
+log = logging.getLogger(__name__)
+
+
+class SpreadClient(Streaming):
+    """A `RolloutClient` over the clients of several servers that serve the same weights.
+
+    All completions of a prompt come from one server, which computes the prompt once. Which one it is changes no sample, because seeds
+    belong to the requests. What was open at a server that died is asked of the others.
+
+    Args:
+        clients: at least one. Each is asked for its own `batch_size` at once; more where others have died.
+    """
+
+    engine_name: ClassVar[str | None] = "several servers"
+
+    def __init__(self, clients: Sequence[ServerClient]) -> None:
+        super().__init__(", ".join(client.server.base_url for client in clients), sum(client.batch_size for client in clients))
+        self.serving = list(clients)
+        """Those that are asked, at least one. Replaced as a whole, by the deployment when a server is ready, and here when one has died."""
+        self.weights = ServedWeights()
+        self._num_open = dict.fromkeys(clients, 0)
+        self._num_tokens = dict.fromkeys(clients, 0)  # since the last `metrics`
+
+    async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
+        """See `Streaming.ask`. Raises EngineDied when all servers have."""
+        task = asyncio.current_task()
+        assert task is not None
+        while True:
+            client = min(self.serving, key=lambda client: (self._num_open[client], self._num_tokens[client]))
+            self._num_open[client] += 1
+            try:
+                completions = await asyncio.wrap_future(client.submit(request, sampling))
+            except EngineDied as death:
+                self._go_on_without(client, death)
+            except asyncio.CancelledError:
+                if task.cancelling():
+                    raise  # else the client was closed, because its server is started again
+            else:
+                self._num_tokens[client] += sum(len(completion.token_ids) for completion in completions)
+                return completions
+            finally:
+                self._num_open[client] -= 1
+
+    def metrics(self) -> Metrics:
+        """How evenly the tokens sampled since the last call are spread: those of the busiest server over the mean of all."""
+        num_tokens = list(self._num_tokens.values())
+        self._num_tokens = dict.fromkeys(self._num_tokens, 0)
+        mean = sum(num_tokens) / len(num_tokens)
+        return {"engines/num_serving": float(len(self.serving)), "engines/imbalance": max(num_tokens) / mean if mean else 1.0}
+
+    def _go_on_without(self, client: ServerClient, death: EngineDied) -> None:
+        others = [other for other in self.serving if other is not client]
+        if not others:
+            raise death
+        if client in self.serving:
+            log.warning("sampling goes on with %d other server%s: %s", len(others), "s" if len(others) > 1 else "", death)
+        self.serving = others

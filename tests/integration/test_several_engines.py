@@ -1,0 +1,117 @@
+"""Whole runs that sample from two vLLM servers at once, also while one of them dies."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+from children import metrics_of
+from engines import CPU, forking_python, make_server, processes_naming, save_model
+from served_runs import assert_same, own_server, run
+
+from offline_grpo.engine.http import ServerApi
+from offline_grpo.engine.server import Server
+
+pytestmark = pytest.mark.slow  # five starts of a server
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """Two that nobody owns."""
+    folder = tmp_path_factory.mktemp("servers")
+    with ExitStack() as stack:
+        found = [make_server(CPU, folder / str(i), api_key="ours", python=forking_python(folder)) for i in range(2)]
+        for server in found:
+            stack.callback(server.stop)
+            server.begin(str(model))
+        for server in found:
+            server.start(str(model))
+        yield found
+
+
+def at(*servers: Server) -> tuple[str, ...]:
+    urls = ",".join(server.base_url for server in servers)
+    return ("generation=vllm_server", f"generation.base_url=[{urls}]", "generation.api_key=ours", "weight_sync=reload")
+
+
+def drawn(folder: Path) -> list[Any]:
+    """What was sampled and what it was worth. Logprobs are left out: their last bits depend on what a server computes at the same time."""
+    files = sorted((folder / "rollouts").glob("iter_*.parquet"))
+    return [pq.read_table(file, columns=["problem_id", "completion_ids", "reward", "version", "advantage"]).to_pylist() for file in files]
+
+
+@pytest.fixture(scope="module")
+def one(model: Path, servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with one server."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    run(folder, model, *at(servers[0]))
+    return folder
+
+
+def assert_same_run(folder: Path, expected: Path) -> list[dict[str, float]]:
+    """Equal, apart from logprobs, up to rounding. Returns the metrics of training."""
+    found = metrics_of(folder)
+    others = {name: {key: value for key, value in values.items() if not key.startswith("engines/")} for name, values in found.items()}
+    assert_same(others, metrics_of(expected))
+    assert len(drawn(expected)) == 5
+    assert drawn(folder) == drawn(expected)
+    return [found[f"train_iter_{i:03d}.json"] for i in range(5)]
+
+
+def test_a_list_of_servers(model: Path, servers: list[Server], one: Path, tmp_path: Path) -> None:
+    """Seeds belong to the requests, so the record is that of one server."""
+    run(tmp_path / "run", model, *at(*servers))
+    trained = assert_same_run(tmp_path / "run", one)
+    assert {metrics["engines/num_serving"] for metrics in trained} == {2}
+    assert all(1 <= metrics["engines/imbalance"] < 2 for metrics in trained)
+
+
+def port_of(log: Path) -> str:
+    [port] = re.findall(r"--port[ =](\d+)", log.read_text().splitlines()[0])
+    return port
+
+
+def kill_one_that_samples(folder: Path) -> None:
+    """Stop the second engine, so that what it is asked stays open, and kill it soon."""
+    [server] = [p for p in psutil.Process().children() if port_of(folder / "server_1.log") in p.cmdline()]
+    [victim] = [p for p in server.children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+    victim.suspend()
+    threading.Timer(1.0, victim.kill).start()
+
+
+def wait_for_the_third_start(folder: Path) -> None:
+    port = port_of(folder / "server_2.log")
+    api, deadline = ServerApi(f"http://127.0.0.1:{port}", None), time.monotonic() + 120
+    while not api.answers("/health"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_a_death_while_sampling(model: Path, one: Path, tmp_path: Path) -> None:
+    """The other one answers what was open, and the run goes on without waiting; later the dead one serves again."""
+    folder = tmp_path / "run"
+    mishaps = {("generate", 1): partial(kill_one_that_samples, folder), ("generate", 3): partial(wait_for_the_third_start, folder)}
+    run(folder, model, *own_server(tmp_path), "weight_sync=reload", "placement.num_engines=2", mishaps=mishaps)
+    trained = assert_same_run(folder, one)
+    assert [metrics["engines/num_serving"] for metrics in trained] == [2, 1, 1, 2, 2]
+    assert [metrics["engines/num_restarts"] for metrics in trained] == [0, 1, 1, 1, 1]
+    assert {metrics["sync/num_recoveries"] for metrics in trained} == {0}
+    log = (folder / "run.log").read_text()
+    assert log.count("sampling goes on with 1 other server") == 1
+    assert [log.count(f"[OK] version {version}:") for version in (0, 2, 4, 6, 8, 10)] == [2, 2, 1, 1, 2, 2]
+    assert sorted(path.name for path in folder.glob("server_*.log")) == ["server_0.log", "server_1.log", "server_2.log"]
+    assert not processes_naming(str(tmp_path))

@@ -1,0 +1,262 @@
+"""Requests to several servers: each goes where the fewest are open, and what a dead one leaves is asked of the others."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from scripted_server import Reply, Request, ScriptedServer
+
+from offline_grpo.engine.background import in_background
+from offline_grpo.engine.server import Server
+from offline_grpo.errors import EngineDied, EngineError
+from offline_grpo.generation import server_client
+from offline_grpo.generation.spread import SpreadClient
+from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
+
+SAMPLING = SamplingParams(max_new_tokens=4)
+BATCH_SIZE = 4
+
+
+class MortalServer(Server):
+    """A server that somebody found, with the life of one that was started."""
+
+    is_dead = False
+
+    def check_alive(self, *, grace_s: float = 0.0) -> None:
+        if self.is_dead:
+            raise EngineDied(f"the server at {self.base_url} has ended.")
+
+
+@dataclass
+class Lab:
+    """Three scripted servers and the client over them."""
+
+    webs: list[ScriptedServer]
+    servers: list[MortalServer]
+    clients: list[VllmClient]
+    spread: SpreadClient
+
+    def script(self, *scripts: Callable[[Request], Reply]) -> None:
+        for web, script in zip(self.webs, scripts, strict=True):
+            web.script = script
+
+    def die(self, i: int) -> None:
+        """From now on, whatever is asked or has been asked gets no answer."""
+        self.servers[i].is_dead = True
+        self.webs[i].script = lambda _: Reply(cut="silence")
+
+    def hold(self, i: int) -> Callable[[Request], Reply]:
+        """Answers nothing until the client gives up."""
+
+        def script(request: Request) -> Reply:
+            self.webs[i].hold(request)
+            return Reply()
+
+        return script
+
+    @property
+    def num_asked(self) -> list[int]:
+        return [len(web.requests) for web in self.webs]
+
+    def all(self, num_requests: int) -> dict[int, int]:
+        """Index of each request -> the first token of its answer, which is the number in the prompt. None is answered twice."""
+        answers = [(index, completions[0].token_ids[0]) for index, completions in self.spread.generate(requests(num_requests), SAMPLING)]
+        assert len(dict(answers)) == len(answers)
+        return dict(answers)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    monkeypatch.setattr(server_client, "FIRST_PAUSE_S", 0.01)
+    webs = [ScriptedServer(echo) for _ in range(3)]
+    servers = [MortalServer(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path) for web in webs]
+    about: dict[str, Any] = {"eos_ids": [2], "vocab_size": 1000, "batch_size": BATCH_SIZE, "timeout_s": 10, "max_retries": 2}
+    clients = [VllmClient(server=server, **about) for server in servers]
+    lab = Lab(webs, servers, clients, SpreadClient(clients))
+    yield lab
+    for client in (lab.spread, *clients):
+        client.close()
+    for web in webs:
+        web.close()
+
+
+def requests(number: int) -> list[SamplingRequest]:
+    return [SamplingRequest((i, 8, 9), 2, i) for i in range(number)]
+
+
+def echo(request: Request) -> Reply:
+    """Two completions that tell which prompt they are of."""
+    prompt = request.body["prompt"]["prompt_token_ids"]
+    choice = {"token_ids": [prompt[0], 2], "logprobs": [-1.0, -1.0], "finish_reason": "stop"}
+    return Reply({"prompt_token_ids": prompt, "choices": [choice] * request.body["n"]})
+
+
+def held(until: threading.Event) -> Callable[[Request], Reply]:
+    """Answers when told so."""
+
+    def script(request: Request) -> Reply:
+        assert until.wait(10)
+        return echo(request)
+
+    return script
+
+
+def test_every_request_is_answered_once_and_all_servers_are_busy(lab: Lab) -> None:
+    assert lab.all(60) == {i: i for i in range(60)}
+    assert sum(lab.num_asked) == 60  # both completions of a prompt in one request
+    assert min(lab.num_asked) >= 10
+
+
+def test_what_is_quick_gets_more(lab: Lab) -> None:
+    """A server that keeps all that it is asked gets no more than its share of what may be open."""
+    go = threading.Event()
+    lab.script(held(go), echo, echo)
+    answers = lab.spread.generate(requests(60), SAMPLING)
+    others = [next(answers) for _ in range(60 - BATCH_SIZE)]
+    assert len(lab.webs[0].requests) == BATCH_SIZE
+    go.set()
+    assert len([*others, *answers]) == 60
+    assert lab.num_asked[0] == BATCH_SIZE
+
+
+def test_requests_are_taken_as_there_is_room(lab: Lab) -> None:
+    go, taken = threading.Event(), count()
+    lab.script(*[held(go)] * 3)
+
+    def endless() -> Iterator[SamplingRequest]:
+        while True:
+            yield SamplingRequest((next(taken), 8, 9), 2, 0)
+
+    answers = lab.spread.generate(endless(), SAMPLING)
+    first: Future[Any] = in_background(lambda: next(answers))
+    for web in lab.webs:
+        web.wait_until(lambda web=web: web.num_active == BATCH_SIZE)
+    assert next(taken) == 2 * 3 * BATCH_SIZE
+    go.set()
+    first.result(10)
+    answers.close()
+
+
+def test_each_completion_carries_the_version_of_the_server_that_drew_it(lab: Lab) -> None:
+    """In the middle of a push some have the new weights already."""
+    lab.clients[1].weights = ServedWeights(7)
+    found: Counter[int] = Counter()
+    for _, completions in lab.spread.generate(requests(60), SAMPLING):
+        found.update(completion.versions[0] for completion in completions)
+    assert found == {7: 2 * lab.num_asked[1], 0: 2 * (lab.num_asked[0] + lab.num_asked[2])}
+
+
+def test_what_was_open_at_a_dead_server_is_asked_of_the_others(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    def dies(_: Request) -> Reply:
+        lab.webs[1].wait_until(lambda: lab.webs[1].max_active == BATCH_SIZE)  # with all that it may have at once
+        lab.die(1)
+        return Reply(cut="silence")
+
+    lab.webs[1].script = dies
+    assert lab.all(60) == {i: i for i in range(60)}
+    assert lab.num_asked[1] == BATCH_SIZE
+    assert lab.spread.serving == [lab.clients[0], lab.clients[2]]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"sampling goes on with 2 other servers: the server at {lab.servers[1].base_url} has ended."
+    ]
+    lab.all(30)
+    assert lab.num_asked[1] == BATCH_SIZE
+
+
+def test_all_dead(lab: Lab) -> None:
+    for i in range(3):
+        lab.die(i)
+    with pytest.raises(EngineDied, match=r"^the server at http.* has ended\.$"):
+        lab.all(5)
+    assert len(lab.spread.serving) == 1
+
+
+def test_a_server_that_lives_and_answers_nonsense_ends_the_sampling(lab: Lab) -> None:
+    lab.webs[2].script = lambda _: Reply({"nonsense": 1})
+    with pytest.raises(EngineError, match=lab.servers[2].base_url) as raised:
+        lab.all(60)
+    assert not isinstance(raised.value, EngineDied)
+
+
+def test_a_server_that_is_started_again_leaves_what_was_open_to_the_others(lab: Lab) -> None:
+    """The deployment takes it out and closes its connections, while other threads sample."""
+    lab.script(echo, lab.hold(1), echo)
+    answers = in_background(lambda: lab.all(60))
+    lab.webs[1].wait_until(lambda: lab.webs[1].num_active == BATCH_SIZE)
+    lab.spread.serving = [lab.clients[0], lab.clients[2]]
+    lab.clients[1].close()
+    assert answers.result(10) == {i: i for i in range(60)}
+    lab.webs[1].script = echo
+    lab.spread.serving = lab.clients
+    assert lab.all(60) == {i: i for i in range(60)}
+    assert lab.num_asked[1] > BATCH_SIZE
+
+
+@pytest.mark.parametrize("how", ["iterator", "client"])
+def test_closing_abandons_what_is_open_everywhere(how: str, lab: Lab) -> None:
+    lab.script(lambda request: echo(request) if request.number == 0 else lab.hold(0)(request), lab.hold(1), lab.hold(2))
+    answers = lab.spread.generate(requests(60), SAMPLING)
+    next(answers)
+    waiting = in_background(lambda: next(answers)) if how == "client" else None
+    for web in lab.webs:
+        web.wait_until(lambda web=web: web.num_active == BATCH_SIZE)
+    if waiting is None:
+        answers.close()
+    else:
+        lab.spread.close()
+        with pytest.raises(CancelledError):
+            waiting.result(10)
+    for web in lab.webs:
+        web.wait_until(lambda web=web: web.num_active == 0)
+    assert lab.num_asked == [BATCH_SIZE + 1, BATCH_SIZE, BATCH_SIZE]
+    lab.script(echo, echo, echo)
+    assert lab.all(9) == {i: i for i in range(9)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whoever_dies_and_comes_back_nothing_is_lost_or_answered_twice(seed: int, lab: Lab) -> None:
+    """One server always lives; the others die at random requests, and are taken in again with new connections."""
+    draw = Random(seed)
+
+    def frail(i: int) -> Callable[[Request], Reply]:
+        def script(request: Request) -> Reply:
+            if lab.servers[i].is_dead or draw.random() < 0.1:
+                lab.servers[i].is_dead = True
+                return Reply(cut="silence")
+            return echo(request)
+
+        return script
+
+    lab.script(echo, frail(1), frail(2))
+    answers = []
+    for index, [completion, _] in lab.spread.generate(requests(200), SAMPLING):
+        answers.append((index, completion.token_ids[0]))
+        for i in (1, 2):
+            if lab.clients[i] not in lab.spread.serving and draw.random() < 0.3:
+                lab.clients[i].close()
+                lab.servers[i].is_dead = False
+                lab.spread.serving = [*lab.spread.serving, lab.clients[i]]
+    assert sorted(answers) == [(i, i) for i in range(200)]
+    assert sum(lab.num_asked) > 200  # some were asked twice
+
+
+def test_how_uneven_it_was(lab: Lab) -> None:
+    lab.spread.serving = lab.clients[:1]
+    lab.all(10)
+    assert lab.spread.metrics() == {"engines/num_serving": 1, "engines/imbalance": 3}
+    lab.spread.serving = lab.clients
+    lab.all(60)
+    found = lab.spread.metrics()
+    assert found["engines/num_serving"] == 3
+    assert found["engines/imbalance"] == pytest.approx(max(lab.num_asked[0] - 10, *lab.num_asked[1:]) / 20)
+    assert lab.spread.metrics()["engines/imbalance"] == 1

@@ -1,0 +1,251 @@
+"""A deployment of several engines: which of them get the weights, are asked and are started again, as they die and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engines import full_weights
+
+from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.errors import EngineDied, EngineError, ForeignWrite
+from offline_grpo.generation.spread import SpreadClient
+from offline_grpo.types import SamplingParams, ServedWeights
+from offline_grpo.weight_sync.deployment import Deployment
+from offline_grpo.weight_sync.requirements import SyncRequirements
+from offline_grpo.weight_sync.snapshot import Snapshot
+from offline_grpo.weight_sync.strategy import Staged
+
+POLICY: Any = SimpleNamespace(lora_rank=None)
+
+
+class FakeServer:
+    """What a deployment sees of a server process. Tests say when it dies, and when one that was begun is ready."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.base_url, self.is_managed = name, True
+        self._calls = calls
+        self.pid: int | None = None
+        self.has_ended = self.is_ready = False
+
+    def begin(self, model: str, *, args: Any) -> None:
+        self._calls.append(f"begin {self.base_url}")
+        self.has_ended = False
+
+    def start(self, model: str, *, args: Any) -> None:
+        self._calls.append(f"start {self.base_url}")
+        self.check_alive()
+
+    def stop(self) -> None:
+        self._calls.append(f"stop {self.base_url}")
+
+    def check_alive(self) -> None:
+        if self.has_ended:
+            raise EngineDied(f"{self.base_url} has ended.")
+
+
+class Client:
+    engine_name = "vLLM"
+    batch_size = 4
+
+    def __init__(self, server: FakeServer) -> None:
+        self.server = server
+        self.weights = ServedWeights()
+
+    def control(self, _: Any) -> Any:
+        return SimpleNamespace(check_version=lambda: "1.0")
+
+    def close(self) -> None: ...
+
+
+class Sync:
+    """Notes what it is told to do, and has the requirements of a test."""
+
+    name = "noted"
+    interval = 1
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        self.requires = SyncRequirements(engines=("vLLM",))
+        self.served: dict[str, Exception] = {}
+
+    def start_model(self, _: Any) -> str:
+        return "model"
+
+    recovery_model = start_model
+
+    def start_args(self, _: Any) -> Mapping[str, Any]:
+        return {}
+
+    def attach(self, engine: ServerEngine, _: Any) -> None:
+        self._note("attach", engine)
+
+    def reattach(self, engine: ServerEngine, _: Any) -> None:
+        self._note("reattach", engine)
+
+    def detach(self, engine: ServerEngine) -> None:
+        self._note("detach", engine)
+
+    @contextmanager
+    def staged(self, snapshot: Snapshot, version: int) -> Iterator[Staged]:
+        self.calls.append(f"stage {version} at {snapshot.host.server.base_url}")
+        yield Staged(version=version, name=f"adapter-{version}", num_tensors=2, num_bytes=8)
+
+    def apply(self, engine: ServerEngine, staged: Staged) -> float:
+        self._note("apply", engine)
+        engine.check_alive()
+        return 0.0
+
+    def verify(self, engine: ServerEngine, snapshot: Snapshot, version: int) -> None:
+        self._note("verify", engine)
+
+    def check_served(self, engine: ServerEngine, version: int) -> None:
+        self._note("asked", engine)
+        engine.check_alive()
+        if engine.server.base_url in self.served:
+            raise self.served[engine.server.base_url]
+
+    def _note(self, what: str, engine: ServerEngine) -> None:
+        self.calls.append(f"{what} {engine.server.base_url}")
+
+
+class Lab:
+    """Engines a, b and c, connected and pushed to."""
+
+    def __init__(self, names: str = "abc") -> None:
+        self.calls: list[str] = []
+        self.sync: Any = Sync(self.calls)
+        self.servers = {name: FakeServer(name, self.calls) for name in names}
+        clients: list[Any] = [Client(server) for server in self.servers.values()]  # type: ignore[arg-type]
+        self.deployment = Deployment([ServerEngine(client, SamplingParams(1)) for client in clients], self.sync, full_weights)
+        self.deployment.connect(POLICY)
+        self.of_connect = list(self.calls)
+        self.push(1)
+
+    def push(self, version: int) -> list[str]:
+        """The calls that it makes."""
+        self.calls.clear()
+        self.deployment.push(POLICY, version=version)
+        return list(self.calls)
+
+    def check(self) -> list[str]:
+        self.calls.clear()
+        self.deployment.check_served()
+        return list(self.calls)
+
+    @property
+    def asked(self) -> str:
+        """The engines that get requests."""
+        assert isinstance(self.deployment.client, SpreadClient)
+        return "".join(client.server.base_url for client in self.deployment.client.serving)
+
+
+def of_push(version: int, names: str, host: str) -> list[str]:
+    return [f"stage {version} at {host}", *(f"apply {name}" for name in names), *(f"verify {name}" for name in names)]
+
+
+def test_servers_start_side_by_side() -> None:
+    assert Lab("ab").of_connect == ["begin a", "begin b", "start a", "attach a", "start b", "attach b"]
+
+
+def test_a_dead_engine_is_started_beside_the_others_and_serves_when_it_is_ready() -> None:
+    lab = Lab()
+    lab.servers["a"].has_ended = True
+    assert lab.check() == ["asked b", "asked c"]  # what it sampled counts
+    assert lab.push(2) == ["detach a", "stop a", "begin a", *of_push(2, "bc", host="b")]
+    assert lab.asked == "bc"
+    assert lab.check() == ["asked b", "asked c"]
+    assert lab.push(3) == of_push(3, "bc", host="b")  # it is not ready yet
+    lab.servers["a"].is_ready = True
+    assert lab.push(4) == ["start a", "reattach a", *of_push(4, "abc", host="a")]
+    assert lab.asked == "abc"
+    assert [engine.client.weights.version for engine in lab.deployment.engines] == [4, 4, 4]
+    assert lab.check() == ["asked a", "asked b", "asked c"]
+    assert lab.deployment.metrics()["engines/num_restarts"] == 1
+
+
+def test_one_that_dies_again_while_it_starts_is_waited_for() -> None:
+    """As any engine that cannot be left to itself: the loop recovers, and a second failure ends the run."""
+    lab = Lab()
+    lab.servers["c"].has_ended = True
+    lab.push(2)
+    lab.servers["c"].has_ended = lab.servers["c"].is_ready = True
+    with pytest.raises(EngineDied, match=r"^c has ended\.$"):
+        lab.push(3)
+    lab.calls.clear()
+    lab.deployment.recover(POLICY, version=3)
+    assert lab.calls == ["stop c", "begin c", "start c", "reattach c", *of_push(3, "abc", host="a")]
+    assert lab.asked == "abc"
+
+
+def test_recovery_waits_for_those_that_are_being_started() -> None:
+    """The last one that served has died too."""
+    lab = Lab("ab")
+    lab.servers["a"].has_ended = True
+    lab.push(2)
+    lab.servers["b"].has_ended = True
+    with pytest.raises(EngineDied, match=r"^b has ended\.$"):
+        lab.check()
+    with pytest.raises(EngineDied, match=r"^b has ended\.$"):
+        lab.push(3)
+    assert lab.calls.count("begin b") == 0  # nobody else serves meanwhile
+    lab.calls.clear()
+    lab.deployment.recover(POLICY, version=3)
+    assert lab.calls == ["stop b", "begin b", "start a", "reattach a", "start b", "reattach b", *of_push(3, "ab", host="a")]
+    assert lab.asked == "ab"
+
+
+def test_a_death_in_a_push_is_recovered_from() -> None:
+    lab = Lab()
+    apply = lab.sync.apply
+
+    def dies(engine: ServerEngine, staged: Staged) -> float:
+        lab.servers["b"].has_ended = True
+        return apply(engine, staged)
+
+    lab.sync.apply = dies
+    with pytest.raises(EngineDied, match=r"^b has ended\.$"):
+        lab.push(2)
+    assert "verify a" not in lab.calls
+    lab.sync.apply = apply
+    lab.calls.clear()
+    lab.deployment.recover(POLICY, version=2)
+    assert lab.calls == ["stop b", "begin b", "start b", "reattach b", *of_push(2, "abc", host="a")]
+
+
+def test_a_strategy_that_starts_all_servers_starts_the_dead_too() -> None:
+    lab = Lab()
+    lab.sync.requires = SyncRequirements(engines=("vLLM",), own_server=True)
+    lab.sync.apply = lambda engine, _: lab.calls.append(f"anew {engine.server.base_url}") or 0.0
+    lab.servers["a"].has_ended = True
+    assert [call for call in lab.push(2) if call.startswith(("anew", "begin"))] == ["anew a", "anew b", "anew c"]
+    assert lab.asked == "abc"
+
+
+@pytest.mark.parametrize("error", [ForeignWrite("others wrote"), EngineError("another run's")])
+def test_every_engine_that_serves_must_have_what_was_pushed(error: Exception) -> None:
+    lab = Lab()
+    lab.sync.served["c"] = error
+    with pytest.raises(type(error)):
+        lab.check()
+
+
+def test_other_processes_ask_those_that_serve() -> None:
+    first, other = Lab(), Lab()
+    watched: dict[str, Any] = {}
+    for name in "abc":
+        first.servers[name].pid = ord(name)
+        other.servers[name].watch = lambda pid, name=name: watched.update({name: pid})  # type: ignore[attr-defined]
+    first.servers["b"].has_ended = True
+    first.push(5)
+    other.deployment.follow(first.deployment.state)
+    assert other.asked == "ac"
+    assert watched == {name: ord(name) for name in "abc"}
+    assert other.deployment.client.weights == ServedWeights(5, "adapter-5")
+    first.servers["b"].is_ready = True
+    first.push(6)
+    other.deployment.follow(first.deployment.state)
+    assert other.asked == "abc"
