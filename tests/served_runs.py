@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from children import SMALL, Mishaps, draw_nothing, metrics_of
-from engines import forking_python
 from factories import compose_config
 
 from offline_grpo.engine.server import Server
@@ -19,11 +18,11 @@ from offline_grpo.task.arithmetic import Arithmetic
 from offline_grpo.types import Problem, Score
 
 
-def own_server(folder: Path) -> tuple[str, ...]:
-    """Overrides for a run that starts its server, as fast as that goes on a CPU. Its interpreter is put in `folder`."""
+def own_server(python: str) -> tuple[str, ...]:
+    """Overrides for a run that starts its server on the CPU. `python`: see `preloaded_python` and `forking_python`."""
     return (
         "generation=vllm_server",
-        f"engine.python={forking_python(folder)}",
+        f"engine.python={python}",
         "engine.args.enforce_eager=true",
         "+engine.args.distributed_executor_backend=uni",
         "+engine.args.kv_cache_memory_bytes=67108864",

@@ -14,11 +14,11 @@ from engines import (
     SERVER_PYTHON,
     Where,
     deploy,
-    forking_python,
     found,
     load,
     make_client,
     make_server,
+    preloaded_python,
     running,
     save_model,
     serve_again,
@@ -54,7 +54,7 @@ def full_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempP
     folder = tmp_path_factory.mktemp("full")
     args: dict[str, Any] = LORA_ARGS if one_serves_all(where) else {}
     env: dict[str, str] = {}
-    changes = {"python": forking_python(folder)} if one_serves_all(where) else {}
+    changes = {"python": preloaded_python(folder)} if one_serves_all(where) else {}
     if where.device.type == "cuda":
         args = {"weight_transfer_config": {"backend": "ipc"}}
         env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "1"}
@@ -66,7 +66,7 @@ def full_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempP
 def second_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Like `full_server`, beside it, with vLLM's own logprobs: those before the temperature."""
     folder = tmp_path_factory.mktemp("second")
-    settings = {"args": LORA_ARGS, "python": forking_python(folder)} if one_serves_all(where) else {"args": {}}
+    settings = {"args": LORA_ARGS, "python": preloaded_python(folder)} if one_serves_all(where) else {"args": {}}
     settings["args"] = settings["args"] | {"logprobs_mode": "raw_logprobs"}
     with running(make_server(where, folder, **settings), model_folder) as server:
         yield server

@@ -28,6 +28,7 @@ from engines import (
     make_client,
     make_server,
     num_running,
+    preloaded_python,
     running,
     score,
     serve_again,
@@ -306,7 +307,7 @@ def test_answers_are_whole_and_new_while_weights_are_pushed(
 @pytest.mark.parametrize("option", ["restart", "lora_restart"])
 def test_answers_are_whole_and_new_when_the_server_comes_back(option: str, where: Where, model_folder: Path, tmp_path: Path) -> None:
     is_lora = option == "lora_restart"
-    own = make_server(where, tmp_path, args=LORA_ARGS if is_lora else {}, python=forking_python(tmp_path))
+    own = make_server(where, tmp_path, args=LORA_ARGS if is_lora else {}, python=preloaded_python(tmp_path))
     policy, old = (load(model_folder, where, lora=is_lora) for _ in range(2))
     client = make_client(own)
     deployment = deploy(strategy(option, f"weight_sync.tolerance_nats={where.tolerance_nats}"), client)
@@ -341,7 +342,8 @@ def check_answers(answers: list[dict[str, Any]], old: Policy, new: Policy, where
 @pytest.mark.slow  # a server of its own
 def test_a_dead_engine_answers_nothing(where: Where, model_folder: Path, tmp_path: Path) -> None:
     engine = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1"}
-    with running(make_server(where, tmp_path, env=engine), model_folder) as own, ThreadPoolExecutor(1) as thread:
+    own = make_server(where, tmp_path, env=engine, python=forking_python(tmp_path))
+    with running(own, model_folder), ThreadPoolExecutor(1) as thread:
         asking = thread.submit(post, own, prompt=IDS, max_tokens=3900, ignore_eos=True)
         wait_until(lambda: num_running(own) == 1)
         kill_engine(own.pid)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from children import metrics_of, printed
-from engines import CPU, distance, kill_engine, load, serve_again
+from engines import CPU, distance, forking_python, kill_engine, load, preloaded_python, serve_again
 from factories import prompt_of, sampled
 from scripted_server import Reply, Request, ScriptedServer
 from served_runs import assert_same, at, five, own_server, run
@@ -73,7 +73,7 @@ def test_restarted_servers_follow_it_too(
     server = request.getfixturevalue(fixture)
     serve_again(server, model_folder, CPU)
     undisturbed = run(tmp_path / quick, model_folder, *at(server), f"weight_sync={quick}", *overrides)
-    restarted = run(tmp_path / restarting, model_folder, *own_server(tmp_path), f"weight_sync={restarting}", *overrides)
+    restarted = run(tmp_path / restarting, model_folder, *own_server(preloaded_python(tmp_path)), f"weight_sync={restarting}", *overrides)
     assert len({undisturbed[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(5)}) > 1
     assert_same(undisturbed, restarted)
 
@@ -188,6 +188,7 @@ def test_the_command_of_a_refusal_starts_a_right_server(stock: ScriptedServer, m
     stock.close()  # its port is free for the right one
     cpu = " --enforce-eager --distributed-executor-backend uni --kv-cache-memory-bytes 67108864 --max-num-batched-tokens 32768"
     command = str(refused.value).partition("Start one that has it: ")[2].replace(" --gpu-memory-utilization 0.45", cpu)
+    command = command.replace(sys.executable, preloaded_python(tmp_path))
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
     with (tmp_path / "server.txt").open("wb") as output:
         right = subprocess.Popen(f"exec env {command}", shell=True, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -258,7 +259,7 @@ def test_two_processes_share_a_server_and_its_recovery(server: Server, model_fol
     """The engine is killed at some moment of the run; the second process did not start it and learns of its death too."""
     twelve = ("weight_sync=shared_vllm", "train.iterations=12", "eval.interval=12")
     alone = run(tmp_path / "alone", model_folder, *at(server), *twelve)
-    together = start_two(tmp_path / "together", *five(model_folder), *own_server(tmp_path), *twelve)
+    together = start_two(tmp_path / "together", *five(model_folder), *own_server(forking_python(tmp_path)), *twelve)
     try:
         await_file(tmp_path / "together" / "metrics" / "train_iter_001.json", together)
         kill_engine(together.pid)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from atropos_world import Groups
 from children import SMALL, metrics_of, start_command
+from engines import forking_python, preloaded_python
 from served_runs import own_server, run
 
 from offline_grpo.errors import StopRequested
@@ -50,7 +51,13 @@ def named(trainer, text):
 def killed(tmp_path_factory):
     """`run_grpo.py experiment=atropos_shared`, whose run-api was killed, then its environment, and after five iterations the run itself."""
     folder = tmp_path_factory.mktemp("killed")
-    words = (*SMALL, *own_server(folder), f"hydra.run.dir={folder}/run", f"rollouts.url={free_url()}", "rollouts.poll_s=0.2")
+    words = (
+        *SMALL,
+        *own_server(forking_python(folder)),
+        f"hydra.run.dir={folder}/run",
+        f"rollouts.url={free_url()}",
+        "rollouts.poll_s=0.2",
+    )
     words += (
         "experiment=atropos_shared",
         "model.tiny.hidden_size=128",
@@ -146,7 +153,7 @@ def fed(tmp_path_factory):
     command = f"cd {world}; export HF_HUB_OFFLINE=1 HF_DATASETS_CACHE={folder}/cache; python {gsm8k} {serve} & "
     command += f"SENT={folder}/sent.jsonl python {ROOT}/tests/multi_turn_environment.py {serve} & wait"
     overrides = (
-        *(*own_server(folder), f"rollouts.environment='{command}'", "weight_sync=reload", Groups.override),
+        *(*own_server(preloaded_python(folder)), f"rollouts.environment='{command}'", "weight_sync=reload", Groups.override),
         *("rollouts=atropos", f"rollouts.url={free_url()}", "rollouts.poll_s=0.2"),
         *("generation.max_new_tokens=24", "eval.enabled=false", "train.iterations=2000", "train.updates_per_iteration=1"),
         *("train.loss.ratio_reference=rollout", "train.loss.importance_correction=none", "train.kl_coef=0", "train.lr=1e-6"),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engines import processes_naming, save_model
+from engines import preloaded_python, processes_naming, save_model
 from served_runs import five, own_server
 
 from offline_grpo import compare
@@ -25,7 +25,7 @@ TESTS = Path(__file__).parents[1]
 def words(folder: Path) -> list[str]:
     """Overrides of small runs, but for those that the comparison sets."""
     own = ("train.iterations=", "eval.", "checkpoint.", "generation=")
-    return [word for word in (*five(save_model(folder / "model")), *own_server(folder)) if not word.startswith(own)]
+    return [word for word in (*five(save_model(folder / "model")), *own_server(preloaded_python(folder))) if not word.startswith(own)]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from children import Kill, metrics_of, printed, run_in_child, start_in_child
-from engines import kill_engine, processes_naming, save_model
+from engines import forking_python, kill_engine, processes_naming, save_model
 from served_runs import assert_same, at, five, own_server, run
 
 ITERATIONS = 3
@@ -54,7 +54,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
         ("sync", ITERATIONS): partial(signal.raise_signal, signal.SIGSTOP),
     }
     process = start_in_child(
-        folder / "run", *five(model), *own_server(folder), "weight_sync=shared_vllm", "engine.api_key=ours", mishaps=mishaps
+        folder / "run", *five(model), *own_server(forking_python(folder)), "weight_sync=shared_vllm", "engine.api_key=ours", mishaps=mishaps
     )
     try:
         assert process.pid is not None
@@ -92,7 +92,7 @@ def test_a_trainer_killed_while_the_server_loads_leaves_nothing(tmp_path: Path) 
     """The same where weights travel as files."""
     model, leftovers = save_model(tmp_path / "model"), frozenset(ownerless())
     kill = Kill("offline_grpo.weight_sync.reload:shutil.rmtree", count=3)
-    code = run_in_child(tmp_path / "run", *five(model), *own_server(tmp_path), "weight_sync=reload", kill=kill)
+    code = run_in_child(tmp_path / "run", *five(model), *own_server(forking_python(tmp_path)), "weight_sync=reload", kill=kill)
     assert code == -signal.SIGKILL, printed(tmp_path / "run")
     assert_nothing_left(model, leftovers)
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from children import SMALL, Kill, run_in_child
-from engines import processes_naming, save_model
+from engines import forking_python, processes_naming, save_model
 from served_runs import five, own_server
 
 from offline_grpo.interfaces import RunListener
@@ -65,7 +65,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
     (folder / "tmp").mkdir()
     paths = os.pathsep.join(str(ROOT / "tests" / name) for name in (".", "robustness"))
     command = [sys.executable, str(ROOT / "run_grpo.py"), f"hydra.run.dir={folder / 'run'}", *five(save_model(folder / "model"))]
-    command += [*own_server(folder), "checkpoint.enabled=true", "checkpoint.save_interval=1", *overrides]
+    command += [*own_server(forking_python(folder)), "checkpoint.enabled=true", "checkpoint.save_interval=1", *overrides]
     with (folder / "out.txt").open("wb") as output:
         env = {**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
         return subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)

@@ -1,0 +1,143 @@
+"""A process that has imported vLLM and forks a server for each `preloaded_vllm_client.py` that asks: `python preloaded_vllm.py SOCKET`.
+
+The import is most of a server's start. For tests that need a server; those that look at its processes start it as a run does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import multiprocessing
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import tempfile
+import time
+from typing import NoReturn
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+MAX_REQUEST = 2**20
+CLEANERS_TAKE_S = 2.0
+SEEN_BY_LIBRARIES = {"OMP_NUM_THREADS"}
+"""Environment variables that count when vLLM is imported, and that are not read in Python."""
+CAN_CHANGE = {"PYTHONPATH", "TMPDIR", "PWD", "PYTEST_CURRENT_TEST"}
+"""The effect of the first two on this process is undone; the others are read only where all are copied."""
+
+
+def main(path: str) -> None:
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # it ends with the tests, and a server with its client
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen(16)
+        print("listening", flush=True)
+        before = dict(os.environ)
+        seen = import_vllm() | SEEN_BY_LIBRARIES
+        gc.freeze()  # else a fork that ends spends seconds on collecting it
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the keepers ended
+        while True:
+            client, _ = listener.accept()
+            if os.fork() == 0:
+                break
+            client.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    keep(client, before, seen)
+
+
+def import_vllm() -> set[str]:
+    """Import what a server on the CPU needs. Returns the names of the environment variables that were read."""
+    environ, seen = type(os.environ), set[str]()
+    original = environ.__getitem__
+
+    def noted(self: os._Environ[str], name: str) -> str:
+        seen.add(os.fsdecode(name))
+        return original(self, name)
+
+    environ.__getitem__ = noted  # type: ignore[method-assign]
+    import vllm.entrypoints.openai.api_server
+    import vllm.lora.worker_manager
+    import vllm.model_executor.models.llama
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.utils import system_utils
+
+    environ.__getitem__ = original  # type: ignore[method-assign]
+    system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    return seen
+
+
+def keep(client: socket.socket, before: dict[str, str], seen: set[str]) -> None:
+    """Fork a server, pass the client's signals on to it, and its exit code to the client. Only the server returns from here."""
+    message, descriptors, *_ = socket.recv_fds(client, MAX_REQUEST, 3)
+    pid = os.fork()
+    if pid == 0:
+        client.close()
+        request = json.loads(message)
+        be_in(request["folder"], descriptors)
+        have(request["environment"], before, seen)
+        run(request["words"])
+        return
+    os.setpgid(pid, pid)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    server = os.pidfd_open(pid)
+    while server not in select.select([server, client], [], [])[0]:
+        number = client.recv(1)
+        os.kill(pid, number[0] if number else signal.SIGKILL)
+    end(pid, client)
+
+
+def end(pid: int, client: socket.socket) -> NoReturn:
+    """Say how the server ended, after what it had started has ended too."""
+    _, status = os.waitpid(pid, 0)
+    number = signal.SIGTERM  # which Python's resource trackers ignore: they delete the semaphores of those that end
+    deadline = time.monotonic() + CLEANERS_TAKE_S
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        while True:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            os.killpg(pid, number if time.monotonic() < deadline else signal.SIGKILL)
+            time.sleep(0.02)
+    with contextlib.suppress(OSError):  # it may have gone
+        client.send(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def be_in(folder: str, descriptors: list[int]) -> None:
+    """Have the client's folder and standard files, and a process group."""
+    os.setpgid(0, 0)
+    for standard, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.chdir(folder)
+
+
+def have(environment: dict[str, str], before: dict[str, str], seen: set[str]) -> None:
+    """Have the client's environment, as if vLLM had been imported in it. Exits where it would have been `seen` to be another one."""
+    late = {name: environment.get(name) for name in seen - CAN_CHANGE if environment.get(name) != before.get(name)}
+    if late:
+        sys.exit(f"vLLM reads these variables when it is imported, and has been imported with other values of them: {late}")
+    set_by_import = {name: value for name, value in os.environ.items() if value != before.get(name)}
+    os.environ.clear()
+    os.environ.update(environment | set_by_import)
+    tempfile.tempdir = None
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+
+
+def run(words: list[str]) -> None:
+    """What `python WORDS` does."""
+    dash_m, *sys.argv = words
+    assert dash_m == "-m", words
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
