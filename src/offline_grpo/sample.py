@@ -46,6 +46,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not prompt.strip():
         raise ConfigError("PROMPT: is empty; give the text that the model shall answer")
+    print("offline-grpo: loading ...", file=sys.stderr, flush=True)
     for index, text in enumerate(_complete(options, prompt)):
         print(f"{'' if index == 0 else chr(10)}--- {index + 1}\n{text}" if options.n > 1 else text)
 
