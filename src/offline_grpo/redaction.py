@@ -37,3 +37,10 @@ def redacted_text(text: str) -> str:
         return found.group() if secret == "null" else f"{name}{sign}{HIDDEN}"
 
     return _IN_URL.sub(HIDDEN, _SETTING.sub(hide, text))
+
+
+def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """A configuration's values by their dotted keys. A group without keys is a value too."""
+    if not isinstance(node, Mapping) or not node:
+        return {prefix: node}
+    return {key: value for name, child in node.items() for key, value in flat(child, f"{prefix}.{name}" if prefix else str(name)).items()}

@@ -11,7 +11,7 @@ from typing import Any
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations, tagged
 from offline_grpo.logger.samples import Advantages, chosen, record
-from offline_grpo.redaction import redacted
+from offline_grpo.redaction import flat, redacted
 from offline_grpo.types import Metrics, RolloutGroup
 
 HPARAM_METRICS = ("eval/pass@1", "eval/reward_mean_all", "train/reward_mean", "train/success_rate")
@@ -42,7 +42,9 @@ class TensorBoardLogger(RunListener):
         public = redacted(config)
         self._writer.add_text("config", f"```json\n{json.dumps(public, indent=2, default=str)}\n```")
         # Not `add_hparams`: that would make a run of its own for each call.
-        experiment, begin, self._end = hparams(_leaves(public), dict.fromkeys(HPARAM_METRICS, 0.0))
+        kinds = (bool, int, float, str)  # that its table takes
+        settings = {key: value if isinstance(value, kinds) else str(value) for key, value in flat(public).items() if value is not None}
+        experiment, begin, self._end = hparams(settings, dict.fromkeys(HPARAM_METRICS, 0.0))
         for summary in (experiment, begin):
             self._writer.file_writer.add_summary(summary)
 
@@ -79,12 +81,3 @@ class TensorBoardLogger(RunListener):
         if writer is not None:
             writer.file_writer.add_summary(self._end)
             writer.close()
-
-
-def _leaves(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value, of the kinds that TensorBoard's table of hyperparameters takes."""
-    if isinstance(node, Mapping):
-        return {key: value for name, child in node.items() for key, value in _leaves(child, f"{prefix}.{name}" if prefix else name).items()}
-    if node is None:
-        return {}
-    return {prefix: node if isinstance(node, (bool, int, float, str)) else str(node)}

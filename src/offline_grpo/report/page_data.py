@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 
 from offline_grpo.errors import ConfigError, GrpoError, reason_of
 from offline_grpo.eval.paired import compare
-from offline_grpo.redaction import redacted
+from offline_grpo.redaction import flat, redacted
 from offline_grpo.report.configurations import Configuration, mean_interval
 from offline_grpo.report.history import FloatArray, History, Series, load_history
 from offline_grpo.report.page_samples import solved
@@ -66,16 +66,9 @@ def _folders(path: Path) -> list[Path]:
 def _settings(folder: Path) -> dict[str, str]:
     choices = read_yaml(folder / "hydra.yaml")["hydra"]["runtime"]["choices"]
     chosen = {str(group): str(option) for group, option in choices.items() if not str(group).startswith("hydra/")}
-    return chosen | {key: str(value)[:MAX_VALUE] for key, value in _flat(redacted(read_yaml(folder / "config.yaml"))) if key != "resume"}
-
-
-def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a tree of mappings, by their dotted keys."""
-    if not isinstance(node, Mapping):
-        yield prefix, node
-        return
-    for key, child in node.items():
-        yield from _flat(child, f"{prefix}.{key}" if prefix else str(key))
+    return chosen | {
+        key: str(value)[:MAX_VALUE] for key, value in flat(redacted(read_yaml(folder / "config.yaml"))).items() if key != "resume"
+    }
 
 
 def all_curves(groups: Sequence[Configuration], runs: Mapping[str, PageRun]) -> dict[str, list[dict[str, Any]]]:

@@ -20,7 +20,7 @@ from typing import Any
 from offline_grpo.checkpoint.files import latest_checkpoint, latest_state, newest_sound, verified_state
 from offline_grpo.checkpoint.state import TrainerState
 from offline_grpo.errors import CheckpointError, ConfigError
-from offline_grpo.redaction import redacted
+from offline_grpo.redaction import flat, redacted
 from offline_grpo.run import lock
 from offline_grpo.train.schedule import LrSchedule
 
@@ -164,13 +164,7 @@ def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
 
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> value, of the keys that affect training. All secrets are alike, and checkpoints have none."""
-    return {key: value for key, value in _flat(redacted(config)).items() if key.split(".")[0] not in IGNORED_ON_RESUME}
-
-
-def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(node, Mapping) or not node:
-        return {prefix: node}
-    return {key: value for name, child in node.items() for key, value in _flat(child, f"{prefix}.{name}" if prefix else str(name)).items()}
+    return {key: value for key, value in flat(redacted(config)).items() if key.split(".")[0] not in IGNORED_ON_RESUME}
 
 
 def remove_abandoned(run_dir: RunDir) -> None:

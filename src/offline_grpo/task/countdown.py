@@ -17,6 +17,7 @@ from typing import ClassVar
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.task.answers import last_tagged
 from offline_grpo.task.arithmetic import hash_frac
+from offline_grpo.task.messages import asked, check_system_prompt
 from offline_grpo.types import Problem, Score, Split
 
 NUM_DRAWS = 12_000
@@ -58,6 +59,7 @@ class Countdown:
         require(10 <= self.max_target <= 10_000, "task.max_target", self.max_target, "must be from 10 to 10000")
         require(0 < self.eval_frac < 1, "task.eval_frac", self.eval_frac, "must lie strictly between 0 and 1")
         require(0 <= self.format_weight < 1 and isfinite(self.format_weight), "task.format_weight", self.format_weight, "must be in [0, 1)")
+        check_system_prompt(self.system_prompt)
         for place in ("{numbers}", "{target}"):
             require(place in self.prompt_template, "task.prompt_template", repr(self.prompt_template), f"must contain {place}")
 
@@ -103,10 +105,9 @@ class Countdown:
                 yield tuple(sorted(numbers)), target, expression[1:-1]
 
     def _problem(self, problem_id: str, numbers: tuple[int, ...], target: int, solution: str) -> Problem:
-        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
         prompt = self.prompt_template.replace("{numbers}", ", ".join(map(str, numbers))).replace("{target}", str(target))
         fields = {"numbers": list(numbers), "target": target}
-        return Problem(problem_id, (*system, {"role": "user", "content": prompt}), solution, fields)
+        return Problem(problem_id, asked(prompt, self.system_prompt), solution, fields)
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, cast
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.task.answers import last_tagged
 from offline_grpo.task.lazy_problems import LazyProblems
+from offline_grpo.task.messages import asked, check_system_prompt
 from offline_grpo.types import Problem, Score, Split
 
 MAX_PROBLEMS = 1_000_000
@@ -63,6 +64,7 @@ class ReasoningGym:
         require(self.problems_per_level > 0, "task.problems_per_level", self.problems_per_level, "must be at least 1")
         require(0 <= self.seed < 2**31, "task.seed", self.seed, "must be from 0 to 2147483647")
         require(self.format_weight >= 0 and isfinite(self.format_weight), "task.format_weight", self.format_weight, "must be at least 0")
+        check_system_prompt(self.system_prompt)
         levels = self.levels is None or (len(self.levels) > 0 and min(self.levels) >= 0)
         require(levels, "task.levels", self.levels, "must be null, or numbers from 0 on such as [0,1,2]")
         own = sorted({"seed", "size"} & (self.settings or {}).keys())
@@ -100,8 +102,7 @@ class ReasoningGym:
     def _problem(self, split: Split, index: int) -> Problem:
         level = self._level(split, index)
         item = self._items(split, level)[index]
-        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
-        messages = (*system, {"role": "user", "content": item["question"]})
+        messages = asked(item["question"], self.system_prompt)
         answer = item["answer"]  # None where a problem has many
         return Problem(f"{split}-{index}", messages, "" if answer is None else str(answer), {} if level is None else {"level": level})
 

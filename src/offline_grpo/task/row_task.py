@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offline_grpo.errors import ConfigError, require
+from offline_grpo.task.messages import check_system_prompt
 from offline_grpo.task.rows import Row, check_spec, held_out_split, read_split
 from offline_grpo.types import Message, Problem, Split
 
@@ -45,8 +46,7 @@ class RowTask(ABC):
         if self.eval_split is not None:
             check_spec("task.eval_split", self.eval_split)
         require(0 < self.eval_frac < 1, "task.eval_frac", self.eval_frac, "must lie strictly between 0 and 1")
-        fix = "is blank; set it to null to send no system message"
-        require(self.system_prompt is None or bool(self.system_prompt.strip()), "task.system_prompt", repr(self.system_prompt), fix)
+        check_system_prompt(self.system_prompt)
 
     @abstractmethod
     def problem_of(self, problem_id: str, row: Row) -> Problem:

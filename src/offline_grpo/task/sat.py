@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from offline_grpo.errors import ConfigError
 from offline_grpo.task.answers import last_tagged
 from offline_grpo.task.lazy_problems import MANY, LazyProblems
+from offline_grpo.task.messages import asked, check_system_prompt
 from offline_grpo.types import Problem, Score, Split
 
 Clause = tuple[int, int, int]
@@ -92,8 +93,7 @@ class SAT:
     def __post_init__(self) -> None:
         if self.difficulty is not None and not 0 <= self.difficulty <= 1:
             raise ConfigError(f"task.difficulty={self.difficulty} must lie in [0, 1]; null takes it from each problem's seed")
-        if self.system_prompt is not None and not self.system_prompt.strip():
-            raise ConfigError("task.system_prompt is blank; set it to null to send no system message")
+        check_system_prompt(self.system_prompt)
         if self.max_solution_frac is None:
             return
         fewest_variables = size_range(_seed_difficulty(0) if self.difficulty is None else self.difficulty)[0][0]
@@ -122,8 +122,7 @@ class SAT:
     def _problem(self, problem_id: str, seed: str, index: int) -> Problem:
         difficulty = _seed_difficulty(index) if self.difficulty is None else self.difficulty
         formula = generate_formula(seed, difficulty, self.max_solution_frac)
-        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
-        return Problem(problem_id, (*system, {"role": "user", "content": prompt_text(formula)}), formula.to_dimacs())
+        return Problem(problem_id, asked(prompt_text(formula), self.system_prompt), formula.to_dimacs())
 
 
 def size_range(difficulty: float) -> tuple[tuple[int, int], tuple[int, int]]:
