@@ -13,6 +13,7 @@ import time
 
 import torch
 from torch import distributed, multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 ROUNDS = 10
 
@@ -40,7 +41,7 @@ def broadcast_gb_s(num_bytes: int) -> float:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     results: multiprocessing.Queue = multiprocessing.get_context("spawn").Queue()
-    multiprocessing.spawn(_broadcast, args=(num_bytes, port, results), nprocs=2)
+    spawn(_broadcast, args=(num_bytes, port, results), nprocs=2)
     return results.get(timeout=60)
 
 
