@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -38,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     # One test needs two threads. They sleep while they wait for each other: spinning, they would take both cores from the other tests.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    gc.disable()  # else half of the time of the collection goes into looking for garbage among the modules, of which there is none
     if CACHE not in os.environ:  # else this is a worker
         os.environ[CACHE] = tempfile.mkdtemp(prefix="offline_grpo_tests_")
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(CACHE), ignore_errors=True))
@@ -55,6 +59,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: next(i for i, start in enumerate(LONGEST_FIRST) if item.nodeid.startswith(start)))
 
 
+def pytest_collection_finish() -> None:
+    """From here on there is garbage, but not among what has been imported."""
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """`--dist loadfile`, with all files of `ONE_SERVER` as one."""
@@ -67,6 +77,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return ONE_SERVER if nodeid.startswith(ONE_SERVER) else super()._split_scope(nodeid)
 
     return LoadFileOrServer(config, log)
+
+
+@pytest.fixture(autouse=True)
+def same_signal_handlers() -> Iterator[None]:
+    """A command that is run in this process ignores signals from its end on, and so would the tests after it, and Ctrl-C."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
