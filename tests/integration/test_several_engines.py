@@ -15,7 +15,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 from children import metrics_of
-from engines import CPU, forking_python, make_server, processes_naming, save_model
+from engines import CPU, forking_python, make_server, preloaded_python, processes_naming, save_model
 from served_runs import assert_same, own_server, run
 
 from offline_grpo.engine.http import ServerApi
@@ -34,7 +34,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
     """Two that nobody owns."""
     folder = tmp_path_factory.mktemp("servers")
     with ExitStack() as stack:
-        found = [make_server(CPU, folder / str(i), api_key="ours", python=forking_python(folder)) for i in range(2)]
+        found = [make_server(CPU, folder / str(i), api_key="ours", python=preloaded_python(folder)) for i in range(2)]
         for server in found:
             stack.callback(server.stop)
             server.begin(str(model))
@@ -105,7 +105,7 @@ def test_a_death_while_sampling(model: Path, one: Path, tmp_path: Path) -> None:
     """The other one answers what was open, and the run goes on without waiting; later the dead one serves again."""
     folder = tmp_path / "run"
     mishaps = {("generate", 1): partial(kill_one_that_samples, folder), ("generate", 3): partial(wait_for_the_third_start, folder)}
-    run(folder, model, *own_server(tmp_path), "weight_sync=reload", "placement.num_engines=2", mishaps=mishaps)
+    run(folder, model, *own_server(forking_python(tmp_path)), "weight_sync=reload", "placement.num_engines=2", mishaps=mishaps)
     trained = assert_same_run(folder, one)
     assert [metrics["engines/num_serving"] for metrics in trained] == [2, 1, 1, 2, 2]
     assert [metrics["engines/num_restarts"] for metrics in trained] == [0, 1, 1, 1, 1]
