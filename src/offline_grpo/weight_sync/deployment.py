@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offline_grpo.engine.engine import Engine, ServerEngine
-from offline_grpo.errors import EngineError
+from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.generation.spread import SpreadClient
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
@@ -40,9 +40,9 @@ class DeploymentState:
 class Deployment:
     """Implements `interfaces.Deployment`: a push stages the weights once, and gives them to every engine in turn.
 
-    Of several engines, one that dies while it samples is left out, and the run goes on with the others. The next push begins to start it
-    again, and the first one that finds it ready gives it the weights and proves them: then it is asked again. With none left, or one that
-    dies in a push, `recover` starts what is missing and waits for it.
+    Of several engines, one that dies is left out, and the run goes on with the others. The next push begins to start it again, and the
+    first one that finds it ready gives it the weights and proves them: then it is asked again. With none left, or one that dies while it
+    starts, `recover` starts what is missing and waits for it.
 
     Args:
         engines: all serve the same weights. Several are servers.
@@ -94,37 +94,25 @@ class Deployment:
             EngineDied: a server that the run started has ended; `recover` starts it again.
             EngineError: the weights did not arrive.
         """
-        started = time.perf_counter()
-        self._bring_back(policy)
-        snapshot, serving = self._snapshot(policy), self.engines if self._restarts else self._serving
+        num_alive = len(self._alive)
         try:
-            with self._strategy.staged(snapshot, version) as staged:
-                paused_seconds = 0.0
-                for engine in serving:
-                    paused_seconds = max(paused_seconds, self._strategy.apply(engine, staged))
-                    engine.client.weights = ServedWeights(staged.version, staged.name)
-            self._version = staged.version
-            delivered = time.perf_counter()
-            proofs = [self._strategy.verify(engine, snapshot, version) for engine in serving]
-        except EngineError:
-            self._check_alive()  # if the first engine died, others fail too: what was staged lay in its folder
-            raise
-        self._ask(serving)
-        return SyncReport(
-            version=staged.version,
-            num_tensors=staged.num_tensors,
-            num_bytes=staged.num_bytes,
-            seconds=delivered - started,
-            paused_seconds=paused_seconds,
-            proof_seconds=time.perf_counter() - delivered,
-            alignment=worst([proof for proof in proofs if proof is not None]),
-        )
+            return self._push(policy, version)
+        except EngineDied as death:
+            if self._restarts or not 0 < len(self._alive) < num_alive:
+                raise
+            log.warning("%s The push goes on without it.", death)
+        return self.push(policy, version=version)
 
     def check_served(self) -> None:
         """See `Deployment.check_served` in interfaces.py."""
         assert self._version is not None, "check_served() before push()"
         for engine in self._serving:  # the dead had what was proven by the last push, and nobody else has the key of their servers
-            self._strategy.check_served(engine, self._version)
+            try:
+                self._strategy.check_served(engine, self._version)
+            except EngineDied as death:
+                if engine in self._alive or not self._alive:
+                    raise
+                log.warning("%s The run goes on without it.", death)
 
     def mend(self, policy: Policy) -> list[str]:
         """See `Deployment.mend` in interfaces.py."""
@@ -182,9 +170,41 @@ class Deployment:
         return self._strategy.requires.own_server
 
     @property
+    def _alive(self) -> list[Engine]:
+        """All but the dead and those that are being started."""
+        return [e for e in self.engines if e not in self._starting and (e.found_at is not None or not e.has_lost_weights)]
+
+    @property
     def _serving(self) -> list[Engine]:
-        """All but the dead and those that are being started; where that is none, all, so that the dead say why."""
-        return [e for e in self.engines if e not in self._starting and (e.found_at is not None or not e.has_lost_weights)] or self.engines
+        """Those that are alive; where that is none, all, so that the dead say why."""
+        return self._alive or self.engines
+
+    def _push(self, policy: Policy, version: int) -> SyncReport:
+        started = time.perf_counter()
+        self._bring_back(policy)
+        snapshot, serving = self._snapshot(policy), self.engines if self._restarts else self._serving
+        try:
+            with self._strategy.staged(snapshot, version) as staged:
+                paused_seconds = 0.0
+                for engine in serving:
+                    paused_seconds = max(paused_seconds, self._strategy.apply(engine, staged))
+                    engine.client.weights = ServedWeights(staged.version, staged.name)
+            self._version = staged.version
+            delivered = time.perf_counter()
+            proofs = [self._strategy.verify(engine, snapshot, version) for engine in serving]
+        except EngineError:
+            self._check_alive()  # if the first engine died, others fail too: what was staged lay in its folder
+            raise
+        self._ask(serving)
+        return SyncReport(
+            version=staged.version,
+            num_tensors=staged.num_tensors,
+            num_bytes=staged.num_bytes,
+            seconds=delivered - started,
+            paused_seconds=paused_seconds,
+            proof_seconds=time.perf_counter() - delivered,
+            alignment=worst([proof for proof in proofs if proof is not None]),
+        )
 
     def _ask(self, engines: Sequence[Engine]) -> None:
         """From now on `client` samples from these."""
@@ -205,6 +225,7 @@ class Deployment:
             if engine in serving or engine in self._starting:
                 continue
             self._num_restarts += 1
+            log.info("starting the server again that has ended; %d go%s on meanwhile", len(serving), "es" if len(serving) == 1 else "")
             self._strategy.detach(engine)
             engine.stop()
             self._starting[engine] = self._recovery_words(snapshot)

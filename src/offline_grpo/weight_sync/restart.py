@@ -26,11 +26,12 @@ Bits = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class StagedStart(Staged):
-    """What a server starts from, and which weights that gives it."""
+    """What a server starts from, which weights that gives it, and when the first was stopped for it."""
 
     model: str
     args: Mapping[str, Any]
     bits: Bits
+    began_s: float
 
 
 @dataclass(kw_only=True)
@@ -60,37 +61,34 @@ class Restart(ServerSync):
 
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedStart]:
-        """See `WeightSync.staged`. Weights that all servers were started from, and still serve, are not saved again."""
-        is_new = any(self._is_new(engine, snapshot.fingerprints) for engine in self._started_from)
-        num_bytes = self._save(snapshot) if is_new else 0
-        yield StagedStart(
-            version=version,
-            num_tensors=0,
-            num_bytes=num_bytes,
-            model=self._model(snapshot),
-            args=self.start_args(snapshot),
-            bits=snapshot.fingerprints,
-        )
+        """See `WeightSync.staged`. Weights that all servers were started from, and still serve, are not saved again.
+
+        The others are started anew, all at once: `apply` waits for them.
+        """
+        bits = snapshot.fingerprints
+        stale = [engine for engine, theirs in self._started_from.items() if theirs != bits or engine.has_lost_weights]
+        num_bytes = self._save(snapshot) if stale else 0
+        model, args, began_s = self._model(snapshot), self.start_args(snapshot), time.perf_counter()
+        for engine in stale:
+            self._started_from[engine] = {}
+            engine.stop()
+        for engine in stale:
+            engine.begin(model, args)
+        yield StagedStart(version=version, num_tensors=0, num_bytes=num_bytes, model=model, args=args, bits=bits, began_s=began_s)
 
     def apply(self, engine: ServerEngine, staged: StagedStart) -> float:
         """See `WeightSync.apply`. A server that was started from these weights is only told the version."""
-        started = time.perf_counter()
-        is_new = self._is_new(engine, staged.bits)
+        is_new = self._started_from[engine] != staged.bits
         if is_new:
-            engine.stop()
             engine.start(staged.model, staged.args)
             self._started_from[engine] = staged.bits
         engine.control.set_tag(weights_tag(staged.version))
-        return time.perf_counter() - started if is_new else 0.0
+        return time.perf_counter() - staged.began_s if is_new else 0.0
 
     def detach(self, engine: ServerEngine) -> None:
         """See `WeightSync.detach`. Deletes the served weights: checkpoints are elsewhere."""
         if self._folder is not None:
             shutil.rmtree(self._folder.parent, ignore_errors=True)
-
-    def _is_new(self, engine: ServerEngine, bits: Bits) -> bool:
-        """Whether the server has to be started to serve these weights."""
-        return self._started_from[engine] != bits or engine.has_lost_weights
 
     def _model(self, snapshot: Snapshot) -> str:
         return self.start_model(snapshot) if self._folder is None else str(self._folder.with_name(MODEL))

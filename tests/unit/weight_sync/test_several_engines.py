@@ -198,22 +198,46 @@ def test_recovery_waits_for_those_that_are_being_started() -> None:
     assert lab.asked == "ab"
 
 
-def test_a_death_in_a_push_is_recovered_from() -> None:
+def dying(lab: Lab, name: str, *, what: str) -> None:
+    """The engine dies when the strategy does this with it."""
+    original = getattr(lab.sync, what)
+
+    def dies(engine: ServerEngine, *args: Any) -> Any:
+        if engine.server.base_url == name:  # type: ignore[comparison-overlap]
+            lab.servers[name].has_ended = True
+        result = original(engine, *args)
+        engine.check_alive()
+        return result
+
+    setattr(lab.sync, what, dies)
+
+
+@pytest.mark.parametrize("what", ["apply", "verify"])
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_a_push_goes_on_without_one_that_dies_in_it(name: str, what: str) -> None:
+    """From the beginning: what was staged may have lain in the folder of the dead."""
     lab = Lab()
-    apply = lab.sync.apply
+    dying(lab, name, what=what)
+    others = "abc".replace(name, "")
+    calls = lab.push(2)
+    assert calls[-8:] == [f"detach {name}", f"stop {name}", f"begin {name}", *of_push(2, others, host=others[0])]
+    assert lab.asked == others
+    assert lab.deployment.metrics()["engines/num_restarts"] == 1
 
-    def dies(engine: ServerEngine, staged: Staged) -> float:
-        lab.servers["b"].has_ended = True
-        return apply(engine, staged)
 
-    lab.sync.apply = dies
-    with pytest.raises(EngineDied, match=r"^b has ended\.$"):
+def test_one_that_dies_while_it_is_asked_what_it_serves_is_left_out() -> None:
+    lab = Lab()
+    dying(lab, "b", what="check_served")
+    assert lab.check() == ["asked a", "asked b", "asked c"]
+    assert lab.check() == ["asked a", "asked c"]
+
+
+def test_when_all_die_in_a_push_the_run_recovers() -> None:
+    lab = Lab("ab")
+    for name in "ab":
+        dying(lab, name, what="apply")
+    with pytest.raises(EngineDied, match=r"^[ab] has ended\.$"):
         lab.push(2)
-    assert "verify a" not in lab.calls
-    lab.sync.apply = apply
-    lab.calls.clear()
-    lab.deployment.recover(POLICY, version=2)
-    assert lab.calls == ["stop b", "begin b", "start b", "reattach b", *of_push(2, "abc", host="a")]
 
 
 def test_a_strategy_that_starts_all_servers_starts_the_dead_too() -> None:
