@@ -122,7 +122,7 @@ def test_a_death_while_sampling_ahead(model: Path, one: Path, tmp_path: Path) ->
     folder = tmp_path / "run"
     mishaps = {("generate", 1): partial(kill_one_that_samples, folder), ("generate", 3): partial(wait_for_the_third_start, folder)}
     ahead = ("mode=async", "rollouts.max_staleness=4", "weight_sync=reload", "placement.num_engines=2")
-    run(folder, model, *own_server(tmp_path), *ahead, mishaps=mishaps)
+    run(folder, model, *own_server(forking_python(tmp_path)), *ahead, mishaps=mishaps)
     found = metrics_of(folder)
     trained = [found[f"train_iter_{i:03d}.json"] for i in range(5)]
     assert {metrics["sync/num_recoveries"] + metrics["async/num_discarded"] for metrics in trained} == {0}
