@@ -20,7 +20,14 @@ if TYPE_CHECKING:  # with xdist one process only hands out the tests: it needs n
 
 ONE_SERVER = "tests/contract/"
 """Tests that share a server, and so a process."""
-LONGEST_FIRST = (ONE_SERVER, "tests/integration/test_server_deaths.py", "tests/integration/", "tests/conf/", "")
+LONGEST_FIRST = (
+    ONE_SERVER,
+    "tests/integration/test_server_deaths.py",
+    "tests/robustness/test_leftovers.py",
+    "tests/integration/",
+    "tests/conf/",
+    "",
+)
 
 
 CACHE = "OFFLINE_GRPO_TESTS_CACHE"

@@ -55,16 +55,18 @@ def make(module, tokenizer_folder, monkeypatch):
             return request["input_ids"], written, [[-0.5 - t for t in range(len(ids))] for ids in written], ["stop"] * request["n"]
 
         environment.server.tokens_and_logprobs_completion = answer
-        asyncio.run(environment.setup())
+        environment.run = runner.run  # always in the same event loop, as in a program
+        environment.run(environment.setup())
         return environment
 
-    return make
+    with asyncio.Runner() as runner:
+        yield make
 
 
 def test_a_group_has_the_servers_tokens_and_logprobs_and_the_tasks_scores(make):
     environment = make(group_size=3, temperature=0.7)
-    problem = asyncio.run(environment.get_next_item())
-    group, backlog = asyncio.run(environment.collect_trajectories(problem))
+    problem = environment.run(environment.get_next_item())
+    group, backlog = environment.run(environment.collect_trajectories(problem))
     prompt = encode(environment.tokenizer, problem.messages)
     assert backlog == []
     for i, text in enumerate(("7", "12", "17")):
@@ -82,9 +84,9 @@ def test_a_group_has_the_servers_tokens_and_logprobs_and_the_tasks_scores(make):
 @pytest.mark.parametrize(("room", "expected"), [(0, None), (1, 1), (5, 5), (100, 8)])
 def test_the_trainers_limit_is_kept(make, room, expected):
     environment = make()
-    problem = asyncio.run(environment.get_next_item())
+    problem = environment.run(environment.get_next_item())
     environment.max_token_len = len(encode(environment.tokenizer, problem.messages)) + 1 + room
-    group, _ = asyncio.run(environment.collect_trajectories(problem))
+    group, _ = environment.run(environment.collect_trajectories(problem))
     assert (group is None) == (expected is None)
     assert [request["max_tokens"] for request in environment.asked] == ([] if expected is None else [expected])
 
@@ -95,7 +97,7 @@ def test_problems_are_those_of_a_run_in_its_order_from_where_the_trainer_is(make
     data = task_data(run)
     order = permutation(len(data.train), derive_seed(3, "order", 0))
     environment.curr_step, environment.config.batch_size, environment.config.group_size = 2, 32, 8
-    first = [asyncio.run(environment.get_next_item()) for _ in range(4)]
+    first = [environment.run(environment.get_next_item()) for _ in range(4)]
     assert first == [data.train[order[position]] for position in (8, 9, 10, 11)]
     assert len(environment._held_out) == 5
 
@@ -110,13 +112,13 @@ def test_any_task_is_served(make, tmp_path, option):
     local += " prompt_field=question answer_field=answer" if option == "math" else ""
     local += "+task@task.tasks.a=arithmetic +task@task.tasks.b=sat" if option == "mixture" else ""
     environment = make(task=option, task_overrides=f"{local} data.num_train_seeds=5 eval.num_ids=3")
-    group, _ = asyncio.run(environment.collect_trajectories(asyncio.run(environment.get_next_item())))
+    group, _ = environment.run(environment.collect_trajectories(environment.run(environment.get_next_item())))
     assert len(group["scores"]) == 8
 
 
 def test_evaluation_asks_every_held_out_problem_once(make, tmp_path, capsys):
     environment = make(task_overrides="eval.num_ids=6", eval_temperature=0.3, data_dir_to_save_evals=str(tmp_path / "eval"))
-    asyncio.run(environment.evaluate())
+    environment.run(environment.evaluate())
     held_out = environment._task.problems(Split.EVAL)[:6]
     asked = sorted(request["input_ids"] for request in environment.asked)
     assert asked == sorted(encode(environment.tokenizer, problem.messages) for problem in held_out)
@@ -148,7 +150,7 @@ def test_task_sampling_and_group_size_are_those_of_the_run_that_starts_it(make, 
     environment = make()
     assert type(environment._task).__name__ == "SAT"
     assert (environment.config.temperature, environment.config.group_size) == (0.8, 5)
-    asyncio.run(environment.collect_trajectories(asyncio.run(environment.get_next_item())))
+    environment.run(environment.collect_trajectories(environment.run(environment.get_next_item())))
     assert environment.asked[0]["stop"] == ["END"]
     assert type(make(task="arithmetic")._task).__name__ == "Arithmetic"
     assert environment._run.task["difficulty"] == 0.1
