@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,15 +18,15 @@ import os, subprocess, sys, tempfile, time
 child = subprocess.Popen(["sleep", "1000"])
 print(os.getpid(), child.pid, "vllm" in sys.modules, os.environ["MINE"], os.getcwd(), tempfile.gettempdir(), *sys.argv[1:])
 """
-Start = Callable[..., tuple[subprocess.Popen[str], list[psutil.Process], list[str]]]
+Start = Callable[..., tuple[subprocess.Popen[str], list[int], list[str]]]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a module that has a child, says what it sees, and goes on with `last`. Returns also its processes and its words."""
+    """Start a module that has a child, says what it sees, and goes on with `last`. Returns also the ids of both and the words."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(last: str, **env: str) -> tuple[subprocess.Popen[str], list[psutil.Process], list[str]]:
+    def start(last: str, **env: str) -> tuple[subprocess.Popen[str], list[int], list[str]]:
         (tmp_path / "a_program.py").write_text(PROGRAM + last)
         variables = engine(CPU).environment({"MINE": "yes", "TMPDIR": str(tmp_path), **env}, None)
         variables["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
@@ -34,7 +35,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         started.append(process)
         assert process.stdout is not None
         words = process.stdout.readline().split()
-        return process, [psutil.Process(int(word)) for word in words[:2] if word.isdigit()], words[2:]
+        return process, [int(word) for word in words[:2] if word.isdigit()], words[2:]
 
     yield start
     for process in started:
@@ -42,8 +43,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
-def have_ended(processes: list[psutil.Process]) -> bool:
-    return not psutil.wait_procs(processes, timeout=15)[1]
+def have_ended(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 15
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(psutil.pid_exists, pids))
 
 
 def test_it_has_vllm_and_all_that_its_command_was_given(start: Start, tmp_path: Path) -> None:

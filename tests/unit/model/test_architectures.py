@@ -125,10 +125,12 @@ def test_every_layout_is_right_or_refused(name: str) -> None:
             (stats.logprobs.sum() + stats.entropy.sum()).backward()
         assert torch.allclose(stats.logprobs, logprobs, atol=2e-5), layout
         assert torch.allclose(stats.entropy, entropies, atol=2e-5), layout
+        # the gradient of a key's bias is zero but for the rounding of the others
+        noise = 1e-6 * max(1.0, *(float(gradient.abs().max()) for gradient in gradients.values()))
         for parameter, gradient in gradients.items():
             found = scoring.model.get_parameter(parameter).grad
             assert found is not None
-            assert torch.allclose(found, gradient, atol=1e-4 * float(gradient.abs().max()) + 1e-6), (layout, parameter)
+            assert torch.allclose(found, gradient, atol=1e-4 * float(gradient.abs().max()) + noise), (layout, parameter)
 
 
 @pytest.mark.parametrize("name", ZOO)
