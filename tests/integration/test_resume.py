@@ -106,11 +106,12 @@ def test_killed_and_resumed_ends_with_the_same_files(phase, uninterrupted, cache
 FORWARD = "offline_grpo.model.scoring:Scoring.forward"
 # The 4 iterations: an evaluation of 8 answers, and in each 16 answers (SCORE), 2 scoring passes (FORWARD; policy and reference), 2 updates
 # (FORWARD and STEP each). Evaluations of 8 answers after the second and the fourth.
+AFTER_THE_THIRD = "stopping after the (updates|weight sync|record) of iteration 3"  # whatever it is when the thread says so
 STOPS = {
     # what is under way -> where the signal comes, the number of the last complete iteration, what is said
     "sampling the fourth": (Kill(SCORE, 8 + 3 * 16 + 8 + 5), 3, "stopping"),
-    "before the first step of the third": (Kill(STEP, 5, "before"), 3, "stopping after the updates of iteration 3"),
-    "in the second update of the third": (Kill(STEP, 6), 3, "stopping after the updates of iteration 3"),
+    "before the first step of the third": (Kill(STEP, 5, "before"), 3, AFTER_THE_THIRD),
+    "in the second update of the third": (Kill(STEP, 6), 3, AFTER_THE_THIRD),
     "scoring the third": (Kill(FORWARD, 2 * 4 + 2), 2, "stopping"),
     "in the first backward pass of the third": (Kill("offline_grpo.loss.base:PolicyGradientLoss.__call__", 5), 2, "stopping"),
     "evaluating after the second": (Kill(SCORE, 8 + 2 * 16 + 5), 2, "stopping"),
@@ -123,7 +124,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(under_way, uninterr
     kill, num_complete, line = STOPS[under_way]
     stopped, fresh = tmp_path / "stopped", tmp_path / "fresh"
     assert run_in_child(stopped, cache, *SMALL, kill=replace(kill, number=signal.SIGINT)) == 130, printed(stopped)
-    assert f"Ctrl-C: {line}" in printed(stopped)
+    assert re.search(f"Ctrl-C: {line}", printed(stopped))
     assert f"stopped by SIGINT; go on with: uv run run_grpo.py resume={stopped}" in printed(stopped)
     assert latest_checkpoint(stopped / "checkpoints").name == f"iter_{num_complete - 1:03d}"
     assert len(list(stopped.glob("metrics/train*"))) == num_complete

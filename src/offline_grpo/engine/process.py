@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -74,7 +76,14 @@ class ServerProcess:
     @property
     def exit_code(self) -> int | None:
         """128 + N after signal N; None while the command runs."""
-        return self._guardian.poll()
+        had_ended = self._guardian.returncode is not None
+        code = self._guardian.poll()
+        if code is None or code >= 0:
+            return code
+        if not had_ended:  # the guardian itself was killed, and the server with it: what the server has started is left to us
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._guardian.pid, signal.SIGKILL)
+        return 128 - code
 
     def how_it_ended(self) -> str | None:
         """`has ended (exit code 1)`, and the last error lines of the log; None while it runs."""
@@ -129,7 +138,7 @@ class ServerProcess:
         try:
             self._guardian.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._guardian.kill()  # the server dies with its parent
+            os.killpg(self._guardian.pid, signal.SIGKILL)
             self._guardian.wait()
 
 

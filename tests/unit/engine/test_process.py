@@ -321,15 +321,18 @@ def test_semaphores_go_with_a_server(ending: str, start: Starter, tmp_path: Path
     assert not Path(f"/dev/shm/sem.{name}").exists()
 
 
-def test_a_server_dies_with_its_guardian(start: Starter, tmp_path: Path) -> None:
+def test_a_server_and_its_processes_die_with_its_guardian(start: Starter, tmp_path: Path) -> None:
+    """As after `pkill -9 -f vllm`, which finds the guardian by its command and not the engine, which has another title."""
     server = start(*python(FAMILY, tmp_path))
     pids = family_of(tmp_path)
     try:
         os.kill(server.pid, signal.SIGKILL)
         wait_for(lambda: not is_running(pids["server"]), "the server's end")
+        with pytest.raises(EngineDied, match="signal 9"):
+            server.check_alive()
+        wait_for(lambda: not is_running(pids["deaf"]), "the end of its process")
     finally:
-        for pid in (pids["deaf"], pids["daemon"]):
-            os.kill(pid, signal.SIGKILL)
+        os.kill(pids["daemon"], signal.SIGKILL)  # it has left the group
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
