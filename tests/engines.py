@@ -275,11 +275,11 @@ def serve_again(server: Server, model: Path, where: Where) -> None:
 
 
 def processes_naming(text: str) -> list[int]:
-    """Ids of processes with this text in their command line."""
+    """Ids of processes with this text in their command line, whose words are parted by spaces."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            command = Path(f"/proc/{name}/cmdline").read_bytes().decode(errors="replace")
+            command = Path(f"/proc/{name}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
         except OSError:
             continue
         if text in command and int(name) != os.getpid():

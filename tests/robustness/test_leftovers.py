@@ -82,7 +82,7 @@ def wait_for(condition: Callable[[], Any], folder: Path, timeout_s: float = 400)
 def server_of(folder: Path) -> psutil.Process:
     """The server itself, below its guardian."""
     [port] = re.findall(r"--port (\d+)", (folder / "run" / "server_0.log").read_text().splitlines()[0])
-    [server] = [p for pid in processes_naming(f"--port\0{port}") if "guardian" not in " ".join((p := psutil.Process(pid)).cmdline())]
+    [server] = [p for pid in processes_naming(f"--port {port}") if "guardian" not in " ".join((p := psutil.Process(pid)).cmdline())]
     return server
 
 
