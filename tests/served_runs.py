@@ -12,10 +12,11 @@ from children import SMALL, Mishaps, draw_nothing, metrics_of
 from factories import compose_config
 
 from offline_grpo.engine.server import Server
+from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.report import plots
 from offline_grpo.run import app
 from offline_grpo.task.arithmetic import Arithmetic
-from offline_grpo.types import Problem, Score
+from offline_grpo.types import Problem, SamplingParams, SamplingRequest, Score, ServedWeights
 
 
 def own_server(python: str) -> tuple[str, ...]:
@@ -40,6 +41,13 @@ class Variety(Arithmetic):
     def score(self, problem: Problem, text: str) -> Score:
         variety = len(set(text)) / 10
         return Score(reward=variety, is_correct=variety > 0.6, parts={"variety": variety})
+
+
+class Endless(VllmClient):
+    """Asks for completions that only their length ends."""
+
+    def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
+        return super().body(request, sampling, weights) | {"ignore_eos": True, "stop_token_ids": []}
 
 
 def five(model: Path) -> tuple[str, ...]:

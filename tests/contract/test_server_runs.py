@@ -322,7 +322,7 @@ def test_evaluate_asks_a_server_what_it_asks_the_module(server: Server, model_fo
     assert [json.loads(line)["replicates"][0]["text"] for line in served] == [json.loads(line)["replicates"][0]["text"] for line in here]
 
 
-ASYNC = ("mode=async", "rollouts.max_staleness=4", "eval.enabled=false", "train.iterations=4", "generation.max_new_tokens=150")
+ASYNC = ("mode=async", "rollouts.max_staleness=4", "eval.enabled=false", "train.iterations=4", "generation.max_new_tokens=300")
 
 
 @pytest.mark.slow
@@ -335,9 +335,10 @@ ASYNC = ("mode=async", "rollouts.max_staleness=4", "eval.enabled=false", "train.
     ids=["keep", "wait", "abort", "lora"],
 )
 def test_pushes_to_a_server_that_samples(overrides: tuple[str, ...], server: Server, model_folder: Path, tmp_path: Path) -> None:
-    """Two iterations ahead, so that each push meets requests that run."""
+    """Sampling takes longer than training, and is two iterations ahead, so that each push meets requests that run."""
     aborted = count_aborted(server)
-    found = run(tmp_path / "run", model_folder, *at(server), *ASYNC, *overrides, "data.rollouts_per_problem=2")
+    few, endless = ("data.problems_per_iteration=2", "data.rollouts_per_problem=2"), "generation._target_=served_runs.Endless"
+    found = run(tmp_path / "run", model_folder, *at(server), *ASYNC, *overrides, *few, endless)
     assert len(found) == 4
     assert 0 < max(metrics["async/age_max"] for metrics in found.values()) <= 4
     assert all(metrics["async/num_discarded"] == metrics["sync/num_recoveries"] == 0 for metrics in found.values())

@@ -28,6 +28,7 @@ from engines import (
     train,
 )
 from factories import generate, strategy
+from served_runs import Endless
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.engine.server import Server
@@ -35,7 +36,7 @@ from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_policy
-from offline_grpo.types import Completion, SamplingParams, SamplingRequest, ServedWeights
+from offline_grpo.types import Completion, SamplingParams
 from offline_grpo.weight_sync import saving
 
 FULL = ("reload", "shared_vllm")
@@ -265,13 +266,6 @@ def test_requests_in_flight_finish_on_their_adapter(connect: Callable[..., Any],
         switch = switch_of(completion.logprobs, score(old, [completion], [prompt])[0], score(policy, [completion], [prompt])[0], where)
         assert switch == len(completion.token_ids) == where.long
     assert distance(policy, sample(client)) < where.tolerance_nats
-
-
-class Endless(VllmClient):
-    """Asks for completions that only their length ends."""
-
-    def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
-        return super().body(request, sampling, weights) | {"ignore_eos": True, "stop_token_ids": []}
 
 
 def push_other_weights(sync: Any, policy: Policy) -> None:
