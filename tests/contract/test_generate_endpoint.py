@@ -203,7 +203,7 @@ def test_a_run_gets_the_tokens_that_a_stock_server_gives(server: Server, samplin
     ours, theirs = ([completion for group in completions(path) for completion in group] for path in ("/generate_tokens", "/v1/completions"))
     assert [(one.token_ids, one.finish_reason) for one in ours] == [(one.token_ids, one.finish_reason) for one in theirs]
     for one, other in zip(ours, theirs, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=5e-5)  # batches that differ round differently
     if sampling.stop:
         assert {FinishReason.STOP} == {one.finish_reason for one in ours}
 

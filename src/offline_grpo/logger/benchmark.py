@@ -55,7 +55,8 @@ class Benchmark:
     def tokens_per_s(self, name: str) -> float:
         """Of sampling ("generate"), training ("train") or everything ("iteration"), over all seconds of it; 0 where it never ran."""
         tokens = self.num_tokens_trained if name == "train" else self.num_completion_tokens
-        return tokens / self.total_s(name) if self.total_s(name) else 0.0
+        seconds = self.total_s("sampling" if name == "generate" else name)
+        return tokens / seconds if seconds else 0.0
 
     @property
     def peak_gb(self) -> float | None:

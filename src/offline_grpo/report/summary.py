@@ -76,9 +76,9 @@ def _time(history: History, width: int) -> list[str]:
 def _rates(history: History) -> list[str]:
     """Throughput over the whole run: all tokens of a phase by all its seconds. The most memory that the trainer had on its GPU."""
     cells: list[str] = []
-    for phase, key in (("generate", "num_completion_tokens"), ("train", "num_tokens_trained")):
-        records = [record for record in history.train.values() if key in record and f"time/{phase}_s" in record]
-        if seconds := sum(record[f"time/{phase}_s"] for record in records):
+    for phase, time, key in (("generate", "sampling", "num_completion_tokens"), ("train", "train", "num_tokens_trained")):
+        records = [record for record in history.train.values() if key in record and f"time/{time}_s" in record]
+        if seconds := sum(record[f"time/{time}_s"] for record in records):
             cells.append(f"{phase} {sum(record[key] for record in records) / seconds:,.0f} tokens/s")
     lines = ["throughput".ljust(LABEL_WIDTH) + "  ".join(cells)] if cells else []
     held, reserved = (history.series("train", f"perf/gpu_memory_{name}gb").values for name in ("", "reserved_"))

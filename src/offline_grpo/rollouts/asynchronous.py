@@ -73,6 +73,7 @@ class Asynchronous(OnPolicy):
     _served: int = field(default=0, init=False)
     _idle_since_s: float = field(default=0.0, init=False)
     _idle_s: float = field(default=0.0, init=False)
+    _measured_since_s: float = field(default=0.0, init=False)
     _num_discarded: int = field(default=0, init=False)
     _num_queued: int = field(default=0, init=False)
     _metrics: Metrics = field(default_factory=dict, init=False)
@@ -102,7 +103,7 @@ class Asynchronous(OnPolicy):
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
         """See `RolloutSource.start`. Begins to sample."""
-        self._idle_since_s = time.perf_counter()
+        self._idle_since_s = self._measured_since_s = time.perf_counter()
         self._next, self._known = iteration, (iteration, self.trainer_version())
         self._begin_due()
 
@@ -128,6 +129,8 @@ class Asynchronous(OnPolicy):
             self._num_discarded += len(groups)
         self._next = iteration + 1
         self._begin_due()
+        self._count_idle()
+        now = time.perf_counter()
         queued = sum(len(round_.groups.result()) for round_ in self._rounds.values() if round_.groups.done())
         self._metrics = {
             "async/age_mean": fmean(ages) if ages else 0.0,
@@ -136,10 +139,11 @@ class Asynchronous(OnPolicy):
             "async/num_discarded": float(self._num_discarded),
             "async/write_count": float(len(groups) + queued - self._num_queued),
             "async/data_read_count": float(len(groups)),
-            "time/rollouts_wait_s": time.perf_counter() - began,
+            "time/rollouts_wait_s": now - began,
+            "time/sampling_s": now - self._measured_since_s - self._idle_s,
             "time/async_idle_s": self._idle_s,
         }
-        self._num_queued, self._num_discarded, self._idle_s = queued, 0, 0.0
+        self._num_queued, self._num_discarded, self._idle_s, self._measured_since_s = queued, 0, 0.0, now
         return groups
 
     def weights_changed(self, version: int) -> None:
@@ -176,8 +180,7 @@ class Asynchronous(OnPolicy):
                 self._begin(i)
 
     def _begin(self, iteration: int) -> None:
-        if all(round_.groups.done() for round_ in self._rounds.values()):
-            self._idle_s += time.perf_counter() - self._idle_since_s
+        self._count_idle()
         round_ = self._rounds[iteration] = Round()
 
         def sample() -> list[RolloutGroup]:
@@ -189,6 +192,13 @@ class Asynchronous(OnPolicy):
                 self._idle_since_s = time.perf_counter()
 
         round_.groups = in_background(sample)
+
+    def _count_idle(self) -> None:
+        """If nothing is being sampled, count the time since that began, or since it was last counted."""
+        if all(round_.groups.done() for round_ in self._rounds.values()):
+            now = time.perf_counter()
+            self._idle_s += now - self._idle_since_s
+            self._idle_since_s = now
 
     def _wait_for(self, iteration: int) -> list[RolloutGroup]:
         """The groups of an iteration that has been begun. An error of any iteration is raised at once."""

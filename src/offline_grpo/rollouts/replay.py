@@ -154,7 +154,7 @@ class Replay:
 
     def metrics(self) -> Metrics:
         """See `RolloutSource.metrics`."""
-        return {"rollouts/epoch": self._epoch}
+        return {"rollouts/epoch": self._epoch, "time/sampling_s": 0.0}
 
     def state_dict(self) -> Mapping[str, Any]:
         """See `RolloutSource.state_dict`: which groups there are. The iteration says the rest."""

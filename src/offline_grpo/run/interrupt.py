@@ -174,12 +174,14 @@ class StopSignal:
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._acknowledge, args=(reader,), name="acknowledges signals", daemon=True).start()
+        thread = threading.Thread(target=self._acknowledge, args=(reader,), name="acknowledges signals", daemon=True)
+        thread.start()
         try:
             yield
         finally:
             signal.set_wakeup_fd(before)
             writer.close()
+            thread.join(timeout=1)  # so that what it says of the last signal is not said later
 
     def _acknowledge(self, reader: socket.socket) -> None:
         launcher, is_alone = os.getppid(), False

@@ -10,16 +10,19 @@ from offline_grpo.types import Metrics
 
 
 def time_metrics(seconds: Mapping[str, float], metrics: Metrics) -> dict[str, float]:
-    """Seconds of each phase, and throughput: of sampling and of training over their own phases, and of the whole iteration.
+    """Seconds of each phase, and throughput: of sampling and of training over their own time, and of the whole iteration.
 
     Args:
         seconds: of each phase that ran in the iteration, by its name.
-        metrics: with the numbers of tokens that were sampled and trained on.
+        metrics: with the numbers of tokens that were sampled and trained on. A source that samples at other times than in the phase
+            "generate" says in how many seconds by `time/sampling_s`, which is 0 where nothing was sampled.
     """
     found = {f"time/{name}_s": value for name, value in seconds.items()}
+    found["time/sampling_s"] = sampling_s = metrics.get("time/sampling_s", seconds["generate"])
     found["time/iteration_s"] = total_s = sum(seconds.values())
     found["perf/tokens_per_s"] = metrics["num_completion_tokens"] / total_s
-    found["perf/generate_tokens_per_s"] = metrics["num_completion_tokens"] / seconds["generate"]
+    if sampling_s > 0:
+        found["perf/generate_tokens_per_s"] = metrics["num_completion_tokens"] / sampling_s
     if "num_tokens_trained" in metrics:
         found["perf/train_tokens_per_s"] = metrics["num_tokens_trained"] / seconds["train"]
     return found

@@ -10,6 +10,7 @@ from offline_grpo.logger.benchmark import Benchmark, mode_of
 STEPS = [
     {
         "time/generate_s": 4.0,
+        "time/sampling_s": 4.0,
         "time/train_s": 2.0,
         "time/sync_s": 0.5,
         "time/sync_push_s": 0.0,
@@ -21,6 +22,7 @@ STEPS = [
     },
     {
         "time/generate_s": 2.0,
+        "time/sampling_s": 2.0,
         "time/train_s": 1.0,
         "time/sync_s": 10.0,
         "time/sync_push_s": 9.0,

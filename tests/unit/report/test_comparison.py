@@ -22,7 +22,8 @@ def record(folder: Path, mode: str, *, steps: int = 2, sync_s: float = 8.0, gpu:
     metrics.mkdir(parents=True)
     for i in range(steps):
         push = sync_s * (i % 2)
-        step = {"time/generate_s": 2.0, "time/train_s": 1.0, "time/sync_s": push, "time/sync_push_s": push, "time/iteration_s": 3 + push}
+        step = {"time/generate_s": 2.0, "time/sampling_s": 2.0, "time/train_s": 1.0}
+        step |= {"time/sync_s": push, "time/sync_push_s": push, "time/iteration_s": 3 + push}
         step |= {"num_completion_tokens": 100.0, "num_tokens_trained": 80.0, "reward_mean": 0.5 + 0.125 * i}
         step |= {"time/start_s": 30.0} if i == 0 else {}
         step |= {"perf/gpu_memory_card_gb": 40.0 + i} if gpu else {}

@@ -23,7 +23,7 @@ EVALS = {
 def test_before_after_best_time_throughput_and_place() -> None:
     train = {
         i: {"reward_mean": 0.25 + i / 2, "success_rate": 0.5, "num_completion_tokens": 900.0, "num_tokens_trained": 600.0}
-        | {"time/generate_s": 90.0, "time/train_s": 30.0}
+        | {"time/generate_s": 90.0, "time/sampling_s": 45.0, "time/train_s": 30.0}
         for i in range(2)
     }
     train[0] |= {"time/start_s": 60.0, "time/start_imports_s": 6.0, "time/start_load_model_s": 48.0, "time/start_sync_s": 0.001}
@@ -35,7 +35,7 @@ def test_before_after_best_time_throughput_and_place() -> None:
         "success rate    0.500                 0.500                 0.500 (1)",
         "time            5.0 min  start 20%  generate 60%  train 20%",
         "start           1.0 min  load model 48.0 s  imports 6.0 s",
-        "throughput      generate 10 tokens/s  train 20 tokens/s",
+        "throughput      generate 20 tokens/s  train 20 tokens/s",
         "files           /runs/one",
     ]
 

@@ -156,6 +156,18 @@ def test_sampling_and_training_overlap():
         assert trainer.source.metrics()["time/rollouts_wait_s"] < 1.1 * max(sampling_s - training_s, 0.05)
 
 
+def test_the_seconds_of_sampling_are_those_in_which_it_went_on():
+    """Whether the trainer waits or not; together with the idle ones they are all seconds."""
+    trainer = Trainer(Client(lambda: 0.05), seconds=lambda: 0.2, max_staleness=1, iterations=6)
+    began = time.perf_counter()
+    trainer.begin()
+    found = [(trainer.train(iteration), trainer.source.metrics())[1] for iteration in range(6)]
+    sampling_s, idle_s = (sum(metrics[f"time/{name}_s"] for metrics in found) for name in ("sampling", "async_idle"))
+    assert 5 * 0.05 <= sampling_s <= 5 * 0.2  # the first two at once
+    assert idle_s >= 4 * 0.1
+    assert sampling_s + idle_s <= time.perf_counter() - began - 0.2  # the last training
+
+
 @pytest.mark.parametrize(("buffer_size", "ahead"), [(PROBLEMS_PER_ITERATION, 1), (2 * PROBLEMS_PER_ITERATION + 1, 2), (None, 5)])
 def test_the_buffer_bounds_what_is_sampled_ahead(buffer_size, ahead):
     trainer = Trainer(max_staleness=4, buffer_size=buffer_size, iterations=20)

@@ -35,7 +35,7 @@ def test_the_default_is_the_record_in_its_order_again_and_again(store: Path) -> 
     source = make_replay(store)
     source.start(0, None)
     assert [r.token_ids for g in source.next(0) for r in g.rollouts] == [r.token_ids for g in made_groups(0) for r in g.rollouts]
-    assert source.metrics() == {"rollouts/epoch": 0.25}
+    assert source.metrics() == {"rollouts/epoch": 0.25, "time/sampling_s": 0.0}
 
 
 def test_groups_may_be_taken_in_another_number_and_order(store: Path) -> None:

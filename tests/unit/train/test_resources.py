@@ -11,6 +11,7 @@ def test_throughput_is_over_its_own_phase_and_an_evaluation_does_not_lower_it() 
         "time/generate_s": 2.0,
         "time/train_s": 1.0,
         "time/iteration_s": 3.0,
+        "time/sampling_s": 2.0,
         "perf/tokens_per_s": 200.0,
         "perf/generate_tokens_per_s": 300.0,
         "perf/train_tokens_per_s": 400.0,
@@ -19,6 +20,12 @@ def test_throughput_is_over_its_own_phase_and_an_evaluation_does_not_lower_it() 
     for name in ("generate", "train"):
         assert evaluated[f"perf/{name}_tokens_per_s"] == plain[f"perf/{name}_tokens_per_s"]
     assert evaluated["perf/tokens_per_s"] == 50.0
+
+
+def test_a_source_that_samples_at_other_times_says_how_long_it_did() -> None:
+    tokens = {"num_completion_tokens": 600.0}
+    assert time_metrics({"generate": 0.1, "train": 3.9}, tokens | {"time/sampling_s": 3.0})["perf/generate_tokens_per_s"] == 200.0
+    assert "perf/generate_tokens_per_s" not in time_metrics({"generate": 0.1, "train": 3.9}, tokens | {"time/sampling_s": 0.0})
 
 
 def test_an_iteration_that_trains_on_nothing_has_no_training_throughput() -> None:
