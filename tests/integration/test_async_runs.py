@@ -167,7 +167,10 @@ def test_an_error_of_the_trainer_leaves_no_thread(model: Path, tmp_path: Path) -
         raise ValueError("no such thing")
 
     def ours() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if "_settle" in thread.name or "requests to" in thread.name]
+        new = set(threading.enumerate()) - before
+        return [thread for thread in new if "_settle" in thread.name or "requests to" in thread.name]
+
+    before = set(threading.enumerate())
 
     with unhurried(model) as (script, server):
         script.stuck = seeds_from(1)

@@ -80,6 +80,8 @@ def _exit_with(main: Callable[[], object]) -> NoReturn:
         if run_job.__code__ in {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}:
             raise
         leave(_no_folder(error))
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR")
     sys.exit(max(sweep_jobs.exit_codes, default=0))
 
 
