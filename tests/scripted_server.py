@@ -72,7 +72,7 @@ class ScriptedServer:
             def do_POST(self) -> None:
                 server._handle(self)
 
-            do_GET = do_POST
+            do_GET = do_HEAD = do_POST
 
             def log_message(self, *_: Any) -> None: ...
 

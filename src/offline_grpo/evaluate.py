@@ -14,7 +14,7 @@ from string import ascii_uppercase
 
 from rich.console import Console
 
-from offline_grpo import progress
+from offline_grpo import hub, progress
 from offline_grpo.errors import ConfigError
 from offline_grpo.logger.console import ConsoleLogger
 from offline_grpo.run import cli
@@ -61,6 +61,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     log.addHandler(to_terminal)
     try:
         log.info("offline-grpo: loading ...")
+        for name in names:
+            hub.need_model(name, "MODEL")  # before imports that take seconds
         _evaluate(dict(zip(ascii_uppercase, names, strict=False)), words, out, console, trust=options.trust_remote_code)
     finally:
         log.removeHandler(to_terminal)

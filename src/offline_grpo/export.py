@@ -8,6 +8,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+from offline_grpo import hub
 from offline_grpo.errors import ConfigError
 from offline_grpo.run import cli
 
@@ -34,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: Sequence[str] | None = None) -> None:
     """Export, and say what was written."""
     options = parser().parse_args(arguments)
+    hub.need_model(options.model, "MODEL")  # before imports that take seconds
 
     from transformers.utils.logging import disable_progress_bar
 

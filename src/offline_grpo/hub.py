@@ -15,7 +15,10 @@ from typing import Any
 from offline_grpo.errors import ConfigError, reason_of
 
 CONNECT_TIMEOUT_S = 2.5
-ANSWER_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 4.0
+
+_answered: set[str] = set()
+"""Endpoints that have answered this process once."""
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ def need_dataset(name: str, key: str, fix: str) -> None:
 def ask() -> Callable[[], str | None]:
     """Ask the Hub in the background. What is returned waits for the answer: why the Hub cannot be reached, or None.
 
-    A connection has to be there 2.5 s after the question; an answer may take 10 s. Neither depends on how many addresses a name has.
+    A connection has to be there 2.5 s after the question; an answer may take 4 s. Neither depends on how many addresses a name has.
     """
     from huggingface_hub.constants import ENDPOINT
 
@@ -87,10 +90,13 @@ def is_offline() -> bool:
 
 
 def _need(what: str, is_cached: Callable[[], bool], fix: str) -> None:
-    if is_offline():
+    from huggingface_hub.constants import ENDPOINT
+
+    if is_offline() or ENDPOINT in _answered:
         return
     reason = ask()()
     if reason is None:
+        _answered.add(ENDPOINT)
         return
     if not is_cached():
         raise ConfigError(f"{what}: the Hugging Face Hub cannot be reached ({reason}), and the cache does not have it; {fix}")

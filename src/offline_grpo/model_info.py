@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
 
+from offline_grpo import hub
 from offline_grpo.run import cli
 from offline_grpo.run.model_info import about, about_gpus, look_at
 
@@ -24,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: Sequence[str] | None = None) -> None:
     """Look and print."""
     options = parser().parse_args(arguments)
+    hub.need_model(options.model, "MODEL")  # before imports that take seconds
     info, fits = look_at(options.model, trust=options.trust_remote_code)
     if options.json:
         print(json.dumps(asdict(info) | {"fits": [asdict(fit) for fit in fits]}, indent=2))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from offline_grpo import hub
 from offline_grpo.errors import ConfigError
 from offline_grpo.run import cli
 
@@ -47,6 +48,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     if not prompt.strip():
         raise ConfigError("PROMPT: is empty; give the text that the model shall answer")
     print("offline-grpo: loading ...", file=sys.stderr, flush=True)
+    hub.need_model(options.model, "MODEL")  # before imports that take seconds
     for index, text in enumerate(_complete(options, prompt)):
         print(f"{'' if index == 0 else chr(10)}--- {index + 1}\n{text}" if options.n > 1 else text)
 

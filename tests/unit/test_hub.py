@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,35 @@ def test_a_slow_hub_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with ScriptedServer(slowly) as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.base_url)
         assert hub.ask()() is None
+        assert len(server.requests) == 1
+
+
+def test_commands_refuse_in_time_where_the_hub_is_mute() -> None:
+    """It takes the connection and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        endpoint = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | {"HF_ENDPOINT": endpoint}
+
+        def refused(command: str) -> tuple[int, str, str]:
+            code = f"import sys; from offline_grpo import {command}\ntry: {command}.main()\nfinally: print('torch' in sys.modules)"
+            words = [sys.executable, "-c", code, "some/model", *(["text"] if command in ("sample", "export") else [])]
+            done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+            return done.returncode, done.stdout, done.stderr.splitlines()[-1]
+
+        with ThreadPoolExecutor() as threads:
+            for code, imported, line in threads.map(refused, ("sample", "evaluate", "export", "model_info")):
+                assert (code, imported) == (2, "False\n")
+                assert line.startswith(
+                    f"error: MODEL=some/model: the Hugging Face Hub cannot be reached ({endpoint} does not answer within 4 s)"
+                )
+
+
+def test_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ScriptedServer(lambda _: Reply()) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.base_url)
+        for name in ("some/model", "other/model"):
+            hub.need_model(name, "MODEL")
+        assert len(server.requests) == 1
 
 
 def test_a_proxy_that_is_no_url_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
