@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from children import SMALL, metrics_of, printed, run_in_child
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -178,10 +177,17 @@ def test_an_exported_run_says_what_its_checkpoint_says(
     sample.run([str(tmp_path / "out"), "12+13=", GREEDY])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "12+13="}], add_generation_prompt=True, return_tensors="pt")
-    ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
-    expected = tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :], skip_special_tokens=True)
-    assert capsys.readouterr().out.splitlines() == [expected, expected]
+
+    def expected(*messages: dict[str, str]) -> str:
+        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        return tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :], skip_special_tokens=True)
+
+    user = {"role": "user", "content": "12+13="}
+    assert capsys.readouterr().out.splitlines() == [expected(user)] * 2
+    sample.run([str(tmp_path / "out"), "12+13=", "--system=1111111111111111111111111111", GREEDY])
+    told = expected({"role": "system", "content": "1111111111111111111111111111"}, user)
+    assert capsys.readouterr().out.splitlines() == [told]
+    assert told != expected(user)
 
 
 def test_sampling(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
