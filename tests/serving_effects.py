@@ -119,7 +119,7 @@ def ask(overrides: str, *, role: str = "training") -> Asked:
 def _sample(words: list[str], role: str, folder: Path) -> None:
     plan = make_plan(typed(compose_config(*words)))
     policy = make_policy()
-    ranks: Any = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value)
+    ranks: Any = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value, on_main=lambda act: act())
     deployment, settings = assembled(plan, policy, folder, ranks)[role == "evaluation"], plan.sampling
     if role == "evaluation":
         settings = plan.eval_sampling
@@ -237,7 +237,8 @@ def _server_of_the_policy(sync: Any, seen: list[Any], sent: list[Any], folder: P
         server.seen = seen
         client = Client(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
         client.scratch_path = server.scratch
-        patch.setattr(proof, "probe", lambda *_: torch.tensor([0.05]))
+        patch.setattr(proof, "sample_probe", lambda client, prompts, sampling: ([], sampling))
+        patch.setattr(proof, "probe_difference", lambda *_: torch.tensor([0.05]))
         _pretend_to_have_gpus(patch, sent)
         yield policy, client
         Server.stop(server)

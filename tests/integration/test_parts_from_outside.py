@@ -186,7 +186,6 @@ FILES = {
             def reattach(self, engine, snapshot): ...
             def detach(self, engine): ...
             def check_served(self, engine, version): ...
-            def verify(self, engine, snapshot, version): ...
 
             @contextmanager
             def staged(self, snapshot, version):
@@ -194,9 +193,13 @@ FILES = {
                 num_bytes = sum(tensor.nbytes for tensor in weights.values())
                 yield Copies(version=version, num_tensors=len(weights), num_bytes=num_bytes, weights=weights)
 
-            def apply(self, engine, staged):
-                engine.client.model.load_state_dict(staged.weights, strict=False)
+            def deliver(self, engines, staged):
+                for engine in engines:
+                    engine.client.model.load_state_dict(staged.weights, strict=False)
                 return 0.0
+
+            def verify(self, engines, snapshot, version):
+                return []
         ''',
     "mine/conf/generation/copying.yaml": """
         defaults:

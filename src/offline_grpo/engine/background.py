@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import TypeVar
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -16,6 +18,15 @@ def in_background(call: Callable[[], T]) -> Future[T]:
     outcome: Future[T] = Future()
     threading.Thread(target=_settle, args=(outcome, call), daemon=True).start()
     return outcome
+
+
+def at_once(call: Callable[[S], T], items: Sequence[S]) -> list[T]:
+    """What `call` returns for each item, all at the same time. The first error is raised when all have ended: nobody is left at work."""
+    if len(items) == 1:
+        return [call(items[0])]
+    outcomes = [in_background(partial(call, item)) for item in items]
+    wait(outcomes)
+    return [outcome.result() for outcome in outcomes]
 
 
 def start_loop(name: str) -> asyncio.AbstractEventLoop:

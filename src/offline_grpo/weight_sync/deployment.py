@@ -38,7 +38,7 @@ class DeploymentState:
 
 
 class Deployment:
-    """Implements `interfaces.Deployment`: a push stages the weights once, and gives them to every engine in turn.
+    """Implements `interfaces.Deployment`: a push stages the weights once, and gives them to all engines at once.
 
     Of several engines, one that dies is left out, and the run goes on with the others. The next push begins to start it again, and the
     first one that finds it ready gives it the weights and proves them: then it is asked again. With none left, or one that dies while it
@@ -185,13 +185,12 @@ class Deployment:
         snapshot, serving = self._snapshot(policy), self.engines if self._restarts else self._serving
         try:
             with self._strategy.staged(snapshot, version) as staged:
-                paused_seconds = 0.0
+                paused_seconds = self._strategy.deliver(serving, staged)
                 for engine in serving:
-                    paused_seconds = max(paused_seconds, self._strategy.apply(engine, staged))
                     engine.client.weights = ServedWeights(staged.version, staged.name)
             self._version = staged.version
             delivered = time.perf_counter()
-            proofs = [self._strategy.verify(engine, snapshot, version) for engine in serving]
+            proofs = self._strategy.verify(serving, snapshot, version)
         except EngineError:
             self._check_alive()  # if the first engine died, others fail too: what was staged lay in its folder
             raise
@@ -203,7 +202,7 @@ class Deployment:
             seconds=delivered - started,
             paused_seconds=paused_seconds,
             proof_seconds=time.perf_counter() - delivered,
-            alignment=worst([proof for proof in proofs if proof is not None]),
+            alignment=worst(proofs),
         )
 
     def _ask(self, engines: Sequence[Engine]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.snapshot import Snapshot
 from offline_grpo.weight_sync.strategy import Staged
@@ -50,12 +51,13 @@ class Frozen:
         """See `WeightSync.staged`. The version stays that of the weights that no update has changed."""
         return nullcontext(Staged(version=0, num_tensors=0, num_bytes=0))
 
-    def apply(self, engine: ServerEngine, staged: Staged) -> float:
-        """See `WeightSync.apply`."""
+    def deliver(self, engines: Sequence[ServerEngine], staged: Staged) -> float:
+        """See `WeightSync.deliver`."""
         return 0.0
 
-    def verify(self, engine: ServerEngine, snapshot: Snapshot, version: int) -> None:
+    def verify(self, engines: Sequence[ServerEngine], snapshot: Snapshot, version: int) -> list[Proof]:
         """See `WeightSync.verify`."""
+        return []
 
     def check_served(self, engine: ServerEngine, version: int) -> None:
         """See `WeightSync.check_served`. A server that is started anew has the same weights."""

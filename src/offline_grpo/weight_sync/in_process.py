@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 from offline_grpo.engine.engine import Engine
 from offline_grpo.errors import ConfigError
+from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.snapshot import Snapshot
 from offline_grpo.weight_sync.strategy import Staged
@@ -52,12 +53,13 @@ class InProcess:
         """See `WeightSync.staged`."""
         return nullcontext(Staged(version=version, num_tensors=0, num_bytes=0))
 
-    def apply(self, engine: Engine, staged: Staged) -> float:
-        """See `WeightSync.apply`. The engine has the weights already."""
+    def deliver(self, engines: Sequence[Engine], staged: Staged) -> float:
+        """See `WeightSync.deliver`. The engine has the weights already."""
         return 0.0
 
-    def verify(self, engine: Engine, snapshot: Snapshot, version: int) -> None:
+    def verify(self, engines: Sequence[Engine], snapshot: Snapshot, version: int) -> list[Proof]:
         """See `WeightSync.verify`. There is one copy of the weights, and nothing to compare it with."""
+        return []
 
     def check_served(self, engine: Engine, version: int) -> None:
         """See `WeightSync.check_served`. There are no other weights that the client could sample from."""

@@ -50,8 +50,9 @@ class Ipc(WeightTransfer):
         atexit.register(remove_cuda_driver_files)
         engine.control.post("/init_weight_transfer_engine", {"init_info": {}})
 
-    def send(self, engine: ServerEngine, bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
+    def send(self, engines: Sequence[ServerEngine], bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
         """See `WeightTransfer.send`. Handles of the policy's own tensors; the server has copied them when it answers."""
+        [engine] = engines
         uuid = gpu_uuid(bucket[0][1].device)
         handles = [{uuid: reduce_tensor(tensor.detach().contiguous())[1]} for _, tensor in bucket]
         update_info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()

@@ -11,15 +11,15 @@ import os
 import shutil
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from offline_grpo.engine.background import at_once
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.vllm import LORA_KERNELS
 from offline_grpo.errors import EngineError
-from offline_grpo.weight_sync.proof import Proof, verify
 from offline_grpo.weight_sync.reload import StagedFolder
 from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.saving import save_weights
@@ -32,6 +32,7 @@ class LoraHotswap(ServerSync):
     """Needs no pause, and of an external server only --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
 
     name = "lora_hotswap"
+    is_tagged = False  # the name in each request is the proof of the version; the probe proves the weights
 
     _prefix: str = field(default_factory=lambda: f"policy-{os.getpid()}-{uuid.uuid4().hex[:6]}", init=False)
     _num_pushes: int = field(default=0, init=False)
@@ -63,15 +64,15 @@ class LoraHotswap(ServerSync):
         while len(self._folders) > 2:  # requests in flight may still read the one before
             shutil.rmtree(self._folders.pop(0), ignore_errors=True)
 
-    def apply(self, engine: ServerEngine, staged: StagedFolder) -> float:
-        """See `WeightSync.apply`. Requests use the adapter as soon as they carry its name."""
-        engine.control.load_adapter(staged.name, str(staged.folder))
-        self._loaded[engine].append(staged.name)
-        return 0.0
+    def deliver(self, engines: Sequence[ServerEngine], staged: StagedFolder) -> float:
+        """See `WeightSync.deliver`. Requests use the adapter as soon as they carry its name."""
 
-    def verify(self, engine: ServerEngine, snapshot: Snapshot, version: int) -> Proof:
-        """See `WeightSync.verify`. The name in each request is the proof of the version; the probe proves the weights."""
-        return verify(snapshot, engine, version=version, tolerance_nats=self.tolerance_nats, is_tagged=False)
+        def load(engine: ServerEngine) -> None:
+            engine.control.load_adapter(staged.name, str(staged.folder))
+            self._loaded[engine].append(staged.name)
+
+        at_once(load, engines)
+        return 0.0
 
     def check_served(self, engine: ServerEngine, version: int) -> None:
         """See `WeightSync.check_served`. A server without the adapter would have refused the requests, which name it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,11 +69,21 @@ class Nccl(WeightTransfer):
         self._groups[engine] = PyNcclCommunicator(met.result(), device=policy.device)
         joined.result()
 
-    def send(self, engine: ServerEngine, bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
-        """See `WeightTransfer.send`. Broadcasts in the order of the names, while the server answers the request that announces them."""
-        with ThreadPoolExecutor(1) as thread:
-            received = thread.submit(engine.control.post, "/update_weights", {"update_info": update_info}, timeout_s=600)
+    def send(self, engines: Sequence[ServerEngine], bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
+        """See `WeightTransfer.send`. Broadcasts in the order of the names, while the servers answer the request that announces them.
+
+        Each tensor goes to all servers before the next one: their loaders, which take most of the time, work at the same time.
+        """
+        with ThreadPoolExecutor(len(engines)) as threads:
+            post = partial(self._announce, update_info=update_info)
+            received = [threads.submit(post, engine) for engine in engines]
             for _, tensor in bucket:
-                self._groups[engine].broadcast(tensor.detach().contiguous(), src=0, stream=torch.cuda.current_stream(tensor.device))
-            received.result()
+                whole, stream = tensor.detach().contiguous(), torch.cuda.current_stream(tensor.device)
+                for engine in engines:
+                    self._groups[engine].broadcast(whole, src=0, stream=stream)
+            for answer in received:
+                answer.result()
             torch.cuda.synchronize(bucket[0][1].device)
+
+    def _announce(self, engine: ServerEngine, update_info: dict[str, Any]) -> None:
+        engine.control.post("/update_weights", {"update_info": update_info}, timeout_s=600)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,19 +49,39 @@ class Proof:
         }
 
 
-def verify(snapshot: Snapshot, engine: ServerEngine, *, version: int, tolerance_nats: float, is_tagged: bool = True) -> Proof:
+@dataclass(frozen=True)
+class Answers:
+    """What a server says of its weights: their tag and bits, where it notes any, and what it samples after fixed prompts."""
+
+    tag: str | None
+    bits: ServedBits | None
+    sampled: Sequence[Rollout]
+    sampling: SamplingParams
+
+
+def ask(engine: ServerEngine, prompts: Sequence[Sequence[int]], *, is_tagged: bool) -> Answers:
+    """The server's part of a proof. It touches nothing of the policy's, so several servers can be asked at the same time.
+
+    Args:
+        prompts: see `probe_prompts`.
+        is_tagged: see `ServerSync.is_tagged`.
+    """
+    tag, bits = (engine.control.served_tag(), engine.control.served_bits()) if is_tagged else (None, None)
+    return Answers(tag, bits, *sample_probe(engine.client, prompts, engine.sampling))
+
+
+def compare(snapshot: Snapshot, engine: ServerEngine, answers: Answers, *, version: int, tolerance_nats: float, is_tagged: bool) -> Proof:
     """Compare what an engine serves with what is trained, and log the verdict.
 
     Args:
         tolerance_nats: for the mean |trainer - server| over the probe's logprobs.
-        is_tagged: the server notes the tags of pushes; False where requests name the version themselves.
+        is_tagged: see `ServerSync.is_tagged`.
 
     Raises:
         EngineError: another version, a tensor with other bits, or logprobs further apart than `tolerance_nats` on average.
     """
-    served_tag = engine.control.served_tag() if is_tagged else weights_tag(version)
-    unequal, num_compared = _compare_bits(snapshot, engine.control.served_bits()) if is_tagged else ([], 0)
-    difference = probe(snapshot.policy, engine.client, engine.sampling)
+    unequal, num_compared = _compare_bits(snapshot, answers.bits)
+    difference = probe_difference(snapshot.policy, answers.sampled, answers.sampling)
     diff_abs_mean, diff_max = difference.abs().mean().item(), difference.abs().max().item()
     num_equal = num_compared - len(unequal)
     says = (
@@ -68,8 +89,8 @@ def verify(snapshot: Snapshot, engine: ServerEngine, *, version: int, tolerance_
         f"{f'; {num_equal} of {num_compared} tensors equal bit for bit' if num_compared else ''}"
     )
     mismatch = f"[MISMATCH] {engine.server.base_url}: {says}"
-    if served_tag != weights_tag(version):
-        raise EngineError(f"{mismatch}; the server has version {served_tag}: something else pushes to it, or it was restarted")
+    if is_tagged and answers.tag != weights_tag(version):
+        raise EngineError(f"{mismatch}; the server has version {answers.tag}: something else pushes to it, or it was restarted")
     if unequal:
         raise EngineError(f"{mismatch}; others are not what was pushed: {', '.join(unequal[:5])}")
     if not diff_abs_mean <= tolerance_nats:
@@ -82,19 +103,21 @@ def verify(snapshot: Snapshot, engine: ServerEngine, *, version: int, tolerance_
     return Proof(num_equal, difference.mean().item(), diff_abs_mean, diff_max)
 
 
-def probe(policy: Policy, client: ServerClient, sampling: SamplingParams) -> torch.Tensor:
-    """Trainer minus server logprob, in nats, of each token that the server samples after fixed prompts: [N].
-
-    The prompts are the same every time, so a prefix cache that was not flushed answers from old weights and shows.
-
-    Args:
-        sampling: what the server is asked for in the run: it must return the logprobs of that distribution.
-    """
+def probe_prompts(policy: Policy) -> list[list[int]]:
+    """The same every time, so a prefix cache that was not flushed answers from old weights and shows."""
     config = policy.causal_lm.config
     context = context_length(config) or PROBE_PROMPT_TOKENS + PROBE_TOKENS
     length = min(PROBE_PROMPT_TOKENS, context - PROBE_TOKENS)
     draw = torch.Generator().manual_seed(0)
-    prompts = torch.randint(min(config.get_text_config().vocab_size, 1000), (PROBE_PROMPTS, length), generator=draw).tolist()
+    return torch.randint(min(config.get_text_config().vocab_size, 1000), (PROBE_PROMPTS, length), generator=draw).tolist()
+
+
+def sample_probe(client: ServerClient, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> tuple[list[Rollout], SamplingParams]:
+    """A completion of each prompt, and what was asked for.
+
+    Args:
+        sampling: what the server is asked for in the run: it must return the logprobs of that distribution.
+    """
     requests = [SamplingRequest(tuple(prompt), 1, seed) for seed, prompt in enumerate(prompts)]
     if sampling.temperature > 0 and client.logprobs_are_filtered:
         sampling = replace(sampling, max_new_tokens=PROBE_TOKENS, stop=())
@@ -103,9 +126,14 @@ def probe(policy: Policy, client: ServerClient, sampling: SamplingParams) -> tor
     completions = complete_in_order(client, requests, sampling)
     unscored = Score(0.0, False, {})
     rollouts = [
-        Rollout.of_one_turn(prompt, completion, temperature=sampling.temperature, text="", score=unscored)
-        for prompt, [completion] in zip(prompts, completions, strict=True)
+        Rollout.of_one_turn(request.prompt_ids, completion, temperature=sampling.temperature, text="", score=unscored)
+        for request, [completion] in zip(requests, completions, strict=True)
     ]
+    return rollouts, sampling
+
+
+def probe_difference(policy: Policy, rollouts: Sequence[Rollout], sampling: SamplingParams) -> torch.Tensor:
+    """Trainer minus server logprob, in nats, of each token that the server has sampled: [N]."""
     batch = build_batch(rollouts, mask_truncated=False)
     ours = policy.logprobs(batch.to(policy.device)).cpu()[batch.completion_mask]
     if not sampling.is_full_softmax:

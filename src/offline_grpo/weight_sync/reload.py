@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from offline_grpo.engine.background import at_once
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.errors import ConfigError
 from offline_grpo.weight_sync.requirements import SyncRequirements
@@ -69,8 +70,8 @@ class Reload(PausingSync):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def apply(self, engine: ServerEngine, staged: StagedFolder) -> float:
-        """See `WeightSync.apply`."""
-        started = time.perf_counter()
-        engine.control.load_weights(str(staged.folder), tag=weights_tag(staged.version), pause_mode=self.pause_mode)
+    def deliver(self, engines: Sequence[ServerEngine], staged: StagedFolder) -> float:
+        """See `WeightSync.deliver`."""
+        started, folder, tag = time.perf_counter(), str(staged.folder), weights_tag(staged.version)
+        at_once(lambda engine: engine.control.load_weights(folder, tag=tag, pause_mode=self.pause_mode), engines)
         return time.perf_counter() - started

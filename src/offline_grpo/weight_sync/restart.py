@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +63,7 @@ class Restart(ServerSync):
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedStart]:
         """See `WeightSync.staged`. Weights that all servers were started from, and still serve, are not saved again.
 
-        The others are started anew, all at once: `apply` waits for them.
+        The others are started anew, all at once: `deliver` waits for them.
         """
         bits = snapshot.fingerprints
         stale = [engine for engine, theirs in self._started_from.items() if theirs != bits or engine.has_lost_weights]
@@ -76,8 +76,12 @@ class Restart(ServerSync):
             engine.begin(model, args)
         yield StagedStart(version=version, num_tensors=0, num_bytes=num_bytes, model=model, args=args, bits=bits, began_s=began_s)
 
-    def apply(self, engine: ServerEngine, staged: StagedStart) -> float:
-        """See `WeightSync.apply`. A server that was started from these weights is only told the version."""
+    def deliver(self, engines: Sequence[ServerEngine], staged: StagedStart) -> float:
+        """See `WeightSync.deliver`. Starts overlap: `staged` has begun them all. So they are waited for one after the other."""
+        return max(self._started(engine, staged) for engine in engines)
+
+    def _started(self, engine: ServerEngine, staged: StagedStart) -> float:
+        """Seconds for which it stood still. A server that was started from these weights is only told the version."""
         is_new = self._started_from[engine] != staged.bits
         if is_new:
             engine.start(staged.model, staged.args)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from offline_grpo.engine.background import at_once
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.errors import KEEP_OUT, ConfigError, EngineDied, EngineError, ForeignWrite
-from offline_grpo.weight_sync.proof import Proof, verify
+from offline_grpo.weight_sync.proof import Proof, ask, compare, probe_prompts
 from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
 
@@ -19,7 +20,7 @@ PAUSE_MODES = ("keep", "wait", "abort")
 
 @dataclass(kw_only=True)
 class ServerSync(ABC):
-    """A `WeightSync` to servers. Subclasses say how the weights travel, in `staged` and `apply`.
+    """A `WeightSync` to servers. Subclasses say how the weights travel, in `staged` and `deliver`.
 
     Args:
         interval: push at every N-th opportunity, and always before an evaluation. In between the server samples from an older policy.
@@ -32,6 +33,8 @@ class ServerSync(ABC):
     server_args: Any
 
     name: ClassVar[str]
+    is_tagged: ClassVar[bool] = True
+    """The server notes the tags of pushes; False where requests name the version themselves."""
 
     def __post_init__(self) -> None:
         if self.interval < 1:
@@ -71,12 +74,15 @@ class ServerSync(ABC):
         """See `WeightSync.staged`."""
 
     @abstractmethod
-    def apply(self, engine: ServerEngine, staged: Any) -> float:
-        """See `WeightSync.apply`."""
+    def deliver(self, engines: Sequence[ServerEngine], staged: Any) -> float:
+        """See `WeightSync.deliver`."""
 
-    def verify(self, engine: ServerEngine, snapshot: Snapshot, version: int) -> Proof:
-        """See `WeightSync.verify`."""
-        return verify(snapshot, engine, version=version, tolerance_nats=self.tolerance_nats)
+    def verify(self, engines: Sequence[ServerEngine], snapshot: Snapshot, version: int) -> list[Proof]:
+        """See `WeightSync.verify`. All servers are asked at the same time; the policy then scores what one after the other has sampled."""
+        prompts, is_tagged = probe_prompts(snapshot.policy), self.is_tagged
+        answers = at_once(lambda engine: ask(engine, prompts, is_tagged=is_tagged), engines)
+        settings: dict[str, Any] = {"version": version, "tolerance_nats": self.tolerance_nats, "is_tagged": is_tagged}
+        return [compare(snapshot, engine, answer, **settings) for engine, answer in zip(engines, answers, strict=True)]
 
     def check_served(self, engine: ServerEngine, version: int) -> None:
         """See `WeightSync.check_served`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -138,8 +138,9 @@ class SharedVllm(PausingSync):
             )  # the fence: our writes are queued, and must be done before the server goes on
         yield Staged(version=version, num_tensors=len(parameters), num_bytes=0)
 
-    def apply(self, engine: ServerEngine, staged: Staged) -> float:
-        """See `WeightSync.apply`. Makes sure that the server uses the updates and nothing older."""
+    def deliver(self, engines: Sequence[ServerEngine], staged: Staged) -> float:
+        """See `WeightSync.deliver`. Makes sure that the server uses the updates and nothing older."""
+        [engine] = engines
         engine.control.reset_prefix_cache()
         engine.control.set_tag(weights_tag(staged.version))
         engine.control.resume()

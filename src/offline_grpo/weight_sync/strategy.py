@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -75,21 +75,21 @@ class WeightSync(Protocol):
         ...
 
     def staged(self, snapshot: Snapshot, version: int) -> AbstractContextManager[Any]:
-        """What a push does once for all engines: yields a `Staged` for `apply`, and cleans up when all engines have it."""
+        """What a push does once for all engines: yields a `Staged` for `deliver`, and cleans up when all engines have it."""
         ...
 
-    def apply(self, engine: Any, staged: Any) -> float:
-        """Give an engine what was staged: pause, write, fence, flush the prefix cache, note the tag, resume. Idempotent.
+    def deliver(self, engines: Sequence[Any], staged: Any) -> float:
+        """Give all engines what was staged, at once: pause, write, fence, flush the prefix cache, note the tag, resume. Idempotent.
 
-        Returns for how many seconds the engine stood still.
+        Returns for how many seconds an engine stood still, at most.
         """
         ...
 
-    def verify(self, engine: Any, snapshot: Snapshot, version: int) -> Proof | None:
-        """Prove that the engine serves the snapshot; None where there is nothing to compare.
+    def verify(self, engines: Sequence[Any], snapshot: Snapshot, version: int) -> list[Proof]:
+        """Prove that the engines serve the snapshot, a proof for each; none where there is nothing to compare.
 
         Raises:
-            EngineError: it serves something else.
+            EngineError: one serves something else.
         """
         ...
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from offline_grpo.engine.background import at_once
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.errors import ConfigError
 from offline_grpo.weight_sync.server_sync import PausingSync
@@ -51,27 +52,37 @@ class WeightTransfer(PausingSync):
         num_bytes = sum(p.numel() * (policy.dtype if policy.is_sharded else p.dtype).itemsize for p in named)
         yield StagedWeights(version=version, num_tensors=len(named), num_bytes=num_bytes, snapshot=snapshot)
 
-    def apply(self, engine: ServerEngine, staged: StagedWeights) -> float:
-        """See `WeightSync.apply`. Pause for the whole update: parameters have no storage between start and finish."""
+    def deliver(self, engines: Sequence[ServerEngine], staged: StagedWeights) -> float:
+        """See `WeightSync.deliver`. All engines get a bucket before the next one is read, because the policy's weights are read once.
+
+        They are paused for the whole update: parameters have no storage between start and finish. After an error they stay paused.
+        """
         started = time.perf_counter()
-        control = engine.control
-        with control.paused(self.pause_mode):
-            control.post("/start_weight_update")
-            for bucket in buckets(staged.snapshot.weights(), self.bucket_mib * 2**20):
-                self.send(
-                    engine,
-                    bucket,
-                    {
-                        "names": [name for name, _ in bucket],
-                        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                        "shapes": [list(tensor.shape) for _, tensor in bucket],
-                    },
-                )
-            control.post("/finish_weight_update", {}, timeout_s=600)
-            control.reset_prefix_cache()
-            control.set_tag(weights_tag(staged.version))
+        at_once(self._begin, engines)
+        for bucket in buckets(staged.snapshot.weights(), self.bucket_mib * 2**20):
+            self.send(
+                engines,
+                bucket,
+                {
+                    "names": [name for name, _ in bucket],
+                    "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                    "shapes": [list(tensor.shape) for _, tensor in bucket],
+                },
+            )
+        at_once(lambda engine: self._finish(engine, weights_tag(staged.version)), engines)
         return time.perf_counter() - started
 
+    def _begin(self, engine: ServerEngine) -> None:
+        engine.control.pause(self.pause_mode)
+        engine.control.post("/start_weight_update")
+
+    def _finish(self, engine: ServerEngine, tag: str) -> None:
+        control = engine.control
+        control.post("/finish_weight_update", {}, timeout_s=600)
+        control.reset_prefix_cache()
+        control.set_tag(tag)
+        control.resume()
+
     @abstractmethod
-    def send(self, engine: ServerEngine, bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
-        """One update: tell the server what comes (`update_info` holds names, dtype_names and shapes), and hand it over."""
+    def send(self, engines: Sequence[ServerEngine], bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
+        """One update: tell the servers what comes (`update_info` holds names, dtype_names and shapes), and hand it over to all."""

@@ -103,10 +103,10 @@ def test_what_is_not_pushed_is_noticed(connect: Callable[..., Any], where: Where
     sync, policy, _ = connect("reload")
     sync.push(policy, version=1)
     with pytest.raises(EngineError, match=r"\[MISMATCH\].*the server has version 1"):
-        sync._strategy.verify(sync.engines[0], sync._snapshot(policy), 2)
+        sync._strategy.verify(sync.engines, sync._snapshot(policy), 2)
     train(policy, seed=1, only="model.layers.1.mlp.up_proj.weight", scale=1e-3)
     with pytest.raises(EngineError, match=r"\[MISMATCH\].*others are not what was pushed: model.layers.1.mlp.up_proj.weight"):
-        sync._strategy.verify(sync.engines[0], sync._snapshot(policy), 1)
+        sync._strategy.verify(sync.engines, sync._snapshot(policy), 1)
 
 
 def test_a_stale_prefix_cache_is_noticed(connect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.types import Completion, FinishReason, Rollout, SamplingParams, SamplingRequest, Score
-from offline_grpo.weight_sync.proof import PROBE_TOKENS, filtered_logprobs, probe
+from offline_grpo.weight_sync.proof import PROBE_TOKENS, filtered_logprobs, probe_difference, probe_prompts, sample_probe
 
 PROMPT = (5, 6, 7, 5)
 SAMPLED = (9, 30, 9, 2)
@@ -61,6 +61,11 @@ def test_logprobs_after_filters(sampling: SamplingParams, policy: Policy) -> Non
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
 
+def probe(policy: Policy, server: Any, sampling: SamplingParams) -> torch.Tensor:
+    """Trainer - server, in nats, of each token."""
+    return probe_difference(policy, *sample_probe(server, probe_prompts(policy), sampling))
+
+
 class Processed:
     """A server whose logprobs are those of the filtered distribution, or of the whole one if they are `raw`."""
 
@@ -86,22 +91,22 @@ class Unfiltered(Processed):
 @pytest.mark.parametrize("sampling", [SamplingParams(500, stop=("x",)), SamplingParams(500, temperature=0.7), *SETTINGS])
 def test_a_probe_asks_for_what_the_run_asks_for(sampling: SamplingParams, policy: Policy) -> None:
     server, raw = Processed(policy), Processed(policy, raw=True)
-    assert probe(policy, server, sampling).abs().max() < 1e-5  # type: ignore[arg-type]
+    assert probe(policy, server, sampling).abs().max() < 1e-5
     [asked] = server.asked
     names = ("temperature", "top_p", "top_k", "repetition_penalty")
     assert [getattr(asked, name) for name in names] == [getattr(sampling, name) for name in names]
     assert (asked.max_new_tokens, asked.stop) == (PROBE_TOKENS, ())
     is_changed = [getattr(sampling, name) for name in names] != [1.0, 1.0, 0, 1.0]
-    assert (probe(policy, raw, sampling).abs().mean().item() > 1e-3) is is_changed  # type: ignore[arg-type]
+    assert (probe(policy, raw, sampling).abs().mean().item() > 1e-3) is is_changed
 
 
 def test_filters_are_left_out_where_logprobs_do_not_show_them(policy: Policy) -> None:
     server = Unfiltered(policy)
-    assert probe(policy, server, SamplingParams(4, temperature=0.7, top_k=3)).abs().max() < 1e-5  # type: ignore[arg-type]
+    assert probe(policy, server, SamplingParams(4, temperature=0.7, top_k=3)).abs().max() < 1e-5
     assert server.asked == [SamplingParams(PROBE_TOKENS, temperature=0.7)]
 
 
 def test_a_greedy_run_is_proven_at_temperature_1(policy: Policy) -> None:
     server = Processed(policy)
-    assert probe(policy, server, SamplingParams(4, temperature=0.0, top_p=0.5)).abs().max() < 1e-5  # type: ignore[arg-type]
+    assert probe(policy, server, SamplingParams(4, temperature=0.0, top_p=0.5)).abs().max() < 1e-5
     assert server.asked == [SamplingParams(PROBE_TOKENS)]

@@ -16,6 +16,7 @@ from offline_grpo.errors import ConfigError, EngineDied, EngineError, GrpoError
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.types import SamplingParams, ServedWeights
 from offline_grpo.weight_sync.deployment import Deployment
+from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.rank_zero import RankZeroDeployment
 from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.strategy import Staged
@@ -74,10 +75,11 @@ class Strategy:
         self._do("push", version)
         return nullcontext(Staged(version=version, name=f"adapter-{version}", num_tensors=2, num_bytes=8))
 
-    def apply(self, *_: Any) -> float:
+    def deliver(self, *_: Any) -> float:
         return 0.5
 
-    def verify(self, *_: Any) -> None: ...
+    def verify(self, *_: Any) -> list[Proof]:
+        return []
 
     def check_served(self, _: Any, version: int) -> None:
         self._do("check_served", version)

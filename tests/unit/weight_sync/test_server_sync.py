@@ -3,7 +3,8 @@ is asked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.types import SamplingParams, ServedWeights
-from offline_grpo.weight_sync import lora_hotswap
+from offline_grpo.weight_sync.lora_hotswap import LoraHotswap, lora_requirements, room_for
 from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.requirements import check_requirements
 from offline_grpo.weight_sync.server_sync import ServerSync
@@ -91,14 +92,14 @@ class Recorder(ServerSync):
         yield Staged(version=version, name="adapter", num_tensors=2, num_bytes=8)
         self.events.append("clean up")
 
-    def apply(self, engine: ServerEngine, staged: Staged) -> float:
-        self.events.append(f"apply {staged.version}")
+    def deliver(self, engines: Sequence[ServerEngine], staged: Staged) -> float:
+        self.events += [f"deliver {staged.version}"] * len(engines)
         return 0.0
 
-    def verify(self, engine: ServerEngine, snapshot: Snapshot, version: int) -> Proof:
-        assert engine.client.weights == ServedWeights(version, "adapter")
-        self.events.append(f"verify {version}")
-        return PROOF
+    def verify(self, engines: Sequence[ServerEngine], snapshot: Snapshot, version: int) -> list[Proof]:
+        assert {engine.client.weights for engine in engines} == {ServedWeights(version, "adapter")}
+        self.events += [f"verify {version}"] * len(engines)
+        return [PROOF] * len(engines)
 
 
 def recorder(**changes: Any) -> Recorder:
@@ -106,7 +107,7 @@ def recorder(**changes: Any) -> Recorder:
 
 
 def push_events(version: int, engines: int = 1) -> list[str]:
-    return [f"stage {version}", *[f"apply {version}"] * engines, "clean up", *[f"verify {version}"] * engines]
+    return [f"stage {version}", *[f"deliver {version}"] * engines, "clean up", *[f"verify {version}"] * engines]
 
 
 def test_a_push_stages_once_for_all_engines(policy: Policy, client: VllmClient, tmp_path: Path) -> None:
@@ -120,6 +121,31 @@ def test_a_push_stages_once_for_all_engines(policy: Policy, client: VllmClient, 
         deployment.close()
     assert sync.events == ["attach", "attach", *push_events(3, engines=2)]
     assert client.weights == other.weights == deployment.client.weights == ServedWeights(3, "adapter")
+
+
+@pytest.mark.parametrize(("option", "path"), [("reload", "/collective_rpc"), ("lora_hotswap", "/v1/load_lora_adapter")])
+def test_all_servers_load_at_the_same_time(option: str, path: str, policy: Policy, tmp_path: Path) -> None:
+    """Neither answers before both were asked."""
+    both = threading.Barrier(2, timeout=10)
+
+    def script(request: Request) -> Reply:
+        if request.path == path:
+            both.wait()
+        return Reply({"results": [None]})
+
+    with ScriptedServer(script) as one, ScriptedServer(script) as other:
+        servers = [Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path) for web in (one, other)]
+        clients = [VllmClient(server=s, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0) for s in servers]
+        engines = [ServerEngine(client, SamplingParams(1)) for client in clients]
+        sync = strategy(option)
+        pushed = with_adapters(8) if option == "lora_hotswap" else policy
+        for engine in engines:
+            sync.attach(engine, Snapshot(pushed, full_weights, engine))
+        with sync.staged(Snapshot(pushed, full_weights, engines[0]), 1) as staged:
+            sync.deliver(engines, staged)
+        for engine in engines:
+            engine.stop()
+    assert not both.broken
 
 
 def test_one_memory_serves_one_engine(client: VllmClient) -> None:
@@ -220,7 +246,7 @@ def test_a_failure_that_another_engine_died_of_is_a_death(policy: Policy, client
     def fail(*_: Any) -> float:
         raise EngineError("no such folder")
 
-    monkeypatch.setattr(sync, "apply", fail)
+    monkeypatch.setattr(sync, "deliver", fail)
     with pytest.raises(EngineError, match="no such folder"):
         deployment.push(policy, version=1)
 
@@ -282,11 +308,11 @@ def test_a_server_that_was_found_says_itself_what_it_has_room_for(client: VllmCl
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128)])
 def test_room_that_a_server_should_have(rank: int, room: int) -> None:
-    assert lora_hotswap.room_for(rank) == room
+    assert room_for(rank) == room
 
 
 def test_room_that_nobody_set_is_what_vllm_has() -> None:
-    needs = lora_hotswap.lora_requirements({})
+    needs = lora_requirements({})
     check_requirements("lora_hotswap", needs, VllmClient, lora_rank=16, base_url=None)
     with pytest.raises(ConfigError, match="max_lora_rank=16"):
         check_requirements("lora_hotswap", needs, VllmClient, lora_rank=17, base_url=None)
@@ -400,7 +426,7 @@ def test_shared_weights_are_fenced_before_the_server_goes_on(
     fenced: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fenced.append((device, [r.path for r in web.requests])))
     with sync.staged(Snapshot(policy, full_weights, engine), 3) as staged:
-        sync.apply(engine, staged)
+        sync.deliver([engine], staged)
     assert fenced == [(policy.compute_device, ["/pause"])]
     assert [request.path for request in web.requests] == ["/pause", "/reset_prefix_cache", "/collective_rpc", "/resume"]
 
@@ -445,7 +471,7 @@ def test_a_failed_call_asks_whether_the_server_died(web: ScriptedServer, client:
 
 def test_adapters_get_new_names_and_old_ones_go(client: VllmClient, web: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter of requests in flight keeps its files; the one before it does not."""
-    monkeypatch.setattr(lora_hotswap, "verify", lambda *_, **__: PROOF)
+    monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [PROOF])
     deployment = deploy(strategy("lora_hotswap"), client)
     policy = with_adapters(8)
     deployment.connect(policy)

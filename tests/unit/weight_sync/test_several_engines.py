@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ from offline_grpo.errors import EngineDied, EngineError, ForeignWrite
 from offline_grpo.generation.spread import SpreadClient
 from offline_grpo.types import SamplingParams, ServedWeights
 from offline_grpo.weight_sync.deployment import Deployment
+from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.snapshot import Snapshot
 from offline_grpo.weight_sync.strategy import Staged
@@ -94,12 +95,21 @@ class Sync:
         self.calls.append(f"stage {version} at {snapshot.host.server.base_url}")
         yield Staged(version=version, name=f"adapter-{version}", num_tensors=2, num_bytes=8)
 
-    def apply(self, engine: ServerEngine, staged: Staged) -> float:
-        self._note("apply", engine)
-        engine.check_alive()
+    def deliver(self, engines: Sequence[ServerEngine], staged: Staged) -> float:
+        for engine in engines:
+            self._apply(engine)
         return 0.0
 
-    def verify(self, engine: ServerEngine, snapshot: Snapshot, version: int) -> None:
+    def _apply(self, engine: ServerEngine) -> None:
+        self._note("apply", engine)
+        engine.check_alive()
+
+    def verify(self, engines: Sequence[ServerEngine], snapshot: Snapshot, version: int) -> list[Proof]:
+        for engine in engines:
+            self._prove(engine)
+        return []
+
+    def _prove(self, engine: ServerEngine) -> None:
         self._note("verify", engine)
 
     def check_served(self, engine: ServerEngine, version: int) -> None:
@@ -212,7 +222,7 @@ def dying(lab: Lab, name: str, *, what: str) -> None:
     setattr(lab.sync, what, dies)
 
 
-@pytest.mark.parametrize("what", ["apply", "verify"])
+@pytest.mark.parametrize("what", ["_apply", "_prove"])
 @pytest.mark.parametrize("name", ["a", "b", "c"])
 def test_a_push_goes_on_without_one_that_dies_in_it(name: str, what: str) -> None:
     """From the beginning: what was staged may have lain in the folder of the dead."""
@@ -235,7 +245,7 @@ def test_one_that_dies_while_it_is_asked_what_it_serves_is_left_out() -> None:
 def test_when_all_die_in_a_push_the_run_recovers() -> None:
     lab = Lab("ab")
     for name in "ab":
-        dying(lab, name, what="apply")
+        dying(lab, name, what="_apply")
     with pytest.raises(EngineDied, match=r"^[ab] has ended\.$"):
         lab.push(2)
 
@@ -243,7 +253,7 @@ def test_when_all_die_in_a_push_the_run_recovers() -> None:
 def test_a_strategy_that_starts_all_servers_starts_the_dead_too() -> None:
     lab = Lab()
     lab.sync.requires = SyncRequirements(engines=("vLLM",), own_server=True)
-    lab.sync.apply = lambda engine, _: lab.calls.append(f"anew {engine.server.base_url}") or 0.0
+    lab.sync._apply = lambda engine: lab.calls.append(f"anew {engine.server.base_url}")
     lab.servers["a"].has_ended = True
     assert [call for call in lab.push(2) if call.startswith(("anew", "begin"))] == ["anew a", "anew b", "anew c"]
     assert lab.asked == "abc"

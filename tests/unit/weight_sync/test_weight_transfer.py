@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -63,8 +63,9 @@ class Recorder(WeightTransfer):
 
     name = "recorder"
 
-    def send(self, engine: ServerEngine, bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
-        engine.control.post("/update_weights", {"update_info": update_info})
+    def send(self, engines: Sequence[ServerEngine], bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
+        for engine in engines:
+            engine.control.post("/update_weights", {"update_info": update_info})
 
 
 def make(**changes: Any) -> Recorder:
@@ -79,7 +80,7 @@ def engine_at(url: str, folder: Path) -> ServerEngine:
 def deliver(sync: WeightTransfer, policy: Policy, *engines: ServerEngine) -> Staged:
     """Staged once, and given to all engines."""
     with sync.staged(Snapshot(policy, full_weights, engines[0]), 5) as staged:
-        assert all(sync.apply(engine, staged) > 0 for engine in engines)
+        assert sync.deliver(engines, staged) > 0
     return staged
 
 
@@ -138,13 +139,25 @@ def test_a_server_that_refuses_nccl_is_heard_at_once(monkeypatch: pytest.MonkeyP
             strategy("nccl").attach(engine, Snapshot(make_policy(make_qwen2()), full_weights, engine))
 
 
-def test_all_servers_get_what_was_listed_once(tmp_path: Path) -> None:
+def test_all_servers_get_what_was_read_once(tmp_path: Path) -> None:
+    """Reading takes a gather where the weights are spread over processes."""
     policy = make_policy(make_qwen2())
+    num_reads = 0
+
+    def read(policy: Policy) -> Iterator[Named]:
+        nonlocal num_reads
+        num_reads += 1
+        return full_weights(policy)
+
     with ScriptedServer(lambda _: Reply({"results": [None]})) as web, ScriptedServer(lambda _: Reply({"results": [None]})) as other:
-        deliver(make(), policy, engine_at(web.base_url, tmp_path), engine_at(other.base_url, tmp_path))
+        engines = [engine_at(one.base_url, tmp_path) for one in (web, other)]
+        sync = make()
+        with sync.staged(Snapshot(policy, read, engines[0]), 5) as staged:
+            sync.deliver(engines, staged)
         first, second = ([(request.path, request.body) for request in one.requests] for one in (web, other))
     assert first == second
     assert len(first) == 7
+    assert num_reads == 1
 
 
 def test_a_bucket_holds_something() -> None:
