@@ -617,7 +617,7 @@ def evaluation_effect(overrides: str) -> Asked:
 def evaluation_sync_effect(overrides: str) -> Any:
     """How the evaluations' own server gets the weights."""
     plan = make_plan(typed(compose_config(*overrides.replace("@here", "http://127.0.0.1:1").split())))
-    ranks = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value)
+    ranks = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value, on_main=lambda act: act())
     return assembled(plan, make_policy(), Path("/nowhere"), ranks)[1]._strategy
 
 

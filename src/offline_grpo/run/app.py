@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -27,6 +28,7 @@ from offline_grpo.run.set_aside import set_aside
 from offline_grpo.settings import RunConfig
 
 if TYPE_CHECKING:
+    from offline_grpo.interfaces import RunListener
     from offline_grpo.placement.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -47,12 +49,11 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
         with progress.phase("imports and data"):
             plan = make_plan(config)
         check_overrides(overrides, plan.engine)
-        with _told_if_unwritable(fresh):  # it locks the run's folder
-            resume = find_resume_point(config.resume, fresh, plain) if launch.is_main() else None
-        resume = going_on.checked(resume, config, plain) if resume is not None else None
+        find = partial(_find_resume_point, config, fresh, plain)
+        found = find() if launch.num_processes() == 1 else None  # what is refused needs no torch
         with progress.phase("imports and data"):
             ranks = _join(config)
-        resume, run_dir = ranks.broadcast((resume, resume.run_dir if resume is not None else fresh))
+        resume, run_dir = found or ranks.on_main(find)  # in the group, so that a refusal ends all processes
         from offline_grpo.placement.ranks import told_if_abandoned
 
         with told_if_abandoned(), _told_if_unwritable(run_dir), log_to(run_dir.path, ranks):
@@ -65,6 +66,16 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
                 log.warning("stopped by %s; %s", signal.signal_name, going_on.where(run_dir))
                 signal.is_reported = True
                 raise
+
+
+def _find_resume_point(config: RunConfig, fresh: RunDir, plain: Mapping[str, Any]) -> tuple[ResumePoint | None, RunDir]:
+    """What the run goes on from, None for a new run, and its folder, which is locked then. Called on the first process."""
+    with _told_if_unwritable(fresh):
+        resume = find_resume_point(config.resume, fresh, plain)
+    if resume is None:
+        return None, fresh
+    resume = going_on.checked(resume, config, plain)
+    return resume, resume.run_dir
 
 
 def _join(config: RunConfig) -> Ranks:
@@ -91,7 +102,8 @@ def _run(
             sweep(run_dir.path)
             stack.callback(sweep, run_dir.path)
             remove_abandoned(run_dir)
-        told = listeners(config, run_dir.path) if ranks.is_main else []
+        told: list[RunListener] = []
+        ranks.on_main(lambda: told.extend(listeners(config, run_dir.path)))
         for listener in told:
             stack.callback(listener.close)
         progress.tell(told)

@@ -179,11 +179,14 @@ def _model_id(plan: Plan, ranks: Ranks) -> str:
     for key, sampling in (("generation", plan.sampling), ("eval", plan.eval_sampling)):
         fix = f"leaves no room for a prompt in the context of model.tiny.max_position_embeddings={tiny.max_position_embeddings}"
         require(sampling.max_new_tokens < tiny.max_position_embeddings, f"{key}.max_new_tokens", sampling.max_new_tokens, fix)
-    try:
-        path = tiny.prepare(plan.data.task, Path(config.cache_dir).resolve(), show_progress=True) if ranks.is_main else None
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cache_dir={config.cache_dir}: the tiny model cannot be kept there ({reason_of(error)})") from error
-    return str(ranks.broadcast(path))
+
+    def prepare() -> str:
+        try:
+            return str(tiny.prepare(plan.data.task, Path(config.cache_dir).resolve(), show_progress=True))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"cache_dir={config.cache_dir}: the tiny model cannot be kept there ({reason_of(error)})") from error
+
+    return ranks.on_main(prepare)
 
 
 def _check_model(plan: Plan, model_id: str) -> int:

@@ -17,6 +17,11 @@ def is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def num_processes() -> int:
+    """How many processes this run has, by the environment that launchers set."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def start_missing_processes() -> None:
     """Replace this process with N torchrun processes, if `accelerate launch` was asked for N processes and started only this one.
 

@@ -50,11 +50,15 @@ def training_servers(
         gpus: that each server which the run starts may see; None: all that this process sees.
     """
     servers = _found(spec, run_folder) if spec.base_urls else []
-    if spec.launcher is not None and ranks.is_main:
-        about: dict[str, Any] = {"args": weight_sync.requires.server_args, "env": weight_sync.requires.env, "log_numbers": count()}
-        common: dict[str, Any] = {"base_url": None, "api_key": None, "launcher": spec.launcher, "log_dir": run_folder}
-        servers = [Server(**common, **about, number=number, gpus=own) for number, own in enumerate(gpus)]
-    addresses = ranks.broadcast([(server.base_url, server.api_key) for server in servers])
+
+    def make() -> list[tuple[str, str | None]]:
+        if spec.launcher is not None:
+            about: dict[str, Any] = {"args": weight_sync.requires.server_args, "env": weight_sync.requires.env, "log_numbers": count()}
+            common: dict[str, Any] = {"base_url": None, "api_key": None, "launcher": spec.launcher, "log_dir": run_folder}
+            servers.extend(Server(**common, **about, number=number, gpus=own) for number, own in enumerate(gpus))
+        return [(server.base_url, server.api_key) for server in servers]
+
+    addresses = ranks.on_main(make)
     return servers or [Server(base_url=url, api_key=key, launcher=None, log_dir=run_folder) for url, key in addresses]
 
 

@@ -40,7 +40,7 @@ TUNED = "generation.timeout_s=7 generation.max_retries=0 weight_sync.tolerance_n
 def evaluation(overrides: str, folder: Path, *, num_processes: int = 1, with_adapters: bool = False) -> tuple[Any, Any]:
     """The client and the strategy of evaluations."""
     plan = make_plan(typed(compose_config(*overrides.split())))
-    ranks: Any = SimpleNamespace(is_main=True, world_size=num_processes, broadcast=lambda value: value)
+    ranks: Any = SimpleNamespace(is_main=True, world_size=num_processes, broadcast=lambda value: value, on_main=lambda act: act())
     _, found = assembled(plan, make_policy(with_adapters=with_adapters), folder, ranks)
     assert isinstance(found, RankZeroDeployment) is (num_processes > 1)
     inner = found._inner if isinstance(found, RankZeroDeployment) else found
@@ -137,7 +137,7 @@ def test_who_cannot_sample_evaluations(overrides: str, message: str) -> None:
 )
 def test_what_training_samples_from_is_shared(overrides: str, tmp_path: Path) -> None:
     plan = make_plan(typed(compose_config(*SERVED.split(), *overrides.split())))
-    ranks: Any = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value)
+    ranks: Any = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value, on_main=lambda act: act())
     training, found = assembled(plan, make_policy(), tmp_path, ranks)
     assert found is training
 
@@ -251,10 +251,8 @@ def test_a_server_of_the_run_has_a_key_that_nobody_else_knows(kind: str, tmp_pat
     shown = f"{first} {first.launcher} {first.launcher.command('m', 1, {})}"  # type: ignore[union-attr]
     assert first.api_key not in shown
 
-    def broadcast(value: Any) -> Any:
-        return [("http://127.0.0.1:5", "of rank 0")] if isinstance(value, list) else value
-
-    other_rank: Any = SimpleNamespace(is_main=False, world_size=2, broadcast=broadcast)
+    told: Any = lambda _: [("http://127.0.0.1:5", "of rank 0")]  # noqa: E731
+    other_rank: Any = SimpleNamespace(is_main=False, world_size=2, on_main=told)
     plan = make_plan(typed(compose_config(*overrides, "eval.enabled=false")))
     training, _ = assembled(plan, make_policy(), tmp_path, other_rank)
     assert training._inner.engines[0].client.server.api_key == "of rank 0"  # type: ignore[attr-defined]
