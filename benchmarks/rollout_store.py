@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 SAMPLE_TOKENS_PER_S, TRAIN_TOKENS_PER_S = 22_400, 71_900
 """Of one H100, Qwen3-0.6B's shape: results/h100/generation.json and the README's row of train_speed.py."""
 PROBLEMS, MEMBERS, PROMPT_TOKENS, COMPLETION_TOKENS, VOCAB = 32, 8, 200, 1000, 151_936
+DEFAULT_ITERATIONS = 100
 ORIGIN = Origin("model", "a" * 64, "b" * 64, {"key": "x" * 3000})
 
 
@@ -76,6 +77,7 @@ def writing(folder: Path, device: str, rounds: int) -> tuple[dict[str, float], l
     for iteration in range(rounds + 1):
         began, clock = time.process_time(), time.perf_counter()
         recorder.rollouts("train", groups, advantages=advantages, iteration=iteration)
+        recorder.log("train", {}, iteration=iteration)
         seconds.append(time.process_time() - began)
         by_the_clock.append(round(time.perf_counter() - clock, 4))
     iteration_s = num_tokens / SAMPLE_TOKENS_PER_S + num_tokens / TRAIN_TOKENS_PER_S
@@ -92,25 +94,39 @@ def writing(folder: Path, device: str, rounds: int) -> tuple[dict[str, float], l
 
 
 def default_job(folder: Path) -> dict[str, float]:
-    """The share of the default job's iterations on this machine."""
+    """The share of the default job's iterations on this machine: of the time for which the run is held up, and, as the thread that writes
+    takes processor time too, by how much longer an iteration is than its neighbours that are not written."""
     from factories import compose_config
 
     from offline_grpo.run import app
 
-    seconds: dict[tuple[str, int], float] = {}
-    plain = Recorder.rollouts
+    seconds: dict[int, float] = {}
+    plain, plain_log = Recorder.rollouts, Recorder.log
 
     def timed(self: Recorder, name: str, groups: Any, *, advantages: Any, iteration: int) -> None:
         began = time.perf_counter()
-        plain(self, name, groups, advantages=advantages, iteration=iteration)
-        seconds[name, iteration] = time.perf_counter() - began
+        if iteration % 2:
+            plain(self, name, groups, advantages=advantages, iteration=iteration)
+        seconds[iteration] = time.perf_counter() - began
 
-    with mock.patch.object(Recorder, "rollouts", timed):
-        app.run(compose_config("train.iterations=20", "eval.enabled=false", f"cache_dir={folder}/cache"), folder / "default")
+    def timed_log(self: Recorder, name: str, metrics: Any, *, iteration: int) -> None:
+        began = time.perf_counter()
+        plain_log(self, name, metrics, iteration=iteration)
+        seconds[iteration] += time.perf_counter() - began
+
+    words = (f"train.iterations={DEFAULT_ITERATIONS}", "eval.enabled=false", "checkpoint.enabled=false", f"cache_dir={folder}/cache")
+    with mock.patch.object(Recorder, "rollouts", timed), mock.patch.object(Recorder, "log", timed_log):
+        app.run(compose_config(*words), folder / "default")
     metrics = [json.loads(path.read_text()) for path in sorted((folder / "default" / "metrics").glob("train_*.json"))]
-    shares = [seconds["train", i] / metrics[i]["time/iteration_s"] for i in range(1, 20)]
-    written = statistics.median(seconds["train", i] for i in range(1, 20))
-    return {"default_job_write_s": round(written, 4), "default_job_write_frac": round(statistics.median(shares), 4)}
+    whole = [found["time/iteration_s"] for found in metrics]
+    written = range(3, DEFAULT_ITERATIONS - 1, 2)  # the first one imports pyarrow
+    longer = [2 * whole[i] / (whole[i - 1] + whole[i + 1]) - 1 for i in written]
+    return {
+        "default_job_iteration_s": round(statistics.median(whole), 4),
+        "default_job_held_s": round(statistics.median(seconds[i] for i in written), 5),
+        "default_job_held_frac": round(statistics.median(seconds[i] / whole[i] for i in written), 4),
+        "default_job_longer_frac": round(statistics.median(longer), 4),
+    }
 
 
 def reading(folder: Path, gigabytes: float, rounds: int) -> tuple[dict[str, float], dict[str, Any]]:
@@ -191,7 +207,7 @@ def main() -> None:
             measured |= default_job(folder) | killed(folder, options.kills)
     targets = [Target("write_frac", "<=", 0.01), Target("read_speed", ">=", 0.5)]
     if options.kills:
-        targets += [Target("default_job_write_frac", "<=", 0.01), Target("files_damaged", "<=", 0), Target("rows_lost", "<=", 0)]
+        targets += [Target("default_job_held_frac", "<=", 0.01), Target("files_damaged", "<=", 0), Target("rows_lost", "<=", 0)]
     write_result(
         options.out,
         claim="Writing takes under 1 % of an iteration, reading has half the speed of pyarrow's scan, and SIGKILL loses nothing.",

@@ -59,6 +59,8 @@ def write_store(run_folder: Path, *, iterations: int = 4, origin: Origin = ORIGI
     for iteration in range(iterations):
         recorder.rollouts("train", made_groups(iteration), advantages=[[0.1, -0.2, 0.3]] * 2, iteration=iteration)
     recorder.rollouts("eval", made_groups(9), advantages=None, iteration=iterations - 1)
+    recorder.log("eval", {}, iteration=iterations - 1)
+    recorder.close()
     return run_folder
 
 

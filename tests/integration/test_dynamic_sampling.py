@@ -1,9 +1,11 @@
-"""A run that replaces groups without signal goes on from a checkpoint to the same files, bit for bit."""
+"""Runs that replace groups without signal: they go on from a checkpoint to the same files, bit for bit, and make all their updates."""
 
 from children import SMALL, metrics_of, weights_of
 from factories import compose_config
 
 from offline_grpo.run import app
+from offline_grpo.task.arithmetic import Arithmetic
+from offline_grpo.types import Score
 
 
 def test_a_resumed_run_replaces_the_same_groups(tmp_path):
@@ -27,3 +29,21 @@ def test_a_resumed_run_replaces_the_same_groups(tmp_path):
     assert (run_dir / "set_aside").exists()
     assert metrics_of(run_dir) == before
     assert weights_of(run_dir) == weights
+
+
+def test_where_no_group_ever_has_signal_all_updates_are_made_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(Arithmetic, "score", lambda *_: Score(0.0, False, {}))
+    overrides = [
+        *SMALL,
+        "train.iterations=2",
+        "data.resample_zero_signal=true",
+        "train.drop_zero_signal_groups=true",
+        "eval.enabled=false",
+        f"cache_dir={tmp_path}/cache",
+    ]
+    app.run(compose_config(*overrides), tmp_path / "run")
+    for metrics in metrics_of(tmp_path / "run").values():
+        assert metrics["num_groups_zero_signal"] == metrics["num_groups"] == 4
+        assert metrics["num_groups_replaced"] == 12
+        assert metrics["num_updates"] == 2
+        assert metrics["loss_pg"] == 0

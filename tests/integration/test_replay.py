@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import datasets
@@ -11,9 +12,13 @@ import pytest
 from children import SMALL, draw_nothing, metrics_of, weights_of
 from factories import compose_config
 
+from offline_grpo.disk import write_whole
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
+from offline_grpo.logger.json_logger import JsonLogger
 from offline_grpo.report import plots
+from offline_grpo.rollouts.store import recorder
+from offline_grpo.rollouts.store.shard import file_name
 from offline_grpo.run import app
 
 WORDS = (*SMALL, "train.iterations=3", "eval.interval=1", "checkpoint.save_interval=1", "checkpoint.keep_last_k=all")
@@ -50,6 +55,23 @@ def test_training_live_and_replaying_it_give_the_same_weights_metrics_and_record
     assert len(names) == 7
     for name in names:
         assert pq.read_table(run / "rollouts" / name) == pq.read_table(live / "rollouts" / name)
+
+
+def test_metrics_of_an_iteration_come_after_its_rollouts_however_slow_the_disk(cache, tmp_path, monkeypatch):
+    plain, seen = JsonLogger.log, []
+
+    def log(self, name, metrics, *, iteration):
+        seen.append((tmp_path / "run" / "rollouts" / file_name(name, iteration)).exists())
+        plain(self, name, metrics, iteration=iteration)
+
+    def write_slowly(path, content):
+        time.sleep(0.4)
+        write_whole(path, content)
+
+    monkeypatch.setattr(JsonLogger, "log", log)
+    monkeypatch.setattr(recorder, "write_whole", write_slowly)
+    app.run(compose_config(cache, *WORDS), tmp_path / "run")
+    assert seen == [True] * 7
 
 
 def test_a_replay_samples_nothing_and_is_resumed_to_the_bit(live, cache, tmp_path, monkeypatch):

@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_filled_is_one_line_and_costs_nothing(pattern, aft
     (run / ".hydra").mkdir(parents=True)
     with full_for(pattern, after) as opened, pytest.raises(GrpoError, match="No space left on device") as error:
         app.run(compose_config(cache, *SMALL), run)
-    assert len(opened) == after + 1
+    assert len(opened) - after - 1 in ((0, 1) if "rollouts" in pattern else (0,))  # the evaluation's may be written before it is noticed
     assert "\n" not in str(error.value)
     assert str(run) in str(error.value)
     assert "Traceback" not in capfd.readouterr().err

@@ -100,13 +100,12 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     updater = make_updater(plan, policy, model_id, start.run_dir, ranks, sharding)
     if start.resume is not None and start.resume.lr_schedule is not None:
         updater.lr_schedule = start.resume.lr_schedule
-    schedule = PushSchedule(plan.weight_sync.interval)
     about = {key: value for key, value in redacted(start.plain).items() if key not in IGNORED_ON_RESUME}
     origin = Origin(model_id, architecture_hash(policy.causal_lm.config), tokenizer_hash(policy.tokenizer), about)
     source = make_source(plan, policy, training.client, updater, start.run_dir.path, origin)
     stack.callback(source.close)
-    milestones = Milestones(config.checkpoint.keep_best, config.train.stop_when)
-    shared: dict[str, Any] = {"policy": policy, "updater": updater, "schedule": schedule, "source": source, "milestones": milestones}
+    shared: dict[str, Any] = {"policy": policy, "updater": updater, "source": source, "schedule": PushSchedule(plan.weight_sync.interval)}
+    shared["milestones"] = Milestones(config.checkpoint.keep_best, config.train.stop_when)
     checkpointer = Checkpointer(
         **shared, folder=start.run_dir.checkpoints, ranks=ranks, config=redacted(start.plain), keep_last_k=config.checkpoint.num_kept
     )
@@ -117,19 +116,22 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
         evaluation=make_evaluation(plan, policy, evaluation, ranks) if config.eval.enabled else None,
         checkpointer=checkpointer if config.checkpoint.enabled else None,
         save_due=lambda i: i + 1 == config.train.iterations or _is_multiple(i + 1, config.checkpoint.save_interval),
-        listeners=[*listeners, *_recorders(start, policy, updater, origin)],
+        listeners=[*_recorders(start, policy, updater, origin, stack), *listeners],
         ranks=ranks,
         stop=stop,
         stop_at_failed_frac=config.scoring.stop_at_failed_frac,
+        fills_updates=config.data.resample_zero_signal,
     )
     return loop, checkpointer.restore(checkpoint) if checkpoint is not None else None
 
 
-def _recorders(start: Start, policy: Policy, updater: Updater, origin: Origin) -> list[RunListener]:
-    """What writes the store of rollouts, on the first process; none with `rollouts.record=false`."""
+def _recorders(start: Start, policy: Policy, updater: Updater, origin: Origin, stack: ExitStack) -> list[RunListener]:
+    """What writes the store of rollouts, on the first process; none with `rollouts.record=false`. First of all listeners."""
     if not start.ranks.is_main or not records(start.plan.config):
         return []
-    return [Recorder(start.run_dir.path, origin, lambda: (updater.counters.version, policy.trained_here()))]
+    recorder = Recorder(start.run_dir.path, origin, lambda: (updater.counters.version, policy.trained_here()))
+    stack.callback(recorder.close)
+    return [recorder]
 
 
 def _servers(start: Start, model_id: str, stack: ExitStack, devices: Devices) -> list[Server]:

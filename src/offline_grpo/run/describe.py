@@ -26,16 +26,25 @@ def describe_data(data: TaskData, problems_per_iteration: int) -> list[str]:
 
 def describe_batches(plan: Plan) -> tuple[str, str]:
     """The batch arithmetic of an iteration, spelled out in two lines."""
-    data, train = plan.config.data, plan.config.train
-    sequences = data.problems_per_iteration * data.rollouts_per_problem
+    data, train, rollouts = plan.config.data, plan.config.train, plan.config.rollouts
     per_microbatch = f"{train.batch_size} sequences" if train.batch_size is not None else f"{train.tokens_per_microbatch} tokens"
+    if "group_size" not in rollouts:  # groups as large as they were recorded
+        count = rollouts["problems_per_iteration"]
+        taken = "all groups of a recorded one" if count is None else f"{count} recorded groups"
+        per_update = train.batch_size * train.grad_accum_steps if train.batch_size and train.grad_accum_steps else None
+        updates = f"updates of {per_update} sequences" if per_update else _updates((train.updates_per_iteration or 1) * train.epochs)
+        return f"each iteration: {taken}", f"{updates}, in microbatches of up to {per_microbatch}"
+    sequences = data.problems_per_iteration * data.rollouts_per_problem
     updates = plan.config.planned_updates
     return (
         f"each iteration: {data.problems_per_iteration} problems x {data.rollouts_per_problem} rollouts = {sequences} sequences, "
         f"{train.iterations * sequences:,} in all",
-        f"{updates} update{'s' if updates > 1 else ''} of about {sequences * train.epochs // updates} sequences, "
-        f"in microbatches of up to {per_microbatch}",
+        f"{_updates(updates)} of about {sequences * train.epochs // updates} sequences, in microbatches of up to {per_microbatch}",
     )
+
+
+def _updates(count: int) -> str:
+    return f"{count} update{'s' if count > 1 else ''}"
 
 
 def describe_staleness(plan: Plan) -> str | None:

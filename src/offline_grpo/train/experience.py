@@ -17,12 +17,15 @@ from offline_grpo.types import FinishReason, RolloutGroup, TokenBatch, by_task
 
 
 def prepare_batch(
-    groups: Sequence[RolloutGroup], updater: Updater, config: TrainConfig
+    groups: Sequence[RolloutGroup], updater: Updater, config: TrainConfig, *, fills_updates: bool = False
 ) -> tuple[TokenBatch | None, list[list[float]], dict[str, float]]:
     """The batch of an iteration, scored by the policy and the reference where it needs that, the advantage of every rollout of every group
     (of advantages per token their mean), and metrics of them.
 
     None in place of a batch where no group is left to train on.
+
+    Args:
+        fills_updates: see `_keep`.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     batch = build_batch(rollouts, mask_truncated=config.mask_truncated)
@@ -37,7 +40,7 @@ def prepare_batch(
     advantages = _advantages(groups, rewards, updater)
     per_rollout = [_per_rollout(group, own) for group, own in zip(groups, advantages, strict=True)]
     is_silent = zero_signal_groups([_numbers(group, own) for group, own in zip(groups, advantages, strict=True)])
-    keep = [not (config.drop_zero_signal_groups and silent) for silent in is_silent]
+    keep = _keep(groups, is_silent, updater, fills_updates=fills_updates) if config.drop_zero_signal_groups else [True] * len(groups)
     metrics |= {"num_groups": float(len(groups)), "num_groups_zero_signal": float(sum(is_silent)), "num_groups_trained": float(sum(keep))}
     metrics |= {"num_groups_replaced": float(sum(group.num_replaced for group in groups))}
     flat = [advantage for group, kept in zip(advantages, keep, strict=True) for advantage in group if kept]
@@ -151,6 +154,21 @@ def _per_rollout(group: RolloutGroup, advantages: Sequence[float | Sequence[floa
     """One number per rollout: its advantage, or the mean of those of its sampled tokens."""
     pairs = zip(advantages, group.rollouts, strict=True)
     return [sum(compress(own, r.is_sampled)) / max(r.num_sampled, 1) if isinstance(own, Sequence) else own for own, r in pairs]
+
+
+def _keep(groups: Sequence[RolloutGroup], is_silent: Sequence[bool], updater: Updater, *, fills_updates: bool) -> list[bool]:
+    """Which groups are trained on, where those without signal are dropped.
+
+    Args:
+        fills_updates: as many of those stay, the first of them, as it takes to make the updates that the whole batch would make.
+    """
+    keep, sizes = [not silent for silent in is_silent], [len(group.rollouts) for group in groups]
+    planned = len(updater.updates_of(sum(sizes))) if fills_updates else 0
+    for number, silent in enumerate(is_silent):
+        left = sum(compress(sizes, keep))
+        if silent and (len(updater.updates_of(left)) if left else 0) < planned:
+            keep[number] = True
+    return keep
 
 
 def _with_logprobs_of(whole: TokenBatch, batch: TokenBatch) -> TokenBatch:

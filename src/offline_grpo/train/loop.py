@@ -66,6 +66,7 @@ class Loop:
     ranks: Ranks
     stop: StopSignal
     stop_at_failed_frac: float | None
+    fills_updates: bool
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
     _card_bytes: int = field(default=0, init=False)
     _flops: float = field(default=0.0, init=False)
@@ -149,7 +150,9 @@ class Loop:
             raise stopped
 
     def _train(self, groups: Sequence[RolloutGroup], iteration: int) -> dict[str, float]:
-        batch, advantages, metrics = self._on_own_weights(lambda: prepare_batch(groups, self.updater, self.config))
+        batch, advantages, metrics = self._on_own_weights(
+            lambda: prepare_batch(groups, self.updater, self.config, fills_updates=self.fills_updates)
+        )
         for listener in self.listeners:
             listener.rollouts("train", groups, advantages=advantages, iteration=iteration)
         if iteration == 0:

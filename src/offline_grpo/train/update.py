@@ -77,7 +77,7 @@ class Updater:
             on_own_weights: runs what computes the gradients of an update; again, if somebody else wrote to the weights meanwhile.
         """
         torch.manual_seed(derive_seed(self.seed, "dropout", iteration, self.ranks.rank))
-        updates = [sequences for _ in range(self.config.epochs) for sequences in self.updates_of(batch)]
+        updates = [sequences for _ in range(self.config.epochs) for sequences in self.updates_of(batch.num_sequences)]
         alignment = Alignment()
         results = []
         for number, sequences in enumerate(updates):
@@ -93,17 +93,17 @@ class Updater:
         means |= alignment.metrics(self.ranks)
         return means | {"num_updates": float(len(applied)), "num_updates_refused": float(len(results) - len(applied)), **self._lr_metric()}
 
-    def updates_of(self, batch: TokenBatch) -> list[range]:
-        """The sequences of each update of one pass."""
+    def updates_of(self, num_sequences: int) -> list[range]:
+        """The sequences of each update of one pass over a batch of this many."""
         per_update = None
         if self.config.grad_accum_steps is not None:
             assert self.config.batch_size is not None
             per_update = self.config.batch_size * self.config.grad_accum_steps
-        return split_updates(batch.num_sequences, num_updates=self.config.updates_per_iteration, sequences_per_update=per_update)
+        return split_updates(num_sequences, num_updates=self.config.updates_per_iteration, sequences_per_update=per_update)
 
     def needs_old_logprobs(self, batch: TokenBatch) -> bool:
         """Whether a scoring pass is due: not if the ratio is to the engine, nor if a single update's policy is itself the old one."""
-        has_several_updates = len(self.updates_of(batch)) * self.config.epochs > 1
+        has_several_updates = len(self.updates_of(batch.num_sequences)) * self.config.epochs > 1
         return self.loss.kl_in_reward or (has_several_updates and self.loss.ratio_reference == "old")
 
     def score(self, batch: TokenBatch) -> TokenBatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from recorded import CONTEXT, ORIGIN, VOCAB, made_groups, make_replay, replayed, write_store
 
+from offline_grpo.disk import write_whole
 from offline_grpo.errors import ConfigError
+from offline_grpo.rollouts.store import recorder as recording
 from offline_grpo.rollouts.store.checking import check_values
 from offline_grpo.rollouts.store.reader import Shard, group_rows, shards_of
+from offline_grpo.rollouts.store.recorder import Recorder
 from offline_grpo.rollouts.store.rows import groups_of, parquet, table_of
 from offline_grpo.types import Rollout, RolloutGroup, Score
 
@@ -66,6 +71,39 @@ def test_a_row_says_everything_about_a_completion(store: Path) -> None:
         "format": 1,
     }
     assert pq.read_table(store / "rollouts" / "eval_iter_003.parquet")["advantage"].null_count == 6
+
+
+def test_a_file_is_written_beside_the_updates_and_says_the_weights_before_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_free = threading.Event()
+
+    def on_a_slow_disk(path: Path, content: bytes) -> None:
+        assert is_free.wait(20)
+        write_whole(path, content)
+
+    def hashes(folder: Path) -> str:
+        return json.loads(pq.read_metadata(folder / "rollouts" / "iter_000.parquet").metadata[b"offline_grpo"])["weights"]
+
+    monkeypatch.setattr(recording, "write_whole", on_a_slow_disk)
+    weights = torch.ones(8)
+    recorder = Recorder(tmp_path, ORIGIN, lambda: (3, [weights]))
+    recorder.rollouts("train", made_groups(0), advantages=[[0.1, -0.2, 0.3]] * 2, iteration=0)
+    weights += 1
+    assert not (tmp_path / "rollouts" / "iter_000.parquet").exists()
+    threading.Timer(0.2, is_free.set).start()
+    recorder.log("train", {}, iteration=0)
+    recorder.close()
+    assert hashes(tmp_path) == hashes(write_store(tmp_path / "ones", iterations=1))
+
+
+def test_a_disk_that_is_full_is_told_where_the_file_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").write_text("no folder")
+    recorder = Recorder(tmp_path, ORIGIN, lambda: (3, []))
+    recorder.rollouts("train", made_groups(0), advantages=[[0.1, -0.2, 0.3]] * 2, iteration=0)
+    with pytest.raises(FileExistsError):
+        recorder.log("train", {}, iteration=0)
+    recorder.rollouts("train", made_groups(0), advantages=[[0.1, -0.2, 0.3]] * 2, iteration=0)
+    recorder.close()
+    recorder.close()
 
 
 def two_turns() -> RolloutGroup:

@@ -6,12 +6,13 @@ import pytest
 from factories import compose_config
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
+from recorded import write_store
 
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.run import app, assemble
 from offline_grpo.run.cli import explain
 from offline_grpo.run.config import typed
-from offline_grpo.run.describe import describe_staleness
+from offline_grpo.run.describe import describe_batches, describe_staleness
 from offline_grpo.run.engine_spec import check_overrides
 from offline_grpo.run.preflight import make_plan
 
@@ -195,3 +196,27 @@ SERVED = "generation=vllm_server weight_sync"
 def test_what_needs_whole_weights_is_refused_where_they_are_spread(override, message):
     with pytest.raises(ConfigError, match=message):
         make_plan(typed(compose_config("train.sharding=fsdp2", *override.split())))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ("", ("each iteration: 32 problems x 8 rollouts = 256 sequences, 25,600 in all", "1 update of about 256 sequences")),
+        ("rollouts=replay", ("each iteration: all groups of a recorded one", "1 update")),
+        (
+            "rollouts=replay rollouts.problems_per_iteration=6 train.updates_per_iteration=2 train.epochs=3",
+            ("each iteration: 6 recorded groups", "6 updates"),
+        ),
+        (
+            "rollouts=replay train.updates_per_iteration=null train.grad_accum_steps=2 train.batch_size=16",
+            ("each iteration: all groups of a recorded one", "updates of 32 sequences"),
+        ),
+    ],
+)
+def test_the_batches_of_an_iteration_are_told(overrides, told, tmp_path):
+    words = overrides.split()
+    if words:
+        words.append(f"rollouts.path={write_store(tmp_path / 'store', iterations=1)}")
+    batch_size = 16 if "train.batch_size=16" in words else 256
+    lines = describe_batches(make_plan(typed(compose_config(*words))))
+    assert lines == (told[0], f"{told[1]}, in microbatches of up to {batch_size} sequences")

@@ -73,6 +73,27 @@ def test_given_advantages_that_are_zero_where_it_counts_are_no_signal(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "rewards", "trained"),
+    [  # groups of two; updates of 2 sequences, of 4, or so many that share all
+        ({"updates_per_iteration": None, "grad_accum_steps": 1, "batch_size": 2}, [(0, 0), (0, 1), (1, 1), (0, 1)], [0, 1, 2, 3]),
+        ({"updates_per_iteration": None, "grad_accum_steps": 2, "batch_size": 2}, [(0, 0), (0, 1), (1, 1), (1, 1)], [0, 1, 2]),
+        ({"updates_per_iteration": 2}, [(0, 0), (0, 1), (1, 1), (0, 1)], [1, 3]),
+        ({"updates_per_iteration": 2}, [(0, 0), (0, 0), (1, 1), (0, 0)], [0]),
+        ({"updates_per_iteration": 3}, [(0, 0), (0, 0), (1, 0), (1, 1)], [0, 2]),
+    ],
+)
+def test_groups_without_signal_stay_where_updates_need_them(settings, rewards, trained, tmp_path):
+    updater = make_updater(tmp_path, **settings)
+    groups = [group(*(make_rollout([4], [n + 5], reward=float(reward)) for reward in own)) for n, own in enumerate(rewards)]
+    batch, advantages, metrics = prepare_batch(groups, updater, updater.config, fills_updates=True)
+    assert batch is not None
+    assert [token - 5 for token in batch.token_ids[batch.completion_mask].tolist()] == [n for n in trained for _ in range(2)]
+    assert metrics["num_groups_trained"] == len(trained)
+    assert len(updater.updates_of(batch.num_sequences)) == len(updater.updates_of(8))
+    assert [any(own) for own in advantages] == [first != second for first, second in rewards]
+
+
 def test_given_advantages_and_a_penalty_on_rewards_contradict_each_other(tmp_path):
     updater = make_updater(tmp_path)
     updater.loss = replace(updater.loss, kl_placement="reward", kl_coef=0.1)

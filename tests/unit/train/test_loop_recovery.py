@@ -66,6 +66,7 @@ def make_loop(engine: Engine, evaluation: Evaluation | None = None) -> Loop:
         ranks=Ranks(use_cpu=True),
         stop=StopSignal(),
         stop_at_failed_frac=None,
+        fills_updates=False,
     )
 
 

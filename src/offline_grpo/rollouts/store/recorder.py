@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offline_grpo.disk import write_whole
 from offline_grpo.interfaces import RunListener
 from offline_grpo.rollouts.store.shard import FOLDER, Origin, file_name, json_hash
-from offline_grpo.types import RolloutGroup
+from offline_grpo.types import Metrics, RolloutGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class Recorder(RunListener):
     """Writes `rollouts/iter_000.parquet`, ... and, for evaluations, `rollouts/eval_init.parquet`, ...
 
-    A file is complete or absent, and the same again if a resumed run repeats the iteration: no other file is ever touched.
+    A file is complete or absent, and the same again if a resumed run repeats the iteration: no other file is ever touched. It is written in
+    a thread, beside the updates. `log` waits for it: as the first of a run's listeners, the store has every iteration that has metrics.
 
     Args:
         origin: what all files have in common.
@@ -30,13 +32,34 @@ class Recorder(RunListener):
     output_dir: Path
     origin: Origin
     weights: Callable[[], tuple[int, list[Tensor]]]
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"), init=False)
+    _writing: list[Future[None]] = field(default_factory=list, init=False)
 
     def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, advantages: Sequence[Sequence[float]] | None, iteration: int) -> None:
         from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
-        from offline_grpo.rollouts.store.rows import parquet, table_of  # pyarrow takes half a second, which no start shall wait for
 
         version, tensors = self.weights()
-        origin = replace(self.origin, version=version, weights=json_hash(fingerprints(tensors)))
+        origin = replace(self.origin, version=version, weights=json_hash(fingerprints(tensors)))  # now: the updates change them
+        self._writing.append(self._thread.submit(self._write, name, groups, advantages, iteration, origin))
+
+    def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
+        """Waits until what was sampled so far is on disk.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        while self._writing:
+            self._writing.pop(0).result()
+
+    def close(self) -> None:
+        """Waits as well. What went wrong is of no interest: the iteration has no metrics, and a resumed run repeats it."""
+        self._thread.shutdown()
+
+    def _write(
+        self, name: str, groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]] | None, iteration: int, origin: Origin
+    ) -> None:
+        from offline_grpo.rollouts.store.rows import parquet, table_of  # pyarrow takes half a second, which no start shall wait for
+
         content = parquet(table_of(name, groups, advantages, iteration), origin.to_metadata())
         folder = self.output_dir / FOLDER
         folder.mkdir(parents=True, exist_ok=True)

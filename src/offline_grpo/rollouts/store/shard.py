@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Origin:
 
     def to_metadata(self) -> dict[str, str]:
         """For a file."""
-        return {KEY: json.dumps(asdict(self), sort_keys=True)}
+        return {KEY: json.dumps(vars(self), sort_keys=True)}
 
 
 def file_name(phase: str, iteration: int) -> str:
