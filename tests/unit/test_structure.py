@@ -90,6 +90,13 @@ def test_files_and_functions_stay_short(path):
             assert node.end_lineno - node.lineno < 60, node.name
 
 
+@pytest.mark.parametrize("path", sorted((SOURCE / "report" / "assets").glob("*.js")), ids=lambda path: path.name)
+def test_what_runs_in_a_browser_stays_short_too(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 200
+    assert max(map(len, lines)) <= 140
+
+
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 STEPS = re.findall(r"^(.*?)\s(\w[\w/]*\.py) ([\w.]+)$", ARCHITECTURE.partition("```text\n")[2].partition("```")[0], re.MULTILINE)
 

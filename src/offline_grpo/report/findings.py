@@ -74,6 +74,10 @@ def _mismatch(history: History) -> Pairs:
         if age.last > 0:
             yield f"rollouts are {age.last:.2g} versions old at last: {numbers}", "a lower rollouts.max_staleness, a lower train.lr"
             return
+        if len(history.series("train", "rollouts/epoch")):  # a replay
+            text = f"the recorded rollouts are of weights far from those that are trained: {numbers}"
+            yield text, "train.loss.ratio_reference=rollout, a lower train.lr, or newer recordings"
+            return
         yield f"trainer and engine disagree: {numbers}", "docs/troubleshooting.md, Trainer and engine disagree, before anything else"
 
 

@@ -77,7 +77,7 @@ def page(data: dict[str, Any]) -> str:
     return Template((assets / "page.html").read_text()).substitute(
         title=html.escape(utf8(data["title"])),
         css=(assets / "page.css").read_text(),
-        js=(assets / "page.js").read_text(),
+        js="".join((assets / name).read_text() for name in ("charts.js", "page.js")),
         plotly=_plotly(),
         data=json.dumps(_without_nan(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from offline_grpo.errors import ConfigError, GrpoError, reason_of
-from offline_grpo.eval.paired import compare
+from offline_grpo.eval.paired import PairedResult, compare
 from offline_grpo.redaction import flat, redacted
 from offline_grpo.report.configurations import Configuration, mean_interval
 from offline_grpo.report.history import FloatArray, History, Series, load_history
@@ -26,6 +26,8 @@ WRONG_FILE = (GrpoError, LookupError, TypeError, ValueError, AttributeError, OSE
 MAX_VALUE = 200  # letters of a setting
 MAX_POINTS, MAX_POINTS_IN_ALL = 300, 6000  # of a curve, and of the curves of a metric over all runs
 BOOTSTRAP_SAMPLES = 1000
+MIN_SEEDS = 3
+"""Of a band: with two, Student's t has one degree of freedom, and the band hides all curves."""
 PAIRED_COLUMNS = ("configuration", "difference", "95 % over problems", "p", "better on", "worse on", "95 % over seeds")
 
 
@@ -97,7 +99,8 @@ def _curve(counted: Sequence[Series], ends: Sequence[Series], points: int) -> di
     if not steps:
         return {}
     values = np.array([[table[step] for step in steps] for table in tables])  # [N, R]
-    bounds = mean_interval(values) if len(tables) > 1 else [end.values for end in ends if len(end) == len(steps)]
+    recorded = [end.values for end in ends if len(end) == len(steps)] if len(tables) == 1 else []
+    bounds = mean_interval(values) if len(tables) >= MIN_SEEDS else recorded
     return _thinned(np.array(steps), values.mean(0), *bounds, points=points)
 
 
@@ -122,30 +125,38 @@ def paired(groups: Sequence[tuple[str, Configuration]], runs: Mapping[str, PageR
     first = next(iter(runs))
     [(base_name, base)] = [(name, group) for name, group in groups if any(run.name == first for run in group.runs)]
     known = {name: solved(run.history.run_dir, damaged) for name, run in runs.items()} if len(groups) > 1 else {}
-    rows = []
-    for name, group in groups:
+    rows, points = [], []
+    for number, (name, group) in enumerate(groups):
         one, other = ({runs[run.name].settings.get("seed"): run for run in each.counted} for each in (base, group))
         pairs = [(run, other[seed]) for seed, run in one.items() if seed in other]
         differences = np.array([[(b.final_pass_at_1 or 0.0) - (a.final_pass_at_1 or 0.0)] for a, b in pairs])  # [S, 1]
         if group is not base and pairs:
-            cells = _over_problems([known[a.name] for a, _ in pairs], [known[b.name] for _, b in pairs])
-            over_seeds = "one seed"
+            found = _over_problems([known[a.name] for a, _ in pairs], [known[b.name] for _, b in pairs])
+            ends, over_seeds = None, "one seed"
             if len(pairs) > 1 and np.isfinite(differences).all():
                 low, high = mean_interval(differences)
-                over_seeds = f"[{low[0]:+.3f}, {high[0]:+.3f}], {len(pairs)} seeds"
-            rows.append([name, f"{differences.mean():+.3f}", *cells, over_seeds])
-    return {"baseline": base_name, "columns": PAIRED_COLUMNS, "rows": rows} if rows else None
+                ends, over_seeds = [float(low[0]), float(high[0])], f"[{low[0]:+.3f}, {high[0]:+.3f}], {len(pairs)} seeds"
+            rows.append([name, f"{differences.mean():+.3f}", *_cells(found), over_seeds])
+            over_problems = None if found is None else [found.low, found.high]
+            points.append({"group": number, "difference": float(differences.mean()), "over_problems": over_problems, "over_seeds": ends})
+    return {"baseline": base_name, "columns": PAIRED_COLUMNS, "rows": rows, "points": points} if rows else None
 
 
-def _over_problems(first: Sequence[Mapping[str, Counter[bool]]], second: Sequence[Mapping[str, Counter[bool]]]) -> list[str]:
-    """Interval, p-value, and on how many problems the second is better and worse, over all of these runs."""
+def _over_problems(first: Sequence[Mapping[str, Counter[bool]]], second: Sequence[Mapping[str, Counter[bool]]]) -> PairedResult | None:
+    """The two compared over all of these runs; None where their problems, or how often each was tried, differ."""
     one, other = (
         {problem: sum((run.get(problem, Counter()) for run in runs), Counter()) for problem in runs[0]} for runs in (first, second)
     )
     totals = {count.total() for count in (*one.values(), *other.values())}
     if one.keys() != other.keys() or len(totals) != 1:
-        return ["not on record", "", "", ""]
+        return None
     right, other_right = (np.array([each[problem][True] for problem in one]) for each in (one, other))
-    found = compare(right, other_right, totals.pop(), bootstrap_samples=BOOTSTRAP_SAMPLES, seed=0)
+    return compare(right, other_right, totals.pop(), bootstrap_samples=BOOTSTRAP_SAMPLES, seed=0)
+
+
+def _cells(found: PairedResult | None) -> list[str]:
+    """Interval, p-value, and on how many problems the second is better and worse."""
+    if found is None:
+        return ["not on record", "", "", ""]
     p_value = "< 0.0001" if found.p_value < 1e-4 else f"{found.p_value:.4f}"
     return [f"[{found.low:+.3f}, {found.high:+.3f}]", p_value, str(found.num_better), str(found.num_worse)]

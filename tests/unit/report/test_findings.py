@@ -57,6 +57,10 @@ def test_a_healthy_run_has_nothing_to_look_at() -> None:
             "rollouts are 2 versions old at last: 0.01 nats apart per token, effective sample size 54%",
         ),
         (
+            {"mismatch/ess_frac": (0.99, 0.5), "rollouts/epoch": (0.1, 2.0)},
+            "the recorded rollouts are of weights far from those that are trained: 0.01 nats apart per token, effective sample size 54%",
+        ),
+        (
             {"time/rollouts_wait_s": (3.0, 3.0), "time/train_s": (1.0, 1.0)},
             "the trainer waits for samples: 3 s an iteration, and trains for 1 s",
         ),

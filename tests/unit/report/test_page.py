@@ -54,6 +54,29 @@ def test_a_sweep_is_compared_in_pairs(tmp_path: Path) -> None:
     assert (name, difference, float(p), better, worse) == ("train/loss=dapo", "-0.375", 0.5, "0", "2")
     half = 12.7062 * 0.125  # t with one degree of freedom, times the standard error of -0.5 and -0.25
     assert over_seeds == f"[{-0.375 - half:+.3f}, {-0.375 + half:+.3f}], 2 seeds"
+    [point] = data["paired"]["points"]
+    assert (point["group"], point["difference"], point["over_seeds"]) == (
+        1,
+        -0.375,
+        pytest.approx([-0.375 - half, -0.375 + half], abs=1e-4),
+    )
+    assert point["over_problems"][0] < -0.375 < point["over_problems"][1]
+    assert not any("low" in curve for curve in data["curves"]["train/reward_mean"])  # of two seeds: they are drawn themselves
+
+
+def test_three_seeds_have_a_band(tmp_path: Path) -> None:
+    for seed in range(3):
+        make_run(tmp_path / str(seed), seed=seed, entropy=1.0 + seed)
+    [curve] = data_of(tmp_path)["curves"]["train/entropy"]
+    half = 4.30265 / 3**0.5  # t with two degrees of freedom; the standard deviation of 1, 2, 3 is 1
+    assert curve["y"][0] == 2.0
+    assert (curve["low"][0], curve["high"][0]) == (pytest.approx(2 - half, abs=1e-3), pytest.approx(2 + half, abs=1e-3))
+
+
+def test_a_sweep_tells_its_settings(tmp_path: Path) -> None:
+    for number, loss in enumerate(("grpo", "grpo", "dapo")):
+        make_run(tmp_path / str(number), loss=loss, seed=number % 2)
+    data = data_of(tmp_path)
     assert data["settings"]["columns"][:3] == ["run", "train/loss", "seed"]
     assert len(data["curves"]["train/reward_mean"][0]["runs"]) == 2
 

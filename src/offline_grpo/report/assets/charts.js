@@ -1,0 +1,175 @@
+"use strict";
+// Draws the pictures, each when it comes into sight: a page of many runs has more than a browser draws in a second.
+
+const COLORS = 6, DASHES = ["solid", "dash", "dot"], AHEAD = "500px";
+const PHASES = ["generate", "train", "sync", "eval", "checkpoint"].map((name) => [name, `train/time/${name}_s`]);
+const MEMORY = ["gpu_memory", "gpu_memory_reserved", "gpu_memory_card"].map((name) => [name, `train/perf/${name}_gb`]);
+const hidden = new Set();  // groups
+const charts = new Map(), stale = new Set(), inSight = new Set();  // charts: where each is drawn -> what gives its traces and layout
+
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const colorName = (group) => (group < COLORS * DASHES.length ? `--c${group % COLORS}` : "--rest");
+const dash = (group) => DASHES[Math.floor(group / COLORS)] ?? "solid";
+const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;");  // Plotly reads tags and entities in names
+const nameOf = (group) => plain(page.groups[group].name);
+
+let firstSeen;
+const isSeen = new Promise((resolve) => { firstSeen = resolve; });
+const watcher = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) isIntersecting ? inSight.add(target) : inSight.delete(target);
+  firstSeen();
+  drawStale();
+}, { rootMargin: AHEAD });
+
+function draw(plot) {
+  stale.delete(plot);
+  Plotly.react(plot, ...charts.get(plot)(), { displayModeBar: false, responsive: true });
+}
+
+async function drawStale() {  // one at a time, so that the page answers meanwhile
+  const next = () => [...inSight].find((plot) => stale.has(plot));
+  for (let plot = next(); window.Plotly && plot; plot = next()) {
+    draw(plot);
+    await new Promise((done) => setTimeout(done));
+  }
+}
+
+function redraw() {
+  for (const plot of charts.keys()) stale.add(plot);
+  return drawStale();
+}
+
+function addChart(section, title, toDraw, { id = section, wide = false, rows = 0, legend = "" } = {}) {
+  const plot = make("div", { role: "img", "aria-label": title, style: `height: ${Math.max(240, 90 + 26 * rows)}px` });
+  find(`#${section} .charts`).append(make("figure", { id, class: wide ? "wide" : "" }, make("figcaption", {}, title), legend, plot));
+  charts.set(plot, toDraw);
+  stale.add(plot);
+  watcher.observe(plot);
+  return plot;
+}
+
+function layout(xTitle, yTitle, more = {}) {
+  const axis = (text, own) => ({ gridcolor: css("--rule"), zeroline: false, automargin: true, title: { text, standoff: 6 }, ...own });
+  const font = { family: "system-ui, sans-serif", size: 12, color: css("--muted") };
+  const hoverlabel = { bgcolor: css("--paper"), bordercolor: css("--rule"), font: { color: css("--ink") }, namelength: 60 };
+  const shared = { margin: { l: 10, r: 10, t: 8, b: 10 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent", showlegend: false };
+  return { ...shared, hoverlabel, font, hovermode: "closest", ...more, xaxis: axis(xTitle, more.xaxis), yaxis: axis(yTitle, more.yaxis) };
+}
+
+function curves(key, unit) {
+  const traces = [];
+  for (const line of page.curves[key].filter((each) => !hidden.has(each.group))) {
+    const name = nameOf(line.group), color = css(colorName(line.group)), stroke = { color, dash: dash(line.group) };
+    const trace = ({ x, y }, more) => {
+      traces.push({ type: "scatter", name, x, y, mode: x.length > 1 ? "lines" : "markers", marker: { color }, ...more });
+    };
+    if (line.low) {
+      const around = { x: [...line.x, ...[...line.x].reverse()], y: [...line.high, ...[...line.low].reverse()] };
+      const edge = { width: line.x.length > 1 ? 0 : 3, color };
+      trace(around, { fill: "toself", fillcolor: color, opacity: 0.15, mode: "lines", line: edge, hoverinfo: "skip" });
+    }
+    for (const run of line.runs) trace(run, { name: `${name}, run ${plain(run.run)}`, opacity: 0.35, line: { ...stroke, width: 0.8 } });
+    if (line.x) trace(line, { line: { ...stroke, width: 2 }, mode: line.x.length < 30 ? "lines+markers" : "lines" });
+  }
+  const yaxis = { rangemode: /reward|pass@|lr$/.test(key) ? "normal" : "tozero", tickformat: unit.startsWith("share") ? ".3~%" : "" };
+  return [traces, layout("completed iterations", unit, { yaxis })];
+}
+
+// Parts of a whole: over the iterations of a run, or their means for each configuration. With `below`, each includes the one before.
+function stacked(parts, unit, below) {
+  const isOne = page.num_runs === 1, names = page.groups.map((group) => plain(group.name));
+  const points = (key) => page.curves[key].map(({ x, y, runs: [run] }) => run && (isOne ? run : { x: x ?? run.x, y: y ?? run.y }));
+  const mean = (key, group) => {
+    const at = page.curves[key].findIndex((line) => line.group === group);
+    if (at < 0) return 0;
+    const every = page.curves["train/time/iteration_s"]?.find((line) => line.group === group);
+    const { y } = points(key)[at], all = below || !every ? y.length : (every.y ?? every.runs[0].y).length;
+    return y.reduce((sum, value) => sum + value, 0) / all;
+  };
+  const values = (key) => (isOne ? points(key)[0].y : names.map((_, group) => mean(key, group)));
+  const traces = parts.map(([name, key], i) => {
+    const under = below && i ? values(parts[i - 1][1]) : [], width = values(key).map((value, at) => Math.max(value - (under[at] ?? 0), 0));
+    const place = isOne ? { x: points(key)[0].x.map((x) => x + 1), y: width } : { x: width, y: names, orientation: "h" };
+    return { type: "bar", name, marker: { color: css(`--c${i}`) }, ...place };
+  });
+  if (isOne) return [traces, layout("iteration", unit, { barmode: "stack" })];
+  return [traces, layout(`${unit}, mean`, "", { barmode: "stack", yaxis: { autorange: "reversed", type: "category" } })];
+}
+
+// Differences with their intervals: thick over problems, thin over seeds.
+function differences() {
+  const shown = page.paired.points, names = shown.map(({ group }) => nameOf(group));
+  const bars = (color, width, ends) => ({
+    type: "data", symmetric: false, color, thickness: width, width: 0,
+    array: shown.map((each) => (ends(each) ? ends(each)[1] - each.difference : 0)),
+    arrayminus: shown.map((each) => (ends(each) ? each.difference - ends(each)[0] : 0)),
+  });
+  const dots = (name, error_x, size) => ({
+    type: "scatter", mode: "markers", name, x: shown.map((each) => each.difference), y: names, error_x,
+    marker: { color: css("--c0"), size },
+  });
+  const traces = [
+    dots("95 % over seeds", bars(css("--rest"), 2, (each) => each.over_seeds), 1),
+    dots("95 % over problems", bars(css("--c0"), 5, (each) => each.over_problems), 10),
+  ];
+  const zero = { type: "line", x0: 0, x1: 0, y0: 0, y1: 1, yref: "paper", line: { color: css("--muted"), width: 1 } };
+  const yaxis = { autorange: "reversed", type: "category" };
+  return [traces, layout("difference of pass@1", "", { shapes: [zero], yaxis, xaxis: { tickformat: "+.3~f" } })];
+}
+
+function key(...names) {  // what the colours of a picture stand for
+  const sample = (i) => make("i", { style: `border-color: var(--c${i})` });
+  return make("div", { class: "legend" }, ...names.map((name, i) => make("span", {}, sample(i), name)));
+}
+
+function showCharts() {
+  const rows = page.num_runs > 1 ? page.groups.length : 0;
+  const addParts = (title, parts, unit, id) => {
+    const known = parts.filter(([, metric]) => page.curves[metric]), legend = key(...known.map(([name]) => name));
+    if (known.length) addChart("speed", title, () => stacked(known, unit, id === "memory"), { id, wide: true, rows, legend });
+    return known.length;
+  };
+  addParts("Time per iteration", PHASES, "seconds", "phases");
+  const hasMemory = addParts("Memory in use on the trainer's GPU", MEMORY, "GB", "memory");
+  if (!hasMemory) find("#speed").append(make("p", {}, "Memory is recorded on a GPU."));
+  if (page.paired) addChart("paired", "Thick: 95 % over problems. Thin: over seeds.", differences, { id: "forest", wide: true, rows });
+  for (const [section, list] of Object.entries(page.charts)) {
+    const some = Object.entries(list).filter(([metric]) => page.curves[metric]);
+    const isZero = ([metric]) => page.curves[metric].every(({ runs }) => runs.every(({ y }) => y.every((value) => !value)));
+    for (const [id, [title, unit]] of some.filter((each) => !isZero(each))) addChart(section, title, () => curves(id, unit), { id });
+    const zeros = some.filter(isZero).map(([, [title]]) => title.toLowerCase());
+    if (zeros.length) find(`#${section}`).append(make("p", {}, `0 throughout: ${zeros.join(", ")}.`));
+  }
+  showAnyMetric();
+}
+
+function showAnyMetric() {
+  const select = find("#all select");
+  select.append(...Object.keys(page.curves).map((metric) => make("option", {}, metric)));
+  if (!select.value) return;
+  const plot = addChart("all", "", () => curves(select.value, ""), { id: "chosen", wide: true });
+  select.addEventListener("change", () => { stale.add(plot); drawStale(); });
+}
+
+function showLegend() {
+  if (page.groups.length < 2) return;
+  find("#learning .legend").append(...page.groups.map((group, number) => {
+    const line = { dash: "dashed", dot: "dotted" }[dash(number)] ?? "solid";
+    const toggle = (event) => {
+      if (!hidden.delete(number)) hidden.add(number);
+      event.currentTarget.setAttribute("aria-pressed", !hidden.has(number));
+      redraw();
+    };
+    const sample = make("i", { style: `border-top-style: ${line}; border-color: var(${colorName(number)})` });
+    return make("button", { type: "button", "aria-pressed": true, click: toggle }, sample, group.name);
+  }));
+}
+
+async function loadPlotly() {
+  const letters = atob(find("#plotly").textContent), packed = new Uint8Array(letters.length);
+  for (let i = 0; i < letters.length; i++) packed[i] = letters.charCodeAt(i);
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  document.head.append(make("script", {}, await new Response(stream).text()));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  addEventListener("beforeprint", () => [...stale].filter((plot) => plot.offsetParent).forEach(draw));
+}
