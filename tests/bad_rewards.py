@@ -26,16 +26,30 @@ class Task:
         return self.rewards.score(problem, text)
 
 
+class Measuring:
+    """Tells of a completion more than its reward."""
+
+    def score(self, problem, text):
+        from offline_grpo.types import Score
+
+        return Score(0.5, False, {"half": 0.5}, measured={"speed": 2.0})
+
+
 kept = []
 
 
 def isolated(path, printed=None, **settings):
     """A task that this function scores, in workers."""
+    return in_workers(partial(Task, path), printed, **settings)
+
+
+def in_workers(make, printed=None, **settings):
+    """What `make` returns, in workers."""
     from offline_grpo.generation.scoring.isolated import IsolatedTask
     from offline_grpo.settings import ScoringConfig
 
     settings = {"workers": 4, "timeout_s": 2.0, "memory_mib": 256, "stop_at_failed_frac": 1.0} | settings
-    return IsolatedTask(Task(path), partial(Task, path), ScoringConfig(**settings), preload=(), printed=printed)
+    return IsolatedTask(make(), make, ScoringConfig(**settings), preload=(), printed=printed)
 
 
 def judge(task, kind):
@@ -147,3 +161,8 @@ def _sees():
         os.readlink("/proc/self/fd/0") == os.devnull and len([place for place in places if place.startswith("socket:")]) <= 3
     )  # its own, and two of asyncio's event loop
     return float(is_alone and "torch" not in sys.modules)
+
+
+def vowels(completion):
+    """The share of vowels: one that behaves."""
+    return sum(letter in "aeiou" for letter in completion) / max(len(completion), 1)

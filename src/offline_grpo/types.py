@@ -36,6 +36,8 @@ class FinishReason(StrEnum):
 
 
 SCALE_REWARDS = ("group", "batch", "none")  # what centred rewards can be divided by, see `train/advantage.py`
+FAILURES = ("timeout", "memory", "crashed", "raised")
+"""What can happen to code that judges a completion, in a process of its own."""
 TASK_MARK = "::"  # in ids of a mixture's problems, between the name of the task and the problem's id there
 
 
@@ -115,12 +117,15 @@ CompletionStream = Generator[tuple[int, list[Completion]], None, None]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A task's verdict on one completion. `parts` holds the weighted terms that `reward` is the sum of."""
+    """A task's verdict on one completion. `parts` holds the weighted terms that `reward` is the sum of, `measured` what else is told of it:
+    metrics have the mean of each over the completions that have it.
+    """
 
     reward: float
     is_correct: bool
     parts: Mapping[str, float]
-    failure: str | None = None  # why it is 0, if the code that judges it failed: "timeout", "memory", "crashed" or "raised"
+    failure: str | None = None  # why it is 0, if the code that judges it failed: one of FAILURES
+    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

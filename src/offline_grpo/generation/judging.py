@@ -87,7 +87,7 @@ def checked(score: object) -> Score:
     """What a task's `score` returned, if it is a score. Raises ScoreError otherwise."""
     if not isinstance(score, Score):
         raise ScoreError(f"the task's score returned {score!r:.80}; it must be an offline_grpo.types.Score")
-    for name, value in (("reward", score.reward), *score.parts.items()):
+    for name, value in (("reward", score.reward), *score.parts.items(), *score.measured.items()):
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ScoreError(f"the task's score has {name}={value!r:.80}; it must be a finite number")
     return score

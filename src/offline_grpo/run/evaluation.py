@@ -33,7 +33,7 @@ from offline_grpo.run.held_out import HeldOut
 from offline_grpo.run.isolate import isolated
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
-from offline_grpo.train.experience import failure_metrics
+from offline_grpo.train.experience import score_metrics
 from offline_grpo.types import Metrics, RolloutGroup, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def _evaluate(letter: str, client: RolloutClient, codec: TokenizerCodec, held_ou
             records.add(index, group)
     ordered = [groups[index] for index in range(len(groups))]
     key = (letter, held_out.name)
-    results.metrics[key] = {**evaluator.metrics(ordered, cycle=CYCLE), **failure_metrics(ordered)}
+    results.metrics[key] = {**evaluator.metrics(ordered, cycle=CYCLE), **score_metrics(ordered)}
     results.num_correct[key] = np.array([sum(r.score.is_correct for r in group.rollouts) for group in ordered])
     first = next(iter(results.num_correct))[0]
     if letter != first:

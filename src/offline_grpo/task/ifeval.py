@@ -71,7 +71,15 @@ class IFEval(RowTask):
         measured = (float(all(strict)), sum(strict) / len(strict), float(all(loose)), sum(loose) / len(loose))
         parts = {name: getattr(self, f"{name}_weight") * value for name, value in zip(MEASURES, measured, strict=True)}
         parts |= {"answer": self.answer_bonus * (len(answers) == 1), "think": self.think_bonus * (len(blocks["think"]) == 1)}
-        return Score(reward=sum(parts.values()), is_correct=all(strict), parts=parts)
+        return Score(reward=sum(parts.values()), is_correct=all(strict), parts=parts, measured=_by_kind(instructions, strict))
+
+
+def _by_kind(instructions: Sequence[tuple[str, Mapping[str, Any]]], followed: Sequence[bool]) -> dict[str, float]:
+    """`instruction/GROUP/KIND` -> the share of the instructions of this kind that the response follows, strictly."""
+    found: dict[str, list[bool]] = {}
+    for (kind, _), is_followed in zip(instructions, followed, strict=True):
+        found.setdefault(f"instruction/{kind.replace(':', '/')}", []).append(is_followed)
+    return {name: sum(each) / len(each) for name, each in found.items()}
 
 
 def _instructions(row: Row) -> Sequence[tuple[str, Mapping[str, Any]]]:

@@ -80,7 +80,7 @@ def _rollout_means(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         **({"truncated_frac": fmean(reason is FinishReason.LENGTH for reason in reasons)} if reasons else {}),
         **{f"reward/{name}": fmean(r.score.parts.get(name, 0.0) for r in rollouts) for name in parts},
         **_reward_against_length(groups),
-        **failure_metrics(groups),
+        **score_metrics(groups),
     }
 
 
@@ -94,10 +94,15 @@ def _reward_against_length(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     return {"reward_length_correlation": fsum(x * y for x, y in pairs) / spread} if spread > 0 else {}
 
 
-def failure_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """How many completions could not be scored; and how many of each cause that there was."""
+def score_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """How many completions could not be scored, and how many of each cause that there was; and the means of what the task measured."""
     failures = _failures(groups)
+    measured: dict[str, list[float]] = {}
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        for name, value in rollout.score.measured.items():
+            measured.setdefault(name, []).append(value)
     return {
+        **{f"measured/{name}": fmean(values) for name, values in sorted(measured.items())},
         "scoring/num_failed": float(len(failures)),
         **{f"scoring/num_failed_{cause}": float(n) for cause, n in Counter(failures).items()},
     }

@@ -25,7 +25,7 @@ from offline_grpo.interfaces import Checkpointer, Deployment, Evaluator, Pending
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
-from offline_grpo.train.experience import check_scored, failure_metrics, prepare_batch, rollout_metrics
+from offline_grpo.train.experience import check_scored, prepare_batch, rollout_metrics, score_metrics
 from offline_grpo.train.flops import update_flops, utilisation
 from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.push_schedule import PushSchedule, frozen_metric
@@ -172,7 +172,7 @@ class Loop:
             groups = self._sample(deployment, lambda: evaluator.sample(deployment.client, cycle=cycle))
             for listener in self.listeners:
                 listener.rollouts("eval", groups, advantages=None, iteration=iteration)
-            return {**evaluator.metrics(groups, cycle=cycle), **failure_metrics(groups), **frozen_metric(deployment)}
+            return {**evaluator.metrics(groups, cycle=cycle), **score_metrics(groups), **frozen_metric(deployment)}
 
     @property
     def _version(self) -> int:

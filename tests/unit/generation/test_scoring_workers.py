@@ -16,7 +16,7 @@ from factories import make_group
 from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.generation.scoring.isolated import IsolatedTask
 from offline_grpo.settings import ScoringConfig
-from offline_grpo.train.experience import check_scored, failure_metrics
+from offline_grpo.train.experience import check_scored, score_metrics
 from offline_grpo.types import Score
 
 pytestmark = pytest.mark.slow
@@ -151,6 +151,19 @@ def test_a_task_that_workers_cannot_make_ends_the_run():
         task.close()
 
 
+def test_what_a_task_measures_comes_along_and_its_means_are_metrics():
+    task = bad_rewards.in_workers(bad_rewards.Measuring)
+    try:
+        score = bad_rewards.judge(task, "fine").result()
+    finally:
+        task.close()
+    assert score == bad_rewards.Measuring().score(None, "")
+    [group] = failures(None, None, "raised")
+    scores = [replace(score, measured=each) for each in ({"speed": 2.0}, {"speed": 4.0, "size": 1.0}, {})]
+    group = replace(group, rollouts=tuple(replace(r, score=s) for r, s in zip(group.rollouts, scores, strict=True)))
+    assert score_metrics([group]) == {"measured/size": 1.0, "measured/speed": 3.0, "scoring/num_failed": 0.0}
+
+
 def failures(*causes):
     group = make_group(*[("t", 0.0)] * len(causes))
     scores = [Score(0.0, False, {}, cause) for cause in causes]
@@ -159,7 +172,7 @@ def failures(*causes):
 
 def test_failures_are_counted_and_too_many_end_the_run():
     groups = failures("timeout", None, "raised", "raised")
-    assert failure_metrics(groups) == {
+    assert score_metrics(groups) == {
         "scoring/num_failed": 3.0,
         "scoring/num_failed_timeout": 1.0,
         "scoring/num_failed_raised": 2.0,

@@ -88,7 +88,7 @@ class IsolatedTask:
         if failure := answer.get("failure"):
             self._tell(failure, answer, problem, text)
             return Score(0.0, False, {}, failure)
-        return Score(answer["reward"], answer["is_correct"], answer["parts"])
+        return Score(answer["reward"], answer["is_correct"], answer["parts"], measured=answer["measured"])
 
     def close(self) -> None:
         """End all processes of it."""

@@ -134,8 +134,9 @@ def _has_many_children() -> bool:
 
 def _answer(score: object) -> dict[str, Any]:
     """A score as JSON types. Raises ScoreError where it is none."""
-    checked_score = checked(score)
-    return {"reward": checked_score.reward, "is_correct": bool(checked_score.is_correct), "parts": dict(checked_score.parts)}
+    found = checked(score)
+    numbers = {"reward": found.reward, "parts": dict(found.parts), "measured": dict(found.measured)}
+    return numbers | {"is_correct": bool(found.is_correct)}
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -12,13 +12,14 @@ from pydantic import FiniteFloat, TypeAdapter
 
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.rollouts.store.rows import SCHEMA
-from offline_grpo.types import FinishReason
+from offline_grpo.types import FAILURES, FinishReason
 
 pc: Any = pyarrow.compute  # it makes its functions when it is imported, where no type checker sees them
 JSON = {
     "messages": TypeAdapter(list[dict[str, str]]),
     "fields": TypeAdapter(dict[str, Any]),
     "parts": TypeAdapter(dict[str, FiniteFloat]),
+    "measured": TypeAdapter(dict[str, FiniteFloat]),
 }
 
 PER_TOKEN = ("logprobs", "is_sampled", "versions", "ref_logprobs", "advantages")
@@ -85,8 +86,8 @@ def check_values(table: pa.Table, where: object, *, vocab_size: int | None, cont
     for name in ("reward", "temperature", "advantage"):
         refuse(pc.invert(pc.is_finite(table[name])), f"a {name} that is not finite")
     refuse(pc.less_equal(table["temperature"], 0), "a temperature that is not above 0")
-    known = pa.array([str(reason) for reason in FinishReason])
-    refuse(pc.and_(pc.is_valid(table["finish_reason"]), pc.invert(pc.is_in(table["finish_reason"], known))), "an unknown finish_reason")
+    for name, known in (("finish_reason", [str(reason) for reason in FinishReason]), ("failure", FAILURES)):
+        refuse(pc.and_(pc.is_valid(table[name]), pc.invert(pc.is_in(table[name], pa.array(known)))), f"an unknown {name}")
     refuse(pc.xor(pc.is_valid(table["messages"]), _all_valid(table, ("problem_id", "answer", "fields"))), "a part of a problem is missing")
     for name, schema in JSON.items():
         for text in pc.unique(table[name].drop_null()).to_pylist():

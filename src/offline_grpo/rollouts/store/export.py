@@ -32,7 +32,7 @@ def to_json_lines(tables: Tables, out: Path) -> int:
     def lines() -> Iterator[dict[str, Any]]:
         for _, table in tables:
             for row in table.to_pylist():
-                yield row | {name: from_json(row[name]) for name in ("messages", "fields", "parts") if row[name] is not None}
+                yield row | {name: from_json(row[name]) for name in ("messages", "fields", "parts", "measured") if row[name] is not None}
 
     return _write_lines(out, lines())
 

@@ -47,6 +47,8 @@ SCHEMA = pa.schema(
         _always("reward", pa.float64()),
         pa.field("parts", pa.string()),  # JSON: {"name": weighted term of the reward}
         _always("is_correct", pa.bool_()),
+        pa.field("failure", pa.string()),  # null, or why it could not be scored
+        pa.field("measured", pa.string()),  # JSON: {"name": what else the task tells of it}; null: nothing
         pa.field("advantage", pa.float64()),  # null in evaluations; of advantages per token their mean
         pa.field("advantages", pa.list_(pa.float64())),  # [C]; null unless the source gives one per token
         pa.field("zero_advantage", pa.bool_()),
@@ -119,6 +121,8 @@ def _row(group: RolloutGroup, index: int) -> dict[str, Any]:
         "reward": rollout.score.reward,
         "parts": json.dumps(dict(rollout.score.parts)),
         "is_correct": rollout.score.is_correct,
+        "failure": rollout.score.failure,
+        "measured": json.dumps(dict(rollout.score.measured)) if rollout.score.measured else None,
         "advantages": None if group.advantages is None else group.advantages[index][start:],
         "zero_advantage": rollout.zero_advantage,
     }
@@ -155,7 +159,7 @@ def _read_problem(row: Mapping[str, Any]) -> Problem:
 def _rollout(row: Mapping[str, Any]) -> Rollout:
     prompt, completion = row["prompt_ids"], row["completion_ids"]
     blank, length = len(prompt), len(completion)
-    parts = {} if row["parts"] is None else from_json(row["parts"])
+    parts, measured = ({} if row[name] is None else from_json(row[name]) for name in ("parts", "measured"))
     return Rollout(
         token_ids=(*prompt, *completion),
         is_sampled=(False,) * blank + (tuple(row["is_sampled"]) if row["is_sampled"] is not None else (True,) * length),
@@ -164,7 +168,7 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         temperature=row["temperature"],
         finish_reason=None if row["finish_reason"] is None else FinishReason(row["finish_reason"]),
         text=row["text"],
-        score=Score(row["reward"], row["is_correct"], parts),
+        score=Score(row["reward"], row["is_correct"], parts, row["failure"], measured),
         ref_logprobs=None if row["ref_logprobs"] is None else (0.0,) * blank + tuple(row["ref_logprobs"]),
         zero_advantage=bool(row["zero_advantage"]),
     )

@@ -1,0 +1,103 @@
+"""Whole runs of tasks that the tiny model's sums are not: instructions, mixtures, and rewards in workers of several processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pyarrow.parquet as pq
+import pytest
+from children import SMALL, draw_nothing, metrics_of, printed, run_in_child, run_in_children, weights_of
+from factories import compose_config, make_qwen2
+from laboratory import ROWS
+
+from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.report import plots
+from offline_grpo.run import app
+from offline_grpo.task.instructions import follows
+
+BRIEF = (
+    *("num_threads=1", "train.iterations=2", "data.problems_per_iteration=4", "data.rollouts_per_problem=4", "data.num_train_seeds=null"),
+    *("eval.num_ids=4", "eval.replicates=2", "eval.ks=[1,2]", "eval.bootstrap_samples=10", "eval.interval=1"),
+    *("train.drop_zero_signal_groups=false", "generation.max_new_tokens=12"),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_drawing():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "save_report", draw_nothing)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The words for a random model that writes any character."""
+    folder = tmp_path_factory.mktemp("model")
+    make_qwen2(vocab_size=100, max_position_embeddings=1024).save_pretrained(folder)
+    build_char_tokenizer(1024).save_pretrained(str(folder))
+    return f"model.train_id={folder}"
+
+
+def followed(rows: list[dict]) -> dict[str, float]:
+    """The share of the instructions of each kind that the recorded texts follow; of a kind that comes twice in a prompt, their mean."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        own: dict[str, list[bool]] = {}
+        for kind, arguments in json.loads(row["answer"]):
+            own.setdefault(kind, []).append(follows(row["text"], kind, arguments))
+        for kind, each in own.items():
+            found.setdefault(f"measured/instruction/{kind.replace(':', '/')}", []).append(fmean(each))
+    return {name: fmean(values) for name, values in found.items()}
+
+
+def test_a_run_of_ifeval_tells_every_kind_of_instruction_and_a_replay_tells_the_same(model: str, tmp_path: Path) -> None:
+    words = (*BRIEF, "model=hf", model, "task=ifeval_sample", "train.lr=1e-3")
+    app.run(compose_config(*words), tmp_path / "run")
+    metrics = metrics_of(tmp_path / "run")
+    seen: set[float] = set()
+    for name, phase in (("iter_000", "train"), ("iter_001", "train"), ("eval_init", "eval"), ("eval_iter_001", "eval")):
+        expected = followed(pq.read_table(tmp_path / "run" / "rollouts" / f"{name}.parquet").to_pylist())
+        found = metrics[f"{phase}_{name.removeprefix('eval_')}.json"]
+        assert {key: value for key, value in found.items() if key.startswith("measured/")} == pytest.approx(expected)
+        seen |= set(expected.values())
+    assert min(seen) == 0
+    assert max(seen) == 1
+    assert metrics["train_iter_001.json"]["num_updates"] == 1
+    app.run(compose_config(*words, "rollouts=replay", f"rollouts.path={tmp_path / 'run'}"), tmp_path / "replay")
+    again = {name: {k: v for k, v in found.items() if k != "rollouts/epoch"} for name, found in metrics_of(tmp_path / "replay").items()}
+    assert again == metrics
+    assert weights_of(tmp_path / "replay") == weights_of(tmp_path / "run")
+
+
+def test_a_mixture_is_resumed_to_the_bit(cache: str, tmp_path: Path) -> None:
+    small = [word for word in SMALL if not word.startswith("task.")]
+    weights = [f"task.tasks.{name}.format_weight=0.5" for name in ("addition", "subtraction")]
+    words = (*small, *weights, cache, "experiment=mixture", "train.schedule=constant", "checkpoint.keep_last_k=all")
+    app.run(compose_config(*words), tmp_path / "whole")
+    app.run(compose_config(*words, "train.iterations=2"), tmp_path / "halves")
+    app.run(compose_config(*words, f"resume={tmp_path / 'halves'}"), tmp_path / "fresh")
+    assert metrics_of(tmp_path / "halves") == metrics_of(tmp_path / "whole")
+    assert weights_of(tmp_path / "halves") == weights_of(tmp_path / "whole")
+    ids = [pq.read_table(tmp_path / "halves" / "rollouts" / f"iter_00{i}.parquet")["problem_id"].to_pylist() for i in range(4)]
+    of_sums = [sum(each.startswith("addition::") for each in own) / len(own) for own in ids]
+    assert fmean(of_sums) == pytest.approx(0.75, abs=0.2)
+    assert 0 < fmean(of_sums) < 1
+    assert all("task/subtraction/pass@1" in found for name, found in metrics_of(tmp_path / "halves").items() if name.startswith("eval"))
+
+
+def test_two_processes_with_workers_that_score_follow_the_trajectory_of_one(model: str, tmp_path: Path) -> None:
+    task = ("task=dataset", f"task.path={ROWS}", "task.eval_frac=0.5", "task.reward=bad_rewards:vowels", "task.correct_threshold=0.2")
+    words = (*BRIEF, "model=hf", model, *task, "scoring.workers=2", "data.problems_per_iteration=2", "eval.num_ids=2")
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    assert run_in_child(alone, *words) == 0, printed(alone)
+    assert run_in_children(2, together, *words) == [0, 0], printed(together)
+    expected, found = metrics_of(alone), metrics_of(together)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name] == pytest.approx(expected[name], abs=1e-6, rel=1e-5), name
+        assert found[name]["scoring/num_failed"] == 0
+    assert expected["train_iter_001.json"]["reward_std"] > 0
+    rewards = [pq.read_table(run / "rollouts" / "iter_001.parquet").select(["text", "reward"]) for run in (alone, together)]
+    assert rewards[0] == rewards[1]
