@@ -157,9 +157,13 @@ def run_in_child(output_dir: Path, *overrides: str, timeout_s: float = 120, **ho
     return process.exitcode
 
 
-def run_in_children(count: int, output_dir: Path, *overrides: str) -> list[int]:
-    """`app.run` in several processes of one group, as `accelerate launch` starts them. Returns their exit codes."""
-    return in_group(count, _child, str(output_dir), list(overrides), None, {}, False)
+def run_in_children(count: int, output_dir: Path, *overrides: str, kill: Kill | None = None) -> list[int]:
+    """`app.run` in several processes of one group, as `accelerate launch` starts them. Returns their exit codes.
+
+    Args:
+        kill: of each process that makes the call.
+    """
+    return in_group(count, _child, str(output_dir), list(overrides), kill, {}, False)
 
 
 def in_one(target: Callable[..., None], *args: Any) -> int:

@@ -224,13 +224,13 @@ class CheckpointConfig:
     save_interval: int
     keep_last_k: Any  # a number, or "all": OmegaConf 2.3 cannot nest a union of the two
     keep_best: str | None
+    format: str
 
     def __post_init__(self) -> None:
+        require(self.format in ("full", "sharded"), "checkpoint.format", self.format, "must be one of full, sharded")
         require(self.save_interval >= 0, "checkpoint.save_interval", self.save_interval, "every N iterations, or 0 for the last one only")
-        is_good = self.keep_last_k == "all" or (isinstance(self.keep_last_k, int) and self.keep_last_k > 0)
-        require(is_good, "checkpoint.keep_last_k", self.keep_last_k, "must be at least 1, or all")
-        fix = "no checkpoint is saved with checkpoint.enabled=false"
-        require(self.enabled or self.keep_best is None, "checkpoint.keep_best", self.keep_best, fix)
+        require(self.keep_last_k == "all" or (self.num_kept or 0) > 0, "checkpoint.keep_last_k", self.keep_last_k, "at least 1, or all")
+        require(self.enabled or self.keep_best is None, "checkpoint.keep_best", self.keep_best, "checkpoint.enabled=false saves none")
 
     @property
     def num_kept(self) -> int | None:

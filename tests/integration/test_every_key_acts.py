@@ -276,6 +276,11 @@ RUNS: dict[str, Acts] = {
     "checkpoint.enabled": Acts("checkpoint.enabled=false", checkpoints, to=set()),
     "checkpoint.save_interval": Acts("checkpoint.save_interval=0", checkpoints, to={"iter_001"}),
     "checkpoint.keep_last_k": Acts("checkpoint.keep_last_k=1", checkpoints, to={"iter_001"}),
+    "checkpoint.format": Acts(
+        "checkpoint.format=sharded",
+        error,
+        to="checkpoint.format=sharded: nothing is spread over processes; use full, or train.sharding=fsdp2",
+    ),
     "checkpoint.keep_best": Acts("checkpoint.keep_best=pass@1", checkpoints, "checkpoint.save_interval=0", to={"iter_000", "iter_001"}),
     "samples.per_iteration": Acts("samples.per_iteration=0", lambda run: {name for name in run.files if "samples" in name}, to=set()),
     "model.lora.r": Acts("model.lora.r=4", weights, base=LORA),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from architectures import ZOO
-from children import SMALL, in_group, metrics_of, printed, run_in_child, run_in_children
+from children import SMALL, Kill, in_group, metrics_of, printed, run_in_child, run_in_children
 from sharded import LOSSES, follow
 from transformers import AutoModelForCausalLM
 
@@ -83,3 +84,47 @@ def test_a_run_goes_on_with_any_number_of_processes(cache: str, tmp_path: Path) 
         assert codes == [0] * count, printed(tmp_path / "start")
         same_trajectory(again, source)
     assert (tmp_path / "two_by_2" / saved).read_bytes() == (two / saved).read_bytes()
+
+
+@pytest.mark.slow
+def test_parts_are_written_by_all_and_read_by_any_number(cache: str, tmp_path: Path) -> None:
+    """Two write; one and four go on. So do two that were killed when all parts of the next checkpoint were there, and nothing else."""
+    two = tmp_path / "two"
+    run = (*RUN, cache, SHARDED, "checkpoint.format=sharded")
+    assert run_in_children(2, two, *run) == [0, 0], printed(two)
+    trainer = two / "checkpoints/iter_000/trainer"
+    written = {"manifest.json", "state.json", "parts.pt", "part_00000.safetensors", "part_00001.safetensors"}
+    assert {path.name for path in trainer.iterdir()} == written
+    assert {f"trainer/{name}" for name in written - {"manifest.json"}} < json.loads((trainer / "manifest.json").read_text())["files"].keys()
+    sizes = [(trainer / f"part_{rank:05d}.safetensors").stat().st_size for rank in (0, 1)]
+    assert max(sizes) < 1.1 * min(sizes)
+    AutoModelForCausalLM.from_pretrained(two / "checkpoints/iter_001")
+    whole = ("train.sharding=none", "checkpoint.format=full")
+    for count, changes in ((1, whole), (4, ())):
+        again = tmp_path / f"by_{count}"
+        shutil.copytree(two, again)
+        shutil.rmtree(again / "checkpoints/iter_001")
+        goes_on = (*run, *changes, f"resume={again}")
+        codes = run_in_children(count, tmp_path / "start", *goes_on) if count > 1 else [run_in_child(tmp_path / "start", *goes_on)]
+        assert codes == [0] * count, printed(tmp_path / "start")
+        same_trajectory(again, two)
+    killed = tmp_path / "killed"
+    kill = Kill("offline_grpo.checkpoint.checkpointer:Checkpointer._write", 2)
+    assert -9 in run_in_children(2, killed, *run, kill=kill)
+    [hidden] = killed.glob("checkpoints/.writing_*")
+    assert len(list(hidden.rglob("part_*"))) == 2
+    assert run_in_children(2, tmp_path / "start", *run, f"resume={killed}") == [0, 0], printed(tmp_path / "start")
+    same_trajectory(killed, two)
+
+
+@pytest.mark.slow
+def test_parts_of_masters_are_read_bit_for_bit(cache: str, tmp_path: Path) -> None:
+    run = (*RUN, cache, SHARDED, "checkpoint.format=sharded", "train.precision=bf16")
+    two, again = tmp_path / "two", tmp_path / "again"
+    assert run_in_children(2, two, *run) == [0, 0], printed(two)
+    shutil.copytree(two, again)
+    shutil.rmtree(again / "checkpoints/iter_001")
+    assert run_in_children(2, tmp_path / "start", *run, f"resume={again}") == [0, 0], printed(tmp_path / "start")
+    for name in ("model.safetensors", "trainer/part_00000.safetensors", "trainer/part_00001.safetensors"):
+        file = f"checkpoints/iter_001/{name}"
+        assert (again / file).read_bytes() == (two / file).read_bytes(), name

@@ -40,7 +40,7 @@ def checkpointer_of(folder: Path, updater):
     shared = {"policy": updater.policy, "updater": updater, "ranks": updater.ranks, "source": SimpleNamespace(state_dict=dict)}
     schedule, milestones = PushSchedule(3), Milestones(None, StopWhenConfig("pass@1", None, None))
     config = config_of(precision="bf16")
-    return Checkpointer(**shared, folder=folder, schedule=schedule, milestones=milestones, config=config, keep_last_k=None)
+    return Checkpointer(**shared, folder=folder, schedule=schedule, milestones=milestones, config=config, keep_last_k=None, format="full")
 
 
 def trainer_of(folder: Path):

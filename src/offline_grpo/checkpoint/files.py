@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,3 +111,26 @@ def _verified(checkpoint: Path, key: str) -> TrainerState:
     if damage is not None:
         raise CheckpointError(f"{key}={checkpoint}: is damaged: {damage}")
     return state
+
+
+def make_empty(hidden: Path) -> None:
+    """The hidden folder of a new checkpoint."""
+    shutil.rmtree(hidden, ignore_errors=True)
+    (hidden / "trainer").mkdir(parents=True)
+
+
+def sync_file(path: Path) -> None:
+    """On disk, whatever the system still holds in memory; folders are left out."""
+    if path.is_dir():
+        return
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in it, on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -16,8 +16,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def like(target: Tensor, tensor: Tensor) -> Tensor:
-    """This process's part of a whole tensor, spread as `target` is. No process waits for another."""
-    if not isinstance(target, DTensor) or target.shape != tensor.shape:
+    """This process's part of a whole tensor, spread as `target` is; one that is spread already, as it is. No process waits."""
+    if not isinstance(target, DTensor) or isinstance(tensor, DTensor) or target.shape != tensor.shape:
         return tensor
     return distribute_tensor(tensor.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
 

@@ -106,9 +106,8 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     stack.callback(source.close)
     shared: dict[str, Any] = {"policy": policy, "updater": updater, "source": source, "schedule": PushSchedule(plan.weight_sync.interval)}
     shared["milestones"] = Milestones(config.checkpoint.keep_best, config.train.stop_when)
-    checkpointer = Checkpointer(
-        **shared, folder=start.run_dir.checkpoints, ranks=ranks, config=redacted(start.plain), keep_last_k=config.checkpoint.num_kept
-    )
+    saving: dict[str, Any] = {"keep_last_k": config.checkpoint.num_kept, "format": config.checkpoint.format}
+    checkpointer = Checkpointer(**shared, **saving, folder=start.run_dir.checkpoints, ranks=ranks, config=redacted(start.plain))
     loop = Loop(
         **shared,
         config=config.train,

@@ -111,6 +111,8 @@ def make_plan(config: RunConfig) -> Plan:
     check_in_flight(weight_sync.name, weight_sync.requires, config.rollouts.get("in_flight"))
     eval_engine = evaluation_engine(config.eval, engine, api_key=node.get("api_key")) if config.eval.enabled else None
     eval_weight_sync = evaluation_sync(eval_engine, config.eval, weight_sync, lora_rank=lora_rank)
+    fix = "nothing is spread over processes; use full, or train.sharding=fsdp2"
+    require(config.checkpoint.format == "full" or config.train.sharding == "fsdp2", "checkpoint.format", config.checkpoint.format, fix)
     if config.train.sharding == "fsdp2":
         _check_fsdp2(config, optimizer, weight_sync, (sampling, eval_sampling))
     for key, metric in watched.items():

@@ -38,6 +38,7 @@ def checkpointer_of(updater, folder, *, keep_last_k=1, interval=1, keep_best=Non
         ranks=updater.ranks,
         config=config_of(),
         keep_last_k=keep_last_k,
+        format="full",
     )
 
 

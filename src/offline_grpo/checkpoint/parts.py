@@ -1,0 +1,98 @@
+"""`checkpoint.format=sharded`: every process writes its own rows of the tensors that are spread over processes, and reads those it needs.
+
+    trainer/parts.pt                 masters, served weights and optimizer, with a `Part` in place of each spread tensor
+    trainer/part_00000.safetensors   rows of rank 0, under NUMBER, and in its metadata where the first of them lies
+
+Plain files, and no torch.distributed.checkpoint: its index is a pickle, which may run any code when it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._pytree import tree_map
+
+PART = "part of spread tensor "
+FIRSTS = "first_rows"
+
+
+def save_parts(tensors: Any, folder: Path, rank: int) -> Any:
+    """Write this process's rows of the spread tensors among nested dicts and lists. Called on every process.
+
+    Returns `tensors` with a name in place of each that is spread: the same on all processes.
+
+    Raises:
+        OSError, RuntimeError, safetensors.SafetensorError: the folder cannot be written.
+    """
+    rows: dict[str, Tensor] = {}
+    firsts: dict[str, int] = {}
+    num_spread = 0
+
+    def name(leaf: Any) -> Any:
+        nonlocal num_spread
+        if not isinstance(leaf, DTensor):
+            return leaf
+        number, num_spread = str(num_spread), num_spread + 1
+        local = leaf.to_local()
+        if local.numel() > 0:
+            rows[number], firsts[number] = local.contiguous(), _rows_of(leaf)[0]
+        return PART + number
+
+    named = tree_map(name, tensors)
+    path = folder / f"part_{rank:05d}.safetensors"
+    save_file(rows, path, metadata={FIRSTS: json.dumps(firsts)})  # one key: several come in any order
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return named
+
+
+class Parts:
+    """Reads what `save_parts` wrote, by any number of processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._pieces: dict[str, list[tuple[int, Any]]] = {}  # number -> first row and slice of the file, of each piece
+        for path in sorted(folder.glob("part_*.safetensors")):
+            file = safe_open(path, framework="pt")
+            firsts = json.loads((file.metadata() or {}).get(FIRSTS, "{}"))
+            for number in file.keys():  # noqa: SIM118 - it is no dict
+                self._pieces.setdefault(number, []).append((int(firsts[number]), file.get_slice(number)))
+
+    def like(self, target: Tensor, value: Any) -> Any:
+        """What this process holds of a named part, where `target` is spread or whole; any other value is returned as it is.
+
+        Raises:
+            ValueError: rows that are missing, or of another shape.
+        """
+        if not (isinstance(value, str) and value.startswith(PART)):
+            return value
+        first, end = _rows_of(target) if isinstance(target, DTensor) else (0, len(target))
+        pieces = [piece for piece in self._read(value.removeprefix(PART), first, end) if len(piece)]
+        local = torch.cat(pieces) if pieces else torch.empty((0, *target.shape[1:]))
+        if local.shape != (end - first, *target.shape[1:]):
+            raise ValueError(f"{value}: rows {first} to {end} are {list(local.shape)}, for {list(target.shape)}")
+        if not isinstance(target, DTensor):
+            return local
+        return DTensor.from_local(
+            local.to(target.device), target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
+        )
+
+    def _read(self, number: str, first: int, end: int) -> Iterator[Tensor]:
+        for begins, piece in sorted(self._pieces.get(number, []), key=lambda pair: pair[0]):
+            length = piece.get_shape()[0]
+            yield piece[min(max(first - begins, 0), length) : min(max(end - begins, 0), length)]
+
+
+def _rows_of(tensor: DTensor) -> tuple[int, int]:
+    """This process's rows of a tensor that is spread over its first axis: the first, and the one after the last."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0], offset[0] + shape[0]
