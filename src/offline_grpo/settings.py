@@ -58,15 +58,12 @@ class DataConfig:
     resample_zero_signal: bool
     max_resamples: int
     soft_overlong_tokens: int | None
+    penalize_length_if_solved: bool
 
     def __post_init__(self) -> None:
         require(self.problems_per_iteration > 0, "data.problems_per_iteration", self.problems_per_iteration, "must be at least 1")
-        require(
-            self.rollouts_per_problem > 1,
-            "data.rollouts_per_problem",
-            self.rollouts_per_problem,
-            "GRPO compares the rollouts of a problem with each other; a group of one has no signal, use 2 or more",
-        )
+        fix = "GRPO compares the rollouts of a problem with each other; a group of one has no signal, use 2 or more"
+        require(self.rollouts_per_problem > 1, "data.rollouts_per_problem", self.rollouts_per_problem, fix)
         require(self.train_seed_start >= 0, "data.train_seed_start", self.train_seed_start, "must be 0 or more")
         require(
             self.num_train_seeds is None or self.num_train_seeds > 0, "data.num_train_seeds", self.num_train_seeds, "null or at least 1"

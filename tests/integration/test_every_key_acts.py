@@ -124,6 +124,7 @@ FILTERED = f"generation.repetition_penalty=1.5 {LENIENT}"  # the sampler's proba
 BRIEF = "train.iterations=1 eval.enabled=false checkpoint.enabled=false data.problems_per_iteration=1"
 SCORED = f"{BRIEF} data.rollouts_per_problem=2 model.train_id=@model task=dataset task.path=@rows task.reward=bad_rewards:expensive"
 SCORED += " data.num_train_seeds=null"
+SOLVED = SCORED.replace("expensive", "vowels task.correct_threshold=0")
 RESAMPLED = "data.resample_zero_signal=true"
 GOES_ON = "scoring.stop_at_failed_frac=null"
 FIRST = "train_iter_000.json"
@@ -183,9 +184,13 @@ RUNS: dict[str, Acts] = {
     "rollouts.record": Acts("rollouts.record=false", recorded, to=set(), keeps=weights),
     "data.resample_zero_signal": Acts(RESAMPLED, metric("num_groups_replaced"), base="task.format_weight=0"),
     "data.max_resamples": Acts("data.max_resamples=1", metric("num_groups_replaced"), base=f"task.format_weight=0 {RESAMPLED}"),
+    "data.penalize_length_if_solved": Acts("data.penalize_length_if_solved=true", metric("reward/length", FIRST), SOLVED, keeps=prompts),
     "data.soft_overlong_tokens": Acts("data.soft_overlong_tokens=7", metric("reward/overlong"), keeps=prompts),
     "rollouts.resample_zero_signal": Acts("rollouts.resample_zero_signal=true", metric("num_groups_replaced"), base="task.format_weight=0"),
     "rollouts.max_resamples": Acts("rollouts.max_resamples=1", metric("num_groups_replaced"), base=f"task.format_weight=0 {RESAMPLED}"),
+    "rollouts.penalize_length_if_solved": Acts(
+        "rollouts.penalize_length_if_solved=true", metric("reward/length", FIRST), base=SOLVED, keeps=prompts
+    ),
     "rollouts.soft_overlong_tokens": Acts("rollouts.soft_overlong_tokens=7", metric("reward/overlong"), keeps=prompts),
     "rollouts.problems_per_iteration": Acts("rollouts.problems_per_iteration=6", lambda run: len(run.groups[0]), to=6),
     "rollouts.group_size": Acts("rollouts.group_size=3", lambda run: len(run.groups[0][0].rollouts), to=3),

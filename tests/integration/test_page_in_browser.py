@@ -92,6 +92,17 @@ def test_differences_are_drawn_with_their_intervals(page: Any) -> None:
     assert page.locator("#forest .errorbars path.xerror").count() == 4
 
 
+def test_held_out_problems_of_a_run_are_drawn(browser: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", text=HOSTILE)
+    shutil.copy(run / "rollouts" / "eval_iter_011.parquet", run / "rollouts" / "eval_init.parquet")
+    page = opened(browser, save_page([run], tmp_path / "report.html"))
+    page.locator("#solved").scroll_into_view_if_needed()
+    page.wait_for_selector("#solved .hm image")
+    assert page.locator("#solved .ytick text").count() == 4
+    assert page.wrong == []
+    page.close()
+
+
 def test_what_is_printed_has_all_pictures(browser: Any, sweep: Path) -> None:
     page = opened(browser, sweep)
     page.set_viewport_size({"width": 1600, "height": 300})

@@ -22,7 +22,7 @@ from offline_grpo.report.configurations import Configuration, configurations, sh
 from offline_grpo.report.findings import find
 from offline_grpo.report.history import History, count
 from offline_grpo.report.page_data import WRONG_FILE, PageRun, all_curves, finite, load_runs, paired
-from offline_grpo.report.page_samples import samples_of
+from offline_grpo.report.page_samples import samples_of, solved_over_time
 from offline_grpo.report.run_files import about
 from offline_grpo.report.summary import duration, with_interval
 from offline_grpo.report.sweep import ALIKE, CONFIGURATION_COLUMNS, RUN_COLUMNS, configuration_rows, result_cells
@@ -127,6 +127,7 @@ def content(runs: Mapping[str, PageRun], title: str, damaged: list[str]) -> dict
         "curves": all_curves(found, runs),
         "charts": CHARTS | {"learning": held_out | CHARTS["learning"]},
         "paired": paired(groups, runs, damaged),
+        "problems": solved_over_time(next(iter(runs.values())).history.run_dir, damaged) if len(runs) == 1 else None,
         "settings": _settings(runs) if len(runs) > 1 else None,
         "samples": samples_of({name: run.history.run_dir for name, run in runs.items()}, damaged),
         "damaged": damaged,  # by all of the above

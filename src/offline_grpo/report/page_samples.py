@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from offline_grpo.rollouts.store.reader import Shard
 
 MAX_SAMPLES, MAX_CHARS, MAX_TOKENS = 300, 4000, 600
+MAX_EVALUATIONS, MAX_PROBLEMS = 100, 200
 FACTS = ("iteration", "problem_id", "answer", "reward", "is_correct", "advantage", "finish_reason")
 
 
@@ -102,15 +103,35 @@ def _shortened(text: str) -> str:
     return text if len(text) <= MAX_CHARS else f"{text[:half]} … {len(text) - MAX_CHARS:,} letters left out … {text[-half:]}"
 
 
+def solved_over_time(folder: Path, damaged: list[str]) -> dict[str, Any] | None:
+    """How often each held-out problem was solved in each evaluation on record: `share` is [problems][evaluations], None where it was not
+    asked. Of many problems some, evenly over all when they are in the order of their mean, the hardest first. None without two evaluations.
+    """
+    names, tables = [], []
+    for shard in _evenly(_shards(folder, "eval"), MAX_EVALUATIONS):
+        if counts := _solved(shard, damaged):
+            names.append("before" if "init" in shard.path.stem else str(int(shard.path.stem.rpartition("_")[2]) + 1))
+            tables.append({problem: count[True] / count.total() for problem, count in counts.items()})
+    if len(tables) < 2:
+        return None
+    rows = {problem: [table.get(problem) for table in tables] for problem in tables[-1]}
+    hardest = sorted(rows, key=lambda problem: (sum(share or 0.0 for share in rows[problem]), problem))
+    shown = _evenly(hardest, MAX_PROBLEMS)
+    return {"evaluations": names, "problems": [_shortened(each)[:60] for each in shown], "share": [rows[each] for each in shown]}
+
+
 def solved(folder: Path, damaged: list[str]) -> dict[str, Counter[bool]]:
     """Held-out problem -> how many of its answers are right, and wrong, in the last evaluation on record."""
+    return next((_solved(shard, damaged) for shard in _shards(folder, "eval")[-1:]), {})
+
+
+def _solved(shard: Shard, damaged: list[str]) -> dict[str, Counter[bool]]:
     found: dict[str, Counter[bool]] = {}
-    for shard in _shards(folder, "eval")[-1:]:
-        try:
-            columns = shard.table(["problem_id", "is_correct"]).to_pydict()
-        except ConfigError as error:
-            damaged.append(str(error))
-            continue
-        for problem, is_correct in zip(columns["problem_id"], columns["is_correct"], strict=True):
-            found.setdefault(str(problem), Counter())[is_correct] += 1
+    try:
+        columns = shard.table(["problem_id", "is_correct"]).to_pydict()
+    except ConfigError as error:
+        damaged.append(str(error))
+        return found
+    for problem, is_correct in zip(columns["problem_id"], columns["is_correct"], strict=True):
+        found.setdefault(str(problem), Counter())[is_correct] += 1
     return found

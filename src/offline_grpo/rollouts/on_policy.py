@@ -35,6 +35,7 @@ class OnPolicy:
         resample_zero_signal: replace groups whose rewards are all equal by groups of other problems (dynamic sampling, DAPO,
             arXiv 2503.14476), at most `max_resamples` times each.
         soft_overlong_tokens: see `overlong_penalty`; None: no penalty.
+        penalize_length_if_solved: groups whose completions are all right get `overlong_penalty` from half of the token limit on.
         rank, world_size: process `rank` of `world_size` samples every `world_size`-th problem.
     """
 
@@ -44,6 +45,7 @@ class OnPolicy:
     resample_zero_signal: bool
     max_resamples: int
     soft_overlong_tokens: int | None
+    penalize_length_if_solved: bool
     seed: int
 
     client: RolloutClient
@@ -97,15 +99,20 @@ class OnPolicy:
 
     def _sample(self, draws: Sequence[tuple[Problem, int]]) -> list[RolloutGroup]:
         groups = sample_in_order(self.client, self.task, self.codec, draws, self.sampling, group_size=self.group_size)
-        return groups if self.soft_overlong_tokens is None else [self._with_penalties(group, self.soft_overlong_tokens) for group in groups]
+        if self.soft_overlong_tokens is not None:
+            groups = [self._with_penalties(group, "overlong", self.soft_overlong_tokens) for group in groups]
+        if self.penalize_length_if_solved:
+            half = self.sampling.max_new_tokens / 2
+            groups = [self._with_penalties(group, "length", half) if _is_solved(group) else group for group in groups]
+        return groups
 
-    def _with_penalties(self, group: RolloutGroup, cache: int) -> RolloutGroup:
-        """The group with a part `overlong` in every reward."""
+    def _with_penalties(self, group: RolloutGroup, name: str, cache: float) -> RolloutGroup:
+        """The group with a part of this name in every reward."""
         rollouts = []
         for rollout in group.rollouts:
             penalty = overlong_penalty(rollout.num_sampled, self.sampling.max_new_tokens, cache)
             score = rollout.score
-            score = replace(score, reward=score.reward + penalty, parts={**score.parts, "overlong": penalty})
+            score = replace(score, reward=score.reward + penalty, parts={**score.parts, name: penalty})
             rollouts.append(replace(rollout, score=score))
         return replace(group, rollouts=tuple(rollouts))
 
@@ -132,10 +139,14 @@ class OnPolicy:
         return order[offset]
 
 
-def overlong_penalty(num_tokens: int, longest: int, cache: int) -> float:
+def overlong_penalty(num_tokens: int, longest: int, cache: float) -> float:
     """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to `longest - cache` tokens, from there on linear down to -1
     at `longest`, and -1 beyond."""
     return -min(max(num_tokens - (longest - cache), 0) / cache, 1.0)
+
+
+def _is_solved(group: RolloutGroup) -> bool:
+    return all(rollout.score.is_correct for rollout in group.rollouts)
 
 
 def _is_silent(group: RolloutGroup) -> bool:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from report_folders import HOSTILE, make_run
 
@@ -64,6 +66,24 @@ def test_a_sweep_is_compared_in_pairs(tmp_path: Path) -> None:
     assert not any("low" in curve for curve in data["curves"]["train/reward_mean"])  # of two seeds: they are drawn themselves
 
 
+def test_held_out_problems_are_followed_through_training(tmp_path: Path) -> None:
+    run = make_run(tmp_path, solved=1)
+    assert data_of(tmp_path)["problems"] is None  # one evaluation
+    last = pq.read_table(run / "rollouts" / "eval_iter_011.parquet")
+    right = {"four 0": [False], "four 1": [True], "four 2": [False]}
+    for name, rows in (("init", [3, 2, 1]), ("iter_004", [0, 1, 2, 3])):
+        table = last.take(rows)
+        correct = pa.array([name != "init" and right.get(each, [False])[0] for each in table["problem_id"].to_pylist()])
+        pq.write_table(
+            table.set_column(table.schema.get_field_index("is_correct"), "is_correct", correct), run / f"rollouts/eval_{name}.parquet"
+        )
+    found = data_of(tmp_path)["problems"]
+    assert found["evaluations"] == ["before", "5", "12"]
+    rows = dict(zip(found["problems"], found["share"], strict=True))
+    assert rows == {"four 0": [None, 0, 1], "four 1": [0, 1, 0], "four 2": [0, 0, 0], "four 3": [0, 0, 0]}
+    assert found["problems"] == ["four 2", "four 3", "four 0", "four 1"]
+
+
 def test_three_seeds_have_a_band(tmp_path: Path) -> None:
     for seed in range(3):
         make_run(tmp_path / str(seed), seed=seed, entropy=1.0 + seed)
@@ -108,7 +128,8 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_shown(tmp_path: Path, caps
     (run / "rollouts" / "eval_iter_011.parquet").write_bytes(b"PAR1")
     (run / ".hydra" / "config.yaml").write_text("a: [")
     data = data_of(run)
-    assert [line.split(":")[0].rpartition("/")[2] for line in data["damaged"]] == ["train_iter_003.json", ".hydra", "iter_005.parquet"]
+    named = [line.split(":")[0].rpartition("/")[2] for line in data["damaged"]]
+    assert named == ["train_iter_003.json", ".hydra", "eval_iter_011.parquet", "iter_005.parquet"]
     assert len(data["curves"]["train/entropy"][0]["runs"][0]["x"]) == 10
     assert len(data["samples"]) == 22
     assert main([str(run)]) == 1

@@ -69,6 +69,7 @@ class Trainer:
             "resample_zero_signal": settings.pop("resample_zero_signal", False),
             "max_resamples": 2,
             "soft_overlong_tokens": None,
+            "penalize_length_if_solved": False,
             "seed": 5,
             "client": self.client,
             "task": Sums(),

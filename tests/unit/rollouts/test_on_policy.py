@@ -40,14 +40,14 @@ class Rare:
 
 
 def source(rank=0, world_size=1, **settings):
-    defaults = {"resample_zero_signal": True, "max_resamples": 3, "soft_overlong_tokens": None}
+    defaults = {"resample_zero_signal": True, "max_resamples": 3, "soft_overlong_tokens": None, "penalize_length_if_solved": False}
     return OnPolicy(
         problems_per_iteration=8,
         group_size=4,
         shuffle=True,
         seed=5,
         client=Client(),
-        task=Rare(),
+        task=settings.pop("task", Rare()),
         problems=settings.pop("problems", PROBLEMS),
         codec=Codec(),
         sampling=SamplingParams(8),
@@ -108,3 +108,22 @@ def test_the_penalty_is_a_part_of_the_reward():
             assert after.score.reward == before.score.reward + penalty
             assert replace(after, score=before.score) == before
             assert after.score.is_correct == before.score.is_correct
+
+
+class Easy(Rare):
+    """Right unless the first token is 0: some groups have right answers alone."""
+
+    def score(self, problem, text):
+        return Score(float(text[0] != "0"), text[0] != "0", {"right": float(text[0] != "0")})
+
+
+def test_length_costs_where_all_answers_are_right():
+    """As Atropos has it: of eight tokens, 4 and fewer cost nothing, and each more a quarter."""
+    plain, penalized = (source(task=Easy(), resample_zero_signal=False, penalize_length_if_solved=on).next(0) for on in (False, True))
+    are_solved = [all(r.score.is_correct for r in group.rollouts) for group in plain]
+    assert 0 < sum(are_solved) < len(plain)
+    for before, after, is_solved in zip(plain, penalized, are_solved, strict=True):
+        assert is_solved or after == before
+        for one, other in zip(before.rollouts, after.rollouts, strict=True) if is_solved else ():
+            penalty = {5: -0.25, 6: -0.5, 7: -0.75, 8: -1.0}.get(one.num_sampled, 0.0)
+            assert other.score == replace(one.score, reward=1 + penalty, parts={"right": 1.0, "length": penalty})

@@ -117,6 +117,18 @@ function differences() {
   return [traces, layout("difference of pass@1", "", { shapes: [zero], yaxis, xaxis: { tickformat: "+.3~f" } })];
 }
 
+// Held-out problems, one below the other, and how often each was solved.
+function problems() {
+  const { evaluations, problems: names, share } = page.problems;
+  const scale = [[0, css("--paper")], [1, css("--c0")]], bar = { thickness: 10, outlinewidth: 0, tickformat: ".0%" };
+  const trace = { type: "heatmap", x: evaluations, z: share, zmin: 0, zmax: 1, colorscale: scale, colorbar: bar };
+  trace.customdata = names.map((name) => evaluations.map(() => plain(name)));
+  const hovertemplate = "%{customdata}<br>iteration %{x}: %{z:.0%}<extra></extra>";
+  const few = names.length <= 25 ? names.map(plain) : [];
+  const yaxis = { tickvals: few.map((_, i) => i), ticktext: few, showgrid: false };
+  return [[{ ...trace, hovertemplate }], layout("completed iterations", "", { xaxis: { type: "category", showgrid: false }, yaxis })];
+}
+
 function key(...names) {  // what the colours of a picture stand for
   const sample = (i) => make("i", { style: `border-color: var(--c${i})` });
   return make("div", { class: "legend" }, ...names.map((name, i) => make("span", {}, sample(i), name)));
@@ -133,6 +145,10 @@ function showCharts() {
   const hasMemory = addParts("Memory in use on the trainer's GPU", MEMORY, "GB", "memory");
   if (!hasMemory) find("#speed").append(make("p", {}, "Memory is recorded on a GPU."));
   if (page.paired) addChart("paired", "Thick: 95 % over problems. Thin: over seeds.", differences, { id: "forest", wide: true, rows });
+  if (page.problems) {
+    const { length } = page.problems.problems;
+    addChart("problems", "Share of right answers", problems, { id: "solved", wide: true, rows: Math.min(length, 25) / 2 });
+  }
   for (const [section, list] of Object.entries(page.charts)) {
     const some = Object.entries(list).filter(([metric]) => page.curves[metric]);
     const isZero = ([metric]) => page.curves[metric].every(({ runs }) => runs.every(({ y }) => y.every((value) => !value)));
