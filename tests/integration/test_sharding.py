@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from architectures import ZOO
 from children import SMALL, Kill, in_group, metrics_of, printed, run_in_child, run_in_children
+from engines import CPU, make_server, preloaded_python, running, save_model
+from served_runs import at, five
 from sharded import LOSSES, follow
 from transformers import AutoModelForCausalLM
+
+from offline_grpo.engine.server import Server
 
 SHARDED = "train.sharding=fsdp2"
 RUN = (*SMALL, "train.iterations=2", "train.batch_size=3", "train.epochs=2", "data.problems_per_iteration=3", "checkpoint.save_interval=1")
@@ -128,3 +133,30 @@ def test_parts_of_masters_are_read_bit_for_bit(cache: str, tmp_path: Path) -> No
     for name in ("model.safetensors", "trainer/part_00000.safetensors", "trainer/part_00001.safetensors"):
         file = f"checkpoints/iter_001/{name}"
         assert (again / file).read_bytes() == (two / file).read_bytes(), name
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Server]]:
+    """A random model, and a server that nobody owns."""
+    folder = tmp_path_factory.mktemp("server")
+    model = save_model(folder / "model")
+    with running(make_server(CPU, folder, api_key="ours", python=preloaded_python(folder)), model) as found:
+        yield model, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [("weight_sync.interval=2",), ("mode=async", "rollouts.max_staleness=0")])
+def test_four_that_sample_from_a_server_are_one(mode: tuple[str, ...], server: tuple[Path, Server], tmp_path: Path) -> None:
+    """Served weights older than the policy's, which four processes keep in parts, and sampling in a thread beside collectives."""
+    model, found = server
+    shared = (*five(model), *at(found), "generation.api_key=ours", "weight_sync=reload", "train.iterations=4", *mode)
+    alone, four = tmp_path / "alone", tmp_path / "four"
+    assert run_in_child(alone, *shared) == 0, printed(alone)
+    assert run_in_children(4, four, *shared, SHARDED) == [0] * 4, printed(four)
+    trained = metrics_of(alone)["train_iter_003.json"]
+    assert trained["grad_norm"] > 0
+    for name, expected in metrics_of(alone).items():
+        ours = metrics_of(four)[name]
+        for key, value in expected.items():
+            if not key.startswith(("async/", "sync/probe")):  # how long somebody waited, and roundings themselves
+                assert ours[key] == pytest.approx(value, abs=1e-5, rel=1e-5), (name, key)
