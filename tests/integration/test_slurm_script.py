@@ -1,0 +1,58 @@
+"""docs/slurm.sh, with programs in place of Slurm's that write down how they were called."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from factories import compose_config
+
+from offline_grpo.engine.serve import launcher, parser
+from offline_grpo.run.config import typed
+from offline_grpo.run.preflight import make_plan
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "slurm.sh"
+CALLED = 'printf "%q " "$@" >> "$CALLS"; echo >> "$CALLS"'
+PROGRAMS = {
+    "scontrol": 'printf "%s\\n" node1 node2 node3',
+    "curl": "",
+    "srun": f'{CALLED}; case "$*" in *serve*) exec sleep 30;; esac',
+}
+
+
+@pytest.fixture
+def calls(tmp_path: Path) -> list[list[str]]:
+    """The words of each `srun`."""
+    for name, body in PROGRAMS.items():
+        program = tmp_path / name
+        program.write_text(f"#!/bin/bash\n{body}\n")
+        program.chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "node[1-3]", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "2"}
+    env = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
+    subprocess.run(["bash", str(SCRIPT), "org/model", "seed=3"], env=env, cwd=tmp_path, check=True, timeout=60, capture_output=True)
+    return [shlex.split(line) for line in (tmp_path / "calls").read_text().splitlines()]
+
+
+def test_the_last_machine_samples_and_the_others_train(calls: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers' options are vLLM's and ours, and the trainers' overrides are a configuration that is not refused."""
+    *serving, training = sorted(calls, key=lambda words: "torchrun" in words)
+    assert [word for words in serving for word in words if word.startswith("--nodelist")] == ["--nodelist=node3"] * 2
+    ports = []
+    for words in serving:
+        options, others = parser().parse_known_args(words[words.index("offline_grpo.engine.serve") + 1 :])
+        assert launcher(options, others, "key").host == "0.0.0.0"
+        ports.append(options.port)
+    assert sorted(ports) == [9001, 9002]
+    assert "--nodelist=node1,node2" in training
+    assert training[training.index("--nnodes") + 1 : training.index("--rdzv_backend")] == ["2", "--nproc_per_node", "2"]
+    assert "node1:29500" in training
+    overrides = training[training.index("run_grpo.py") + 1 :]
+    monkeypatch.setenv("VLLM_API_KEY", "of the servers")
+    config = typed(compose_config(*overrides))
+    plan = make_plan(config)
+    assert plan.engine.base_urls == ["http://node3:9001", "http://node3:9002"]
+    assert plan.weight_sync.name == "reload"
+    assert (config.resume, config.seed, config.model.train_id, config.train.sharding) == ("auto", 3, "org/model", "fsdp2")
