@@ -82,7 +82,7 @@ class Alignment:
         if found["alignment/diff_abs_mean"] > MISMATCH_NATS and ranks.is_main:
             log.warning(
                 "[MISMATCH] trainer and engine differ by %.3f nats per token on average (alignment/diff_abs_mean, above %g); "
-                "rollouts of older weights (rollouts=async, weight_sync.interval) add to it; see docs/troubleshooting.md",
+                "rollouts of other weights (rollouts=async or replay, weight_sync.interval) add to it; see docs/troubleshooting.md",
                 found["alignment/diff_abs_mean"],
                 MISMATCH_NATS,
             )

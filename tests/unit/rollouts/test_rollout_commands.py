@@ -24,7 +24,7 @@ from offline_grpo.rollouts.store.export import scored_data
 from offline_grpo.rollouts.store.reader import Shard
 from offline_grpo.rollouts.store.rows import parquet, table_of
 from offline_grpo.rollouts.store.show import show_groups
-from offline_grpo.types import RolloutGroup
+from offline_grpo.types import RolloutGroup, Score
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +101,18 @@ def test_stats_count_what_was_recorded(store: Path, tmp_path: Path, printed) -> 
     assert "reward against length: correlation +0.22" in text
     for low, high in pairwise(["2 to 2", "3 to 3"]):
         assert text.index(low) < text.index(high)
+
+
+def test_what_could_not_be_scored_is_told(tmp_path: Path, printed) -> None:
+    group = made_groups(0)[0]
+    causes = ("timeout", None, "memory")
+    rollouts = [replace(r, score=Score(0.0, False, {}, cause)) for r, cause in zip(group.rollouts, causes, strict=True)]
+    groups = [replace(group, rollouts=tuple(rollouts)), replace(group, rollouts=(rollouts[2],))]
+    (tmp_path / "one.parquet").write_bytes(parquet(table_of("train", groups, None, 0), {}))
+    assert "could not be scored, and got 0: 2 memory, 1 timeout\n" in printed("stats", tmp_path / "one.parquet")
+    shown = printed("show", tmp_path / "one.parquet", "--full")
+    assert shown.count("not scored: timeout") == 1
+    assert shown.count("not scored: memory") == 2
 
 
 def test_lines_of_json_hold_every_column(store: Path, tmp_path: Path, printed) -> None:

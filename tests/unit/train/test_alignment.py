@@ -129,7 +129,7 @@ def test_a_mismatch_is_told_once(difference: float, is_main: bool, warns: bool, 
     assert caplog.messages == (
         [
             "[MISMATCH] trainer and engine differ by 0.110 nats per token on average (alignment/diff_abs_mean, above 0.1); "
-            "rollouts of older weights (rollouts=async, weight_sync.interval) add to it; see docs/troubleshooting.md"
+            "rollouts of other weights (rollouts=async or replay, weight_sync.interval) add to it; see docs/troubleshooting.md"
         ]
         if warns
         else []

@@ -59,6 +59,7 @@ def _answer(row: Mapping[str, Any], tokenizer: Tokenizer | None, *, full: bool) 
     facts = [f"reward {row['reward']:.3f}", *(f"{visible(name)} {value:.3g}" for name, value in parts.items() if len(parts) > 1)]
     facts += [] if row["advantage"] is None else [f"advantage {row['advantage']:+.2f}"]
     facts += [f"{len(row['completion_ids'])} tokens", row["finish_reason"] or "end unknown", f"version {row['version']}"]
+    facts += [] if row["failure"] is None else [f"not scored: {row['failure']}"]
     text = Text.assemble(("  ".join(facts) + "\n", "bold"))
     if tokenizer is None:
         return _line("correct" if row["is_correct"] else "wrong", text.append(visible(row["text"]), _colour(row["advantage"] or 0.0)))

@@ -12,7 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-COLUMNS = ("iteration", "group", "completion_ids", "reward", "is_correct", "finish_reason")
+_FACTS = ("iteration", "reward", "is_correct", "finish_reason", "failure")
+COLUMNS = (*_FACTS, "group", "completion_ids")
 _ROWS, _BINS = 20, 5
 
 
@@ -30,13 +31,14 @@ class Facts:
     is_correct: np.ndarray  # [R] bool
     is_repeated: np.ndarray  # [R] bool
     reasons: Sequence[str]  # [R]
+    failures: Counter[str]  # why some could not be scored
     num_groups: int
     num_groups_without_signal: int
 
 
 def facts_of(tables: Iterable[pa.Table]) -> Facts:
     """From tables with at least `COLUMNS`, each with whole groups."""
-    columns: dict[str, list] = {name: [] for name in ("iteration", "reward", "is_correct", "finish_reason", "length", "repeated")}
+    columns: dict[str, list] = {name: [] for name in (*_FACTS, "length", "repeated")}
     num_groups = num_without = 0
     for table in tables:
         rows = table.select(COLUMNS).to_pydict()
@@ -50,7 +52,7 @@ def facts_of(tables: Iterable[pa.Table]) -> Facts:
             seen.add(key)
         num_groups += len(rewards)
         num_without += sum(len(values) == 1 for values in rewards.values())
-        for name in ("iteration", "reward", "is_correct", "finish_reason"):
+        for name in _FACTS:
             columns[name] += rows[name]
     return Facts(
         iterations=np.array(columns["iteration"]),
@@ -59,6 +61,7 @@ def facts_of(tables: Iterable[pa.Table]) -> Facts:
         is_correct=np.array(columns["is_correct"]),
         is_repeated=np.array(columns["repeated"]),
         reasons=[reason or "unknown" for reason in columns["finish_reason"]],
+        failures=Counter(failure for failure in columns["failure"] if failure is not None),
         num_groups=num_groups,
         num_groups_without_signal=num_without,
     )
@@ -73,6 +76,7 @@ def print_stats(console: Console, facts: Facts) -> None:
     """Totals, a table of iterations, and reward against length."""
     ended = ", ".join(f"{reason} {count / len(facts.reasons):.1%}" for reason, count in Counter(facts.reasons).most_common())
     relation = correlation(facts.lengths, facts.rewards)
+    failed = ", ".join(f"{count:,} {cause}" for cause, count in facts.failures.most_common())
     lines = [
         f"{len(facts.rewards):,} completions in {facts.num_groups:,} groups, {facts.lengths.sum():,} tokens",
         f"ended: {ended}",
@@ -81,6 +85,7 @@ def print_stats(console: Console, facts: Facts) -> None:
         f"reward against length: correlation {relation:+.2f}"
         if relation is not None
         else "reward against length: one of them does not vary",
+        *([f"could not be scored, and got 0: {failed}"] if failed else []),
     ]
     console.print("\n".join(lines), markup=False, highlight=False)
     console.print(_table("tokens", _length_bins(facts), facts))
