@@ -226,7 +226,8 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         require(self.format in ("full", "sharded"), "checkpoint.format", self.format, "must be one of full, sharded")
         require(self.save_interval >= 0, "checkpoint.save_interval", self.save_interval, "every N iterations, or 0 for the last one only")
-        require(self.keep_last_k == "all" or (self.num_kept or 0) > 0, "checkpoint.keep_last_k", self.keep_last_k, "at least 1, or all")
+        kept = self.keep_last_k
+        require(kept == "all" or (self.num_kept or 0) > 0, "checkpoint.keep_last_k", kept, "must be at least 1, or all")
         require(self.enabled or self.keep_best is None, "checkpoint.keep_best", self.keep_best, "checkpoint.enabled=false saves none")
 
     @property

@@ -67,16 +67,34 @@ def server_gpus(devices: Devices) -> list[list[int] | None]:
     """The GPUs of each server that the run starts; None for one that may use all that it sees.
 
     Raises:
-        ConfigError: see `engine_gpus` and `share_out`.
+        ConfigError: see `engine_gpus` and `share_out`; says who would have which GPU.
     """
-    num_gpus, num_servers = torch.cuda.device_count(), devices.num_servers
-    if num_servers == 0:
+    if devices.num_servers == 0:
         return []
+    trainers = trainer_gpus(devices.trainer, devices.num_processes)
+    try:
+        return _server_gpus(devices, trainers, torch.cuda.device_count())
+    except ConfigError as error:
+        raise ConfigError(f"{error}. {_allocation(trainers, devices.engine_devices or (), torch.cuda.device_count())}") from error
+
+
+def _allocation(trainers: Sequence[int], engines: Sequence[int], num_gpus: int) -> str:
+    """Who would have which GPU, in words; those that nobody asked for are free."""
+
+    def user(gpu: int) -> str:
+        wants = [name for name, gpus in (("training", trainers), ("servers", engines)) if gpu in gpus]
+        return f"{gpu} {' and '.join(wants) or 'free'}" + ("" if gpu < num_gpus else " (not there)")
+
+    return f"GPUs: {', '.join(map(user, sorted({*range(num_gpus), *trainers, *engines}))) or 'none'}"
+
+
+def _server_gpus(devices: Devices, trainers: Sequence[int], num_gpus: int) -> list[list[int] | None]:
+    num_servers = devices.num_servers
     gpus = engine_gpus(
         devices.engine_devices,
         devices.rule,
         name=devices.strategy,
-        trainers=trainer_gpus(devices.trainer, devices.num_processes),
+        trainers=trainers,
         num_gpus=num_gpus,
         num_wanted=num_servers * devices.gpus_per_server,
     )

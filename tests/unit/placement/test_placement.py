@@ -1,5 +1,6 @@
 """Which GPUs the server gets, and what is refused."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -129,6 +130,31 @@ def test_every_training_process_has_a_gpu(device, num_processes, expected, monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert trainer_gpus(device, num_processes) == expected
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engines", "allocation"),
+    [
+        ("cuda:0", [0], "GPUs: 0 training and servers, 1 free, 2 free"),
+        ("auto", [1, 2], "GPUs: 0 training, 1 training and servers, 2 servers"),
+        ("auto", [2, 7], "GPUs: 0 training, 1 training, 2 servers, 7 servers (not there)"),
+    ],
+)
+def test_a_refusal_says_who_would_have_which_gpu(trainer, engines, allocation, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    devices = Devices(
+        trainer=trainer,
+        num_processes=1 if trainer != "auto" else 2,
+        num_servers=1,
+        gpus_per_server=1,
+        engine_devices=engines,
+        strategy="nccl",
+        rule="other",
+        needs_gpu=True,
+    )
+    with pytest.raises(ConfigError, match=rf"^placement\.engine_devices=.*\. {re.escape(allocation)}$"):
+        check_devices(devices)
 
 
 def test_more_training_processes_than_gpus_are_refused(monkeypatch):
