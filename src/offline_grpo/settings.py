@@ -241,6 +241,8 @@ class PlacementConfig:
     num_engines: int
     engine_devices: list[int] | None
     check_memory: bool
+    address: str | None
+    ray_init: dict[str, Any]
 
     def __post_init__(self) -> None:
         require(self.num_engines > 0, "placement.num_engines", self.num_engines, "must be at least 1")

@@ -12,6 +12,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -34,11 +35,12 @@ from torch import nn
 from torch.utils.tensorboard import writer as tensorboard_writer
 from transformers import Qwen2Config
 
+from offline_grpo.engine import ray_cluster
 from offline_grpo.errors import ConfigError
 from offline_grpo.logger import console, output_console
 from offline_grpo.logger.samples import Samples
 from offline_grpo.placement.devices import server_gpus
-from offline_grpo.run import gpu_memory
+from offline_grpo.run import gpu_memory, serving
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.gpu_memory import check_memory
@@ -619,6 +621,17 @@ def placement_effect(overrides: str) -> Any:
         return server_gpus(plan.devices(1)), error
 
 
+def cluster_effect(overrides: str) -> Any:
+    """What is asked of which Ray cluster."""
+    asked: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setattr(ray_cluster, "RayCluster", lambda *words, **size: asked.append((words, size)) or SimpleNamespace(close=list))
+        reserve = serving.cluster_of(make_plan(typed(compose_config(*overrides.split()))), stack)
+        assert reserve is not None
+        reserve()
+    return asked
+
+
 def evaluation_effect(overrides: str) -> Asked:
     asked = ask(overrides, role="evaluation")
     return replace(asked, max_active=min(asked.max_active, 2))  # one at a time, or several; how many of them meet is the machine's affair
@@ -657,6 +670,8 @@ ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
         "placement.num_engines=2",
     ),
     "placement.engine_devices": (placement_effect, f"{OWN_SERVER} placement.check_memory=false", "placement.engine_devices=[0]"),
+    "placement.address": (cluster_effect, f"{OWN_SERVER} placement=ray", "placement.address=local"),
+    "placement.ray_init": (cluster_effect, f"{OWN_SERVER} placement=ray", "+placement.ray_init.num_cpus=2"),
     "placement.check_memory": (placement_effect, "", "placement.check_memory=false"),
     "eval.backend": (evaluation_effect, EVAL_SERVER, "eval.backend=sglang_server"),
     "eval.base_url": (evaluation_effect, EVAL_SERVER, "eval.base_url=@there"),

@@ -130,6 +130,23 @@ def test_nothing_is_left(ending: str, tmp_path: Path) -> None:
         assert metrics["sync/num_recoveries"] == 1
 
 
+@pytest.mark.slow
+def test_no_engine_is_left_where_run_and_guardian_are_killed_at_once(tmp_path: Path) -> None:
+    """As after `pkill -9 python`, which does not find the engine: that has a title of its own."""
+    process = start(tmp_path, "train.iterations=500")
+    try:
+        wait_for((tmp_path / "run" / "metrics" / "train_iter_000.json").exists, tmp_path)
+        server = server_of(tmp_path)
+        everything = [server.pid, *(p.pid for p in server.children(recursive=True))]
+        assert len(everything) > 1
+        for pid in (process.pid, server.ppid()):
+            os.kill(pid, signal.SIGKILL)
+        process.wait(60)
+    finally:
+        process.kill()
+    wait_for(lambda: not any(map(psutil.pid_exists, everything)), tmp_path, 30)
+
+
 def files_with(key: str, folder: Path) -> list[str]:
     """Configuration, logs, checkpoints, bridge file, W&B, TensorBoard, and what was printed."""
     return [str(path) for path in folder.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]

@@ -44,7 +44,8 @@ def main(arguments: list[str]) -> int:
     shared: set[str] = set()
     try:
         try:
-            server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: _in_child(libc))
+            env = {**os.environ, "OFFLINE_GRPO_GUARDIAN": str(os.getpid())}
+            server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, preexec_fn=lambda: _in_child(libc))
         except OSError as error:
             print(f"cannot start {command[0]}: {error}", flush=True)
             return 127

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import errno
 import socket
+from urllib.parse import urlsplit
 
 import psutil
 
 from offline_grpo.errors import ConfigError
+
+
+def address_towards(url: str) -> str:
+    """The address of this machine from which it reaches a server.
+
+    Raises:
+        OSError: there is no way to it.
+    """
+    parts = urlsplit(url)
+    [(family, kind, *_, address), *_] = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+    with socket.socket(family, kind) as way:
+        way.connect(address)  # of a datagram socket: sends nothing
+        return str(way.getsockname()[0])
 
 
 def choose_port(host: str, port: int | None, *, key: str) -> int:

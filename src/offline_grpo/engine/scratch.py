@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
-from offline_grpo.disk import OwnFolder
+from offline_grpo.disk import OwnFolder, user_cache
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "offline-grpo-"
+LONGEST_SOCKET_FOLDER = 107 - len("/") - 36
+"""Bytes of a folder in which a socket may have a UUID for its name: the kernel allows 107 for the whole path."""
 
 
 class Scratch(OwnFolder):
@@ -16,3 +19,13 @@ class Scratch(OwnFolder):
 
     def __init__(self) -> None:
         super().__init__(SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()), PREFIX)
+
+
+def temporary_folder(scratch: Path) -> dict[str, str]:
+    """Environment of a server whose sockets and temporary files go away with its scratch folder; what it has compiled stays."""
+    folder = scratch / "tmp"
+    if len(os.fsencode(folder)) > LONGEST_SOCKET_FOLDER:  # on a machine without /dev/shm
+        return {}
+    folder.mkdir(exist_ok=True)
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", user_cache("torchinductor"))
+    return {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}

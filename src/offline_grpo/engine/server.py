@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
@@ -13,13 +12,12 @@ from typing import Any, Protocol, TypeVar
 import psutil
 
 from offline_grpo import progress
-from offline_grpo.disk import user_cache
 from offline_grpo.engine.background import in_background
 from offline_grpo.engine.command_line import shown
 from offline_grpo.engine.http import HEALTH_TIMEOUT_S, ServerApi
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.engine.process import ServerProcess
-from offline_grpo.engine.scratch import Scratch
+from offline_grpo.engine.scratch import Scratch, temporary_folder
 from offline_grpo.errors import EngineDied, EngineError
 
 log = logging.getLogger(__name__)
@@ -28,8 +26,6 @@ T = TypeVar("T")
 
 GRACE_S = 5.0
 """How long after a failed request a managed server that is ending may take to end."""
-LONGEST_SOCKET_FOLDER = 107 - len("/") - 36
-"""Bytes of a folder in which a socket may have a UUID for its name: the kernel allows 107 for the whole path."""
 HEALTH_INTERVAL_S = 2.0
 """How often a server is asked for its health while a request to it is open."""
 
@@ -110,6 +106,10 @@ class Server:
             self._port = choose_port(launcher.host, port, key="engine.port")
             base_url = f"http://{reachable(launcher.host)}:{self._port}"
         assert base_url is not None
+        self.move_to(base_url)
+
+    def move_to(self, base_url: str) -> None:
+        """From now on the server is asked there."""
         self.base_url = plain_url(base_url)
         self.api = ServerApi(self.base_url, self.api_key)
 
@@ -240,10 +240,14 @@ class Server:
             EngineError: the request failed, and the server lives.
         """
         try:
-            return call() if self._process is None else self._with_health_checks(call)
+            return self._with_health_checks(call) if self._is_watched else call()
         except EngineError:
             self.check_alive(grace_s=GRACE_S)
             raise
+
+    @property
+    def _is_watched(self) -> bool:
+        return self._process is not None
 
     def _with_health_checks(self, call: Callable[[], T]) -> T:
         outcome = in_background(call)
@@ -268,16 +272,6 @@ class Server:
     def pid(self) -> int | None:
         """Of a managed server's guardian; None for an external server, or one that is not running."""
         return None if self._process is None else self._process.pid
-
-
-def temporary_folder(scratch: Path) -> dict[str, str]:
-    """Environment of a server whose sockets and temporary files go away with its scratch folder; what it has compiled stays."""
-    folder = scratch / "tmp"
-    if len(os.fsencode(folder)) > LONGEST_SOCKET_FOLDER:  # on a machine without /dev/shm
-        return {}
-    folder.mkdir(exist_ok=True)
-    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", user_cache("torchinductor"))
-    return {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
 
 
 def _has_ended(pid: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
 import httpx
@@ -20,6 +20,9 @@ from offline_grpo.types import Completion, FinishReason, SamplingParams, Samplin
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
 """Between the attempts of a request; see `ServerClient`."""
+
+LOOK_S = 5.0
+"""How often somebody who waits for an answer looks whether the server is there."""
 
 LOWEST_LOGPROB = -9999.0
 """Servers send this or a lower value for minus infinity, which JSON cannot represent."""
@@ -42,7 +45,7 @@ class ServerClient(Streaming):
     connection, a truncated answer, or a status that asks for it (429, 502, 503, 504). Any other status is an error at once.
 
     Args:
-        server: what to ask. Its death is noticed between attempts.
+        server: what to ask. Its death is noticed between attempts, and every few seconds while an answer is waited for.
         eos_ids: tokens that end a completion.
         vocab_size: ids that the trained model can embed and score; a completion with another one is refused.
         batch_size: requests in flight; each asks for all completions of one prompt.
@@ -134,9 +137,9 @@ class ServerClient(Streaming):
         for attempt in range(self.max_retries + 1):
             if attempt > 0:
                 await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.8, 1.2))
-                self.server.check_alive()
+                await asyncio.to_thread(self.server.check_alive)
             try:
-                answer = await exchange(http, "POST", path, timeout_s=self.timeout_s, max_bytes=max_bytes, json=body)
+                answer = await self._unless_it_ends(exchange(http, "POST", path, timeout_s=self.timeout_s, max_bytes=max_bytes, json=body))
             except TimeoutError as error:
                 raise EngineError(
                     f"{self._url}: no answer after {self.timeout_s:g} s; raise generation.timeout_s, or look at the server"
@@ -155,6 +158,18 @@ class ServerClient(Streaming):
         raise EngineError(
             f"{self._url}: {failure}, after {self.max_retries + 1} attempts; is the server running, and {self.server.key} its address?"
         )
+
+    async def _unless_it_ends(self, answer: Coroutine[Any, Any, Answer]) -> Answer:
+        """The answer; EngineDied where the server ends first. A machine that is lost closes no connection."""
+        task = asyncio.create_task(answer)
+        try:
+            while not (await asyncio.wait([task], timeout=LOOK_S))[0]:
+                await asyncio.to_thread(self.server.check_alive)
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
 
     async def _check_whether_it_ends(self) -> None:
         """Raises EngineDied where the failure was the first sign of the server's death. Waits in another thread: answers still come in."""

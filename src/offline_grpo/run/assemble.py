@@ -70,7 +70,7 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
         stack: gets what has to be let go of on every way out.
     """
     ranks, config, plan = start.ranks, start.plan.config, with_scorers(start.plan, start.run_dir.path, stack, start.ranks)
-    if plan.engine.launcher is not None:
+    if plan.engine.launcher is not None and config.placement.address is None:  # in a cluster, each machine looks for itself
         plan.engine.launcher.check_installed()
     devices = plan.devices(ranks.world_size)
     check_devices(devices)
@@ -136,7 +136,8 @@ def _recorders(start: Start, policy: Policy, updater: Updater, origin: Origin, s
 def _servers(start: Start, model_id: str, stack: ExitStack, devices: Devices) -> list[Server]:
     """The servers that training samples from. They start now, if they can while the policy is loaded."""
     plan, gpus = start.plan, server_gpus(devices)
-    servers = serving.training_servers(plan.engine, plan.weight_sync, run_folder=start.run_dir.path, gpus=gpus, ranks=start.ranks)
+    where: dict[str, Any] = {"gpus": gpus, "cluster": serving.cluster_of(plan, stack), "ranks": start.ranks}
+    servers = serving.training_servers(plan.engine, plan.weight_sync, run_folder=start.run_dir.path, **where)
     can_begin = serving.starts_beside_loading(plan.weight_sync, gpus=gpus, trainers=trainer_gpus(devices.trainer, devices.num_processes))
     has_trained = start.resume is not None and plan.config.model.lora is None and plan.weight_sync.requires.moves != "nothing"
     model = str(start.resume.checkpoint) if start.resume is not None and has_trained else model_id

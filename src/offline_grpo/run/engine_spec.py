@@ -20,7 +20,7 @@ from offline_grpo.settings import EvalConfig, RunConfig
 CLIENT_RUNTIME = ("model", "tokenizer", "server", "eos_ids", "vocab_size")
 """Names under which a rollout client's constructor may ask for objects that exist only once the model is loaded."""
 
-OF_OWN_SERVER = ("engine=", "engine.", "placement.engine_devices=", "weight_sync.server_args")
+OF_OWN_SERVER = ("engine=", "engine.", "placement=", "placement.engine_devices=", "placement.address=", "weight_sync.server_args")
 """How overrides begin that act on a server which the run starts, and on nothing else."""
 
 SERVER_CLIENT_SETTINGS = ("batch_size", "timeout_s", "max_retries")

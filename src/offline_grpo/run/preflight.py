@@ -60,7 +60,7 @@ class Plan:
         return Devices(
             trainer=self.config.model.device,
             num_processes=num_processes,
-            num_servers=self.engine.num_managed,
+            num_servers=self.engine.num_managed if self.config.placement.address is None else 0,
             gpus_per_server=num_shards(self.server_args),
             engine_devices=self.config.placement.engine_devices,
             strategy=self.weight_sync.name,
@@ -108,6 +108,7 @@ def make_plan(config: RunConfig) -> Plan:
     fix = f"serves one engine: the policy shares its memory, or GPU, with it; use one, or another weight_sync than {weight_sync.name}"
     key, value = ("generation.base_url", engine.base_url) if engine.base_urls else ("placement.num_engines", engine.num_managed)
     require(engine.num_servers <= 1 or not weight_sync.requires.one_engine, key, value, fix)
+    _check_cluster(config, weight_sync)
     check_in_flight(weight_sync.name, weight_sync.requires, config.rollouts.get("in_flight"))
     eval_engine = evaluation_engine(config.eval, engine, api_key=node.get("api_key")) if config.eval.enabled else None
     eval_weight_sync = evaluation_sync(eval_engine, config.eval, weight_sync, lora_rank=lora_rank)
@@ -132,6 +133,22 @@ def make_plan(config: RunConfig) -> Plan:
         weight_sync=weight_sync,
         eval_weight_sync=eval_weight_sync,
     )
+
+
+def _check_cluster(config: RunConfig, weight_sync: WeightSync) -> None:
+    """Refuse what a server on another machine cannot do."""
+    key, address = "placement.address", config.placement.address
+    if address is None:
+        settings = config.placement.ray_init
+        require(not settings, "placement.ray_init", settings, "acts with placement=ray alone; leave it out")
+        return
+    fix = "are this machine's, and with placement=ray the cluster gives each server its GPUs; leave it at null"
+    devices = config.placement.engine_devices
+    require(devices is None, "placement.engine_devices", devices, fix)
+    fix = f"weight_sync={weight_sync.name} needs a server on the trainer's own GPU; use nccl, or reload, or with LoRA lora_hotswap"
+    require(weight_sync.requires.placement != "same", key, address, fix)
+    fix = "rollouts=atropos tells its environments one address, and a server in a cluster may move; use placement=default"
+    require(config.rollouts.get("url") is None, key, address, fix)
 
 
 def _check_fsdp2(config: RunConfig, optimizer: OptimizerFactory, weight_sync: WeightSync, samplings: Sequence[SamplingParams]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.strategy import WeightSync
 
 if TYPE_CHECKING:
+    from offline_grpo.engine.ray_cluster import RayCluster
     from offline_grpo.run.preflight import Plan
 
 log = logging.getLogger(__name__)
@@ -42,24 +44,52 @@ LAUNCHERS = {launcher.name: launcher for launcher in (VllmEngine, SglangEngine)}
 
 
 def training_servers(
-    spec: EngineSpec, weight_sync: WeightSync, *, run_folder: Path, gpus: Sequence[Sequence[int] | None], ranks: Ranks
+    spec: EngineSpec,
+    weight_sync: WeightSync,
+    *,
+    run_folder: Path,
+    gpus: Sequence[Sequence[int] | None],
+    ranks: Ranks,
+    cluster: Callable[[], RayCluster] | None = None,
 ) -> list[Server]:
     """The servers that `generation` samples from, not started yet; empty where it samples in this process.
 
     Args:
         gpus: that each server which the run starts may see; None: all that this process sees.
+        cluster: reserves room for them elsewhere; None: they start on this machine. Called by the first process.
     """
-    servers = _found(spec, run_folder) if spec.base_urls else []
+    servers: list[Server] = _found(spec, run_folder) if spec.base_urls else []
 
     def make() -> list[tuple[str, str | None]]:
         if spec.launcher is not None:
             about: dict[str, Any] = {"args": weight_sync.requires.server_args, "env": weight_sync.requires.env, "log_numbers": count()}
-            common: dict[str, Any] = {"base_url": None, "api_key": None, "launcher": spec.launcher, "log_dir": run_folder}
-            servers.extend(Server(**common, **about, number=number, gpus=own) for number, own in enumerate(gpus))
+            about |= {"launcher": spec.launcher, "log_dir": run_folder}
+            if cluster is not None:
+                room = cluster()
+                servers.extend(room.server(**about, number=number) for number in range(spec.num_managed))
+            else:
+                servers.extend(Server(base_url=None, api_key=None, **about, number=number, gpus=own) for number, own in enumerate(gpus))
         return [(server.base_url, server.api_key) for server in servers]
 
     addresses = ranks.on_main(make)
     return servers or [Server(base_url=url, api_key=key, launcher=None, log_dir=run_folder) for url, key in addresses]
+
+
+def cluster_of(plan: Plan, stack: ExitStack) -> Callable[[], RayCluster] | None:
+    """Reserves room for the servers in a Ray cluster; None where they start on this machine."""
+    address, settings = plan.config.placement.address, plan.config.placement.ray_init
+    if address is None:
+        return None
+    from offline_grpo.engine.ray_cluster import RayCluster
+    from offline_grpo.run.preflight import num_shards
+
+    def reserve() -> RayCluster:
+        size = {"num_servers": plan.engine.num_managed, "gpus_per_server": num_shards(plan.server_args)}
+        cluster = RayCluster(address, settings, **size)
+        stack.callback(cluster.close)
+        return cluster
+
+    return reserve
 
 
 def starts_beside_loading(weight_sync: WeightSync, *, gpus: Sequence[Sequence[int] | None], trainers: Sequence[int]) -> bool:

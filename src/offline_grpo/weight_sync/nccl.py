@@ -12,7 +12,7 @@ import torch
 
 from offline_grpo.engine.background import in_background
 from offline_grpo.engine.engine import ServerEngine
-from offline_grpo.engine.ports import choose_port
+from offline_grpo.engine.ports import address_towards, choose_port
 from offline_grpo.errors import ConfigError
 from offline_grpo.weight_sync.gpus import gpu_uuid
 from offline_grpo.weight_sync.requirements import SyncRequirements
@@ -25,10 +25,10 @@ class Nccl(WeightTransfer):
     """The trainer is rank 0 of a group with each server's workers. Needs vLLM in the trainer's environment, for its communicator.
 
     Args:
-        master_address: of the trainer's machine, as the server's workers reach it.
+        master_address: of the trainer's machine, as the server's workers reach it; None: from which it reaches the server.
     """
 
-    master_address: str
+    master_address: str | None
 
     name = "nccl"
 
@@ -59,10 +59,11 @@ class Nccl(WeightTransfer):
         except ImportError as error:
             raise ConfigError(f"weight_sync=nccl: needs vLLM in the trainer's environment ({error}): uv sync --extra vllm") from error
         world_size = 1 + engine.control.get("/get_world_size").read(lambda answer: int(answer["world_size"]))
-        port = choose_port(self.master_address, None, key="weight_sync.master_address")
-        init_info = {"master_address": self.master_address, "master_port": port, "rank_offset": 1, "world_size": world_size}
+        address = self.master_address or address_towards(engine.server.base_url)
+        port = choose_port(address, None, key="weight_sync.master_address")
+        init_info = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size}
         joined = in_background(lambda: engine.control.post("/init_weight_transfer_engine", {"init_info": init_info}, timeout_s=300))
-        met = in_background(lambda: StatelessProcessGroup.create(host=self.master_address, port=port, rank=0, world_size=world_size))
+        met = in_background(lambda: StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world_size))
         wait([joined, met], return_when=FIRST_COMPLETED)  # each side waits for the other: a server that refuses says so here
         if joined.done():
             joined.result()

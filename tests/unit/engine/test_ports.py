@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from offline_grpo.engine.ports import choose_port, owner_of
+from offline_grpo.engine.ports import address_towards, choose_port, owner_of
 from offline_grpo.errors import ConfigError
 
 LISTEN = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(100)"
@@ -76,3 +76,10 @@ def test_a_bad_address_is_named_although_the_port_is_taken_on_another() -> None:
 def test_no_address(host: str) -> None:
     with pytest.raises(ConfigError, match=rf"^weight_sync\.master_address={host}: cannot be used \(.+\); name an address of this machine$"):
         choose_port(host, None, key="weight_sync.master_address")
+
+
+@pytest.mark.parametrize(
+    ("url", "address"), [("http://127.0.0.1:8000", "127.0.0.1"), ("http://localhost:8000", "127.0.0.1"), ("http://[::1]:8000", "::1")]
+)
+def test_the_address_towards_a_server_is_on_its_network(url: str, address: str) -> None:
+    assert address_towards(url) == address

@@ -131,10 +131,11 @@ def test_a_key_in_the_command_line_is_not_logged(start: Starter) -> None:
     assert server.log_path.read_text().splitlines()[0].endswith("--api-key ... --port 1")
 
 
-def test_the_environment_is_exactly_the_given_one(start: Starter) -> None:
+def test_the_environment_is_the_given_one_and_names_the_guardian(start: Starter) -> None:
     server = start("/usr/bin/env", env={"ONE": "1"})
     wait_for(lambda: not is_alive(server), "the end")
-    assert [line for line in server.log_path.read_text().splitlines() if not line.startswith(("$", "LC_CTYPE"))] == ["ONE=1"]
+    lines = [line for line in server.log_path.read_text().splitlines() if not line.startswith(("$", "LC_CTYPE"))]
+    assert sorted(lines) == [f"OFFLINE_GRPO_GUARDIAN={server.pid}", "ONE=1"]
 
 
 def test_ready(start: Starter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

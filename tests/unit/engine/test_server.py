@@ -23,8 +23,9 @@ from inside_vllm import load_extension
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo import progress
-from offline_grpo.engine import server as server_module
-from offline_grpo.engine.server import Server, reachable, temporary_folder
+from offline_grpo.engine import scratch
+from offline_grpo.engine.scratch import temporary_folder
+from offline_grpo.engine.server import Server, reachable
 from offline_grpo.engine.vllm import EXTENSION_FOLDER, VllmEngine
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
 
@@ -415,7 +416,7 @@ def test_what_is_compiled_is_there_for_the_next_run(tmp_path: Path, monkeypatch:
     assert [environment(api_key=key)["OFFLINE_GRPO_API_KEY"] for key in ("hush", "hush-hush")] == ["hush", "hush-hush"]
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/of/the/user")
-    monkeypatch.setattr(server_module, "LONGEST_SOCKET_FOLDER", 1000)
+    monkeypatch.setattr(scratch, "LONGEST_SOCKET_FOLDER", 1000)
     assert temporary_folder(tmp_path)["TORCHINDUCTOR_CACHE_DIR"] == "/of/the/user/offline-grpo/torchinductor"
 
 

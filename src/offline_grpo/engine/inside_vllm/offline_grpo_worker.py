@@ -11,7 +11,10 @@ import base64
 import functools
 import os
 import secrets
+import select
+import signal
 import sys
+import threading
 import types
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -23,10 +26,27 @@ from torch import Tensor, nn
 
 def prepare_process() -> None:
     """Runs when the worker imports this module, before it loads the model."""
+    if "OFFLINE_GRPO_GUARDIAN" in os.environ:
+        _end_with(int(os.environ["OFFLINE_GRPO_GUARDIAN"]))
     if not torch.cuda.is_available():
         _keep_cpu_weights_plain()
     if os.environ.get("OFFLINE_GRPO_NEEDS_RAY") == "1":
         _stand_in_for_ray()
+
+
+def _end_with(guardian: int) -> None:
+    """Kill the server's processes when its guardian is killed: the API's ends then, and vLLM's engine would stay for ever."""
+    try:
+        gone = os.pidfd_open(guardian)
+    except ProcessLookupError:
+        os.killpg(0, signal.SIGKILL)
+        return
+
+    def wait() -> None:
+        select.select([gone], [], [])
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, name="ends with its guardian", daemon=True).start()
 
 
 def _keep_cpu_weights_plain() -> None:

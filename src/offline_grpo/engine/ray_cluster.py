@@ -1,0 +1,143 @@
+"""The Ray cluster that `placement=ray` puts servers on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from offline_grpo.engine.ray_server import RayServer, ServerActor
+from offline_grpo.errors import ConfigError, reason_of, require
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 4.0
+"""Until somebody has to answer at the cluster's address."""
+SETTLE_S = 10.0
+"""Until Ray has to have found room that it says is free."""
+
+
+class RayCluster:
+    """A cluster in which room for servers is reserved. The room is given back by `close`, and when this process ends, however it does.
+
+    Args:
+        address: `placement.address`: auto for the cluster that this machine is part of, local for a new one on this machine alone, or
+            HOST:PORT.
+        settings: further arguments of `ray.init`.
+        num_servers: each gets `gpus_per_server` GPUs where the cluster has GPUs, else one CPU core; on different machines where there is
+            room.
+
+    Raises:
+        ConfigError: Ray is not installed, no cluster answers, or it is too small.
+    """
+
+    def __init__(self, address: str, settings: Mapping[str, Any], *, num_servers: int, gpus_per_server: int) -> None:
+        self._address = address
+        self._is_ours = _connect(address, settings)
+        self._group: Any = None
+        try:
+            self._group = self._reserve(num_servers, gpus_per_server)
+        except BaseException:
+            self.close()
+            raise
+        self._next = iter(range(num_servers))
+
+    def server(self, **about: Any) -> RayServer:
+        """The next server, with these arguments of `RayServer`."""
+        return RayServer(partial(self._hire, next(self._next)), **about)
+
+    def close(self) -> None:
+        """End all that runs in the room, and give it back."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        if self._group is not None:
+            with suppress(Exception):  # the cluster may be gone
+                remove_placement_group(self._group)
+            self._group = None
+        if self._is_ours:
+            ray.shutdown()
+
+    def _reserve(self, num_servers: int, gpus_per_server: int) -> Any:
+        import ray
+        from ray.util.placement_group import placement_group
+
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        has_gpus = any(node["Resources"].get("GPU") for node in nodes)
+        self._needs = {"CPU": 1.0, "GPU": float(gpus_per_server)} if has_gpus else {"CPU": 1.0}
+        what = f"{gpus_per_server} GPU{'s' if gpus_per_server > 1 else ''} and a CPU core" if has_gpus else "a CPU core"
+        room = sum(_room(node["Resources"], self._needs) for node in nodes)
+        sizes = ", ".join(f"{node['NodeManagerHostname']}: {_shown(node['Resources'])}" for node in nodes)
+        fix = f"each needs {what} on one machine, and the Ray cluster at placement.address={self._address} has room for {room} ({sizes})"
+        require(num_servers <= room, "placement.num_engines", num_servers, fix)
+        group = placement_group([self._needs] * num_servers, strategy="SPREAD")
+        if not group.wait(SETTLE_S):
+            free = _shown(ray.available_resources())
+            remains = f"the Ray cluster at placement.address={self._address} has only {free} left; others use it. Try again later"
+            raise ConfigError(f"placement.num_engines={num_servers}: each needs {what} on one machine, and {remains}")
+        log.info("the Ray cluster at %s: %s", self._address, sizes)
+        return group
+
+    def _hire(self, index: int, *arguments: Any) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        options = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0.0), "scheduling_strategy": place}
+        return ray.remote(ServerActor).options(**options).remote(*arguments)
+
+
+def _connect(address: str, settings: Mapping[str, Any]) -> bool:
+    """Connect this process to a cluster; whether it was not connected before, as it is in a job of Hydra's Ray launcher."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(f"placement.address={address}: Ray is not installed ({error}); start with `uv run --extra ray ...`") from error
+    if ray.is_initialized():
+        return False
+    start_one = "start one with `ray start --head` (docs/scaling.md), or use placement.address=local, or placement=default"
+    _check_answers(address, start_one)
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    try:
+        ray.init(address=address, **{**quiet, **settings})
+    except (ConnectionError, RuntimeError, TypeError, ValueError, OSError) as error:
+        if "keyword argument" in str(error):
+            raise ConfigError(f"placement.ray_init={dict(settings)}: ray.init does not take this ({error})") from error
+        raise ConfigError(f"placement.address={address}: no Ray cluster that can be used ({reason_of(error)}); {start_one}") from error
+    return True
+
+
+def _check_answers(address: str, start_one: str) -> None:
+    """Ray itself would wait for minutes where nobody answers."""
+    if address == "local":
+        return
+    found = address if address != "auto" else os.environ.get("RAY_ADDRESS") or _current_cluster()
+    host, _, port = found.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        where = f"placement.address={address}" + (f" ({found or 'no cluster'})" if address == "auto" else "")
+        raise ConfigError(f"{where}: nobody answers there ({reason_of(error)}); {start_one}") from error
+
+
+def _current_cluster() -> str:
+    """HOST:PORT of the cluster that `ray start` has made this machine a part of; it may have ended since. Empty where there was none."""
+    with suppress(OSError):
+        return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster").read_text().strip()
+    return ""
+
+
+def _room(resources: Mapping[str, float], needs: Mapping[str, float]) -> int:
+    """How many times one machine has what a server needs."""
+    return min(int(resources.get(name, 0) // amount) for name, amount in needs.items())
+
+
+def _shown(resources: Mapping[str, float]) -> str:
+    counts = ((name, resources.get(name, 0.0)) for name in ("GPU", "CPU"))
+    return " and ".join(f"{count:g} {name}{'' if count == 1 else 's'}" for name, count in counts)
