@@ -157,7 +157,7 @@ def test_nothing_is_learnt_from_weights_that_somebody_else_loads(tmp_path: Path,
     assert all(metrics[f"train_iter_{i:03d}.json"]["alignment/diff_abs_mean"] < 0.05 for i in range(3))
 
 
-@pytest.mark.parametrize(("option", "where"), [("shared_vllm", "shared_vllm:SharedVllm.apply"), ("ipc", "ipc:Ipc.send")])
+@pytest.mark.parametrize(("option", "where"), [("shared_vllm", "shared_vllm:SharedVllm.deliver"), ("ipc", "ipc:Ipc.send")])
 def test_a_killed_trainer_leaves_nothing(option: str, where: str, tmp_path: Path) -> None:
     """SIGKILL in the middle of a push: CUDA IPC has files in shared memory too, the server's or the trainer's."""
     files, processes = set(os.listdir("/dev/shm")), processes_naming(str(tmp_path))

@@ -23,7 +23,7 @@ KILLS = {
     "after sampling": ("train", 3),
     "between updates": Kill(STEP, 6),
     "after the updates": ("sync", 3),
-    "syncing": Kill("offline_grpo.weight_sync.in_process:InProcess.apply", 4),
+    "syncing": Kill("offline_grpo.weight_sync.in_process:InProcess.deliver", 4),
     "evaluating": ("eval", 3),
     "writing the first checkpoint": Kill("offline_grpo.checkpoint.checkpointer:torch.save", 1, "after"),
     "writing the second checkpoint": Kill("offline_grpo.checkpoint.checkpointer:torch.save", 2, "after"),
