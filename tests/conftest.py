@@ -48,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     # One test needs two threads. They sleep while they wait for each other: spinning, they would take both cores from the other tests.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does that to what it starts with `&`, and programs would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()  # else half of the time of the collection goes into looking for garbage among the modules, of which there is none
     if CACHE not in os.environ:  # else this is a worker
         os.environ[CACHE] = tempfile.mkdtemp(prefix="offline_grpo_tests_")

@@ -671,7 +671,6 @@ ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
     ),
     "placement.engine_devices": (placement_effect, f"{OWN_SERVER} placement.check_memory=false", "placement.engine_devices=[0]"),
     "placement.address": (cluster_effect, f"{OWN_SERVER} placement=ray", "placement.address=local"),
-    "placement.ray_init": (cluster_effect, f"{OWN_SERVER} placement=ray", "+placement.ray_init.num_cpus=2"),
     "placement.check_memory": (placement_effect, "", "placement.check_memory=false"),
     "eval.backend": (evaluation_effect, EVAL_SERVER, "eval.backend=sglang_server"),
     "eval.base_url": (evaluation_effect, EVAL_SERVER, "eval.base_url=@there"),

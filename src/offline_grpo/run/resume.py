@@ -40,6 +40,7 @@ def run_folder(resume: str) -> Path | None:
 
 def arguments(words: Sequence[str]) -> list[str]:
     """The command line with what it needs of the run that `resume=PATH` names; any other one as it is."""
+    words = sorted(words, key=lambda word: word not in ("-m", "--multirun"))  # first: argparse needs all overrides in one place
     place = next((i for i, word in enumerate(words) if OVERRIDE.match(word)), len(words))
     options, typed = [*words[:place]], [*words[place:]]
     named = next((str(value) for key, value in map(_parsed, typed) if key == "resume" and value is not None), None)

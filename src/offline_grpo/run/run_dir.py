@@ -178,8 +178,9 @@ def remove_abandoned(run_dir: RunDir) -> None:
 
 def discard_fresh(folder: Path) -> None:
     """Delete the folder that Hydra created, if nothing else was written to it (a rejected configuration, a resumed run)."""
-    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra", "run.log", lock.NAME}:
-        shutil.rmtree(folder)
-        for parent in (folder.parent, folder.parent.parent):
-            if parent.is_dir() and not any(parent.iterdir()):
-                parent.rmdir()
+    with suppress(FileNotFoundError, NotADirectoryError):  # the other processes of a refused run do the same
+        if {path.name for path in folder.iterdir()} <= {".hydra", "run.log", lock.NAME}:
+            shutil.rmtree(folder, ignore_errors=True)
+            for parent in (folder.parent, folder.parent.parent):
+                if not any(parent.iterdir()):
+                    parent.rmdir()

@@ -59,3 +59,8 @@ def test_only_what_was_typed_changes_the_stored_configuration():
     other = {**before, "loss": {"_target_": "b.B", "beta": 1}}
     found = resume.merged({**stored, "train": {**stored["train"]}}, before, other, {"train.lr", "loss"})
     assert (found["train"]["lr"], found["loss"]) == (2, {"_target_": "b.B", "beta": 1})
+
+
+@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+def test_the_flag_of_a_sweep_may_stand_among_overrides(flag: str) -> None:
+    assert resume.arguments(["train.lr=1e-5", flag, "seed=1,2"]) == [flag, "train.lr=1e-5", "seed=1,2"]
