@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import threading
 import time
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from children import child_process
 from factories import compose_config
 from scripted_server import Reply, Request, ScriptedServer
 
+from offline_grpo.engine.ports import choose_port
 from offline_grpo.errors import GrpoError
 from offline_grpo.interfaces import RolloutSource
 from offline_grpo.rollouts.atropos import Atropos
@@ -41,8 +41,7 @@ class RunApi:
     """`run-api` on a port of its own; it can be killed and started again there. A context manager."""
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = choose_port("127.0.0.1", None, key="-")
         self.url = f"http://127.0.0.1:{self.port}"
         self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, trust_env=False)
         self.start()

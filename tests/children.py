@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any, ClassVar
 import pytest
 from factories import compose_config
 
+from offline_grpo.engine.ports import choose_port
 from offline_grpo.interfaces import RunListener
 from offline_grpo.types import Metrics
 
@@ -173,8 +173,7 @@ def in_one(target: Callable[..., None], *args: Any) -> int:
 
 def in_group(count: int, target: Callable[..., None], *args: Any) -> list[int]:
     """Call `target(*args)` in `count` processes, with the environment by which `torch.distributed` finds the others."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = choose_port("127.0.0.1", None, key="-")
     return _exit_codes([child_process(_as_rank, rank, count, port, target, args) for rank in range(count)])
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from children import SMALL, metrics_of, start_command
 from engines import forking_python, preloaded_python
 from served_runs import own_server, run
 
+from offline_grpo.engine.ports import choose_port
 from offline_grpo.errors import StopRequested
 
 pytestmark = pytest.mark.slow
@@ -32,8 +32,7 @@ def wait_for(condition, timeout_s=300.0):
 
 
 def free_url():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"http://127.0.0.1:{server.getsockname()[1]}"
+    return f"http://127.0.0.1:{choose_port('127.0.0.1', None, key='-')}"
 
 
 def named(trainer, text):

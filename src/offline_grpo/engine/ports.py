@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import errno
+import secrets
 import socket
 from urllib.parse import urlsplit
 
 import psutil
 
 from offline_grpo.errors import ConfigError
+
+SERVER_PORTS = range(15000, 30000)
+"""Where free ports are looked for: a server opens its port only seconds after it was chosen, and meanwhile the system could give those
+above 32767 to any connection that a process of this machine opens (Linux: net.ipv4.ip_local_port_range)."""
+TRIES = 100
 
 
 def address_towards(url: str) -> str:
@@ -34,16 +40,30 @@ def choose_port(host: str, port: int | None, *, key: str) -> int:
         ConfigError: something listens there already, and the message names the process; or `host` is no address of this machine.
     """
     try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-            probe.bind((host, port or 0))
-            return int(probe.getsockname()[1])
+        return _probed(host, port) if port is not None else _any_free(host)
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # the address is to blame: no other port would help
             host_key = f"{key.removesuffix('port')}host" if key.endswith("port") else key
             raise ConfigError(f"{host_key}={host}: cannot be used ({error.strerror}); name an address of this machine") from error
         owner = f"is taken by {owner_of(port)}" if port and owner_of(port) else f"cannot be used on {host} ({error.strerror})"
         raise ConfigError(f"{key}={port}: {owner}; stop that process, choose another port, or null for any free one") from error
+
+
+def _any_free(host: str) -> int:
+    for _ in range(TRIES):
+        try:
+            return _probed(host, secrets.choice(SERVER_PORTS))  # not drawn by `random`, whose state belongs to the run's seed
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+    return _probed(host, 0)
+
+
+def _probed(host: str, port: int) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        probe.bind((host, port))
+        return int(probe.getsockname()[1])
 
 
 def owner_of(port: int) -> str | None:

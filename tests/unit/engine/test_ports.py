@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from offline_grpo.engine import ports
 from offline_grpo.engine.ports import address_towards, choose_port, owner_of
 from offline_grpo.errors import ConfigError
 
 LISTEN = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(100)"
 
 
-def test_null_takes_a_free_one() -> None:
+def test_null_takes_a_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
     port = choose_port("127.0.0.1", None, key="engine.port")
-    assert 1024 <= port < 65536
+    monkeypatch.setattr(ports, "SERVER_PORTS", (port, port + 1))
     with socket.create_server(("127.0.0.1", port)):
-        assert choose_port("127.0.0.1", None, key="engine.port") != port
+        assert choose_port("127.0.0.1", None, key="engine.port") == port + 1
+        monkeypatch.setattr(ports, "SERVER_PORTS", (port,))
+        assert choose_port("127.0.0.1", None, key="engine.port") not in (0, port)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say which ports they give to connections")
+def test_null_takes_none_that_a_connection_can_be_given_before_the_server_opens_it() -> None:
+    lowest, highest = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    if lowest >= 32768:  # else this machine leaves no others
+        assert not any(lowest <= choose_port("127.0.0.1", None, key="engine.port") <= highest for _ in range(100))
+
+
+def test_a_free_one_is_not_drawn_from_the_seed_of_a_run() -> None:
+    random.seed(7)
+    before = random.getstate()
+    choose_port("127.0.0.1", None, key="engine.port")
+    assert random.getstate() == before
 
 
 def test_a_taken_port_names_its_owner() -> None:

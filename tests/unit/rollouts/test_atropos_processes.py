@@ -11,6 +11,7 @@ import psutil
 import pytest
 import yaml
 
+from offline_grpo.engine.ports import choose_port
 from offline_grpo.errors import ConfigError, GrpoError
 from offline_grpo.rollouts.atropos import processes
 from offline_grpo.rollouts.atropos.processes import Processes, Surroundings
@@ -46,11 +47,6 @@ def wait_for(condition, timeout_s=30.0):
 
 def never():
     raise AssertionError("nobody asked whether the API answers")
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def test_an_environment_is_told_what_it_needs_by_its_variables_and_by_a_private_file(make, tmp_path):
@@ -146,7 +142,7 @@ def test_an_api_is_started_on_this_machine_alone(make, url, start_api, may):
 
 
 def test_the_real_api_is_started_for_this_machine_alone_and_again_after_a_kill_with_its_environment(make, tmp_path):
-    url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{choose_port('127.0.0.1', None, key='-')}"
 
     def answers():
         try:
