@@ -36,6 +36,8 @@ class Kind:
     overrides: tuple[str, ...]
     make: Callable[[Path], Any]
     routes: tuple[str, ...]
+    group: str = "generation"
+    """Which has the server's URL."""
 
 
 VLLM = "generation=vllm_server"
@@ -48,6 +50,9 @@ KINDS = {
     ),
     "sglang": Kind(
         ("generation=sglang_server", "weight_sync=none"), lambda _: FakeSglang(), ("/health", "/server_info", "/generate", "/generate")
+    ),
+    "evaluations": Kind(
+        ("eval.backend=vllm_server", "eval.interval=1"), FakeVllm, (*COMMON, f"{RPC} reload_weights", "/generate_tokens"), group="eval"
     ),
 }
 
@@ -99,8 +104,9 @@ def sample(kind: str, model: Path, folder: Path, disturb: Callable[[Any], Any]) 
         patch.setattr(http, "exchange", hurried(http.exchange))
         url = web.base_url
         try:
-            settings = (f"generation.base_url={url}", f"generation.timeout_s={DEADLINE_S}", "generation.max_retries=1")
-            short = ("train.iterations=2", "eval.enabled=false", "checkpoint.keep_best=null")
+            group = KINDS[kind].group
+            settings = (f"{group}.base_url={url}", f"{group}.timeout_s={DEADLINE_S}", f"{group}.max_retries=1")
+            short = ("train.iterations=2", f"eval.enabled={'true' if group == 'eval' else 'false'}", "checkpoint.keep_best=null")
             metrics = served_runs.run(folder / "run", model, *KINDS[kind].overrides, *settings, *short)
         except (EngineError, ConfigError) as error:
             return str(error), url
@@ -116,7 +122,7 @@ def hurried(exchange: Any) -> Any:
 
 
 CASES = [("reload", "html", ""), ("reload", "mutated", "/generate_tokens"), ("shared_vllm", "slow", f"{RPC} grpo_export")]
-QUICK = [*CASES, ("shared_vllm", "deep", f"{RPC} grpo_tag"), ("reload", "endless", "/generate_tokens"), ("sglang", "idna", "/generate")]
+QUICK = [*CASES, ("shared_vllm", "deep", f"{RPC} grpo_tag"), ("reload", "endless", "/generate_tokens"), ("sglang", "idna", "/generate"), ("evaluations", "html", "")]
 
 
 def attacked(kind: str, attack: str, route: str, seed: int, undisturbed: Any, model: Path, folder: Path) -> None:
@@ -144,6 +150,6 @@ def test_a_hostile_server(kind: str, attack: str, route: str, undisturbed: Any, 
 def test_hostile_servers(number: int, undisturbed: Any, model: Path, tmp_path: Path) -> None:
     """Every attack once, on a route and a request drawn by chance; those that depend on chance more often."""
     random = Random(number)
-    kind = random.choice(("reload", "reload", "shared_vllm", "sglang"))
+    kind = random.choice(("reload", "reload", "shared_vllm", "sglang", "evaluations"))
     attack = [*ATTACKS, *["mutated", "damaged"] * 10][number]
     attacked(kind, attack, random.choice((*KINDS[kind].routes, "")), number, undisturbed, model, tmp_path)
