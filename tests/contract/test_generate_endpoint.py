@@ -129,7 +129,7 @@ def test_a_stream_is_lines_of_all_text_so_far(server: Server) -> None:
     lines = [json.loads(line)["text"] for line in answer.text.splitlines()]
     whole = generated(server, **asked)
     assert lines[-1] == [whole["prompt"] + text for text in whole["text"]]
-    assert len(lines) > LENGTH / 2
+    assert len(lines) > 2  # a server that is busy puts several tokens into one line
     for earlier, later in pairwise(lines):
         assert all(now.startswith(before) for before, now in zip(earlier, later, strict=True))
 
