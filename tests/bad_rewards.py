@@ -46,10 +46,24 @@ def isolated(path, printed=None, **settings):
 def in_workers(make, printed=None, **settings):
     """What `make` returns, in workers."""
     from offline_grpo.generation.scoring.isolated import IsolatedTask
+    from offline_grpo.generation.scoring.messages import Setup
+    from offline_grpo.generation.scoring.scorers import Scorers
     from offline_grpo.settings import ScoringConfig
 
-    settings = {"workers": 4, "timeout_s": 2.0, "memory_mib": 256, "stop_at_failed_frac": 1.0} | settings
-    return IsolatedTask(make(), make, ScoringConfig(**settings), preload=(), printed=printed)
+    settings = ScoringConfig(**({"workers": 4, "timeout_s": 2.0, "memory_mib": 256, "stop_at_failed_frac": 1.0} | settings))
+    return IsolatedTask(make(), Scorers(Setup.of(make, settings, preload=(), printed=printed)), settings)
+
+
+def on_cluster(address, path, *, made_by=None, **settings):
+    """A task that this function scores, or in workers another one, on the machines of a Ray cluster."""
+    from offline_grpo.generation.scoring.cluster import ClusterScorers
+    from offline_grpo.generation.scoring.isolated import IsolatedTask
+    from offline_grpo.generation.scoring.messages import Setup
+    from offline_grpo.settings import ScoringConfig
+
+    settings = ScoringConfig(**({"workers": 2, "timeout_s": 5.0, "memory_mib": 256, "stop_at_failed_frac": 1.0} | settings))
+    setup = Setup.of(partial(Task, made_by or path), settings, preload=(), printed=None)
+    return IsolatedTask(Task(path), ClusterScorers(address, {}, setup), settings)
 
 
 def judge(task, kind):
@@ -166,3 +180,18 @@ def _sees():
 def vowels(completion):
     """The share of vowels: one that behaves."""
     return sum(letter in "aeiou" for letter in completion) / max(len(completion), 1)
+
+
+def where(answer):
+    """The machine of a Ray cluster that this runs on."""
+    time.sleep(1.0 if answer == "slowly" else 0.05)
+    return float(os.environ["RAY_RAYLET_PID"])
+
+
+def kills_ray():
+    """The process above those that score, and above their host."""
+    import psutil
+
+    [*_, actor] = [process for process in psutil.Process().parents() if "ScoringActor" in " ".join(process.cmdline())]
+    actor.kill()
+    time.sleep(5)

@@ -243,11 +243,11 @@ class PlacementConfig:
     check_memory: bool
     address: str | None
     ray_init: dict[str, Any]
+    score_on_cluster: bool
 
     def __post_init__(self) -> None:
         require(self.num_engines > 0, "placement.num_engines", self.num_engines, "must be at least 1")
-        devices = self.engine_devices
-        require(devices is None or len(devices) > 0, "placement.engine_devices", devices, "null, or a list of GPUs such as [1]")
+        require(self.engine_devices != [], "placement.engine_devices", self.engine_devices, "null, or a list of GPUs such as [1]")
 
 
 @dataclass

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bad_rewards
 import bitsandbytes.optim.adamw
 import pytest
 import rich.console
@@ -37,6 +38,7 @@ from transformers import Qwen2Config
 
 from offline_grpo.engine import ray_cluster
 from offline_grpo.errors import ConfigError
+from offline_grpo.generation.scoring import cluster, scorers
 from offline_grpo.logger import console, output_console
 from offline_grpo.logger.samples import Samples
 from offline_grpo.placement.devices import server_gpus
@@ -44,6 +46,7 @@ from offline_grpo.run import gpu_memory, serving
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.gpu_memory import check_memory
+from offline_grpo.run.isolate import isolated
 from offline_grpo.run.preflight import listeners, make_plan
 from offline_grpo.run.task_data import SOURCE_RUNTIME, build_task, source_node
 from offline_grpo.task import countdown
@@ -632,6 +635,16 @@ def cluster_effect(overrides: str) -> Any:
     return asked
 
 
+def scorers_effect(overrides: str) -> Any:
+    """Which processes score: those of this machine, or those of which Ray cluster."""
+    config, asked = typed(compose_config(*overrides.split())), []
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        for module, name in ((scorers, "Scorers"), (cluster, "ClusterScorers")):
+            patch.setattr(module, name, lambda *words, name=name: asked.append((name, words)) or SimpleNamespace(close=list))
+        isolated(bad_rewards.Measuring(), config, None, stack, on_cluster=config.placement.score_on_cluster)
+    return asked
+
+
 def evaluation_effect(overrides: str) -> Asked:
     asked = ask(overrides, role="evaluation")
     return replace(asked, max_active=min(asked.max_active, 2))  # one at a time, or several; how many of them meet is the machine's affair
@@ -671,6 +684,7 @@ ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
     ),
     "placement.engine_devices": (placement_effect, f"{OWN_SERVER} placement.check_memory=false", "placement.engine_devices=[0]"),
     "placement.address": (cluster_effect, f"{OWN_SERVER} placement=ray", "placement.address=local"),
+    "placement.score_on_cluster": (scorers_effect, "placement=ray", "placement.score_on_cluster=true"),
     "placement.check_memory": (placement_effect, "", "placement.check_memory=false"),
     "eval.backend": (evaluation_effect, EVAL_SERVER, "eval.backend=sglang_server"),
     "eval.base_url": (evaluation_effect, EVAL_SERVER, "eval.base_url=@there"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from children import metrics_of
 from engines import CPU, engine, forking_python, processes_naming, save_model
 from factories import compose_config
+from ray_machines import machines, wait_until
 from served_runs import assert_same, five, own_server, run
 
 from offline_grpo.engine.http import ServerApi
@@ -25,13 +26,6 @@ from offline_grpo.run.preflight import make_plan
 TWO = ("weight_sync=reload", "placement.num_engines=2")
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model") / "model")
@@ -39,15 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A machine without room, and two with room for one server each."""
-    pytest.MonkeyPatch().setenv("RAY_USAGE_STATS_ENABLED", "0")
-    from ray.cluster_utils import Cluster
-
-    quickly = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 5}
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": quickly})
-    found.machines = [found.add_node(num_cpus=1) for _ in range(2)]
-    yield found
-    found.shutdown()
+    with machines(2) as found:
+        yield found
 
 
 def in_cluster(cluster: Any, folder: Path) -> tuple[str, ...]:

@@ -122,7 +122,13 @@ def hurried(exchange: Any) -> Any:
 
 
 CASES = [("reload", "html", ""), ("reload", "mutated", "/generate_tokens"), ("shared_vllm", "slow", f"{RPC} grpo_export")]
-QUICK = [*CASES, ("shared_vllm", "deep", f"{RPC} grpo_tag"), ("reload", "endless", "/generate_tokens"), ("sglang", "idna", "/generate"), ("evaluations", "html", "")]
+QUICK = [
+    *CASES,
+    ("shared_vllm", "deep", f"{RPC} grpo_tag"),
+    ("reload", "endless", "/generate_tokens"),
+    ("sglang", "idna", "/generate"),
+    ("evaluations", "html", ""),
+]
 
 
 def attacked(kind: str, attack: str, route: str, seed: int, undisturbed: Any, model: Path, folder: Path) -> None:

@@ -26,9 +26,7 @@ class RayCluster:
     """A cluster in which room for servers is reserved. The room is given back by `close`, and when this process ends, however it does.
 
     Args:
-        address: `placement.address`: auto for the cluster that this machine is part of, local for a new one on this machine alone, or
-            HOST:PORT.
-        settings: further arguments of `ray.init`.
+        address, settings: see `connect`.
         num_servers: each gets `gpus_per_server` GPUs where the cluster has GPUs, else one CPU core; on different machines where there is
             room.
 
@@ -38,7 +36,7 @@ class RayCluster:
 
     def __init__(self, address: str, settings: Mapping[str, Any], *, num_servers: int, gpus_per_server: int) -> None:
         self._address = address
-        self._is_ours = _connect(address, settings)
+        self._is_ours = connect(address, settings)
         self._group: Any = None
         try:
             self._group = self._reserve(num_servers, gpus_per_server)
@@ -92,9 +90,19 @@ class RayCluster:
         return ray.remote(ServerActor).options(**options).remote(*arguments)
 
 
-def _connect(address: str, settings: Mapping[str, Any]) -> bool:
-    """Connect this process to a cluster; whether it was not connected before, as it is in a job of Hydra's Ray launcher."""
+def connect(address: str, settings: Mapping[str, Any]) -> bool:
+    """Connect this process to a cluster; whether it was not connected before.
+
+    Args:
+        address: `placement.address`: auto for the cluster that this machine is part of, local for a new one on this machine alone, or
+            HOST:PORT.
+        settings: further arguments of `ray.init`.
+
+    Raises:
+        ConfigError: Ray is not installed, or no cluster answers.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # else a call that comes after the end would start a cluster of its own
     try:
         import ray
     except ImportError as error:

@@ -22,6 +22,8 @@ CLIENT_RUNTIME = ("model", "tokenizer", "server", "eos_ids", "vocab_size")
 
 OF_OWN_SERVER = ("engine=", "engine.", "placement=", "placement.engine_devices=", "placement.address=", "weight_sync.server_args")
 """How overrides begin that act on a server which the run starts, and on nothing else."""
+OF_CLUSTER = ("placement=", "placement.address=")
+"""Those of them that say where a Ray cluster is."""
 
 SERVER_CLIENT_SETTINGS = ("batch_size", "timeout_s", "max_retries")
 EVAL_BACKENDS = {
@@ -151,13 +153,14 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
     return spec
 
 
-def check_overrides(overrides: Sequence[str], training: EngineSpec) -> None:
+def check_overrides(overrides: Sequence[str], training: EngineSpec, *, uses_cluster: bool = False) -> None:
     """Raise ConfigError if a command-line override sets something that only affects a server started by the run.
 
     Values from files are let through: those of a preset or of your own defaults are meant for runs that start one.
 
     Args:
         overrides: of the command line, such as "engine.port=8000".
+        uses_cluster: whether the Ray cluster has other work than servers.
     """
     if training.launcher is not None:
         return
@@ -166,7 +169,7 @@ def check_overrides(overrides: Sequence[str], training: EngineSpec) -> None:
     )
     for override in overrides:
         setting = override.lstrip("+~")
-        if setting.startswith(OF_OWN_SERVER):
+        if setting.startswith(OF_OWN_SERVER) and not (uses_cluster and setting.startswith(OF_CLUSTER)):
             raise ConfigError(
                 f"{setting}: {where}, so this would do nothing; leave it out, or let the run start a server (generation=vllm_server "
                 "generation.base_url=null)"

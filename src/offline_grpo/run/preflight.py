@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from offline_grpo import hub
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.pass_at_k import metric_names
-from offline_grpo.interfaces import Layout, Loss, LossHead, OptimizerFactory, RunListener
+from offline_grpo.interfaces import Layout, Loss, LossHead, OptimizerFactory, RunListener, Task
 from offline_grpo.logger.profiler import Profiler
 from offline_grpo.run.build import build, check_settings
 from offline_grpo.run.engine_spec import EngineSpec, check_url, check_urls, evaluation_engine, training_engine
@@ -108,7 +108,7 @@ def make_plan(config: RunConfig) -> Plan:
     fix = f"serves one engine: the policy shares its memory, or GPU, with it; use one, or another weight_sync than {weight_sync.name}"
     key, value = ("generation.base_url", engine.base_url) if engine.base_urls else ("placement.num_engines", engine.num_managed)
     require(engine.num_servers <= 1 or not weight_sync.requires.one_engine, key, value, fix)
-    _check_cluster(config, weight_sync)
+    _check_cluster(config, weight_sync, data.task, has_servers=engine.launcher is not None)
     check_in_flight(weight_sync.name, weight_sync.requires, config.rollouts.get("in_flight"))
     eval_engine = evaluation_engine(config.eval, engine, api_key=node.get("api_key")) if config.eval.enabled else None
     eval_weight_sync = evaluation_sync(eval_engine, config.eval, weight_sync, lora_rank=lora_rank)
@@ -135,12 +135,19 @@ def make_plan(config: RunConfig) -> Plan:
     )
 
 
-def _check_cluster(config: RunConfig, weight_sync: WeightSync) -> None:
-    """Refuse what a server on another machine cannot do."""
+def _check_cluster(config: RunConfig, weight_sync: WeightSync, task: Task, *, has_servers: bool) -> None:
+    """Refuse what cannot be in a cluster, or would not be there."""
     key, address = "placement.address", config.placement.address
+    settings, scores = config.placement.ray_init, config.placement.score_on_cluster
     if address is None:
-        settings = config.placement.ray_init
         require(not settings, "placement.ray_init", settings, "acts with placement=ray alone; leave it out")
+        require(not scores, "placement.score_on_cluster", scores, "acts with placement=ray alone; leave it out")
+        return
+    fix = "this task's scores are computed in the run's process, as they cannot misbehave; leave it at false"
+    require(not scores or not getattr(task, "scores_safely", False), "placement.score_on_cluster", scores, fix)
+    fix = "placement.score_on_cluster=true needs processes that score; set 1 or more, for each machine"
+    require(not scores or config.scoring.workers > 0, "scoring.workers", config.scoring.workers, fix)
+    if not has_servers:
         return
     fix = "are this machine's, and with placement=ray the cluster gives each server its GPUs; leave it at null"
     devices = config.placement.engine_devices

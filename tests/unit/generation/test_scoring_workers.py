@@ -15,6 +15,8 @@ from factories import make_group
 
 from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.generation.scoring.isolated import IsolatedTask
+from offline_grpo.generation.scoring.messages import Setup
+from offline_grpo.generation.scoring.scorers import Scorers
 from offline_grpo.settings import ScoringConfig
 from offline_grpo.train.experience import check_scored, score_metrics
 from offline_grpo.types import Score
@@ -143,7 +145,8 @@ def test_nothing_outlives_a_trainer_that_is_killed():
 
 def test_a_task_that_workers_cannot_make_ends_the_run():
     settings = ScoringConfig(2, 5.0, 256, 1.0)
-    task = IsolatedTask(Task("bad_rewards:misbehaves"), partial(Task, "nowhere:f"), settings, preload=(), printed=None)
+    setup = Setup.of(partial(Task, "nowhere:f"), settings, preload=(), printed=None)
+    task = IsolatedTask(Task("bad_rewards:misbehaves"), Scorers(setup), settings)
     try:
         with pytest.raises(ScoreError, match=r"processes that score do not work: ConfigError: task.reward=nowhere:f: cannot be imported"):
             judge(task, "fine").result()

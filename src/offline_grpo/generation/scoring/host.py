@@ -2,7 +2,7 @@
 
     python -c 'from offline_grpo.generation.scoring.host import main; main()'
 
-Started by `isolated.py`; standard input is a socket that it listens to. It runs no foreign code itself. When the socket closes, because the
+Started by `scorers.py`; standard input is a socket that it listens to. It runs no foreign code itself. When the socket closes, because the
 run let go or died by whatever signal, it kills everything below it and ends.
 """
 

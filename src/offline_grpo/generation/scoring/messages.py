@@ -8,12 +8,16 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offline_grpo.types import Problem
+
+if TYPE_CHECKING:
+    from offline_grpo.interfaces import Task
+    from offline_grpo.settings import ScoringConfig
 
 LINE_BYTES = 2**20
 """The longest answer; a score with more in it is refused."""
@@ -29,6 +33,18 @@ class Setup:
     timeout_s: float
     memory_bytes: int
     printed: Path | None  # the file for what foreign code prints
+
+    @classmethod
+    def of(cls, make_task: Callable[[], Task], settings: ScoringConfig, *, preload: Sequence[str], printed: Path | None) -> Setup:
+        """For the settings of a run.
+
+        Args:
+            make_task: makes the task in a worker; picklable.
+            preload: modules that are imported once for all workers; none of a user's own.
+            printed: the file that gets what foreign code prints; None: nothing is kept.
+        """
+        memory_bytes = settings.memory_mib * 2**20
+        return cls(pickle.dumps(make_task), tuple(preload), settings.workers, settings.timeout_s, memory_bytes, printed)
 
 
 @dataclass(frozen=True)

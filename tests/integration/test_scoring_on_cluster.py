@@ -1,0 +1,171 @@
+"""Rewards computed on the machines of a Ray cluster: on all of them, with the results of this machine, whatever happens to one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import bad_rewards
+import psutil
+import pyarrow.parquet as pq
+import pytest
+from children import metrics_of
+from engines import save_model
+from factories import compose_config
+from ray_machines import machines, wait_until
+from served_runs import assert_same, run
+
+from offline_grpo.errors import ConfigError, ScoreError
+from offline_grpo.generation.scoring.isolated import IsolatedTask
+from offline_grpo.run.config import typed
+from offline_grpo.run.preflight import make_plan
+
+HOST = "offline_grpo.generation.scoring.host"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with machines(2) as found:
+        yield found
+
+
+def scored(task: IsolatedTask, kinds: Sequence[str]) -> list[Any]:
+    scores = [judgement.result() for judgement in [bad_rewards.judge(task, kind) for kind in kinds]]
+    return [score.failure or score.reward for score in scores]
+
+
+def hosts() -> list[psutil.Process]:
+    """The processes above those that score."""
+    return [process for process in psutil.process_iter(["cmdline"]) if HOST in " ".join(process.info["cmdline"] or [])]
+
+
+@pytest.mark.slow  # a cluster starts, loses a machine and gets another
+def test_all_machines_score_also_when_one_is_lost_and_another_joins(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("offline_grpo.generation.scoring.cluster.LOOK_INTERVAL_S", 0.0)
+    before = {process.pid for process in hosts()}
+    task = bad_rewards.on_cluster(cluster.address, "bad_rewards:where")
+    try:
+        assert len(set(scored(task, ["any"] * 24))) == 2
+        under_way = [bad_rewards.judge(task, "slowly") for _ in range(12)]
+        cluster.remove_node(cluster.machines.pop(), allow_graceful=False)
+        assert len({judgement.result().reward for judgement in under_way}) == 1, "what the lost machine was asked, the other one answers"
+        assert sum("has gone; its completions are scored on others" in line for line in caplog.messages) == 1
+        cluster.machines.append(cluster.add_node(num_cpus=1))
+        wait_until(lambda: len(set(scored(task, ["any"] * 24))) == 2)
+        for process in hosts():
+            if process.pid not in before:
+                process.send_signal(signal.SIGKILL)
+        with pytest.raises(ScoreError, match=r", a machine of the Ray cluster: the processes that score do not work: "):
+            scored(task, ["any"] * 8)
+    finally:
+        task.close()
+    wait_until(lambda: {process.pid for process in hosts()} <= before, 20)
+
+
+@pytest.mark.slow
+def test_what_misbehaves_costs_its_own_reward(cluster: Any, caplog: pytest.LogCaptureFixture) -> None:
+    task = bad_rewards.on_cluster(cluster.address, "bad_rewards:misbehaves")
+    try:
+        assert scored(task, ["fine", "raises", "dies", "hangs", "leaks", "raises"]) == [
+            1.0,
+            "raised",
+            "crashed",
+            "timeout",
+            "memory",
+            "raised",
+        ]
+    finally:
+        task.close()
+    assert sum("no such unit" in line for line in caplog.messages) == 1, "each cause is told once, wherever it was met"
+
+
+@pytest.mark.slow
+def test_a_machine_that_cannot_make_the_task_is_named(cluster: Any) -> None:
+    task = bad_rewards.on_cluster(cluster.address, "bad_rewards:vowels", made_by="nowhere:f")
+    try:
+        with pytest.raises(ScoreError, match=rf"^{os.uname().nodename}, a machine of the Ray cluster: .*nowhere:f: cannot be imported"):
+            scored(task, ["fine"])
+    finally:
+        task.close()
+
+
+@pytest.mark.slow
+def test_a_completion_that_costs_machines_does_not_cost_them_all(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it kills what Ray runs on a machine, which then counts as lost."""
+    monkeypatch.setattr("offline_grpo.generation.scoring.cluster.LOOK_INTERVAL_S", 0.0)
+    task = bad_rewards.on_cluster(cluster.address, "bad_rewards:kills_ray")
+    try:
+        assert scored(task, ["any"]) == ["crashed"]
+    finally:
+        task.close()
+
+
+@pytest.mark.slow  # a run of its own for each side
+def test_a_run_is_the_same_wherever_it_is_scored(cluster: Any, tmp_path: Path) -> None:
+    model, rows = save_model(tmp_path / "model"), tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i} plus 1?", "answer": str(i + 1)}) + "\n" for i in range(40)))
+    task = ("task=dataset", f"task.path={rows}", "task.reward=bad_rewards:vowels")
+    task += ("task._target_=offline_grpo.task.dataset.Dataset",)  # which `five` has set to another
+    task += ("data.num_train_seeds=null", "train.iterations=2", "scoring.workers=2")
+    run(tmp_path / "here", model, *task)
+    run(tmp_path / "there", model, *task, "placement=ray", f"placement.address={cluster.address}", "placement.score_on_cluster=true")
+    assert_same(metrics_of(tmp_path / "here"), metrics_of(tmp_path / "there"))
+    assert drawn(tmp_path / "here") == drawn(tmp_path / "there")
+    log = (tmp_path / "there" / "run.log").read_text()
+    assert "scoring on 2 machines of the Ray cluster: " in log
+
+
+@pytest.mark.slow
+def test_a_killed_trainer_leaves_nothing_that_scores(cluster: Any) -> None:
+    before = {process.pid for process in hosts()}
+    program = (
+        "import bad_rewards\n"
+        f"task = bad_rewards.on_cluster({cluster.address!r}, 'bad_rewards:where')\n"
+        "judgements = [bad_rewards.judge(task, 'any') for _ in range(24)]\n"
+        "print([judgement.result() for judgement in judgements], flush=True)\n"
+        "input()"
+    )
+    paths = os.pathsep.join(path for path in sys.path if path)
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}
+    ) as trainer:
+        assert trainer.stdout is not None
+        trainer.stdout.readline()
+        assert {process.pid for process in hosts()} - before
+        trainer.kill()
+    wait_until(lambda: {process.pid for process in hosts()} <= before, 30)
+
+
+def drawn(folder: Path) -> list[Any]:
+    columns = ["problem_id", "completion_ids", "reward", "advantage"]
+    return [pq.read_table(file, columns=columns).to_pylist() for file in sorted((folder / "rollouts").glob("iter_*.parquet"))]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["placement.score_on_cluster=true"], "placement.score_on_cluster=True: acts with placement=ray alone; leave it out"),
+        (
+            ["placement=ray", "placement.score_on_cluster=true"],
+            "placement.score_on_cluster=True: this task's scores are computed",
+        ),
+        (
+            ["placement=ray", "placement.score_on_cluster=true", "scoring.workers=0", "task=dataset"],
+            "scoring.workers=0: placement.score",
+        ),
+    ],
+)
+def test_what_would_not_be_scored_there_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i} plus 1?", "answer": str(i + 1)}) + "\n" for i in range(40)))
+    data = [f"task.path={tmp_path / 'rows.jsonl'}", "data.num_train_seeds=null"] if "task=dataset" in words else []
+    with pytest.raises(ConfigError) as refused:
+        make_plan(typed(compose_config(*words, *data)))
+    assert str(refused.value).startswith(message)
