@@ -243,7 +243,7 @@ def test_no_completion_is_torn(option: str, mode: str, connect: Callable[..., An
     """Requests in flight during a push: tokens of the old policy, then of the new one, each computed whole."""
     sync, policy, client = connect(option, f"weight_sync.pause_mode={mode}")
     old = load(model_folder, where)
-    completions = sample_during(lambda: push_other_weights(sync, policy), client, where)
+    completions = sample_during(lambda: push_other_weights(sync, policy), "pause", sync, client, where)
     switches = [
         switch_of(c.logprobs, score(old, [c], [p])[0], score(policy, [c], [p])[0], where) for c, p in zip(completions, PROMPTS, strict=True)
     ]
@@ -261,7 +261,7 @@ def test_requests_in_flight_finish_on_their_adapter(connect: Callable[..., Any],
     sync, policy, client = connect("lora_hotswap")
     sync.push(policy, version=0)
     old = load(model_folder, where, lora=True)
-    completions = sample_during(lambda: push_other_weights(sync, policy), client, where)
+    completions = sample_during(lambda: push_other_weights(sync, policy), "load_adapter", sync, client, where)
     for completion, prompt in zip(completions, PROMPTS, strict=True):
         switch = switch_of(completion.logprobs, score(old, [completion], [prompt])[0], score(policy, [completion], [prompt])[0], where)
         assert switch == len(completion.token_ids) == where.long
@@ -273,17 +273,26 @@ def push_other_weights(sync: Any, policy: Policy) -> None:
     sync.push(policy, version=1)
 
 
-def sample_during(action: Callable[[], None], client: VllmClient, where: Where) -> list[Completion]:
-    """Long completions of `PROMPTS`, and the action while they are under way."""
+def sample_during(action: Callable[[], None], step: str, sync: Any, client: VllmClient, where: Where) -> list[Completion]:
+    """Long completions of `PROMPTS`, under way when the action takes this step: a method of the server's control."""
     asker = Endless(server=client.server, eos_ids=[], vocab_size=1000, batch_size=8, timeout_s=120, max_retries=1)
     asker.weights = client.weights
-    with ThreadPoolExecutor(1) as thread:
-        sampling = SamplingParams(where.long)
+    control = sync.engines[0].control
+    take_step, under_way = getattr(control, step), []
+
+    def amid_requests(*words: Any) -> None:
         for _ in range(10):
-            groups = thread.submit(generate, asker, PROMPTS, sampling, group_size=1, seeds=range(len(PROMPTS)))
+            groups = thread.submit(generate, asker, PROMPTS, SamplingParams(where.long), group_size=1, seeds=range(len(PROMPTS)))
             while not groups.done():
                 if num_running(client.server) == len(PROMPTS):
-                    action()
-                    return [completion for [completion] in groups.result()]
+                    take_step(*words)
+                    under_way.append(groups)
+                    return
             groups.result()  # a busy machine looked too late: the same again
-    raise AssertionError("too fast for a push in the middle, ten times")
+        raise AssertionError("too fast for a push in the middle, ten times")
+
+    with ThreadPoolExecutor(1) as thread, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, step, amid_requests)
+        action()
+        [groups] = under_way
+        return [completion for [completion] in groups.result()]

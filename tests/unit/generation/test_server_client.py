@@ -655,6 +655,7 @@ def test_a_server_that_is_too_slow_is_not_asked_again(lab: Lab, is_trickling: bo
     started = time.monotonic()
     assert "no answer after 0.2 s; raise generation.timeout_s" in lab.error()
     assert time.monotonic() - started < 2
+    lab.server.wait_until(lambda: len(lab.server.requests) > 0)
     assert len(lab.server.requests) == 1
     lab.client.close()
 
