@@ -60,3 +60,7 @@ def test_a_wheel_trains_outside_a_checkout(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     [metrics] = work.glob("outputs/*/*/metrics/train_iter_000.json")
     assert json.loads(metrics.read_text())["grad_norm"] > 0
+    evaluated = run(f"{command}-evaluate", str(metrics.parents[1]), "eval.num_ids=4", "--out", "results")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert "pass@1" in evaluated.stdout
+    assert (work / "results" / "results.json").exists()
