@@ -1,7 +1,7 @@
 """`checkpoint.format=sharded`: every process writes its own rows of the tensors that are spread over processes, and reads those it needs.
 
-    trainer/parts.pt                 masters, served weights and optimizer, with a `Part` in place of each spread tensor
-    trainer/part_00000.safetensors   rows of rank 0, under NUMBER, and in its metadata where the first of them lies
+    trainer/parts.pt                 masters, served weights and optimizer; for each spread tensor the text "part of spread tensor N"
+    trainer/part_00000.safetensors   rank 0's rows of tensor N, under the key N; the metadata `first_rows` has the index of the first one
 
 Plain files, and no torch.distributed.checkpoint: its index is a pickle, which may run any code when it is read.
 """
@@ -68,7 +68,7 @@ class Parts:
                 self._pieces.setdefault(number, []).append((int(firsts[number]), file.get_slice(number)))
 
     def like(self, target: Tensor, value: Any) -> Any:
-        """What this process holds of a named part, where `target` is spread or whole; any other value is returned as it is.
+        """This process's rows of the saved tensor that `value` names, all of them if `target` is whole; other values as they are.
 
         Raises:
             ValueError: rows that are missing, or of another shape.

@@ -17,9 +17,9 @@ from offline_grpo.errors import ConfigError, reason_of, require
 log = logging.getLogger(__name__)
 
 CONNECT_S = 4.0
-"""Until somebody has to answer at the cluster's address."""
+"""Timeout of a connection to the cluster's address."""
 SETTLE_S = 10.0
-"""Until Ray has to have found room that it says is free."""
+"""Until Ray must have granted a reservation that fits by its own numbers."""
 
 
 class RayCluster:

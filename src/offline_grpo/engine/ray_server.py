@@ -1,4 +1,8 @@
-"""A server on some machine of a Ray cluster, which an actor there starts, watches and stops."""
+"""A server on some machine of a Ray cluster, which an actor there starts, watches and stops.
+
+`begin` launches the server without waiting, `start` waits until it is ready; both may be called again. An actor that is lost is replaced:
+while it waits for its place by `_has_place`, later by `stop`, which comes before every restart.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from offline_grpo.errors import ConfigError, EngineDied, EngineError, GrpoError
 log = logging.getLogger(__name__)
 
 ANSWER_S = 10.0
-"""An actor answers within milliseconds. One that takes longer is lost with its machine, which Ray finds out after half a minute."""
+"""An actor answers within milliseconds. A longer silence means that its machine is lost; Ray itself notices after about 30 s."""
 STOP_S = 30.0
 PREFIX = ".weights-"
 
@@ -59,7 +63,7 @@ class ServerActor:
         self._server.begin(model, args=args)
 
     def start(self, model: str, args: Mapping[str, Any]) -> None:
-        """See `Server.start`; at once, of a server that is ready."""
+        """See `Server.start`; returns at once if the server is ready."""
         self._server.start(model, args=args)
 
     def is_ready(self) -> bool:
@@ -91,7 +95,7 @@ class RayServer(Server):
     """A managed server wherever the cluster has room for it. When it, or its machine, is lost, it is started again where there is room.
 
     Args:
-        hire: makes the handle of a new `ServerActor` with these arguments; Ray starts it when there is room.
+        hire: creates a `ServerActor` with these arguments and returns its handle at once; Ray starts it when there is room.
         launcher, log_dir, number, log_numbers, args, env: see `Server`.
     """
 
@@ -156,7 +160,7 @@ class RayServer(Server):
             time.sleep(POLL_S)
 
     def begin(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
-        """See `Server.begin`. Where the machine is lost, another one is looked for, and not waited for."""
+        """See `Server.begin`. Does not wait for room in the cluster either."""
         words = model, dict(args or {})
         if self._begun is not None and words == self._words:
             return

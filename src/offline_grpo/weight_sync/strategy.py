@@ -14,7 +14,7 @@ from offline_grpo.weight_sync.snapshot import Snapshot
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """What a push delivers to every engine; a strategy adds where it waits.
+    """What a push delivers to every engine; a strategy's own class adds where the staged weights are: a folder, buffers.
 
     Args:
         version: that the engines serve afterwards.
@@ -30,7 +30,7 @@ class Staged:
 
 @runtime_checkable
 class WeightSync(Protocol):
-    """A component of the group `weight_sync`. Inherit from `ServerSync`, unless nothing moves.
+    """A component of the group `weight_sync`. Inherit from `ServerSync`, unless no weights are copied.
 
     Args of its methods: `engine` is an `Engine` that `requires` allows, hence a `ServerEngine` for strategies with `requires.engines`.
     """
@@ -42,7 +42,7 @@ class WeightSync(Protocol):
 
     @property
     def interval(self) -> int:
-        """Push at every N-th opportunity. The loop counts."""
+        """Push every N iterations; the training loop counts."""
         ...
 
     @property
@@ -79,9 +79,12 @@ class WeightSync(Protocol):
         ...
 
     def deliver(self, engines: Sequence[Any], staged: Any) -> float:
-        """Give all engines what was staged, at once: pause, write, fence, flush the prefix cache, note the tag, resume. Idempotent.
+        """Give all engines what was staged, at the same time. Idempotent.
 
-        Returns for how many seconds an engine stood still, at most.
+        Each pauses, writes the weights, waits until its device has them, flushes its prefix cache, notes version and run (the tag), and
+        resumes.
+
+        Returns the longest pause of any engine, in seconds.
         """
         ...
 
