@@ -50,8 +50,9 @@ def test_all_machines_score_also_when_one_is_lost_and_another_joins(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("offline_grpo.generation.scoring.cluster.LOOK_INTERVAL_S", 0.0)
-    before = {process.pid for process in hosts()}
+    before, handlers = {process.pid for process in hosts()}, [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     task = bad_rewards.on_cluster(cluster.address, "bad_rewards:where")
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], "Ray lets them be"
     try:
         assert len(set(scored(task, ["any"] * 24))) == 2
         under_way = [bad_rewards.judge(task, "slowly") for _ in range(12)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from offline_grpo.run import sweep_jobs
 from offline_grpo.run.sweep_jobs import NumberedLines, SweepJobs, record_failure
 
 ROOT = Path(__file__).parents[2]
+TWO_CORES = ("hydra.launcher.address=local", "+hydra.launcher.ray_init.num_cpus=2")
 
 
 def multirun(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], Path]:
@@ -34,9 +37,10 @@ def runs(sweep: Path) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
 def test_a_launcher_runs_all_jobs_and_the_exit_code_is_that_of_the_worst(tmp_path: Path, launcher: str) -> None:
-    done, sweep = multirun(tmp_path, f"hydra/launcher={launcher}", "experiment=smoke", "seed=0,1", "train.lr=1e-3,-1")
+    cluster = TWO_CORES if launcher == "ray" else ()
+    done, sweep = multirun(tmp_path, f"hydra/launcher={launcher}", *cluster, "experiment=smoke", "seed=0,1", "train.lr=1e-3,-1")
     assert done.returncode == 2, done.stderr
     assert runs(sweep) == {"0", "2"}
     assert not (sweep / sweep_jobs.FAILED).exists()
@@ -45,6 +49,37 @@ def test_a_launcher_runs_all_jobs_and_the_exit_code_is_that_of_the_worst(tmp_pat
         assert re.search(r"^\[0\] run folder: ", done.stdout, re.MULTILINE)
         assert re.search(r"^\[3\] error in job 3 of the sweep: train.lr=-1.0: ", done.stderr, re.MULTILINE)
         assert not re.search(r"^run folder: ", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_a_signal_stops_the_runs_on_a_cluster_where_nothing_is_lost(tmp_path: Path) -> None:
+    words = ("hydra/launcher=ray", *TWO_CORES, "experiment=smoke", "checkpoint.save_interval=1000", "seed=0,1", "hydra.sweep.dir=sweep")
+    command = [sys.executable, str(ROOT / "run_grpo.py"), "--multirun", *words, "train.iterations=100000", "eval.enabled=false"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as sweep:
+        deadline = time.monotonic() + 240
+        while runs(tmp_path / "sweep") != {"0", "1"}:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        sweep.terminate()
+        try:
+            printed = sweep.communicate(timeout=120)[0]
+        finally:
+            sweep.kill()
+    assert sweep.returncode == 128 + signal.SIGTERM, printed
+    assert "the sweep goes on with: uv run run_grpo.py resume=" in printed
+    assert "Traceback" not in printed
+    for number in (0, 1):
+        trained = len(list((tmp_path / "sweep" / str(number) / "metrics").glob("train_iter_*.json")))
+        [checkpoint] = (tmp_path / "sweep" / str(number) / "checkpoints").glob("iter_*")
+        assert checkpoint.name == f"iter_{trained - 1:03d}"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "here"])
+def test_a_cluster_for_a_sweep_that_is_not_there_is_refused(tmp_path: Path, address: str) -> None:
+    done, sweep = multirun(tmp_path, "hydra/launcher=ray", f"hydra.launcher.address={address}", "seed=0,1")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"error: hydra.launcher.address={address}: nobody answers there (")
+    assert not sweep.exists()
 
 
 @pytest.mark.slow

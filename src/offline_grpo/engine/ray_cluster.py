@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -90,13 +92,14 @@ class RayCluster:
         return ray.remote(ServerActor).options(**options).remote(*arguments)
 
 
-def connect(address: str, settings: Mapping[str, Any]) -> bool:
+def connect(address: str, settings: Mapping[str, Any], *, group: str = "placement") -> bool:
     """Connect this process to a cluster; whether it was not connected before.
 
     Args:
         address: `placement.address`: auto for the cluster that this machine is part of, local for a new one on this machine alone, or
             HOST:PORT.
         settings: further arguments of `ray.init`.
+        group: of these settings, for messages.
 
     Raises:
         ConfigError: Ray is not installed, or no cluster answers.
@@ -106,22 +109,25 @@ def connect(address: str, settings: Mapping[str, Any]) -> bool:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(f"placement.address={address}: Ray is not installed ({error}); start with `uv run --extra ray ...`") from error
+        raise ConfigError(f"{group}.address={address}: Ray is not installed ({error}); start with `uv run --extra ray ...`") from error
     if ray.is_initialized():
         return False
-    start_one = "start one with `ray start --head` (docs/scaling.md), or use placement.address=local, or placement=default"
-    _check_answers(address, start_one)
+    start_one = f"start one with `ray start --head` (docs/scaling.md), or use {group}.address=local"
+    _check_answers(address, group, start_one)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     try:
         ray.init(address=address, **{**quiet, **settings})
     except (ConnectionError, RuntimeError, TypeError, ValueError, OSError) as error:
         if "keyword argument" in str(error):
-            raise ConfigError(f"placement.ray_init={dict(settings)}: ray.init does not take this ({error})") from error
-        raise ConfigError(f"placement.address={address}: no Ray cluster that can be used ({reason_of(error)}); {start_one}") from error
+            raise ConfigError(f"{group}.ray_init={dict(settings)}: ray.init does not take this ({error})") from error
+        raise ConfigError(f"{group}.address={address}: no Ray cluster that can be used ({reason_of(error)}); {start_one}") from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in its place, which ends the process at once
     return True
 
 
-def _check_answers(address: str, start_one: str) -> None:
+def _check_answers(address: str, group: str, start_one: str) -> None:
     """Ray itself would wait for minutes where nobody answers."""
     if address == "local":
         return
@@ -130,7 +136,7 @@ def _check_answers(address: str, start_one: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     except (OSError, ValueError) as error:
-        where = f"placement.address={address}" + (f" ({found or 'no cluster'})" if address == "auto" else "")
+        where = f"{group}.address={address}" + (f" ({found or 'no cluster'})" if address == "auto" else "")
         raise ConfigError(f"{where}: nobody answers there ({reason_of(error)}); {start_one}") from error
 
 

@@ -127,7 +127,7 @@ def run_job(job: Callable[[], T]) -> T | None:
     except EXPECTED as error:
         discard_fresh(Path(HydraConfig.get().runtime.output_dir))
         if is_sweep and isinstance(error, StopRequested):
-            _say_how_the_sweep_goes_on(error)
+            say_how_the_sweep_goes_on(error, Path(HydraConfig.get().sweep.dir))
         if not is_sweep or not isinstance(error, GrpoError):
             leave(error)
         _print(f"error in job {HydraConfig.get().job.num} of the sweep: {error}")
@@ -135,10 +135,11 @@ def run_job(job: Callable[[], T]) -> T | None:
         return None
 
 
-def _say_how_the_sweep_goes_on(error: StopRequested) -> None:
+def say_how_the_sweep_goes_on(error: StopRequested, folder: Path) -> None:
+    """Print the command that goes on with the sweep in this folder."""
     from offline_grpo.run import going_on
 
-    line = f"the sweep goes on with: {going_on.command(Path(HydraConfig.get().sweep.dir).resolve())}"
+    line = f"the sweep goes on with: {going_on.command(folder.resolve())}"
     _print(line if error.is_reported else f"stopped by {error.signal_name}; {line}")
     error.is_reported = True
 

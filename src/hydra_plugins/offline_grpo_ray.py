@@ -1,0 +1,141 @@
+"""`hydra/launcher=ray`: the runs of a sweep are tasks of a Ray cluster. Hydra takes launchers from this package alone, and imports it at
+every start, so this file imports nothing that takes time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, run_job, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+STOP_S = 60.0
+"""How long runs may take to save and end after a Ctrl-C."""
+
+
+class RayLauncher(Launcher):
+    """Starts each run in a process of its own, wherever the cluster has room, and waits for all.
+
+    All machines need this project's environment at the same path, and a file system that has the sweep's folder. Ctrl-C stops every run at
+    its next safe point.
+
+    Args: the keys of conf/hydra/launcher/ray.yaml.
+    """
+
+    def __init__(self, address: str, num_cpus: float, num_gpus: float | None, ray_init: Mapping[str, Any]) -> None:
+        self._address, self._settings = address, dict(ray_init)
+        self._num_cpus, self._num_gpus = num_cpus, num_gpus
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """See `Launcher.setup`."""
+        self._context, self._function, self._config = hydra_context, task_function, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """See `Launcher.launch`.
+
+        Raises:
+            ConfigError: Ray is not installed, or no cluster answers.
+            StopRequested: a signal arrived; the runs have been stopped.
+        """
+        from offline_grpo.engine.ray_cluster import connect
+
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # equal lines of two runs are two lines
+        setup_globals()
+        configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
+        Path(self._config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
+        is_ours = connect(self._address, {"log_to_driver": True, **self._settings}, group="hydra.launcher")
+        import ray
+
+        try:
+            return self._run([list(overrides) for overrides in job_overrides], initial_job_idx)
+        finally:
+            if is_ours:
+                ray.shutdown()
+
+    def _run(self, jobs: Sequence[list[str]], first: int) -> list[JobReturn]:
+        import ray
+
+        num_gpus = self._num_gpus
+        if num_gpus is None:
+            num_gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        size = {"num_cpus": self._num_cpus, "num_gpus": num_gpus}
+        task = ray.remote(**size, max_calls=1, max_retries=0)(_run_there)  # a process for each run: CUDA and signal handlers are its own
+        common = (str(Path.cwd()), sys.path, self._config, self._context, self._function, Singleton.get_state())
+        log.info("%d runs as Ray tasks, each with %g CPU cores and %g GPUs", len(jobs), self._num_cpus, num_gpus)
+        for number, overrides in enumerate(jobs, first):
+            log.info("\t#%d : %s", number, " ".join(filter_overrides(overrides)))
+        common = ray.put(common)
+        running = [task.options(name=f"run {number}").remote(common, overrides, number) for number, overrides in enumerate(jobs, first)]
+        try:
+            _wait(running)
+        except BaseException as error:
+            for reference in running:
+                ray.cancel(reference)  # acts as a Ctrl-C there
+            ray.wait(running, num_returns=len(running), timeout=STOP_S)
+            _say_how_it_goes_on(error, Path(self._config.hydra.sweep.dir))
+            raise
+        return [_result(reference, overrides) for reference, overrides in zip(running, jobs, strict=True)]
+
+
+def _wait(running: list[Any]) -> None:
+    """Until all have ended. Raises StopRequested when a signal has arrived."""
+    import ray
+
+    from offline_grpo.run.interrupt import StopSignal
+
+    with StopSignal.listening() as stop, stop.held("the runs have saved"):  # Ray would lose what is raised while it waits
+        while len(ray.wait(running, num_returns=len(running), timeout=POLL_S)[0]) < len(running):
+            stop.check()
+
+
+def _say_how_it_goes_on(error: BaseException, folder: Path) -> None:
+    from offline_grpo.errors import StopRequested
+    from offline_grpo.run import cli
+
+    if isinstance(error, StopRequested):
+        cli.say_how_the_sweep_goes_on(error, folder)
+
+
+def _result(reference: Any, overrides: list[str]) -> JobReturn:
+    """What a run returned; of one that ended without a word (killed, or lost with its machine), a failure."""
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        result: JobReturn = ray.get(reference)
+    except RayError as error:
+        result = JobReturn(overrides=overrides, status=JobStatus.FAILED)
+        result.return_value = RuntimeError(f"the run has ended without a result: {str(error).splitlines()[0]}")
+    return result
+
+
+def _run_there(common: Any, overrides: list[str], number: int) -> JobReturn:
+    """One run, in a process of the cluster. `common`: see `RayLauncher._run`."""
+    folder, paths, config, context, function, state = common
+    os.chdir(folder)
+    sys.path.extend(path for path in paths if path not in sys.path)
+    setup_globals()
+    Singleton.set_state(state)
+    of_run = context.config_loader.load_sweep_config(config, overrides)
+    with open_dict(of_run):
+        of_run.hydra.job.id = f"{of_run.hydra.job.name}_{number}"
+        of_run.hydra.job.num = number
+    HydraConfig.instance().set_config(of_run)
+    try:
+        return run_job(function, of_run, "hydra.sweep.dir", "hydra.sweep.subdir", context)
+    except SystemExit as error:  # a run that was stopped; Ray would take it for a crash
+        stopped = JobReturn(overrides=overrides, status=JobStatus.FAILED)
+        stopped.return_value = RuntimeError(f"the run has ended with exit code {error.code}")
+        return stopped
