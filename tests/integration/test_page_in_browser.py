@@ -155,6 +155,11 @@ def test_a_sample_can_be_found(page: Any) -> None:
     assert page.locator("#samples mark").all_inner_texts()[-2:] == ["four 7", "four 7"]
     assert page.locator("#samples article mark").first.get_attribute("title") == "advantage 0.700"
     page.evaluate("document.forms[0].reset()")
+    form.get_by_label("Run").fill("2")
+    titles = page.locator("#samples h3").all_inner_texts()
+    assert titles
+    assert all(title.startswith("run 2 ") for title in titles)
+    page.evaluate("document.forms[0].reset()")
 
 
 def test_the_legend_and_the_links_of_findings(page: Any) -> None:

@@ -165,6 +165,14 @@ def test_several_folders_make_one_page(tmp_path: Path, monkeypatch: pytest.Monke
     assert Path("report.html").read_bytes() == Path("b/both.html").read_bytes()
 
 
+def test_a_page_that_cannot_be_there_is_refused_before_anything_is_drawn(tmp_path: Path, capsys) -> None:
+    run = make_run(tmp_path / "run")
+    for out, message in ((tmp_path / "none" / "x.html", f"there is no folder {tmp_path}/none"), (run, "is a folder")):
+        assert main([str(run), "--out", str(out)]) == 2
+        assert capsys.readouterr() == ("", f"error: --out={out}: {message}; name a file to write\n")
+    assert not (run / "report.png").exists()
+
+
 def test_hostile_text_is_data(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", text=HOSTILE)
     data = data_of(run)

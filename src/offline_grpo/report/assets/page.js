@@ -65,10 +65,10 @@ function showSamples() {
   const form = find("form"), more = find("#more");
   let shown = MORE;
   const update = () => {
-    const { text, problem_id, iteration, low, high } = Object.fromEntries(new FormData(form));
+    const { run, text, problem_id, iteration, low, high } = Object.fromEntries(new FormData(form));
     const has = (inside, part) => inside.toLowerCase().includes(part.toLowerCase());
     const chosen = page.samples.filter((sample) => has([sample.prompt, ...sample.pieces.map(([piece]) => piece)].join(""), text)
-      && has(sample.problem_id ?? "", problem_id) && (!iteration || sample.iteration === Number(iteration))
+      && (!run || sample.run === run) && has(sample.problem_id ?? "", problem_id) && (!iteration || sample.iteration === Number(iteration))
       && (!low || sample.reward >= Number(low)) && (!high || sample.reward <= Number(high)));
     find("#samples [role=status]").textContent = `${chosen.length} of ${page.samples.length} completions`;
     find("#samples > div").replaceChildren(...chosen.slice(0, shown).map(sampleNode));
