@@ -11,6 +11,7 @@ import copy
 import io
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -36,6 +37,7 @@ from torch import nn
 from torch.utils.tensorboard import writer as tensorboard_writer
 from transformers import Qwen2Config
 
+from hydra_plugins import offline_grpo_ray
 from offline_grpo.engine import ray_cluster
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.scoring import cluster, scorers
@@ -585,6 +587,14 @@ AHEAD: dict[str, str] = {
 """Its other settings are those of `rollouts=on_policy`, whose class it inherits from."""
 
 
+LAUNCHER: dict[str, Any] = {
+    # setting of hydra/launcher=ray: changed to
+    "address": "local",
+    "num_cpus": 2,
+    "num_gpus": 0,
+}
+
+
 REPLAY: dict[str, tuple[str, str]] = {
     # setting of rollouts=replay: changed to, on top of
     "path": ("@shorter", ""),
@@ -750,7 +760,8 @@ def test_every_key_is_in_exactly_one_table() -> None:
     recorded = [("rollouts=replay", f"rollouts.{name}") for name in REPLAY]
     inherited = [key for key in RUNS if key.startswith("rollouts.") and key != "rollouts.record"]
     ahead = [("rollouts=async", key) for key in (*inherited, *(f"rollouts.{name}" for name in AHEAD))]
-    rows = [("", key) for key in (*RUNS, *ASSEMBLED)] + built + asked + environments + recorded + ahead
+    launched = [("hydra/launcher=ray", f"hydra.launcher.{name}") for name in LAUNCHER]
+    rows = [("", key) for key in (*RUNS, *ASSEMBLED)] + built + asked + environments + recorded + ahead + launched
     assert len(rows) == len(set(rows))
     assert set(rows) == in_conf()
 
@@ -868,6 +879,30 @@ def test_the_trainer_of_an_atropos_api_changes_with(name: str) -> None:
     before, after = atropos_effect(base), atropos_effect(f"{base} rollouts.{name}={value}")
     assert before == atropos_effect(base)
     assert before != after
+
+
+@pytest.mark.parametrize("name", LAUNCHER)
+def test_a_launcher_changes_with(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def remote(**size: Any) -> Any:
+        asked.append(size)
+        raise KeyboardInterrupt  # that is all there is to see
+
+    ray = SimpleNamespace(remote=remote, shutdown=list, cluster_resources=lambda: {"GPU": 8.0})
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(ray_cluster, "connect", lambda *words, group: asked.append(words) or True)
+    monkeypatch.setattr(offline_grpo_ray, "configure_log", lambda *_: None)
+    settings = yaml.safe_load((CONF / "hydra" / "launcher" / "ray.yaml").read_text())
+    assert settings.pop("_target_") == "hydra_plugins.offline_grpo_ray.RayLauncher"
+    hydra: Any = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}, "hydra_logging": None, "verbose": False}})
+    for given in (settings, settings | {name: LAUNCHER[name]}):
+        launcher = offline_grpo_ray.RayLauncher(**given)
+        launcher.setup(hydra_context=None, task_function=None, config=hydra)  # type: ignore[arg-type]
+        with pytest.raises(KeyboardInterrupt):
+            launcher.launch([["seed=0"]], 0)
+    assert asked[:2] != asked[2:]
+    assert asked[1] == {"num_cpus": 1, "num_gpus": 1, "max_calls": 1, "max_retries": 0}
 
 
 @pytest.mark.parametrize("name", AHEAD)

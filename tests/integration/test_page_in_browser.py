@@ -99,8 +99,42 @@ def test_held_out_problems_of_a_run_are_drawn(browser: Any, tmp_path: Path) -> N
     page.locator("#solved").scroll_into_view_if_needed()
     page.wait_for_selector("#solved .hm image")
     assert page.locator("#solved .ytick text").count() == 4
+    assert "in each evaluation;" in page.locator("#problems p").inner_text()
+    looks = page.evaluate("document.querySelector('#solved [role=img]').layout")
+    assert [looks["plot_bgcolor"], looks["xaxis"]["mirror"]] == ["#9aa2ab", True], (
+        "grey behind problems that were not asked, and a frame around those that nobody solved"
+    )
+    assert page.locator("#learning p").first.inner_text().startswith("Bands are 95 % intervals over problems. Curves of")
     assert page.wrong == []
     page.close()
+
+
+def test_held_out_problems_of_a_sweep_are_drawn(page: Any) -> None:
+    page.locator("#solved").scroll_into_view_if_needed()
+    page.wait_for_selector("#solved .hm image")
+    assert page.locator("#solved .xtick text").all_text_contents() == ["train/loss=grpo", "train/loss=gspo", "train/loss=<b>dapo</b>"]
+    assert "of each configuration, over all its seeds" in page.locator("#problems p").inner_text()
+
+
+def test_names_leave_room_for_their_pictures_on_a_phone(browser: Any, tmp_path: Path) -> None:
+    for number in range(3):
+        make_run(tmp_path / str(number), loss=f"a_loss_with_a_very_long_name_that_has_{number}_in_it", solved=number)
+    page = opened(browser, save_page([tmp_path], tmp_path / "report.html"), width=400)
+    for picture in ("#forest", "#phases", "#solved"):
+        page.locator(picture).scroll_into_view_if_needed()
+        page.wait_for_selector(f"{picture} .main-svg")
+        plot, whole = page.locator(f"{picture} .nsewdrag").bounding_box(), page.locator(picture).bounding_box()
+        assert plot["width"] > whole["width"] / 3
+        labels = page.locator(f"{picture} .ytick text, {picture} .xtick text").all()
+        assert all(box["x"] >= whole["x"] - 1 for label in labels if (box := label.bounding_box()))
+    assert sorted(page.locator("#forest .ytick text").all_text_contents()) == [f"train/loss=\u2026_has_{number}_in_it" for number in (1, 2)]
+    page.close()
+    wide = opened(browser, tmp_path / "report.html")
+    wide.locator("#solved").scroll_into_view_if_needed()
+    wide.wait_for_selector("#solved .hm image")
+    assert wide.locator("#solved .xtick text").first.text_content() == "train/loss=\u2026_has_2_in_it"
+    assert wide.locator("#forest .ytick text").first.text_content().startswith("train/loss=a_loss_with_a_very_long_name_that_has_")
+    wide.close()
 
 
 def test_what_is_printed_has_all_pictures(browser: Any, sweep: Path) -> None:
@@ -121,6 +155,11 @@ def test_a_sample_can_be_found(page: Any) -> None:
     assert page.locator("#samples mark").all_inner_texts()[-2:] == ["four 7", "four 7"]
     assert page.locator("#samples article mark").first.get_attribute("title") == "advantage 0.700"
     page.evaluate("document.forms[0].reset()")
+    form.get_by_label("Run").fill("2")
+    titles = page.locator("#samples h3").all_inner_texts()
+    assert titles
+    assert all(title.startswith("run 2 ") for title in titles)
+    page.evaluate("document.forms[0].reset()")
 
 
 def test_the_legend_and_the_links_of_findings(page: Any) -> None:
@@ -136,6 +175,35 @@ def test_the_legend_and_the_links_of_findings(page: Any) -> None:
     page.get_by_label("Metric").select_option("train/time/train_s")
     page.wait_for_selector("#chosen .main-svg")
     assert page.wrong == []
+
+
+def test_findings_are_said_once(page: Any, browser: Any, tmp_path: Path) -> None:
+    assert page.locator("#findings li").all_inner_texts()[0].startswith("all 3 runs: 50% of the tokens are clipped at last. Try ")
+    assert page.locator("#findings p").all_inner_texts() == [""]
+    short = opened(browser, save_page([make_run(tmp_path / "run", iterations=2)], tmp_path / "report.html"))
+    assert short.locator("#findings p").inner_text().startswith("The run has fewer than 10 iterations")
+    short.close()
+
+
+def test_a_phone_shows_results_and_all_findings(browser: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", clip_frac=0.5, truncated_frac=0.5, **{"mismatch/ess_frac": 0.5, "scoring/num_failed": 1.0})
+    page = opened(browser, save_page([run], tmp_path / "report.html"), width=400)
+    last = page.locator("#results tbody tr:first-child td:nth-child(3)").bounding_box()
+    assert last["x"] + last["width"] <= 400
+    assert page.locator("#findings li").count() == 4
+    assert page.evaluate("(({ scrollHeight, clientHeight }) => scrollHeight - clientHeight)(document.querySelector('#findings ul'))") == 0
+    page.close()
+
+
+def test_small_nats_have_no_letters_of_thousandths(browser: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", **{"alignment/diff_abs_mean": 3e-7})
+    page = opened(browser, save_page([run], tmp_path / "report.html"))
+    figure = page.locator("[id='train/alignment/diff_abs_mean']")
+    figure.scroll_into_view_if_needed()
+    ticks = figure.locator(".ytick text")
+    ticks.first.wait_for()
+    assert not [text for text in ticks.all_text_contents() if text.endswith(("n", "\u03bc", "\u00b5"))]
+    page.close()
 
 
 def test_hostile_text_is_shown_as_it_is(page: Any) -> None:

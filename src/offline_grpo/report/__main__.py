@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out: Path = options.out or (folder if len(options.folders) == 1 else Path()) / "report.html"
     console = output_console()
     try:
+        if options.out is not None and (out.is_dir() or not out.parent.is_dir()):
+            raise ConfigError(f"--out={out}: {'is a folder' if out.is_dir() else f'there is no folder {out.parent}'}; name a file to write")
         if len(options.folders) > 1:
             _page(options.folders, out, console)
         elif (folder / "metrics").is_dir():

@@ -13,6 +13,8 @@ from offline_grpo.report.sweep_run import SweepRun
 
 NOT_COMPARED = ("seed", "resume")
 """Overrides that make no other configuration."""
+MIN_SEEDS = 3
+"""Of a band around a curve: with two, Student's t has one degree of freedom, and the band hides all curves."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class Configuration:
 
 
 def configurations(runs: Sequence[SweepRun]) -> list[Configuration]:
-    """Group runs by all overrides except NOT_COMPARED: best mean pass@1 first, then unfinished ones, unmeasured ones last."""
+    """Group runs by all overrides except NOT_COMPARED: best mean pass@1 first, of equal ones that of the lower
+    number, then unfinished ones, unmeasured ones last.
+    """
     groups: dict[tuple[tuple[str, str], ...], list[SweepRun]] = {}
     for run in runs:
         key = tuple(sorted((key, value) for key, value in run.overrides.items() if key not in NOT_COMPARED))
@@ -85,6 +89,7 @@ def configurations(runs: Sequence[SweepRun]) -> list[Configuration]:
         )
         for chosen in groups.values()
     ]
+    found.sort(key=lambda each: (len(each.runs[0].name), each.runs[0].name))
     return sorted(found, key=lambda each: (each.pass_at_1 is None, not any(run.is_done for run in each.runs), -(each.pass_at_1 or 0.0)))
 
 

@@ -6,7 +6,8 @@ The thresholds are those of docs/read_your_run.md. First and last are means over
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,8 @@ from offline_grpo.report.history import History
 
 LEAST_ITERATIONS = 10
 """In fewer, noise looks like a trend."""
+_NUMBER = re.compile(r"(?<![\w@.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+"""Of an observation; not the 1 of `pass@1`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,27 @@ def find(history: History) -> list[Finding]:
     if len(history.train) < LEAST_ITERATIONS:
         return []
     return [Finding(*pair, metric) for check, metric in _CHECKS.items() for pair in check(history)]
+
+
+def shared(found: Mapping[str, Sequence[Finding]]) -> list[tuple[Finding, list[str]]]:
+    """The findings of several runs, each said once, with the runs that it holds for; its numbers become ranges over these runs."""
+    alike: dict[tuple[str, str, str], dict[str, str]] = {}
+    for run, findings in found.items():
+        for each in findings:
+            alike.setdefault((each.metric, each.advice, _NUMBER.sub("#", each.observation)), {})[run] = each.observation
+    order = list(_CHECKS.values())
+    said = [(Finding(_over(list(runs.values())), advice, metric), list(runs)) for (metric, advice, _), runs in alike.items()]
+    return sorted(said, key=lambda pair: order.index(pair[0].metric))
+
+
+def _over(observations: Sequence[str]) -> str:
+    """Observations that differ in their numbers alone, as one: `12% of ...` and `30% of ...` are `12\u201330% of ...`."""
+    ranges = []
+    for numbers in zip(*map(_NUMBER.findall, observations), strict=True):
+        low, high = min(numbers, key=float), max(numbers, key=float)
+        ranges.append(low if float(low) == float(high) else f"{low}\u2013{high}")
+    left = iter(ranges)
+    return _NUMBER.sub(lambda _: next(left), observations[0])
 
 
 def trend(history: History, key: str, name: str = "train") -> Trend:

@@ -58,6 +58,11 @@ class History:
         keys = {key for metrics in self.evals.values() for key in metrics}
         return sorted(int(key[5:]) for key in keys if key.startswith("pass@") and key[5:].isdigit())
 
+    def held_out_tasks(self) -> list[str]:
+        """The tasks of a mixture, of each of which pass@1 was measured."""
+        keys = {key for metrics in self.evals.values() for key in metrics}
+        return sorted(key[len("task/") : -len("/pass@1")] for key in keys if key.startswith("task/") and key.endswith("/pass@1"))
+
     def phase_seconds(self) -> tuple[FloatArray, dict[str, FloatArray]]:
         """Completed iterations [R], and the seconds per iteration [R] of each phase that ever ran; 0 where it did not run."""
         steps = np.array(list(self.train), dtype=np.float64)

@@ -19,10 +19,10 @@ from typing import Any
 
 from offline_grpo.disk import utf8, write_whole
 from offline_grpo.report.configurations import Configuration, configurations, short_overrides
-from offline_grpo.report.findings import find
+from offline_grpo.report.findings import LEAST_ITERATIONS, find, shared
 from offline_grpo.report.history import History, count
 from offline_grpo.report.page_data import WRONG_FILE, PageRun, all_curves, finite, load_runs, paired
-from offline_grpo.report.page_samples import samples_of, solved_over_time
+from offline_grpo.report.page_samples import samples_of, solved, solved_by_configuration, solved_over_time
 from offline_grpo.report.run_files import about
 from offline_grpo.report.summary import duration, with_interval
 from offline_grpo.report.sweep import ALIKE, CONFIGURATION_COLUMNS, RUN_COLUMNS, configuration_rows, result_cells
@@ -56,6 +56,8 @@ CHARTS = {
 }
 """Section -> metric -> title and unit."""
 MAX_COLUMNS = 24  # of settings
+MAX_TASKS = 12  # of a mixture, with a curve and a line of results each
+MAX_NAMED = 12  # runs that a finding lists
 
 
 def save_page(paths: Sequence[Path], out: Path) -> Path:
@@ -77,7 +79,7 @@ def page(data: dict[str, Any]) -> str:
     return Template((assets / "page.html").read_text()).substitute(
         title=html.escape(utf8(data["title"])),
         css=(assets / "page.css").read_text(),
-        js="".join((assets / name).read_text() for name in ("charts.js", "page.js")),
+        js="".join((assets / name).read_text() for name in ("charts.js", "names.js", "page.js")),
         plotly=_plotly(),
         data=json.dumps(_without_nan(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     )
@@ -106,6 +108,9 @@ def content(runs: Mapping[str, PageRun], title: str, damaged: list[str]) -> dict
     groups = list(zip(names, found, strict=True))
     ks = sorted({k for run in runs.values() for k in run.history.eval_ks()})
     held_out = {f"eval/pass@{k}": (f"Held-out pass@{k}", "share of problems") for k in sorted({*ks[:1], *ks[-1:]})}
+    tasks = sorted({task for run in runs.values() for task in run.history.held_out_tasks()})[:MAX_TASKS]
+    held_out |= {f"eval/task/{task}/pass@1": (f"Held-out pass@1 of {task}", "share of problems") for task in tasks}
+    known = {name: solved(run.history.run_dir, damaged) for name, run in runs.items()} if len(groups) > 1 else {}
     results, verdict = _of_many(groups) if len(runs) > 1 else _of_one(next(iter(runs.values())).history)
     return {
         "title": title,
@@ -114,24 +119,42 @@ def content(runs: Mapping[str, PageRun], title: str, damaged: list[str]) -> dict
         "num_runs": len(runs),
         "groups": [{"name": name, "num_runs": len(group.runs)} for name, group in groups],
         "results": results,
-        "findings": [
-            {
-                "run": name,
-                "text": each.observation,
-                "advice": each.advice,
-                "metric": f"{'eval' if '@' in each.metric else 'train'}/{each.metric}",
-            }
-            for name, run in runs.items()
-            for each in find(run.history)
-        ],
+        "findings": _findings(runs),
+        "not_judged": _not_judged(runs),
         "curves": all_curves(found, runs),
         "charts": CHARTS | {"learning": held_out | CHARTS["learning"]},
-        "paired": paired(groups, runs, damaged),
-        "problems": solved_over_time(next(iter(runs.values())).history.run_dir, damaged) if len(runs) == 1 else None,
+        "paired": paired(groups, runs, known),
+        "problems": solved_by_configuration(groups, known)
+        if len(runs) > 1
+        else solved_over_time(next(iter(runs.values())).history.run_dir, damaged),
         "settings": _settings(runs) if len(runs) > 1 else None,
         "samples": samples_of({name: run.history.run_dir for name, run in runs.items()}, damaged),
         "damaged": damaged,  # by all of the above
     }
+
+
+def _findings(runs: Mapping[str, PageRun]) -> list[dict[str, str]]:
+    """Each once, with the runs that it holds for where there are several."""
+    found = []
+    for each, names in shared({name: find(run.history) for name, run in runs.items()}):
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        where = f"{len(names)} of {len(runs)} runs ({', '.join(names[:MAX_NAMED])}{more})"
+        if len(names) == 1:
+            where = f"run {names[0]}" if len(runs) > 1 else ""
+        elif len(names) == len(runs):
+            where = f"all {len(runs)} runs"
+        metric = f"{'eval' if '@' in each.metric else 'train'}/{each.metric}"
+        found.append({"where": where, "text": each.observation, "advice": each.advice, "metric": metric})
+    return found
+
+
+def _not_judged(runs: Mapping[str, PageRun]) -> str:
+    """A sentence about runs that are too short for findings; empty where there is none."""
+    short = sum(len(run.history.train) < LEAST_ITERATIONS for run in runs.values())
+    if not short:
+        return ""
+    which = "The run has" if len(runs) == 1 else f"{short} of {len(runs)} runs {'has' if short == 1 else 'have'}"
+    return f"{which} fewer than {LEAST_ITERATIONS} iterations, in which noise looks like a trend, so nothing is pointed out."
 
 
 def _about(runs: Mapping[str, PageRun]) -> str:
@@ -165,6 +188,7 @@ def _of_many(groups: Sequence[tuple[str, Configuration]]) -> tuple[dict[str, Any
 def _of_one(history: History) -> tuple[dict[str, Any], str]:
     """Table and verdict of a run."""
     keys = [("eval", f"pass@{k}", f"pass@{k} on held-out problems") for k in history.eval_ks()]
+    keys += [("eval", f"task/{task}/pass@1", f"pass@1 of {task}") for task in history.held_out_tasks()[:MAX_TASKS]]
     keys += [("train", "reward_mean", "Training reward"), ("train", "success_rate", "Right answers in training")]
     rows, verdict = [], "There are no results yet."
     for phase, key, label in reversed(keys):
@@ -172,8 +196,13 @@ def _of_one(history: History) -> tuple[dict[str, Any], str]:
         if len(values):
             best, (first, last) = int(values.values.argmax()), (with_interval(values, low, high, index) for index in (0, -1))
             rows.insert(0, [label, first, last, f"{values.values[best]:.3f}", f"{values.steps[best] + (phase == 'train'):.0f}"])
+            at_start, at_end = f"{values.values[0]:.3f}", f"{values.values[-1]:.3f}"
             verdict = f"{label} went from {first} to {last}."
-            if phase == "eval" and len(low) == len(high) == len(values):
+            if len(values) == 1:
+                verdict = f"{label}: {last}, measured once."
+            elif at_start == at_end:
+                verdict = f"{label} stayed at {last}."
+            elif phase == "eval" and len(low) == len(high) == len(values):
                 rose, fell = low.values[-1] > high.values[0], high.values[-1] < low.values[0]
                 verdict = verdict.replace("went", "rose" if rose else "fell" if fell else "went")
                 verdict += "" if rose or fell else " The intervals overlap, so this may be chance."

@@ -14,9 +14,9 @@ import numpy as np
 from offline_grpo.errors import ConfigError, GrpoError, reason_of
 from offline_grpo.eval.paired import PairedResult, compare
 from offline_grpo.redaction import flat, redacted
-from offline_grpo.report.configurations import Configuration, mean_interval
+from offline_grpo.report.configurations import MIN_SEEDS, Configuration, mean_interval
 from offline_grpo.report.history import FloatArray, History, Series, load_history
-from offline_grpo.report.page_samples import solved
+from offline_grpo.report.page_samples import Solved
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.report.style import smooth
 from offline_grpo.report.sweep_run import SweepRun, run_of
@@ -26,8 +26,6 @@ WRONG_FILE = (GrpoError, LookupError, TypeError, ValueError, AttributeError, OSE
 MAX_VALUE = 200  # letters of a setting
 MAX_POINTS, MAX_POINTS_IN_ALL = 300, 6000  # of a curve, and of the curves of a metric over all runs
 BOOTSTRAP_SAMPLES = 1000
-MIN_SEEDS = 3
-"""Of a band: with two, Student's t has one degree of freedom, and the band hides all curves."""
 PAIRED_COLUMNS = ("configuration", "difference", "95 % over problems", "p", "better on", "worse on", "95 % over seeds")
 
 
@@ -120,11 +118,14 @@ def _thinned(steps: FloatArray, values: FloatArray, *ends: FloatArray, points: i
     return {name: [float(f"{v:.5g}") for v in array[chosen]] for name, array in zip(names, (steps, values, *ends), strict=False)}
 
 
-def paired(groups: Sequence[tuple[str, Configuration]], runs: Mapping[str, PageRun], damaged: list[str]) -> dict[str, Any] | None:
-    """Final pass@1 of each configuration less the first run's: by `eval.paired.compare` over problems, by Student's t over seeds."""
+def paired(groups: Sequence[tuple[str, Configuration]], runs: Mapping[str, PageRun], known: Mapping[str, Solved]) -> dict[str, Any] | None:
+    """Final pass@1 of each configuration less the first run's: by `eval.paired.compare` over problems, by Student's t over seeds.
+
+    Args:
+        known: run -> what it solved at the end.
+    """
     first = next(iter(runs))
     [(base_name, base)] = [(name, group) for name, group in groups if any(run.name == first for run in group.runs)]
-    known = {name: solved(run.history.run_dir, damaged) for name, run in runs.items()} if len(groups) > 1 else {}
     rows, points = [], []
     for number, (name, group) in enumerate(groups):
         one, other = ({runs[run.name].settings.get("seed"): run for run in each.counted} for each in (base, group))
@@ -142,7 +143,7 @@ def paired(groups: Sequence[tuple[str, Configuration]], runs: Mapping[str, PageR
     return {"baseline": base_name, "columns": PAIRED_COLUMNS, "rows": rows, "points": points} if rows else None
 
 
-def _over_problems(first: Sequence[Mapping[str, Counter[bool]]], second: Sequence[Mapping[str, Counter[bool]]]) -> PairedResult | None:
+def _over_problems(first: Sequence[Solved], second: Sequence[Solved]) -> PairedResult | None:
     """The two compared over all of these runs; None where their problems, or how often each was tried, differ."""
     one, other = (
         {problem: sum((run.get(problem, Counter()) for run in runs), Counter()) for problem in runs[0]} for runs in (first, second)

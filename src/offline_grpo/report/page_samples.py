@@ -14,10 +14,13 @@ import numpy as np
 from offline_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
+    from offline_grpo.report.configurations import Configuration
     from offline_grpo.rollouts.store.reader import Shard
 
 MAX_SAMPLES, MAX_CHARS, MAX_TOKENS = 300, 4000, 600
 MAX_EVALUATIONS, MAX_PROBLEMS = 100, 200
+Solved = Mapping[str, Counter[bool]]
+"""Held-out problem -> how many of its answers are right, and wrong."""
 FACTS = ("iteration", "problem_id", "answer", "reward", "is_correct", "advantage", "finish_reason")
 
 
@@ -104,28 +107,49 @@ def _shortened(text: str) -> str:
 
 
 def solved_over_time(folder: Path, damaged: list[str]) -> dict[str, Any] | None:
-    """How often each held-out problem was solved in each evaluation on record: `share` is [problems][evaluations], None where it was not
-    asked. Of many problems some, evenly over all when they are in the order of their mean, the hardest first. None without two evaluations.
-    """
+    """How often each held-out problem was solved in each evaluation on record; None without two evaluations."""
     names, tables = [], []
     for shard in _evenly(_shards(folder, "eval"), MAX_EVALUATIONS):
         if counts := _solved(shard, damaged):
             names.append("before" if "init" in shard.path.stem else str(int(shard.path.stem.rpartition("_")[2]) + 1))
-            tables.append({problem: count[True] / count.total() for problem, count in counts.items()})
+            tables.append(counts)
+    return _heat_map(names, tables)
+
+
+def solved_by_configuration(groups: Sequence[tuple[str, Configuration]], known: Mapping[str, Solved]) -> dict[str, Any] | None:
+    """The same of the last evaluation for each configuration, over its seeds; None without two configurations.
+
+    Args:
+        known: run -> what it solved at the end.
+    """
+    tables: dict[str, dict[str, Counter[bool]]] = {}
+    for name, group in groups:
+        for run in group.counted:
+            for problem, count in known.get(run.name, {}).items():
+                tables.setdefault(name, {}).setdefault(problem, Counter()).update(count)
+    return _heat_map(list(tables), list(tables.values()))
+
+
+def _heat_map(columns: Sequence[str], tables: Sequence[Solved]) -> dict[str, Any] | None:
+    """`share` is [problems][columns], None where a problem was not asked. Of many problems some, evenly over all when they are in the order
+    of their mean, the hardest first.
+    """
     if len(tables) < 2:
         return None
-    rows = {problem: [table.get(problem) for table in tables] for problem in tables[-1]}
+    shares = [{problem: count[True] / count.total() for problem, count in table.items()} for table in tables]
+    asked = dict.fromkeys(problem for table in tables for problem in table)
+    rows = {problem: [table.get(problem) for table in shares] for problem in asked}
     hardest = sorted(rows, key=lambda problem: (sum(share or 0.0 for share in rows[problem]), problem))
     shown = _evenly(hardest, MAX_PROBLEMS)
-    return {"evaluations": names, "problems": [_shortened(each)[:60] for each in shown], "share": [rows[each] for each in shown]}
+    return {"columns": columns, "problems": [_shortened(each)[:60] for each in shown], "share": [rows[each] for each in shown]}
 
 
-def solved(folder: Path, damaged: list[str]) -> dict[str, Counter[bool]]:
-    """Held-out problem -> how many of its answers are right, and wrong, in the last evaluation on record."""
+def solved(folder: Path, damaged: list[str]) -> Solved:
+    """What was solved in the last evaluation on record."""
     return next((_solved(shard, damaged) for shard in _shards(folder, "eval")[-1:]), {})
 
 
-def _solved(shard: Shard, damaged: list[str]) -> dict[str, Counter[bool]]:
+def _solved(shard: Shard, damaged: list[str]) -> Solved:
     found: dict[str, Counter[bool]] = {}
     try:
         columns = shard.table(["problem_id", "is_correct"]).to_pydict()

@@ -23,7 +23,9 @@ def read_yaml(path: Path) -> Any:
 
 
 def about(run_dir: Path) -> str:
-    """`arithmetic, tiny, grpo, lr 0.0003`: task, model, loss and learning rate; empty if the run was not started by Hydra."""
+    """`arithmetic, tiny, grpo, lr 0.0003`: task, model, source of rollouts if they are not sampled on policy, loss and learning rate; empty
+    if the run was not started by Hydra.
+    """
     folder = run_dir / ".hydra"
     if not (folder / "config.yaml").is_file() or not (folder / "hydra.yaml").is_file():
         return ""
@@ -31,4 +33,6 @@ def about(run_dir: Path) -> str:
     model, lora = config["model"], config["model"].get("lora")
     name = Path(str(model["train_id"])).name if model.get("train_id") else choices["model"]
     adapted = [f"LoRA rank {lora['r']}"] if lora else []
-    return ",  ".join([choices["task"], name, *adapted, choices["train/loss"], f"lr {float(config['train']['lr']):g}"])
+    source = choices.get("rollouts", "on_policy")
+    sampled = [] if source == "on_policy" else [f"rollouts {source}"]
+    return ",  ".join([choices["task"], name, *adapted, *sampled, choices["train/loss"], f"lr {float(config['train']['lr']):g}"])

@@ -15,7 +15,7 @@ from offline_grpo.report.configurations import Configuration, configurations, sh
 from offline_grpo.report.history import count
 from offline_grpo.report.sweep_run import NUMBER_COLUMNS, SweepRun, read_run
 
-CONFIGURATION_COLUMNS = ("configuration", "runs", "pass@1 [95 %]", "best", "reward", "min")
+CONFIGURATION_COLUMNS = ("configuration", "runs", "pass@1 [95 %]", "best", "reward", "minutes")
 RUN_COLUMNS = ("pass@1 [95 %]", "best", "reward", "minutes", "status")
 ALIKE = "all alike"
 GAP = 2
@@ -94,7 +94,7 @@ def configuration_rows(found: Sequence[Configuration]) -> list[list[str]]:
             _interval(each.pass_at_1, each.low, each.high),
             _text(each.mean("best_pass_at_1"), ".3f"),
             _text(each.mean("reward"), ".3f"),
-            _text(each.mean("minutes"), ".1f"),
+            _minutes(each.mean("minutes")),
         ]
         for each in found
     ]
@@ -110,7 +110,7 @@ def _run_rows(runs: Sequence[SweepRun]) -> tuple[list[str], list[list[str]]]:
 
 def result_cells(run: SweepRun) -> list[str]:
     """Cells of RUN_COLUMNS; the interval is over the run's problems."""
-    best, reward, minutes = _text(run.best_pass_at_1, ".3f"), _text(run.reward, ".3f"), _text(run.minutes, ".1f")
+    best, reward, minutes = _text(run.best_pass_at_1, ".3f"), _text(run.reward, ".3f"), _minutes(run.minutes)
     return [_interval(run.final_pass_at_1, run.final_low, run.final_high), best, reward, minutes, run.status]
 
 
@@ -120,6 +120,10 @@ def _interval(value: float | None, low: float | None, high: float | None) -> str
 
 def _text(number: float | None, form: str) -> str:
     return "" if number is None else format(number, form)
+
+
+def _minutes(number: float | None) -> str:
+    return _text(number, ".1f" if number is None or number >= 1 else ".2g")
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from offline_grpo.report.configurations import Configuration, share_interval, short_overrides
+from offline_grpo.report.configurations import MIN_SEEDS, Configuration, share_interval, short_overrides
 from offline_grpo.report.style import COLORS, GREY, PERCENT, RULE, TEXT, band, fit, label, style
 
 BEST_COLORS = [color for color in COLORS if color != GREY]
@@ -57,8 +57,10 @@ def _curve(axes: Axes, each: Configuration, color: str, *, is_best: bool) -> Non
     steps, values, mean = each.curve()
     if not len(steps):
         return
-    if len(values) > 1 and is_best:
+    if len(values) >= MIN_SEEDS and is_best:
         band(axes, steps, *share_interval(values), color)
+    elif len(values) > 1 and is_best:
+        axes.plot(steps, values.T, color=color, linewidth=0.8, alpha=0.4)
     axes.plot(
         steps, mean, color=color, linewidth=1.8 if is_best else 0.9, alpha=1 if is_best else 0.6, marker="o", markersize=3.5 * is_best
     )

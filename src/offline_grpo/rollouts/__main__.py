@@ -47,31 +47,38 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """Read, and print or write."""
     options = parser().parse_args(arguments)
 
-    from offline_grpo.rollouts.store.export import FORMATS, refuse_existing
+    from offline_grpo.rollouts.store.export import FORMATS, check_out
     from offline_grpo.rollouts.store.reader import shards_of
     from offline_grpo.rollouts.store.show import show_groups
     from offline_grpo.rollouts.store.stats import facts_of, print_stats
 
+    if options.iteration is not None and options.iteration < 0:
+        raise ConfigError(f"--iteration={options.iteration}: must be 0 or more; 1 is the first, 0 the evaluation before it")
+    if options.command == "show" and options.groups < 1:
+        raise ConfigError(f"--groups={options.groups}: must be 1 or more")
     iteration = None if options.iteration is None else options.iteration - 1
     shards = shards_of(options.path, key="PATH", phase=options.phase, iteration=iteration)
     console = output_console()
     if options.command == "show":
-        shown = list(_tables(shards[-1:], options))
-        if not shown:
+        newest = next(_tables(shards[::-1], options), None)
+        if newest is None:
             raise _nothing(options)
-        show_groups(console, *shown[-1], options.groups, full=options.full)
+        show_groups(console, *newest, options.groups, full=options.full)
     elif options.command == "stats":
         facts = facts_of(table for _, table in _tables(shards, options))
         if not len(facts.rewards):
             raise _nothing(options)
         print_stats(console, facts)
     else:
-        refuse_existing(options.out)
+        check_out(options.out, options.format)
         tables = _tables(shards, options)
         first = next(tables, None)
         if first is None:
             raise _nothing(options)
-        count = FORMATS[options.format]((pair for part in ([first], tables) for pair in part), options.out)
+        try:
+            count = FORMATS[options.format]((pair for part in ([first], tables) for pair in part), options.out)
+        except OSError as error:
+            raise GrpoError(f"OUT={options.out}: cannot be written ({error.strerror or error}); name another place") from error
         print(f"wrote {count:,} {'groups' if options.format == 'atropos' else 'completions'} to {options.out}")
 
 
@@ -86,6 +93,8 @@ def _tables(shards: Sequence[Shard], options: argparse.Namespace) -> Iterator[tu
             table = shard.table()
             check_values(table, shard.path, vocab_size=None, context=None)
         except ConfigError as error:
+            if len(shards) == 1:  # without it nothing is left
+                raise
             if not options.skip_damaged:
                 raise ConfigError(f"{error}; --skip-damaged goes on without this file") from error
             print(f"{error}; left out", file=sys.stderr)

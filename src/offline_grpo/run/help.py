@@ -59,7 +59,7 @@ def groups(conf: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in sorted(conf.rglob("*.yaml")):
         group = path.parent.relative_to(conf).as_posix()
-        if not path.stem.startswith("_") and group not in (".", "local") and not group.startswith("hydra"):
+        if not path.stem.startswith("_") and group not in (".", "local"):
             found.setdefault(group, []).append(path.stem)
     return found
 

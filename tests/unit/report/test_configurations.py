@@ -46,6 +46,11 @@ def test_unfinished_configurations_come_after_finished_ones() -> None:
     assert (first.pass_at_1, second.pass_at_1) == (0.2, 0.9)
 
 
+def test_equal_configurations_are_in_the_order_of_their_runs() -> None:
+    runs = [run(name, {"a": name}, [0.5]) for name in ("10", "9", "2")]
+    assert [each.runs[0].name for each in configurations(runs)] == ["2", "9", "10"]
+
+
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 6, 9, 19, 100])
 def test_the_quantile_of_students_t(freedom: int) -> None:
     """Between minus and plus it lie 95 % of the density, integrated numerically."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from factories import make_rollout
 
-from offline_grpo.report.findings import LEAST_ITERATIONS, find
+from offline_grpo.report.findings import LEAST_ITERATIONS, find, shared
 from offline_grpo.report.history import History
 from offline_grpo.train.experience import rollout_metrics
 from offline_grpo.types import RolloutGroup
@@ -84,6 +84,22 @@ def test_what_is_wrong_is_said_with_its_numbers(changes, observation: str) -> No
     (finding,) = find(history(changes))
     assert finding.observation.startswith(observation)
     assert finding.advice
+    [(same, runs)] = shared({"0": [finding], "1": [finding]})
+    assert (same, runs) == (finding, ["0", "1"])
+
+
+def test_findings_of_several_runs_are_said_once_with_ranges() -> None:
+    worse = {"reward_mean": (0.3, 0.1), "clip_frac": (0.0, 0.5)}
+    found = {
+        "a": find(history(worse, last_eval={"pass@1": 0.1, "pass@1_high": 0.19})),
+        "b": find(history({"entropy": (0.6, 3.0)})),
+        "c": find(history(worse | {"entropy": (0.6, 30.0)}, last_eval={"pass@1": 0.00001, "pass@1_high": 0.19})),
+    }
+    assert [(each.observation, runs) for each, runs in shared(found)] == [
+        ("the model has got worse: held-out pass@1 from 0.3 to 1e-05\u20130.1, and the intervals do not meet", ["a", "c"]),
+        ("entropy grows: from 0.789\u20132.92 to 2.81\u201327.7 nats", ["b", "c"]),
+        ("46% of the tokens are clipped at last", ["a", "c"]),
+    ]
 
 
 def test_a_model_that_gets_worse() -> None:

@@ -78,10 +78,65 @@ def test_held_out_problems_are_followed_through_training(tmp_path: Path) -> None
             table.set_column(table.schema.get_field_index("is_correct"), "is_correct", correct), run / f"rollouts/eval_{name}.parquet"
         )
     found = data_of(tmp_path)["problems"]
-    assert found["evaluations"] == ["before", "5", "12"]
+    assert found["columns"] == ["before", "5", "12"]
     rows = dict(zip(found["problems"], found["share"], strict=True))
     assert rows == {"four 0": [None, 0, 1], "four 1": [0, 1, 0], "four 2": [0, 0, 0], "four 3": [0, 0, 0]}
     assert found["problems"] == ["four 2", "four 3", "four 0", "four 1"]
+
+
+def test_held_out_problems_of_a_sweep_are_shares_over_the_seeds_of_each_configuration(tmp_path: Path) -> None:
+    """Of four problems grpo solves 3 with one seed and 1 with the other, dapo 2; gspo has no record."""
+    for number, (loss, seed, solved) in enumerate([("grpo", 0, 3), ("grpo", 1, 1), ("dapo", 0, 2), ("gspo", 0, 1)]):
+        make_run(tmp_path / str(number), loss=loss, seed=seed, solved=solved)
+    (tmp_path / "3" / "rollouts" / "eval_iter_011.parquet").unlink()
+    last = tmp_path / "2" / "rollouts" / "eval_iter_011.parquet"
+    pq.write_table(pq.read_table(last).take([0, 1, 2]), last)
+    found = data_of(tmp_path)["problems"]
+    assert found["columns"] == ["train/loss=grpo", "train/loss=dapo"]
+    assert dict(zip(found["problems"], found["share"], strict=True)) == {
+        "four 0": [1, 1],
+        "four 1": [0.5, 1],
+        "four 2": [0.5, 0],
+        "four 3": [0, None],
+    }
+
+
+def test_a_finding_is_said_once_with_its_runs_and_the_range_of_its_numbers(tmp_path: Path) -> None:
+    for number in range(15):
+        make_run(tmp_path / str(number), seed=number, clip_frac=0.5 + number / 100, truncated_frac=0.4 if number == 3 else 0.0)
+    [cut, clipped] = data_of(tmp_path)["findings"]
+    assert (cut["where"], cut["text"]) == ("run 3", "40% of the completions are cut off at last")
+    assert (clipped["where"], clipped["text"]) == ("all 15 runs", "50\u201364% of the tokens are clipped at last")
+    make_run(tmp_path / "15", seed=15)
+    clipped = data_of(tmp_path)["findings"][1]
+    assert clipped["where"] == "15 of 16 runs (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 3 more)"
+    assert clipped["metric"] == "train/clip_frac"
+
+
+def test_runs_too_short_for_findings_are_not_called_healthy(tmp_path: Path) -> None:
+    make_run(tmp_path / "0", iterations=6, clip_frac=0.9)
+    assert data_of(tmp_path / "0")["not_judged"].startswith("The run has fewer than 10 iterations")
+    make_run(tmp_path / "1", seed=1)
+    assert data_of(tmp_path)["not_judged"].startswith("1 of 2 runs has fewer than 10 iterations")
+    assert data_of(tmp_path / "1")["not_judged"] == ""
+
+
+def test_tasks_of_a_mixture_have_results_and_curves(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for name, value in (("init", 0.25), ("iter_011", 0.5)):
+        path = run / "metrics" / f"eval_{name}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"task/sums/pass@1": value, "task/sums/pass@4": 1.0}))
+    data = data_of(run)
+    assert data["results"]["rows"][1] == ["pass@1 of sums", "0.250", "0.500", "0.500", "12"]
+    assert data["charts"]["learning"]["eval/task/sums/pass@1"] == ["Held-out pass@1 of sums", "share of problems"]
+    assert data["verdict"].startswith("pass@1 on held-out problems rose")
+
+
+def test_the_verdict_claims_no_change_where_there_is_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", solved=0)
+    assert data_of(run)["verdict"] == "pass@1 on held-out problems stayed at 0.000 [-0.010, 0.010]."
+    (run / "metrics" / "eval_init.json").unlink()
+    assert data_of(run)["verdict"] == "pass@1 on held-out problems: 0.000 [-0.010, 0.010], measured once."
 
 
 def test_three_seeds_have_a_band(tmp_path: Path) -> None:
@@ -108,6 +163,14 @@ def test_several_folders_make_one_page(tmp_path: Path, monkeypatch: pytest.Monke
     assert main(["a", "b"]) == 0
     assert main(["a", "b", "--out", "b/both.html"]) == 0
     assert Path("report.html").read_bytes() == Path("b/both.html").read_bytes()
+
+
+def test_a_page_that_cannot_be_there_is_refused_before_anything_is_drawn(tmp_path: Path, capsys) -> None:
+    run = make_run(tmp_path / "run")
+    for out, message in ((tmp_path / "none" / "x.html", f"there is no folder {tmp_path}/none"), (run, "is a folder")):
+        assert main([str(run), "--out", str(out)]) == 2
+        assert capsys.readouterr() == ("", f"error: --out={out}: {message}; name a file to write\n")
+    assert not (run / "report.png").exists()
 
 
 def test_hostile_text_is_data(tmp_path: Path) -> None:

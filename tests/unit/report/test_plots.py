@@ -140,6 +140,10 @@ def test_the_title_names_task_model_loss_and_learning_rate(tmp_path: Path) -> No
     assert draw_report(history).texts[0].get_text() == "gsm8k,  Qwen2.5-0.5B,  LoRA rank 16,  dapo,  lr 1e-05"
     (hydra / "config.yaml").write_text(yaml.safe_dump({"model": {"train_id": None}, "train": {"lr": 3.0e-04}}))
     assert about(history.run_dir) == "gsm8k,  hf,  dapo,  lr 0.0003"
+    (hydra / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"choices": choices | {"rollouts": "replay"}}}}))
+    assert about(history.run_dir) == "gsm8k,  hf,  rollouts replay,  dapo,  lr 0.0003"
+    (hydra / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"choices": choices | {"rollouts": "on_policy"}}}}))
+    assert about(history.run_dir) == "gsm8k,  hf,  dapo,  lr 0.0003"
 
 
 @pytest.mark.parametrize("iterations", [0, 1, 300])

@@ -52,7 +52,7 @@ def test_the_table_is_printed_and_saved_for_programs_and_people(multirun_dir: Pa
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
     assert lines[:6] == [
         "3 configurations, 3 runs, best final pass@1 first",
-        "configuration  runs  pass@1 [95 %]  best   reward  min",
+        "configuration  runs  pass@1 [95 %]  best   reward  minutes",
         "lr=1e-6        0     0.500          0.625  0.750   3.0",
         "lr=5e-6        2     0.750          0.750  0.500   1.5",
         "lr=1e-5        1",
@@ -73,6 +73,15 @@ def test_the_table_is_printed_and_saved_for_programs_and_people(multirun_dir: Pa
     assert runs[0] == "| run | train.lr | pass@1 [95 %] | best | reward | minutes | status |", "task is the same for all"
     assert runs[3] == "| 0 | 1e-6 | 0.500 [0.375, 0.625] | 0.625 | 0.750 | 3.0 | done |"
     assert runs[4] == "| 1 | 1e-5 |  |  |  |  | no metrics |"
+
+
+def test_a_short_run_took_more_than_no_time(tmp_path: Path) -> None:
+    make_run(tmp_path / "0", ["task=sat"], [0.25, 0.75], num_train=1)
+    path = tmp_path / "0" / "metrics" / "train_iter_000.json"
+    path.write_text(json.dumps({"time/train_s": 2.7}))
+    stream = io.StringIO()
+    print_sweep(tmp_path, Console(file=stream, width=80))
+    assert stream.getvalue().splitlines()[2].split()[-1] == "0.045"
 
 
 @pytest.mark.parametrize("width", [80, 120])

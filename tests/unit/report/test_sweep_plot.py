@@ -30,13 +30,20 @@ def runs_of(num_configurations: int, num_seeds: int, *, values: tuple[float, ...
 
 
 def test_curves_are_means_and_the_band_is_the_interval(tmp_path: Path) -> None:
-    figure = draw_sweep(configurations(runs_of(1, 2, values=(0.5, 1.0))), "day/time")
+    figure = draw_sweep(configurations(runs_of(1, 3, values=(0.5, 1.0))), "day/time")
     curves, ends = figure.axes
-    assert curves.lines[0].get_ydata().tolist() == pytest.approx([0.4975, 0.995])
+    assert curves.lines[0].get_ydata().tolist() == pytest.approx([0.495, 0.99])
     band = curves.collections[0].get_paths()[0].vertices[:, 1]
     assert band.max() == 1.0, "a share"
-    assert band.min() == pytest.approx(0.4975 - 12.7062 * 0.0025)  # s / sqrt(2) = 0.005 / 2
+    assert band.min() == pytest.approx(0.495 - 4.3027 * 0.005 / 3**0.5)
     assert [text.get_text() for text in ends.get_yticklabels()] == ["lr=0"]
+
+
+def test_two_seeds_are_drawn_themselves() -> None:
+    """Student's t of two would cover the whole picture."""
+    curves, _ = draw_sweep(configurations(runs_of(1, 2, values=(0.5, 1.0))), "day/time").axes
+    assert not curves.collections
+    assert sorted(line.get_ydata()[1] for line in curves.lines) == pytest.approx([0.99, 0.995, 1.0])
 
 
 @pytest.mark.parametrize(("num_configurations", "num_seeds", "values"), [(1, 1, (0.0,)), (2, 3, (1.0, 1.0)), (12, 5, (0.2, 0.5))])

@@ -103,7 +103,7 @@ def test_rollouts_of_another_model_are_refused_unless_asked_for(name: str, tmp_p
     ("words", "message"),
     [
         (("rollouts.path=null",), "rollouts.path=null: name what to replay"),
-        (("rollouts.path=/nowhere",), "rollouts.path=/nowhere: has no rollouts; name a run"),
+        (("rollouts.path=/nowhere",), "rollouts.path=/nowhere: is not there; name a run"),
         (("rollouts.iterations=[3]",), r"rollouts.iterations=\[3\]: the lowest and the highest"),
         (("rollouts.rewards=[1,0]",), r"rollouts.rewards=\[1.*, 0.*\]: the lowest and the highest"),
         (("rollouts.finish_reasons=[bored]",), r"rollouts.finish_reasons=.*: may be stop, length, abort"),

@@ -83,6 +83,7 @@ def test_tokens_are_coloured_by_their_advantages_and_nothing_reaches_the_termina
 def test_stats_count_what_was_recorded(store: Path, tmp_path: Path, printed) -> None:
     text = printed("stats", store)
     assert "24 completions in 8 groups, 48 tokens" in text
+    assert [line.split()[0] for line in text.splitlines() if "cut off" in line] == ["length", "iteration"]
     assert "ended: stop 66.7%, length 33.3%" in text
     assert "repeated within their group: 0.0%; groups whose rewards are all equal: 0.0%" in text
     assert "reward against length: one of them does not vary" in text
@@ -168,3 +169,51 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, capsys, monkeypatch) -> None
     assert told.endswith("; --skip-damaged goes on without this file\n")
     command.run(["stats", str(store), "--skip-damaged"])
     assert "6 completions in 2 groups" in capsys.readouterr().out
+    (store / "rollouts" / "iter_000.parquet").rename(store / "rollouts" / "iter_002.parquet")
+    command.run(["show", str(store), "--skip-damaged"])
+    assert "train, iteration 2, group 1" in capsys.readouterr().out, "the newest that can be read"
+    with pytest.raises(ConfigError) as told:
+        command.run(["stats", str(store / "rollouts" / "iter_002.parquet")])
+    assert "--skip-damaged" not in str(told.value), "nothing would be left"
+
+
+def test_what_cannot_be_done_is_one_line_with_a_fix(store: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    for number in range(8):
+        write_store(tmp_path / "sweep" / str(number), iterations=1)
+    (tmp_path / "sparse" / "rollouts").mkdir(parents=True)
+    for number in range(0, 80, 10):
+        (tmp_path / "sparse" / "rollouts" / f"eval_iter_{number:03d}.parquet").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").write_text("{}")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    needed = "name a run that has rollouts/, a file of it, or a folder that datasets saved"
+    out = ("export", store)
+    for words, expected in [
+        (("show", tmp_path / "none"), f"PATH={tmp_path}/none: is not there; {needed}"),
+        (("stats", tmp_path / "empty"), f"PATH={tmp_path}/empty: has no rollouts; {needed}"),
+        (("stats", tmp_path / "text"), f"PATH={tmp_path}/text: is no Parquet file, as those of rollouts/ are; {needed}"),
+        (("stats", tmp_path / "sweep"), f"PATH={tmp_path}/sweep: has no rollouts; name one of its runs: 0, 1, 2, 3, 4, 5, ..."),
+        (
+            ("show", store, "--iteration", 9),
+            f"PATH={store}: has no rollouts of phase train of iteration 9; it has train 1 to 4; eval 4",
+        ),
+        (
+            ("stats", tmp_path / "sparse"),
+            f"PATH={tmp_path}/sparse: has no rollouts of phase train; it has eval 1, 11, 21, 31, 41, 51, ... 71",
+        ),
+        (("show", store, "--iteration", -1), "--iteration=-1: must be 0 or more; 1 is the first, 0 the evaluation before it"),
+        (("show", store, "--groups", 0), "--groups=0: must be 1 or more"),
+        ((*out, tmp_path / "text"), f"OUT={tmp_path}/text: is there already; name a new file"),
+        ((*out, tmp_path / "empty"), f"OUT={tmp_path}/empty: is there already; name a new file"),
+        ((*out, tmp_path / "full", "--format", "datasets"), f"OUT={tmp_path}/full: is there already; name a new folder"),
+        ((*out, tmp_path / "none" / "x"), f"OUT={tmp_path}/none/x: there is no folder {tmp_path}/none; make it, or name another place"),
+        ((*out, tmp_path / "text" / "x"), f"OUT={tmp_path}/text/x: there is no folder {tmp_path}/text; make it, or name another place"),
+        ((*out, "/proc/x"), "OUT=/proc/x: cannot be written (No such file or directory); name another place"),
+        ((*out, "/proc/x", "--format", "datasets"), "OUT=/proc/x: cannot be written (No such file or directory); name another place"),
+    ]:
+        monkeypatch.setattr(sys, "argv", ["rollouts", *map(str, words)])
+        assert command.main() == (1 if "cannot be written" in expected else 2)
+        assert capsys.readouterr().err == f"error: {expected}\n"
+    command.run(["export", str(store), str(tmp_path / "empty"), "--format", "datasets"])
+    assert datasets.load_from_disk(str(tmp_path / "empty")).num_rows == 24

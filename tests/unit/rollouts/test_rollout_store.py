@@ -150,7 +150,7 @@ def test_a_store_is_found_by_any_of_its_names(store: Path) -> None:
     assert [s.path for s in shards_of(store / "rollouts", key="PATH", phase="eval")] == [store / "rollouts" / "eval_iter_003.parquet"]
     [single] = shards_of(store / "rollouts" / "iter_001.parquet", key="PATH")
     assert single.table(["reward"])["reward"].to_pylist() == [0.1, 0.2, 0.3] * 2
-    with pytest.raises(ConfigError, match=r"^PATH=.*: has no rollouts; name a run that has rollouts/"):
+    with pytest.raises(ConfigError, match=r"^PATH=.*: has no rollouts; name one of its runs: run$"):
         shards_of(store.parent, key="PATH")
 
 

@@ -1,17 +1,10 @@
 "use strict";
 // Draws the pictures, each when it comes into sight: a page of many runs has more than a browser draws in a second.
 
-const COLORS = 6, DASHES = ["solid", "dash", "dot"], AHEAD = "500px";
+const AHEAD = "500px";
 const PHASES = ["generate", "train", "sync", "eval", "checkpoint"].map((name) => [name, `train/time/${name}_s`]);
 const MEMORY = ["gpu_memory", "gpu_memory_reserved", "gpu_memory_card"].map((name) => [name, `train/perf/${name}_gb`]);
-const hidden = new Set();  // groups
 const charts = new Map(), stale = new Set(), inSight = new Set();  // charts: where each is drawn -> what gives its traces and layout
-
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const colorName = (group) => (group < COLORS * DASHES.length ? `--c${group % COLORS}` : "--rest");
-const dash = (group) => DASHES[Math.floor(group / COLORS)] ?? "solid";
-const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;");  // Plotly reads tags and entities in names
-const nameOf = (group) => plain(page.groups[group].name);
 
 let firstSeen;
 const isSeen = new Promise((resolve) => { firstSeen = resolve; });
@@ -71,7 +64,9 @@ function curves(key, unit) {
     for (const run of line.runs) trace(run, { name: `${name}, run ${plain(run.run)}`, opacity: 0.35, line: { ...stroke, width: 0.8 } });
     if (line.x) trace(line, { line: { ...stroke, width: 2 }, mode: line.x.length < 30 ? "lines+markers" : "lines" });
   }
-  const yaxis = { rangemode: /reward|pass@|lr$/.test(key) ? "normal" : "tozero", tickformat: unit.startsWith("share") ? ".3~%" : "" };
+  const exponentformat = unit.startsWith("nats") ? "power" : "B";  // "300n" nats are not read as nanonats
+  const tickformat = unit.startsWith("share") ? ".3~%" : "";
+  const yaxis = { rangemode: /reward|pass@|lr$/.test(key) ? "normal" : "tozero", tickformat, exponentformat };
   return [traces, layout("completed iterations", unit, { yaxis })];
 }
 
@@ -93,7 +88,7 @@ function stacked(parts, unit, below) {
     return { type: "bar", name, marker: { color: css(`--c${i}`) }, ...place };
   });
   if (isOne) return [traces, layout("iteration", unit, { barmode: "stack" })];
-  return [traces, layout(`${unit}, mean`, "", { barmode: "stack", yaxis: { autorange: "reversed", type: "category" } })];
+  return [traces, layout(`${unit}, mean`, "", { barmode: "stack", yaxis: rowsOfGroups([...page.groups.keys()]) })];
 }
 
 // Differences with their intervals: thick over problems, thin over seeds.
@@ -113,25 +108,25 @@ function differences() {
     dots("95 % over problems", bars(css("--c0"), 5, (each) => each.over_problems), 10),
   ];
   const zero = { type: "line", x0: 0, x1: 0, y0: 0, y1: 1, yref: "paper", line: { color: css("--muted"), width: 1 } };
-  const yaxis = { autorange: "reversed", type: "category" };
+  const yaxis = rowsOfGroups(shown.map(({ group }) => group));
   return [traces, layout("difference of pass@1", "", { shapes: [zero], yaxis, xaxis: { tickformat: "+.3~f" } })];
 }
 
-// Held-out problems, one below the other, and how often each was solved.
+// Held-out problems, one below the other, and how often each was solved: in the evaluations of a run, or by configurations.
 function problems() {
-  const { evaluations, problems: names, share } = page.problems;
+  const { columns, problems: names, share } = page.problems, isOne = page.num_runs === 1;
   const scale = [[0, css("--paper")], [1, css("--c0")]], bar = { thickness: 10, outlinewidth: 0, tickformat: ".0%" };
-  const trace = { type: "heatmap", x: evaluations, z: share, zmin: 0, zmax: 1, colorscale: scale, colorbar: bar };
-  trace.customdata = names.map((name) => evaluations.map(() => plain(name)));
-  const hovertemplate = "%{customdata}<br>iteration %{x}: %{z:.0%}<extra></extra>";
-  const few = names.length <= 25 ? names.map(plain) : [];
-  const yaxis = { tickvals: few.map((_, i) => i), ticktext: few, showgrid: false };
-  return [[{ ...trace, hovertemplate }], layout("completed iterations", "", { xaxis: { type: "category", showgrid: false }, yaxis })];
-}
-
-function key(...names) {  // what the colours of a picture stand for
-  const sample = (i) => make("i", { style: `border-color: var(--c${i})` });
-  return make("div", { class: "legend" }, ...names.map((name, i) => make("span", {}, sample(i), name)));
+  const trace = { type: "heatmap", z: share, zmin: 0, zmax: 1, colorscale: scale, colorbar: bar, hoverongaps: false };
+  trace.customdata = names.map((name) => columns.map((column) => `${plain(name)}<br>${isOne ? "iteration " : ""}${plain(column)}`));
+  const hovertemplate = "%{customdata}: %{z:.0%}<extra></extra>";
+  const few = (all, letters) => {
+    return all.length <= 25 ? { tickvals: [...all.keys()], ticktext: all.map((each) => shortened(each, letters)) } : { tickvals: [] };
+  };
+  const frame = { showgrid: false, showline: true, mirror: true, linecolor: css("--rule") };  // where nothing is solved, all is white
+  const yaxis = { ...few(names), ...frame }, byColumn = isOne ? { type: "category" } : { ...few(columns, NARROW), autotickangles: [0, 90] };
+  if (isOne) trace.x = columns;
+  const more = { xaxis: { ...byColumn, ...frame }, yaxis, plot_bgcolor: css("--rest") };
+  return [[{ ...trace, hovertemplate }], layout(isOne ? "completed iterations" : "", "", more)];
 }
 
 function showCharts() {
@@ -147,7 +142,8 @@ function showCharts() {
   if (page.paired) addChart("paired", "Thick: 95 % over problems. Thin: over seeds.", differences, { id: "forest", wide: true, rows });
   if (page.problems) {
     const { length } = page.problems.problems;
-    addChart("problems", "Share of right answers", problems, { id: "solved", wide: true, rows: Math.min(length, 25) / 2 });
+    const forNames = page.num_runs > 1 ? 7 : 0;  // they stand upright where there are many
+    addChart("problems", "Share of right answers", problems, { id: "solved", wide: true, rows: Math.min(length, 25) / 2 + forNames });
   }
   for (const [section, list] of Object.entries(page.charts)) {
     const some = Object.entries(list).filter(([metric]) => page.curves[metric]);
@@ -165,20 +161,6 @@ function showAnyMetric() {
   if (!select.value) return;
   const plot = addChart("all", "", () => curves(select.value, ""), { id: "chosen", wide: true });
   select.addEventListener("change", () => { stale.add(plot); drawStale(); });
-}
-
-function showLegend() {
-  if (page.groups.length < 2) return;
-  find("#learning .legend").append(...page.groups.map((group, number) => {
-    const line = { dash: "dashed", dot: "dotted" }[dash(number)] ?? "solid";
-    const toggle = (event) => {
-      if (!hidden.delete(number)) hidden.add(number);
-      event.currentTarget.setAttribute("aria-pressed", !hidden.has(number));
-      redraw();
-    };
-    const sample = make("i", { style: `border-top-style: ${line}; border-color: var(${colorName(number)})` });
-    return make("button", { type: "button", "aria-pressed": true, click: toggle }, sample, group.name);
-  }));
 }
 
 async function loadPlotly() {

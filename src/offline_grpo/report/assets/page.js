@@ -36,12 +36,13 @@ function table({ columns, rows }) {
 }
 
 function showFindings() {
-  const items = page.findings.map(({ run, text, advice, metric }) => {
+  const items = page.findings.map(({ where, text, advice, metric }) => {
     const link = page.curves[metric] ? make("a", { href: `#${encodeURIComponent(metric)}` }, "its curve") : "";
-    return make("li", {}, page.num_runs > 1 ? `run ${run}: ${text}. ` : `${text}. `, `Try ${advice}. `, link);
+    return make("li", {}, where && `${where}: `, `${text}. `, `Try ${advice}. `, link);
   });
-  if (items.length) find("#findings ul").append(...items);
-  else find("#findings").append(make("p", {}, "Nothing is out of the ordinary, by the limits of docs/read_your_run.md."));
+  find("#findings ul").append(...items);
+  const nothing = items.length || page.not_judged ? "" : "Nothing is out of the ordinary, by the limits of docs/read_your_run.md.";
+  find("#findings").append(make("p", {}, page.not_judged || nothing));
 }
 
 function sampleNode(sample) {
@@ -64,10 +65,10 @@ function showSamples() {
   const form = find("form"), more = find("#more");
   let shown = MORE;
   const update = () => {
-    const { text, problem_id, iteration, low, high } = Object.fromEntries(new FormData(form));
+    const { run, text, problem_id, iteration, low, high } = Object.fromEntries(new FormData(form));
     const has = (inside, part) => inside.toLowerCase().includes(part.toLowerCase());
     const chosen = page.samples.filter((sample) => has([sample.prompt, ...sample.pieces.map(([piece]) => piece)].join(""), text)
-      && has(sample.problem_id ?? "", problem_id) && (!iteration || sample.iteration === Number(iteration))
+      && (!run || sample.run === run) && has(sample.problem_id ?? "", problem_id) && (!iteration || sample.iteration === Number(iteration))
       && (!low || sample.reward >= Number(low)) && (!high || sample.reward <= Number(high)));
     find("#samples [role=status]").textContent = `${chosen.length} of ${page.samples.length} completions`;
     find("#samples > div").replaceChildren(...chosen.slice(0, shown).map(sampleNode));
@@ -86,6 +87,7 @@ async function start() {
   for (const name of ["results", "paired", "settings"]) if (page[name]) find(`#${name}`).append(table(page[name]));
   find("#paired span").textContent = page.paired?.baseline;
   if (page.settings?.left_out.length) find("#settings").append(make("p", {}, `These differ too: ${page.settings.left_out.join(", ")}.`));
+  for (const node of document.querySelectorAll(page.num_runs > 1 ? ".one" : ".many")) node.remove();
   showFindings();
   showLegend();
   showSamples();

@@ -99,7 +99,9 @@ def _write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> int:
     return count
 
 
-def refuse_existing(out: Path) -> None:
-    """Raise ConfigError if there is something at `out` already."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"OUT={out}: is there already; name a new file or folder")
+def check_out(out: Path, form: str) -> None:
+    """Raise ConfigError if there is something at `out` already, or no folder for it. An empty folder may take a `datasets` folder."""
+    if out.exists() and not (form == "datasets" and out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"OUT={out}: is there already; name a new {'folder' if form == 'datasets' else 'file'}")
+    if not out.parent.is_dir():
+        raise ConfigError(f"OUT={out}: there is no folder {out.parent}; make it, or name another place")

@@ -27,6 +27,8 @@ from offline_grpo.rollouts.store.shard import FOLDER, FORMAT, KEY, Origin
 DATASET, SPLITS = "dataset_info.json", "dataset_dict.json"
 ORIGIN_FILE = "offline_grpo.json"
 """In a folder of `datasets` that was exported from a store, the origin, for which its tables have no place."""
+MAX_NAMED = 6
+"""Runs, or iterations, that a message lists."""
 _NAME = re.compile(r"(?P<phase>eval_)?(?:init|iter_(?P<iteration>\d+))\.parquet")
 
 
@@ -96,8 +98,13 @@ def shards_of(path: Path, *, key: str, phase: str | None = None, iteration: int 
     Raises:
         ConfigError: there is no store.
     """
+    needed = "name a run that has rollouts/, a file of it, or a folder that datasets saved"
+    if path.is_file() and not _is_parquet(path):
+        raise ConfigError(f"{key}={path}: is no Parquet file, as those of rollouts/ are; {needed}")
     if path.is_file() or (path / DATASET).is_file():
         return [Shard(path)]
+    if not path.exists():
+        raise ConfigError(f"{key}={path}: is not there; {needed}")
     if (path / SPLITS).is_file():
         splits = sorted(child.name for child in path.iterdir() if child.is_dir())
         raise ConfigError(f"{key}={path}: has the splits {', '.join(splits)}; name one of these folders")
@@ -105,13 +112,38 @@ def shards_of(path: Path, *, key: str, phase: str | None = None, iteration: int 
     named = [(match, file) for file in folder.glob("*.parquet") if (match := _NAME.fullmatch(file.name)) and file.is_file()]
     wanted = [(m, file) for m, file in named if phase is None or (phase == "eval") == (m["phase"] is not None)]
     wanted = [(m, file) for m, file in wanted if iteration in (None, _iteration(m))]
-    if not wanted:
+    if not wanted and named:
         asked = [] if phase is None else [f"of phase {phase}"]
         asked += [] if iteration is None else [f"of iteration {iteration + 1}"]
-        what = " ".join(["no rollouts", *asked]) if named else "no rollouts"
-        raise ConfigError(f"{key}={path}: has {what}; name a run that has rollouts/, a file of it, or a folder that datasets saved")
+        raise ConfigError(f"{key}={path}: has no rollouts {' '.join(asked)}; it has {_contents([match for match, _ in named])}")
+    if not wanted:
+        runs = sorted({file.parent.parent for file in path.glob(f"*/{FOLDER}/*.parquet")}, key=lambda run: (len(run.name), run.name))
+        more = ", ..." if len(runs) > MAX_NAMED else ""
+        fix = f"name one of its runs: {', '.join(run.name for run in runs[:MAX_NAMED])}{more}" if runs else needed
+        raise ConfigError(f"{key}={path}: has no rollouts; {fix}")
     wanted.sort(key=lambda pair: (_iteration(pair[0]), pair[0]["phase"] is not None))
     return [Shard(file) for _, file in wanted]
+
+
+def _is_parquet(path: Path) -> bool:
+    """By its first letters; a file that cannot be opened may be one."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"PAR1"
+    except OSError:
+        return True
+
+
+def _contents(names: Sequence[re.Match[str]]) -> str:
+    """`train 1 to 6; eval 0, 10, 20`: the iterations of each phase."""
+    parts = []
+    for phase in ("train", "eval"):
+        found = sorted(_iteration(match) + 1 for match in names if (match["phase"] is None) == (phase == "train"))
+        if len(found) > 2 and found[-1] - found[0] == len(found) - 1:
+            parts.append(f"{phase} {found[0]} to {found[-1]}")
+        elif found:
+            parts.append(f"{phase} {', '.join(map(str, found[:MAX_NAMED]))}{f', ... {found[-1]}' if len(found) > MAX_NAMED else ''}")
+    return "; ".join(parts)
 
 
 def _iteration(name: re.Match[str]) -> int:

@@ -88,7 +88,7 @@ def print_stats(console: Console, facts: Facts) -> None:
         *([f"could not be scored, and got 0: {failed}"] if failed else []),
     ]
     console.print("\n".join(lines), markup=False, highlight=False)
-    console.print(_table("tokens", _length_bins(facts), facts))
+    console.print(_table("length", _length_bins(facts), facts))
     console.print(_table("iteration", _iteration_blocks(facts), facts))
 
 
