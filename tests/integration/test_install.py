@@ -56,6 +56,10 @@ def test_a_wheel_trains_outside_a_checkout(tmp_path: Path) -> None:
     assert (refused.returncode, refused.stderr) == (2, "error: train.lr=-1.0: must be above 0 and finite\n")
     assert list(work.iterdir()) == []
 
+    no_cluster = run(command, "--multirun", "hydra/launcher=ray", "hydra.launcher.address=127.0.0.1:1", "seed=0,1")
+    assert (no_cluster.returncode, "nobody answers there" in no_cluster.stderr) == (2, True), no_cluster.stderr
+    assert list(work.iterdir()) == []
+
     done = run(command, "experiment=smoke")
     assert done.returncode == 0, done.stderr
     [metrics] = work.glob("outputs/*/*/metrics/train_iter_000.json")
