@@ -50,12 +50,19 @@ class RayLauncher(Launcher):
             StopRequested: a signal arrived; the runs have been stopped.
         """
         from offline_grpo.engine.ray_cluster import connect
+        from offline_grpo.errors import GrpoError
+        from offline_grpo.run.run_dir import discard_fresh
 
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # equal lines of two runs are two lines
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
-        Path(self._config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
-        is_ours = connect(self._address, {"log_to_driver": True, **self._settings}, group="hydra.launcher")
+        folder = Path(self._config.hydra.sweep.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            is_ours = connect(self._address, {"log_to_driver": True, **self._settings}, group="hydra.launcher")
+        except GrpoError:
+            discard_fresh(folder)
+            raise
         import ray
 
         try:

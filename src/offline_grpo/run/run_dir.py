@@ -177,9 +177,9 @@ def remove_abandoned(run_dir: RunDir) -> None:
 
 
 def discard_fresh(folder: Path) -> None:
-    """Delete the folder that Hydra created, if nothing else was written to it (a rejected configuration, a resumed run)."""
+    """Delete the folder that Hydra made for a run or a sweep, if nothing else was written to it: it was rejected, or resumes another."""
     with suppress(FileNotFoundError, NotADirectoryError):  # the other processes of a refused run do the same
-        if {path.name for path in folder.iterdir()} <= {".hydra", "run.log", lock.NAME}:
+        if {path.name for path in folder.iterdir()} <= {".hydra", "run.log", lock.NAME, "multirun.yaml", ".submitit"}:
             shutil.rmtree(folder, ignore_errors=True)
             for parent in (folder.parent, folder.parent.parent):
                 if not any(parent.iterdir()):

@@ -16,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from offline_grpo.errors import GrpoError
+from offline_grpo.run.run_dir import discard_fresh
 
 FAILED = ".failed_jobs"
 """Folder in that of a sweep, while it lasts: a file for each job that failed, with its exit code. Jobs may be other processes."""
@@ -48,11 +49,8 @@ class SweepJobs(Callback):
         folder = Path(config.hydra.sweep.dir)
         exit_codes.extend(int(path.read_text()) for path in (folder / FAILED).glob("*"))
         shutil.rmtree(folder / FAILED, ignore_errors=True)
-        if exit_codes and {path.name for path in folder.iterdir()} <= {"multirun.yaml", ".submitit"}:
-            shutil.rmtree(folder)
-            for parent in (folder.parent, folder.parent.parent):
-                if parent.is_dir() and not any(parent.iterdir()):
-                    parent.rmdir()
+        if exit_codes:
+            discard_fresh(folder)
 
 
 @contextmanager
