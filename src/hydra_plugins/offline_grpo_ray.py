@@ -46,7 +46,7 @@ class RayLauncher(Launcher):
         """See `Launcher.launch`.
 
         Raises:
-            ConfigError: Ray is not installed, or no cluster answers.
+            ConfigError: Ray is not installed, no cluster answers, or none of its machines has room for a run.
             StopRequested: a signal arrived; the runs have been stopped.
         """
         from offline_grpo.engine.ray_cluster import connect
@@ -60,24 +60,32 @@ class RayLauncher(Launcher):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             is_ours = connect(self._address, {"log_to_driver": True, **self._settings}, group="hydra.launcher")
+            import ray
+
+            try:
+                return self._run([list(overrides) for overrides in job_overrides], initial_job_idx)
+            finally:
+                if is_ours:
+                    ray.shutdown()
         except GrpoError:
             discard_fresh(folder)
             raise
-        import ray
-
-        try:
-            return self._run([list(overrides) for overrides in job_overrides], initial_job_idx)
-        finally:
-            if is_ours:
-                ray.shutdown()
 
     def _run(self, jobs: Sequence[list[str]], first: int) -> list[JobReturn]:
         import ray
+
+        from offline_grpo.engine.ray_cluster import room_for, shown
+        from offline_grpo.errors import ConfigError
 
         num_gpus = self._num_gpus
         if num_gpus is None:
             num_gpus = 1 if ray.cluster_resources().get("GPU") else 0
         size = {"num_cpus": self._num_cpus, "num_gpus": num_gpus}
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if not any(room_for(machine, {"CPU": self._num_cpus, "GPU": num_gpus}) for machine in machines):
+            have = ", ".join(shown(machine) for machine in machines)
+            asked = f"hydra.launcher.num_cpus={self._num_cpus:g} hydra.launcher.num_gpus={num_gpus:g}"
+            raise ConfigError(f"{asked}: no machine of the Ray cluster has as many for a run (there are {have})")
         task = ray.remote(**size, max_calls=1, max_retries=0)(_run_there)  # a process for each run: CUDA and signal handlers are its own
         common = (str(Path.cwd()), sys.path, self._config, self._context, self._function, Singleton.get_state())
         log.info("%d runs as Ray tasks, each with %g CPU cores and %g GPUs", len(jobs), self._num_cpus, num_gpus)

@@ -890,6 +890,7 @@ def test_a_launcher_changes_with(name: str, tmp_path: Path, monkeypatch: pytest.
         raise KeyboardInterrupt  # that is all there is to see
 
     ray = SimpleNamespace(remote=remote, shutdown=list, cluster_resources=lambda: {"GPU": 8.0})
+    ray.nodes = lambda: [{"Alive": True, "Resources": {"GPU": 8.0, "CPU": 8.0}}]
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(ray_cluster, "connect", lambda *words, group: asked.append(words) or True)
     monkeypatch.setattr(offline_grpo_ray, "configure_log", lambda *_: None)

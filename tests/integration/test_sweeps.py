@@ -83,6 +83,15 @@ def test_a_cluster_for_a_sweep_that_is_not_there_is_refused(tmp_path: Path, addr
 
 
 @pytest.mark.slow
+def test_a_cluster_that_is_too_small_for_a_run_is_refused(tmp_path: Path) -> None:
+    done, sweep = multirun(tmp_path, "hydra/launcher=ray", *TWO_CORES, "hydra.launcher.num_cpus=3", "hydra.launcher.num_gpus=1", "seed=0,1")
+    assert done.returncode == 2
+    asked = "error: hydra.launcher.num_cpus=3 hydra.launcher.num_gpus=1: no machine of the Ray cluster has as many for a run"
+    assert done.stderr.splitlines()[-1] == f"{asked} (there are 0 GPUs and 2 CPUs)"
+    assert not sweep.exists()
+
+
+@pytest.mark.slow
 def test_optuna_searches_for_the_best_pass_at_1(tmp_path: Path) -> None:
     done, sweep = multirun(tmp_path, "experiment=[smoke,search]", "hydra.sweeper.n_trials=2")
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -71,13 +72,13 @@ class RayCluster:
         has_gpus = any(node["Resources"].get("GPU") for node in nodes)
         self._needs = {"CPU": 1.0, "GPU": float(gpus_per_server)} if has_gpus else {"CPU": 1.0}
         what = f"{gpus_per_server} GPU{'s' if gpus_per_server > 1 else ''} and a CPU core" if has_gpus else "a CPU core"
-        room = sum(_room(node["Resources"], self._needs) for node in nodes)
-        sizes = ", ".join(f"{node['NodeManagerHostname']}: {_shown(node['Resources'])}" for node in nodes)
+        room = int(sum(room_for(node["Resources"], self._needs) for node in nodes))
+        sizes = ", ".join(f"{node['NodeManagerHostname']}: {shown(node['Resources'])}" for node in nodes)
         fix = f"each needs {what} on one machine, and the Ray cluster at placement.address={self._address} has room for {room} ({sizes})"
         require(num_servers <= room, "placement.num_engines", num_servers, fix)
         group = placement_group([self._needs] * num_servers, strategy="SPREAD")
         if not group.wait(SETTLE_S):
-            free = _shown(ray.available_resources())
+            free = shown(ray.available_resources())
             remains = f"the Ray cluster at placement.address={self._address} has only {free} left; others use it. Try again later"
             raise ConfigError(f"placement.num_engines={num_servers}: each needs {what} on one machine, and {remains}")
         log.info("the Ray cluster at %s: %s", self._address, sizes)
@@ -147,11 +148,12 @@ def _current_cluster() -> str:
     return ""
 
 
-def _room(resources: Mapping[str, float], needs: Mapping[str, float]) -> int:
-    """How many times one machine has what a server needs."""
-    return min(int(resources.get(name, 0) // amount) for name, amount in needs.items())
+def room_for(resources: Mapping[str, float], needs: Mapping[str, float]) -> float:
+    """How many times one machine has what is needed of its CPU and GPU."""
+    return min((resources.get(name, 0) // amount for name, amount in needs.items() if amount > 0), default=math.inf)
 
 
-def _shown(resources: Mapping[str, float]) -> str:
+def shown(resources: Mapping[str, float]) -> str:
+    """`2 GPUs and 8 CPUs`."""
     counts = ((name, resources.get(name, 0.0)) for name in ("GPU", "CPU"))
     return " and ".join(f"{count:g} {name}{'' if count == 1 else 's'}" for name, count in counts)
