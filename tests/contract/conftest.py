@@ -30,6 +30,8 @@ from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.deployment import Deployment
 
+IPC_ARGS: dict[str, Any] = {"weight_transfer_config": {"backend": "ipc"}}
+IPC_ENV = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "1"}
 Connected = tuple[Deployment, Policy, VllmClient]
 
 
@@ -56,8 +58,7 @@ def full_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempP
     env: dict[str, str] = {}
     changes = {"python": preloaded_python(folder)} if one_serves_all(where) else {}
     if where.device.type == "cuda":
-        args = {"weight_transfer_config": {"backend": "ipc"}}
-        env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "1"}
+        args, env = IPC_ARGS, IPC_ENV
     with running(make_server(where, folder, args=args, env=env, **changes), model_folder) as server:
         yield server
 
@@ -66,7 +67,9 @@ def full_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempP
 def second_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Like `full_server`, beside it, with vLLM's own logprobs: those before the temperature."""
     folder = tmp_path_factory.mktemp("second")
-    settings = {"args": LORA_ARGS, "python": preloaded_python(folder)} if one_serves_all(where) else {"args": {}}
+    settings: dict[str, Any] = {"args": LORA_ARGS, "python": preloaded_python(folder)} if one_serves_all(where) else {"args": {}}
+    if where.device.type == "cuda":
+        settings = {"args": IPC_ARGS, "env": IPC_ENV}
     settings["args"] = settings["args"] | {"logprobs_mode": "raw_logprobs"}
     with running(make_server(where, folder, **settings), model_folder) as server:
         yield server

@@ -172,6 +172,20 @@ def test_a_killed_trainer_leaves_nothing(option: str, where: str, tmp_path: Path
     assert processes_naming(str(tmp_path)) == processes
 
 
+def test_two_servers_on_one_gpu(tmp_path: Path) -> None:
+    """They start one after the other, each gets handles of its own for every tensor, and the shares of memory add up."""
+    server = ("generation=vllm_server", "weight_sync=ipc", "placement.num_engines=2", "engine.args.gpu_memory_utilization=0.1")
+    run = ("train.iterations=3", "model.tiny.hidden_size=128", f"cache_dir={tmp_path}/cache", "engine.args.enforce_eager=true")
+    app.run(compose_config(*SMALL, *OVERRIDES, *server, *run), tmp_path / "run")
+    for found in (metrics_of(tmp_path / "run")[f"train_iter_{i:03d}.json"] for i in range(3)):
+        assert found["engines/num_serving"] == 2
+        assert found["engines/imbalance"] < 2  # both have sampled
+        assert found["sync/num_tensors_proven"] == found["sync/num_tensors"] > 0
+        assert found["alignment/diff_abs_mean"] < 0.05
+    assert "2 servers: weights" in (tmp_path / "run" / "run.log").read_text()
+    assert processes_naming(str(tmp_path)) == []
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_server_that_dies_is_started_again(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory dies with it, and the trainer's parameters were that memory: what was trained goes on in the memory of the next."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from offline_grpo.engine.control import ServerControl
@@ -60,6 +60,11 @@ class Engine:
         return True
 
     @property
+    def gpus(self) -> Sequence[int] | None:
+        """Those that a server which the run starts may see; None: all, or none."""
+        return None
+
+    @property
     def found_at(self) -> str | None:
         """The URL of a server that the run does not start; None where it starts one, or needs none."""
         return None
@@ -108,6 +113,11 @@ class ServerEngine(Engine):
     def is_ready(self) -> bool:
         """See `Engine.is_ready`."""
         return self.server.is_ready
+
+    @property
+    def gpus(self) -> Sequence[int] | None:
+        """See `Engine.gpus`."""
+        return self.server.gpus
 
     @property
     def found_at(self) -> str | None:

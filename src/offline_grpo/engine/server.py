@@ -92,7 +92,7 @@ class Server:
         self.key = key
         self.log_dir = log_dir
         self._log_numbers = count() if log_numbers is None else log_numbers
-        self._gpus = gpus
+        self.gpus = gpus
         self._args = dict(args or {})
         self._env = dict(env or {})
         self._process: ServerProcess | None = None
@@ -154,7 +154,7 @@ class Server:
         log.info("starting %s: %s", self._launcher.name, shown(command))
         log_path = self.log_dir / f"server_{next(self._log_numbers)}.log"
         self.num_starts += 1
-        env = self._launcher.environment({**temporary_folder(self.scratch), **self._env}, self._gpus)
+        env = self._launcher.environment({**temporary_folder(self.scratch), **self._env}, self.gpus)
         self._began_s = time.monotonic()
         self._process = ServerProcess(command, env=env, log_path=log_path, remove=self.scratch)
 

@@ -27,7 +27,7 @@ class Part:
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """A GPU's parts: those of its training processes, and those of the server (see `_server_parts`), empty where it has none here.
+    """A GPU's parts: those of its training processes, and those of its servers (see `_server_parts`), empty where it has none.
 
     The host has a plan, too, where it holds what GPUs would hold otherwise. Its `gpu` is None.
     """
@@ -36,6 +36,7 @@ class DevicePlan:
     total_bytes: int
     trainer: tuple[Part, ...]
     server: tuple[Part, ...]
+    num_servers: int = 1  # that `server` adds up
 
     @property
     def name(self) -> str:
@@ -76,10 +77,11 @@ def _check_server(device: DevicePlan) -> None:
     weights, rest = device.server[0], device.server[1]
     share = weights.num_bytes + rest.num_bytes
     if share < weights.num_bytes * KV_CACHE_FLOOR:
-        least = ceil(weights.num_bytes * KV_CACHE_FLOOR / device.total_bytes * 100) / 100
+        least = ceil(weights.num_bytes * KV_CACHE_FLOOR / device.num_servers / device.total_bytes * 100) / 100
         fix = f"use {least:.2f} or more" if least <= 1 else "it needs several GPUs (placement.engine_devices), or a smaller model"
         raise ConfigError(
-            f"{rest.setting}: that share of GPU {device.gpu}, {_gib(share)}, holds the server's weights of {_gib(weights.num_bytes)} and "
+            f"{rest.setting}: that share of GPU {device.gpu}, {_gib(share / device.num_servers)}, holds the server's weights of "
+            f"{_gib(weights.num_bytes / device.num_servers)} and "
             f"hardly any KV cache; {fix}"
         )
 
@@ -113,12 +115,12 @@ def advice(device: DevicePlan, phase: str) -> list[str]:
 
 
 def room_for_server(device: DevicePlan, *, total_bytes: int) -> float | None:
-    """The largest share of a GPU of `total_bytes` that a server may have beside the trainer; None if that is too little for its weights."""
+    """The largest share of a GPU of `total_bytes` that each server may have beside the trainer; None if its weights need more."""
     weights, _, context = device.server
     trainer_bytes = sum(part.num_bytes for part in device.trainer)
-    room = floor((total_bytes - trainer_bytes - context.num_bytes) / total_bytes * 100) / 100
-    return room if room * total_bytes >= weights.num_bytes * KV_CACHE_FLOOR else None
+    room = floor((total_bytes - trainer_bytes - context.num_bytes) / device.num_servers / total_bytes * 100) / 100
+    return room if device.num_servers * room * total_bytes >= weights.num_bytes * KV_CACHE_FLOOR else None
 
 
-def _gib(num_bytes: int) -> str:
+def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB"

@@ -89,21 +89,37 @@ def _allocation(trainers: Sequence[int], engines: Sequence[int], num_gpus: int) 
 
 
 def _server_gpus(devices: Devices, trainers: Sequence[int], num_gpus: int) -> list[list[int] | None]:
-    num_servers = devices.num_servers
+    num_servers, configured = devices.num_servers, devices.engine_devices
     gpus = engine_gpus(
-        devices.engine_devices,
+        configured,
         devices.rule,
         name=devices.strategy,
         trainers=trainers,
         num_gpus=num_gpus,
         num_wanted=num_servers * devices.gpus_per_server,
     )
-    if num_servers == 1:
-        return [gpus]
-    if gpus is None and num_gpus == 0:
+    if gpus is None and (num_servers == 1 or num_gpus == 0):
         return [None] * num_servers
-    wanted = range(num_gpus)[: num_servers * devices.gpus_per_server]
-    return [*share_out(wanted if gpus is None else gpus, num_servers, devices.gpus_per_server, devices.engine_devices)]
+    if gpus is None:
+        gpus = list(range(num_gpus)[: num_servers * devices.gpus_per_server])
+    elif configured is None and devices.rule == "same":
+        gpus = gpus * num_servers  # there is no other GPU for them
+    shares = [gpus] if num_servers == 1 else share_out(gpus, num_servers, devices.gpus_per_server, configured)
+    for share in shares:
+        _check_share(share, devices, trainers)
+    return [*shares]
+
+
+def _check_share(share: Sequence[int], devices: Devices, trainers: Sequence[int]) -> None:
+    """Of one server: the GPUs that are named several times in `placement.engine_devices` are those of several."""
+    setting = _setting(devices.engine_devices)
+    if len(set(share)) < len(share):
+        raise ConfigError(f"{setting}: one server would have {list(share)}; name each GPU once for each server")
+    if devices.rule == "same" and trainers and trainers[0] not in share:
+        raise ConfigError(
+            f"{setting}: weight_sync={devices.strategy} needs every server on the trainer's GPU {trainers[0]}; use "
+            "placement.engine_devices=null, or weight_sync=nccl"
+        )
 
 
 def share_out(gpus: Sequence[int], num_servers: int, at_least: int, configured: Sequence[int] | None) -> list[list[int]]:
@@ -118,11 +134,11 @@ def share_out(gpus: Sequence[int], num_servers: int, at_least: int, configured: 
     """
     each, rest = divmod(len(gpus), num_servers)
     if rest or each < at_least:
-        setting = f"placement.engine_devices={'null' if configured is None else list(configured)}"
+        have = f"{_setting(configured)}: {len(gpus)} GPU{'s' if len(gpus) != 1 else ''}"
         raise ConfigError(
-            f"{setting}: {len(gpus)} GPU{'s' if len(gpus) != 1 else ''} cannot be shared out among placement.num_engines={num_servers} "
-            f"servers with {at_least} each (engine.args.tensor_parallel_size); name {num_servers * at_least} that no process trains on, or "
-            "start fewer servers"
+            f"{have} cannot be shared out among placement.num_engines={num_servers} servers with {at_least} each "
+            f"(engine.args.tensor_parallel_size); name {num_servers * at_least}, or start fewer servers. A GPU that is named several times "
+            "has several servers"
         )
     return [list(gpus[i * each : (i + 1) * each]) for i in range(num_servers)]
 
@@ -142,7 +158,7 @@ def engine_gpus(
     Raises:
         ConfigError: GPUs that do not exist or break the rule.
     """
-    setting = f"placement.engine_devices={'null' if configured is None else list(configured)}"
+    setting = _setting(configured)
     if configured is not None:
         _check_existing(configured, setting, num_gpus)
     if not trainers:
@@ -170,7 +186,11 @@ def engine_gpus(
 
 
 def _check_existing(gpus: Sequence[int], setting: str, num_gpus: int) -> None:
-    if all(0 <= gpu < num_gpus for gpu in gpus) and len(set(gpus)) == len(gpus):
+    if all(0 <= gpu < num_gpus for gpu in gpus):
         return
     exist = f"this machine has {num_gpus} GPU{'s' if num_gpus != 1 else ''}" + (f", 0 to {num_gpus - 1}" if num_gpus > 1 else "")
-    raise ConfigError(f"{setting}: {exist}; name each GPU of the server once, or use placement.engine_devices=null")
+    raise ConfigError(f"{setting}: {exist}; name some of them, or use placement.engine_devices=null")
+
+
+def _setting(configured: Sequence[int] | None) -> str:
+    return f"placement.engine_devices={'null' if configured is None else list(configured)}"

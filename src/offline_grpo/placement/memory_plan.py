@@ -36,7 +36,7 @@ class ServerRequest:
     """The servers that the run starts."""
 
     num_servers: int
-    gpus: tuple[int, ...]  # of all of them
+    gpus: tuple[int, ...]  # of all of them: a GPU with several servers is there several times
     dtype: torch.dtype  # of their weights
     num_shards: int  # GPUs that the weights of each are split over
     share_frac: float  # of each GPU's memory
@@ -94,8 +94,9 @@ def predict(request: MemoryRequest) -> list[DevicePlan]:
         owners = [process for process in processes if process > 0 or not request.shares_weights]
         trainer = tuple(part for part in [weights] * len(owners) + others * len(processes) if part.num_bytes > 0)
         total_bytes = request.total_bytes[gpu]
-        served = _server_parts(server, request.model_config, total_bytes) if server is not None and gpu in server.gpus else ()
-        devices.append(DevicePlan(gpu, total_bytes, trainer, served))
+        num_servers = 0 if server is None else server.gpus.count(gpu)
+        served = _server_parts(server, request.model_config, total_bytes, num_servers) if server is not None and num_servers else ()
+        devices.append(DevicePlan(gpu, total_bytes, trainer, served, num_servers))
     if offload:
         num_processes = len(request.trainers)
         others_bytes = HOST_PROCESS_BYTES * (num_processes + (2 * server.num_servers if server is not None else 0))
@@ -217,14 +218,18 @@ def _sampling_part(request: MemoryRequest, footprint: Footprint) -> Part:
     return Part(SAMPLING, beyond, f"generation.batch_size={rows}", "lower it, which changes no sample")
 
 
-def _server_parts(server: ServerRequest, model_config: PretrainedConfig, total_bytes: int) -> tuple[Part, Part, Part]:
-    """Weights, what its share leaves for KV cache and the rest (below 0 if too little), and its CUDA context, which the share excludes."""
-    weights = weights_bytes(model_config, server.dtype) // server.num_shards
+def _server_parts(server: ServerRequest, model_config: PretrainedConfig, total_bytes: int, num_servers: int) -> tuple[Part, Part, Part]:
+    """Weights, what its share leaves for KV cache and the rest (below 0 if too little), and its CUDA context, which the share excludes.
+
+    Of all servers on the GPU, whose shares add up.
+    """
+    weights = num_servers * (weights_bytes(model_config, server.dtype) // server.num_shards)
     setting, fix = f"{server.share_key}={server.share_frac:g}", "lower it"
+    who = "server" if num_servers == 1 else f"{num_servers} servers"
     return (
-        Part("server: weights", weights, setting, fix),
-        Part("server: KV cache and the rest", int(total_bytes * server.share_frac) - weights, setting, fix),
-        Part("server: CUDA context", CONTEXT_BYTES, setting, fix),
+        Part(f"{who}: weights", weights, setting, fix),
+        Part(f"{who}: KV cache and the rest", int(num_servers * total_bytes * server.share_frac) - weights, setting, fix),
+        Part(f"{who}: CUDA context", num_servers * CONTEXT_BYTES, setting, fix),
     )
 
 

@@ -16,6 +16,7 @@ from offline_grpo import progress
 from offline_grpo.checkpoint.checkpointer import Checkpointer, Restored
 from offline_grpo.checkpoint.files import check_model_folder
 from offline_grpo.engine.server import Server
+from offline_grpo.engine.turns import next_to_start
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Deployment, RolloutClient, RolloutSource, RunListener, Sharding
@@ -143,8 +144,8 @@ def _servers(start: Start, model_id: str, stack: ExitStack, devices: Devices) ->
     model = str(start.resume.checkpoint) if start.resume is not None and has_trained else model_id
     for server in servers:
         stack.callback(server.stop)
-        if can_begin:
-            start.ranks.on_main(lambda server=server: server.begin(model))
+    for server in next_to_start(servers) if can_begin else ():
+        start.ranks.on_main(lambda server=server: server.begin(model))
     return servers
 
 

@@ -105,7 +105,7 @@ def make_plan(config: RunConfig) -> Plan:
     weight_sync = build(config.weight_sync, key="weight_sync", protocol=WeightSync)
     lora_rank = config.model.lora.r if config.model.lora is not None else None
     check_requirements(weight_sync.name, weight_sync.requires, engine.client_class, lora_rank=lora_rank, base_url=engine.base_url)
-    fix = f"serves one engine: the policy shares its memory, or GPU, with it; use one, or another weight_sync than {weight_sync.name}"
+    fix = f"serves one engine: the policy shares its memory; use one, or another weight_sync than {weight_sync.name}"
     key, value = ("generation.base_url", engine.base_url) if engine.base_urls else ("placement.num_engines", engine.num_managed)
     require(engine.num_servers <= 1 or not weight_sync.requires.one_engine, key, value, fix)
     _check_cluster(config, weight_sync, data.task, has_servers=engine.launcher is not None)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offline_grpo.engine.engine import Engine, ServerEngine
+from offline_grpo.engine.turns import next_to_start
 from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.generation.spread import SpreadClient
 from offline_grpo.interfaces import RolloutClient
@@ -81,7 +82,7 @@ class Deployment:
             check_requirements(strategy.name, strategy.requires, type(engine.client), lora_rank=policy.lora_rank, base_url=engine.found_at)
         snapshot = self._snapshot(policy)
         words = strategy.start_model(snapshot), strategy.start_args(snapshot)
-        for engine in self.engines:
+        for engine in next_to_start(self.engines):
             engine.begin(*words)
         for engine in self.engines:
             engine.start(*words)
@@ -128,7 +129,8 @@ class Deployment:
         for engine in lost:
             if engine not in self._starting:
                 engine.stop()
-                engine.begin(*words[engine])
+        for engine in next_to_start([engine for engine in lost if engine not in self._starting], self._starting):
+            engine.begin(*words[engine])
         self._starting = {}
         for engine in lost:
             engine.start(*words[engine])
@@ -220,9 +222,8 @@ class Deployment:
             engine.start(*self._starting.pop(engine))
             self._strategy.reattach(engine, snapshot)
         serving = self._serving
-        for engine in self.engines:
-            if engine in serving or engine in self._starting:
-                continue
+        dead = [engine for engine in self.engines if engine not in serving and engine not in self._starting]
+        for engine in next_to_start(dead, self._starting):
             self._num_restarts += 1
             log.info("starting the server again that has ended; %d go%s on meanwhile", len(serving), "es" if len(serving) == 1 else "")
             self._strategy.detach(engine)

@@ -1,4 +1,4 @@
-"""vLLM's weight-transfer engine over CUDA IPC: trainer and server on one GPU, each with a copy; the server copies from the trainer's."""
+"""vLLM's weight-transfer engine over CUDA IPC: trainer and servers on one GPU, each with a copy; the servers copy from the trainer's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
+from offline_grpo.engine.background import at_once
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.guardian import remove_cuda_driver_files
 from offline_grpo.errors import ConfigError
@@ -23,7 +24,7 @@ from offline_grpo.weight_sync.weight_transfer import WeightTransfer
 
 @dataclass(kw_only=True)
 class Ipc(WeightTransfer):
-    """vLLM unpickles the handles, so the server must listen on loopback."""
+    """vLLM unpickles the handles, so a server must listen on loopback."""
 
     name = "ipc"
 
@@ -31,7 +32,7 @@ class Ipc(WeightTransfer):
     def requires(self) -> SyncRequirements:
         """See `WeightSync.requires`."""
         env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "1"}
-        return replace(super().requires, gpu=True, one_engine=True, placement="same", env=env)
+        return replace(super().requires, gpu=True, placement="same", env=env)
 
     def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`.
@@ -51,10 +52,15 @@ class Ipc(WeightTransfer):
         engine.control.post("/init_weight_transfer_engine", {"init_info": {}})
 
     def send(self, engines: Sequence[ServerEngine], bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
-        """See `WeightTransfer.send`. Handles of the policy's own tensors; the server has copied them when it answers."""
-        [engine] = engines
+        """See `WeightTransfer.send`. Handles of the policy's own tensors; a server has copied them when it answers."""
         uuid = gpu_uuid(bucket[0][1].device)
-        handles = [{uuid: reduce_tensor(tensor.detach().contiguous())[1]} for _, tensor in bucket]
-        update_info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
+        tensors = [tensor.detach().contiguous() for _, tensor in bucket]
+        # A handle is counted down by the one process that opens it, so each server gets handles of its own.
+        handles = {engine: [{uuid: reduce_tensor(tensor)[1]} for tensor in tensors] for engine in engines}
         torch.cuda.synchronize()
-        engine.control.post("/update_weights", {"update_info": update_info}, timeout_s=600)
+
+        def update(engine: ServerEngine) -> None:
+            pickled = base64.b64encode(pickle.dumps(handles[engine])).decode()
+            engine.control.post("/update_weights", {"update_info": {**update_info, "ipc_handles_pickled": pickled}}, timeout_s=600)
+
+        at_once(update, engines)

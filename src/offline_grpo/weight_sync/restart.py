@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.engine.turns import next_to_start
 from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.saving import save_weights
 from offline_grpo.weight_sync.server_sync import ServerSync
@@ -63,7 +64,7 @@ class Restart(ServerSync):
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedStart]:
         """See `WeightSync.staged`. Weights that all servers were started from, and still serve, are not saved again.
 
-        The others are started anew, all at once: `deliver` waits for them.
+        The others are started anew, as many at once as may: `deliver` waits for them, and starts the rest.
         """
         bits = snapshot.fingerprints
         stale = [engine for engine, theirs in self._started_from.items() if theirs != bits or engine.has_lost_weights]
@@ -72,12 +73,12 @@ class Restart(ServerSync):
         for engine in stale:
             self._started_from[engine] = {}
             engine.stop()
-        for engine in stale:
+        for engine in next_to_start(stale):
             engine.begin(model, args)
         yield StagedStart(version=version, num_tensors=0, num_bytes=num_bytes, model=model, args=args, bits=bits, began_s=began_s)
 
     def deliver(self, engines: Sequence[ServerEngine], staged: StagedStart) -> float:
-        """See `WeightSync.deliver`. Starts overlap: `staged` has begun them all. So they are waited for one after the other."""
+        """See `WeightSync.deliver`. Starts overlap, for `staged` has begun them. So they are waited for one after the other."""
         return max(self._started(engine, staged) for engine in engines)
 
     def _started(self, engine: ServerEngine, staged: StagedStart) -> float:

@@ -149,7 +149,7 @@ def test_weights_in_shared_memory_can_be_saved(connect: Callable[..., Any], tmp_
 
 
 @pytest.mark.slow  # a second server
-@pytest.mark.parametrize("option", ["reload", "lora_hotswap"])
+@pytest.mark.parametrize("option", ["reload", "lora_hotswap", pytest.param("ipc", marks=pytest.mark.gpu)])
 def test_one_staging_serves_two_servers(
     option: str, connect: Callable[..., Any], second_server: Server, where: Where, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +166,7 @@ def test_one_staging_serves_two_servers(
     for version in (1, 2):
         train(policy, seed=version)
         report = sync.push(policy, version=version)
-        assert len(saves) == version
+        assert len(saves) == (0 if option == "ipc" else version)
         assert report.alignment["sync/probe_diff_abs_mean"] < where.tolerance_nats  # of the server that is further off
         for one in (client, other):
             completions = sample(one)

@@ -163,6 +163,17 @@ def test_a_server_over_two_gpus_halves_its_weights():
     assert [parts(device)["server: weights"] for device in split] == [about(NUM_WEIGHTS)] * 2
 
 
+def test_the_shares_of_servers_on_one_gpu_add_up():
+    own = ("generation=vllm_server", "placement.num_engines=2", "engine.args.gpu_memory_utilization=0.2", "train.precision=bf16")
+    first, second = predicted(*own, "weight_sync=reload", trainers=[0], engine_gpus=[1, 1])
+    assert not first.server
+    assert parts(second) == {
+        "2 servers: weights": about(2 * 2 * NUM_WEIGHTS),
+        "2 servers: KV cache and the rest": about(0.4 * 16 * GIB - 2 * 2 * NUM_WEIGHTS),
+        "2 servers: CUDA context": 2 * 3 * GIB // 4,
+    }
+
+
 def test_sglangs_share_has_another_name():
     (device,) = predicted(*SERVED[1:], "generation=sglang_server", "weight_sync=restart", "engine.args.mem_fraction_static=0.5")
     assert parts(device)["server: KV cache and the rest"] == about(8 * GIB - 2 * NUM_WEIGHTS)
@@ -280,12 +291,12 @@ def test_lora_pays_for_its_adapters_alone():
     assert found["optimizer state"] == pytest.approx(8 * adapters, rel=0.1)
 
 
-def made_up(*, total_gib, trainer_gib=(), server_gib=()):
+def made_up(*, total_gib, trainer_gib=(), server_gib=(), num_servers=1):
     trainer = tuple(Part(f"part {i}", int(gib * GIB), f"train.key_{i}={i}", f"fix {i}") for i, gib in enumerate(trainer_gib))
     names = ("weights", "KV cache", "context")
     setting = "engine.args.gpu_memory_utilization=0.6"
     server = tuple(Part(name, int(gib * GIB), setting, "lower it") for name, gib in zip(names, server_gib, strict=bool(server_gib)))
-    return [DevicePlan(0, int(total_gib * GIB), trainer, server)]
+    return [DevicePlan(0, int(total_gib * GIB), trainer, server, num_servers)]
 
 
 def test_what_fits_passes_up_to_the_last_byte():
@@ -308,6 +319,10 @@ def test_what_fits_passes_up_to_the_last_byte():
             r"^engine.args.gpu_memory_utilization=0.6: GPU 0 .* 13.0 GiB .*; use engine.args.gpu_memory_utilization=0.30 or less; ",
         ),
         (
+            made_up(total_gib=10, trainer_gib=[5.0], server_gib=[1, 11, 1.0], num_servers=2),  # 10 - 5 - 1 = 4 GiB are left, 2 for each
+            r"^engine.args.gpu_memory_utilization=0.6: GPU 0 .* 18.0 GiB .*; use engine.args.gpu_memory_utilization=0.20 or less; ",
+        ),
+        (
             made_up(total_gib=10, trainer_gib=[8.5], server_gib=[1, 5, 0.5]),  # 1 GiB is left: the weights' own size
             r"^train.key_0=0: GPU 0 .*; fix 0; ",
         ),
@@ -315,9 +330,13 @@ def test_what_fits_passes_up_to_the_last_byte():
             made_up(total_gib=10, server_gib=[6.5, -0.5, 0.5]),
             r"^engine.args.gpu_memory_utilization=0.6: that share of GPU 0, 6.0 GiB, .* weights of 6.5 GiB .*; use 0.72 or more$",
         ),
+        (
+            made_up(total_gib=20, server_gib=[6.5, -0.5, 0.5], num_servers=2),
+            r"^engine.args.gpu_memory_utilization=0.6: that share of GPU 0, 3.0 GiB, .* weights of 3.2 GiB .*; use 0.18 or more$",
+        ),
         (made_up(total_gib=10, server_gib=[9.5, -3.5, 0.5]), r"it needs several GPUs \(placement.engine_devices\), or a smaller model$"),
     ],
-    ids=["trainer", "smaller server", "no smaller server", "server's weights", "no server fits"],
+    ids=["trainer", "smaller server", "smaller servers", "no smaller server", "server's weights", "servers' weights", "no server fits"],
 )
 def test_what_does_not_fit_is_refused_with_the_setting_to_change(plan, message):
     with pytest.raises(ConfigError, match=message):

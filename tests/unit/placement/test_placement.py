@@ -60,7 +60,6 @@ def test_a_list_is_used_as_it_is(rule, trainers, configured):
         ("any", [0], [1], 1, r"placement.engine_devices=\[1\]: this machine has 1 GPU; .*null"),
         ("any", [0], [2], 2, r"placement.engine_devices=\[2\]: this machine has 2 GPUs, 0 to 1; "),
         ("any", [0], [-1], 2, r"placement.engine_devices=\[-1\]: this machine has 2 GPUs"),
-        ("any", [0], [1, 1], 2, r"placement.engine_devices=\[1, 1\]: .*each GPU of the server once"),
         ("any", [], [0], 0, r"placement.engine_devices=\[0\]: this machine has 0 GPUs; "),
         ("same", [0], [1], 2, r"placement.engine_devices=\[1\]: weight_sync=x needs the server on the trainer's GPU 0; use .*null"),
         ("other", [0], [0], 2, r"placement.engine_devices=\[0\]: weight_sync=x needs other GPUs .* use placement.engine_devices=\[1\]"),
@@ -79,6 +78,12 @@ NULL = "placement.engine_devices=null"
 @pytest.mark.parametrize(
     ("trainer", "num_servers", "each", "configured", "num_gpus", "expected"),
     [
+        ("cuda", 2, 1, [0, 0], 1, [[0], [0]]),  # several servers on one GPU
+        ("cuda", 4, 1, [0, 0, 2, 2], 3, [[0], [0], [2], [2]]),
+        ("cuda", 2, 2, [1, 2, 1, 2], 3, [[1, 2], [1, 2]]),
+        ("cpu", 2, 1, [1, 1], 2, [[1], [1]]),
+        ("cuda", 1, 1, [1, 1], 2, r"placement.engine_devices=\[1, 1\]: one server would have \[1, 1\]; name each GPU once for each server"),
+        ("cuda", 2, 2, [1, 1, 2, 2], 3, r"placement.engine_devices=\[1, 1, 2, 2\]: one server would have \[1, 1\]"),
         ("cpu", 0, 1, None, 0, []),
         ("cpu", 2, 1, None, 0, [None, None]),  # all on the CPU
         ("cpu", 1, 1, None, 4, [None]),
@@ -89,11 +94,10 @@ NULL = "placement.engine_devices=null"
         ("cuda", 2, 1, [3, 1], 4, [[3], [1]]),
         ("cuda", 2, 2, [2, 3, 4, 5], 8, [[2, 3], [4, 5]]),
         ("cuda", 2, 1, [1, 2, 3, 4], 8, [[1, 2], [3, 4]]),
-        ("cuda", 3, 1, None, 3, rf"{NULL}: 2 GPUs cannot be .* placement.num_engines=3 servers with 1 each .* name 3 that no process"),
-        ("cuda", 2, 1, None, 1, rf"{NULL}: 1 GPU cannot be shared out among placement.num_engines=2 servers"),
-        ("cuda", 2, 2, [1, 2], 4, r"placement.engine_devices=\[1, 2\]: 2 GPUs .* with 2 each .* name 4 that"),
+        ("cuda", 3, 1, None, 3, rf"{NULL}: 2 GPUs cannot be .* placement.num_engines=3 servers with 1 each .* name 3, or start fewer"),
+        ("cuda", 2, 1, None, 1, rf"{NULL}: 1 GPU cannot be shared out among placement.num_engines=2 .* several times has several servers"),
+        ("cuda", 2, 2, [1, 2], 4, r"placement.engine_devices=\[1, 2\]: 2 GPUs .* with 2 each .* name 4, or"),
         ("cuda", 2, 1, [1, 2, 3], 4, r"placement.engine_devices=\[1, 2, 3\]: 3 GPUs cannot be shared out"),
-        ("cuda", 2, 1, [1, 1], 4, r"placement.engine_devices=\[1, 1\]: .*name each GPU of the server once"),
         ("cpu", 2, 1, None, 1, rf"{NULL}: 1 GPU cannot be shared out"),
     ],
 )
@@ -110,6 +114,26 @@ def test_gpus_are_shared_out_among_servers(trainer, num_servers, each, configure
         rule="any",
         needs_gpu=False,
     )
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=f"^{expected}"):
+            server_gpus(devices)
+    else:
+        assert server_gpus(devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("configured", "expected"),
+    [
+        (None, [[1], [1]]),
+        ([1, 1], [[1], [1]]),
+        ([1, 0], r"placement.engine_devices=\[1, 0\]: weight_sync=ipc needs every server on the trainer's GPU 1; use .*=null, or .*nccl"),
+    ],
+)
+def test_servers_that_copy_on_the_trainers_gpu_are_all_there(configured, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    about = {"num_processes": 1, "num_servers": 2, "gpus_per_server": 1, "strategy": "ipc", "rule": "same", "needs_gpu": True}
+    devices = Devices(trainer="cuda:1", engine_devices=configured, **about)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=f"^{expected}"):
             server_gpus(devices)

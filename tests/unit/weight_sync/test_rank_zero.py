@@ -98,7 +98,7 @@ class FakeServer:
 
     def __init__(self, *, is_managed: bool) -> None:
         self.is_managed = is_managed
-        self.base_url = "http://server"
+        self.base_url, self.gpus = "http://server", None
         self.pid: int | None = None
         self.watched: int | None = None
         self.is_dead = False

@@ -28,6 +28,7 @@ class FakeServer:
 
     def __init__(self, name: str, calls: list[str]) -> None:
         self.base_url, self.is_managed = name, True
+        self.gpus: list[int] | None = None
         self._calls = calls
         self.pid: int | None = None
         self.has_ended = self.is_ready = False
@@ -125,10 +126,12 @@ class Sync:
 class Lab:
     """Engines a, b and c, connected and pushed to."""
 
-    def __init__(self, names: str = "abc") -> None:
+    def __init__(self, names: str = "abc", gpus: Mapping[str, list[int]] | None = None) -> None:
         self.calls: list[str] = []
         self.sync: Any = Sync(self.calls)
         self.servers = {name: FakeServer(name, self.calls) for name in names}
+        for name, own in (gpus or {}).items():
+            self.servers[name].gpus = own
         clients: list[Any] = [Client(server) for server in self.servers.values()]  # type: ignore[arg-type]
         self.deployment = Deployment([ServerEngine(client, SamplingParams(1)) for client in clients], self.sync, full_weights)
         self.deployment.connect(POLICY)
@@ -159,6 +162,23 @@ def of_push(version: int, names: str, host: str) -> list[str]:
 
 def test_servers_start_side_by_side() -> None:
     assert Lab("ab").of_connect == ["begin a", "begin b", "start a", "attach a", "start b", "attach b"]
+
+
+def test_servers_on_one_gpu_start_one_after_the_other() -> None:
+    """While one starts it measures what it takes of the GPU."""
+    lab = Lab(gpus={"a": [0], "b": [0], "c": [1]})
+    begun = ["begin a", "begin c"]  # a real server's `start` begins what has not begun
+    assert lab.of_connect == [*begun, "start a", "attach a", "start b", "attach b", "start c", "attach c"]
+    for name in "ab":
+        lab.servers[name].has_ended = True
+    assert lab.push(2)[:3] == ["detach a", "stop a", "begin a"]
+    assert lab.push(3) == of_push(3, "c", host="c")  # b waits for a
+    lab.servers["a"].is_ready = True
+    assert lab.push(4) == ["start a", "reattach a", "detach b", "stop b", "begin b", *of_push(4, "ac", host="a")]
+    lab.servers["c"].has_ended = True
+    lab.calls.clear()
+    lab.deployment.recover(POLICY, version=4)
+    assert lab.calls[:6] == ["stop c", "begin c", "start b", "reattach b", "start c", "reattach c"]
 
 
 def test_a_dead_engine_is_started_beside_the_others_and_serves_when_it_is_ready() -> None:
