@@ -13,7 +13,9 @@ Arms:
     offline           vLLM's LLM.generate in a process of its own: the sampled token's logprob, no text
     offline_bare      the same without logprobs
 
-With --engines N there are N servers, each with weights of its own, and the arms `one` (all sequences on the first) and `all` (split).
+With --engines N there are N servers, each with weights of its own, and the arms `one` (all sequences on the first) and `all` (split). An
+engine that has no memory for all sequences makes some of them wait, or computes them again; `preempted` counts the latter. Choose --tokens
+such that `one` has none, or memory is compared, and not processes.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 from client_overhead import CPU_ARGS, EndlessClient
 from common import RESULTS, Target, Timings, write_result
@@ -110,6 +113,11 @@ class Served:
         num_tokens = tokens * sum(request.num_completions for request in asked)
         self.cpu_us_per_token = {name: 1e6 * (s - before.get(name, s)) / num_tokens for name, s in self._cpu_s().items()}
         return [[(completion.token_ids, completion.logprobs) for completion in group] for group in found]
+
+    def num_preempted(self) -> float:
+        """Requests that the engine has computed again for lack of memory, since its start."""
+        answer = httpx.get(f"{self.server.base_url}/metrics", headers={"Authorization": f"Bearer {self.server.api_key}"}, timeout=60).text
+        return sum(float(line.split()[-1]) for line in answer.splitlines() if line.startswith("vllm:num_preemptions_total"))
 
     def _cpu_s(self) -> dict[str, float]:
         """Of the API server (`python`) and the engine's processes, by name."""
@@ -275,10 +283,22 @@ def several_engines(arguments: argparse.Namespace, model: Path, args: dict[str, 
         return [parts[index % len(servers)][index // len(servers)] for index in range(len(asked))]
 
     arms = {"one": servers[0].generate, "all": split}
+    preempted = {"one": 0.0, "all": 0.0}
+
+    def counting(arm: str) -> Callable[[Sequence[SamplingRequest], int], list[Group]]:
+        def generate(asked: Sequence[SamplingRequest], tokens: int) -> list[Group]:
+            before = sum(server.num_preempted() for server in servers)
+            found = arms[arm](asked, tokens)
+            preempted[arm] += sum(server.num_preempted() for server in servers) - before
+            return found
+
+        return generate
+
     check_equal({str(index): server.generate for index, server in enumerate(servers)}, min(arguments.tokens, 64))
     few, many = arguments.sequences
-    timings = measure(arms, {many: arguments.rounds, few: arguments.rounds}, arguments.tokens, deadline)
-    measured = {f"gain_{count}": found.ratio("one", "all") for count, found in timings.items()}
+    timings = measure({arm: counting(arm) for arm in arms}, {many: arguments.rounds, few: arguments.rounds}, arguments.tokens, deadline)
+    measured = {f"preempted_{arm}": count for arm, count in preempted.items()}
+    measured |= {f"gain_{count}": found.ratio("one", "all") for count, found in timings.items()}
     for count, found in timings.items():
         measured |= {f"{name}_{count}_tokens_per_s": count * arguments.tokens / found.median_s(name) for name in found.seconds}
     save(
