@@ -47,6 +47,10 @@ LORA_ARGS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 16, "max_lora
 CONTEXT = 4096
 
 
+GPU_ARGS: dict[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30}
+"""With a size given, the server measures no memory at its start, which others on the GPU would disturb."""
+
+
 @dataclass(frozen=True)
 class Where:
     """Where a suite runs, and how close server and trainer are there."""
@@ -68,7 +72,7 @@ class Where:
             "generation_config": "vllm",
             "seed": 0,
         }
-        return common | (CPU_ARGS if self.device.type == "cpu" else {"gpu_memory_utilization": 0.1})
+        return common | (CPU_ARGS if self.device.type == "cpu" else GPU_ARGS)
 
 
 CPU = Where(torch.device("cpu"), torch.float32, 1e-5)

@@ -118,9 +118,9 @@ def test_end_to_end(tmp_path: Path) -> None:
         "train.iterations=4",
         "checkpoint.save_interval=2",
     )
-    memory = "engine.args.gpu_memory_utilization=0.1"
+    memory = SMALL_SERVER[1:]
     app.run(
-        compose_config("generation=vllm_server", "weight_sync=shared_vllm", *OVERRIDES, *small, memory, f"cache_dir={tmp_path}/cache"),
+        compose_config("generation=vllm_server", "weight_sync=shared_vllm", *OVERRIDES, *small, *memory, f"cache_dir={tmp_path}/cache"),
         run_dir,
     )
     metrics = metrics_of(run_dir)
@@ -149,7 +149,7 @@ def test_nothing_is_learnt_from_weights_that_somebody_else_loads(tmp_path: Path,
 
     monkeypatch.setattr(OnPolicy, "next", attacked)
     small = ("model.tiny.warm_start_steps=60", "task.format_weight=0.5", "eval.enabled=false", "train.iterations=3")
-    server = ("generation=vllm_server", "weight_sync=shared_vllm", "engine.args.gpu_memory_utilization=0.1")
+    server = ("generation=vllm_server", "weight_sync=shared_vllm", *SMALL_SERVER[1:])
     app.run(compose_config(*server, *OVERRIDES, *small, f"cache_dir={tmp_path}/cache"), tmp_path / "run")
     metrics = metrics_of(tmp_path / "run")
     assert len(attacks) == 1

@@ -17,7 +17,9 @@ BODY = {"prompt": {"prompt_token_ids": [1, 5, 6, 7]}, "max_tokens": 8, "temperat
 def test_sleep_frees_the_memory_and_waking_takes_it_again(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", dtype=GPU.dtype)
     http = httpx.Client(headers={"Authorization": "Bearer key"}, timeout=120)
-    with running(make_server(GPU, tmp_path, args={"enable_sleep_mode": True}, api_key="key"), model) as server:
+    with running(
+        make_server(GPU, tmp_path, args={"enable_sleep_mode": True, "kv_cache_memory_bytes": None}, api_key="key"), model
+    ) as server:
         url = server.base_url
         before, awake = http.post(f"{url}/generate", json=BODY).json(), used_gib()
         http.post(f"{url}/sleep?level=1").raise_for_status()
