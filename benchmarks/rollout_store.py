@@ -26,8 +26,7 @@ import pyarrow.dataset
 import torch
 from common import Target, alternate, write_result
 
-from offline_grpo.rollouts.store.checking import check_values
-from offline_grpo.rollouts.store.reader import shards_of
+from offline_grpo.rollouts.store.reader import checked, shards_of
 from offline_grpo.rollouts.store.recorder import Recorder
 from offline_grpo.rollouts.store.rows import groups_of
 from offline_grpo.rollouts.store.shard import Origin
@@ -140,11 +139,9 @@ def reading(folder: Path, gigabytes: float, rounds: int) -> tuple[dict[str, floa
 
     def ours() -> None:
         count = 0
-        for shard in shards_of(folder, key="folder"):
+        for shard, reading in checked(shards_of(folder, key="folder"), vocab_size=VOCAB, context=4096):
             assert shard.origin is not None
-            table = shard.table()
-            check_values(table, shard.path, vocab_size=VOCAB, context=4096)
-            count += table.num_rows
+            count += reading.result().num_rows
         assert count == num_rows
 
     def pyarrow_scan() -> None:

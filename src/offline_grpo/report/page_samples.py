@@ -63,11 +63,10 @@ def _evenly(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def _of_shard(shard: Shard, num_groups: int) -> Iterator[dict[str, Any]]:
-    from offline_grpo.rollouts.store.checking import check_values
-    from offline_grpo.rollouts.store.reader import group_rows
+    from offline_grpo.rollouts.store.reader import checked, group_rows
 
-    table = shard.table()
-    check_values(table, shard.path, vocab_size=None, context=None)
+    [(_, reading)] = checked([shard], vocab_size=None, context=None)
+    table = reading.result()
     rewards, rows = table["reward"].to_numpy(), []
     for members in _evenly(list(group_rows(table).values()), num_groups):
         order = sorted(members, key=lambda row: -rewards[row])

@@ -86,12 +86,11 @@ def _tables(shards: Sequence[Shard], options: argparse.Namespace) -> Iterator[tu
     """The checked tables that the options choose, without empty ones."""
     import pyarrow.compute
 
-    from offline_grpo.rollouts.store.checking import check_values
+    from offline_grpo.rollouts.store.reader import checked
 
-    for shard in shards:
+    for shard, reading in checked(shards, vocab_size=None, context=None):
         try:
-            table = shard.table()
-            check_values(table, shard.path, vocab_size=None, context=None)
+            table = reading.result()
         except ConfigError as error:
             if len(shards) == 1:  # without it nothing is left
                 raise

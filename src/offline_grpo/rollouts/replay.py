@@ -18,8 +18,7 @@ from offline_grpo.errors import ConfigError, require
 from offline_grpo.generation.judging import Judgement
 from offline_grpo.interfaces import Task
 from offline_grpo.rollouts.on_policy import permutation
-from offline_grpo.rollouts.store.checking import check_values
-from offline_grpo.rollouts.store.reader import Shard, group_rows, shards_of
+from offline_grpo.rollouts.store.reader import Shard, checked, group_rows, shards_of
 from offline_grpo.rollouts.store.rows import groups_of
 from offline_grpo.rollouts.store.shard import FOLDER, Origin, json_hash
 from offline_grpo.seeding import derive_seed
@@ -108,13 +107,13 @@ class Replay:
         require(not any(shard.path.resolve().parent == own for shard in shards), "rollouts.path", self.path, "is this run's own record")
         groups: list[_Group] = []
         sound: list[Shard] = []
-        for number, shard in enumerate(shards):
+        tables = checked(shards, vocab_size=self.vocab_size, context=self.context)
+        for number, (shard, reading) in enumerate(tables):
             progress.report(number, len(shards), "files")
             try:
                 if not self.any_model:
                     self._check_origin(shard)
-                table = shard.table()
-                check_values(table, shard.path, vocab_size=self.vocab_size, context=self.context)
+                table = reading.result()
             except _Foreign:
                 raise
             except ConfigError as error:

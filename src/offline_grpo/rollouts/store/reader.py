@@ -10,7 +10,9 @@ for shard in shards_of(Path("outputs/DATE/TIME"), key="PATH"):
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,12 +23,14 @@ import pyarrow.parquet as pq
 
 from offline_grpo.disk import parse_json
 from offline_grpo.errors import ConfigError, reason_of
-from offline_grpo.rollouts.store.checking import conform
+from offline_grpo.rollouts.store.checking import check_values, conform
 from offline_grpo.rollouts.store.shard import FOLDER, FORMAT, KEY, Origin
 
 DATASET, SPLITS = "dataset_info.json", "dataset_dict.json"
 ORIGIN_FILE = "offline_grpo.json"
 """In a folder of `datasets` that was exported from a store, the origin, for which its tables have no place."""
+AHEAD = 4
+"""Files that are read and checked while an earlier one is used: pyarrow does either without Python's lock."""
 MAX_NAMED = 6
 """Runs, or iterations, that a message lists."""
 _NAME = re.compile(r"(?P<phase>eval_)?(?:init|iter_(?P<iteration>\d+))\.parquet")
@@ -123,6 +127,30 @@ def shards_of(path: Path, *, key: str, phase: str | None = None, iteration: int 
         raise ConfigError(f"{key}={path}: has no rollouts; {fix}")
     wanted.sort(key=lambda pair: (_iteration(pair[0]), pair[0]["phase"] is not None))
     return [Shard(file) for _, file in wanted]
+
+
+def checked(shards: Sequence[Shard], *, vocab_size: int | None, context: int | None) -> Iterator[tuple[Shard, Future[pa.Table]]]:
+    """Each shard with its table, in order. `result()` raises ConfigError where `Shard.table` or `check_values` refuses it.
+
+    Args:
+        vocab_size, context: of the model; None where nothing is trained.
+    """
+
+    def read(shard: Shard) -> pa.Table:
+        table = shard.table()
+        check_values(table, shard.path, vocab_size=vocab_size, context=context)
+        return table
+
+    threads, read_ahead = ThreadPoolExecutor(AHEAD), deque[tuple[Shard, Future[pa.Table]]]()
+    try:
+        for shard in shards:
+            read_ahead.append((shard, threads.submit(read, shard)))
+            if len(read_ahead) > AHEAD:
+                yield read_ahead.popleft()
+        while read_ahead:
+            yield read_ahead.popleft()
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def _is_parquet(path: Path) -> bool:
