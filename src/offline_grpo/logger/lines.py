@@ -57,3 +57,8 @@ def clock(seconds: float) -> str:
     """`1:02:03`, hours first."""
     minutes, second = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
+
+
+def short(name: str, letters: int) -> str:
+    """The beginning of a name that is longer."""
+    return name if len(name) <= letters else f"{name[: letters - 1]}…"

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from offline_grpo.logger.lines import short
 from offline_grpo.report.history import History, Series
 from offline_grpo.report.run_files import about
 from offline_grpo.report.style import (
@@ -36,8 +37,8 @@ from offline_grpo.report.style import (
 PHASE_COLORS = {"generate": BLUE, "train": ORANGE, "sync": GREEN, "eval": PURPLE, "checkpoint": GREY}
 PLACES = {"left": 0.052, "right": 0.974, "bottom": 0.042, "top": 0.878, "wspace": 0.56, "hspace": 0.5}
 """Margins as fractions of the figure, and gaps as fractions of a panel. Fixed, because computing the layout for each run takes seconds."""
+MAX_NAME = 13  # letters of a name in a legend: three of them fit beside each other
 MAX_PARTS = 6  # of the reward, the largest
-MAX_NAME = 13  # letters of a reward part's name: three of them fit beside each other
 
 
 def save_report(history: History) -> Path:
@@ -99,12 +100,8 @@ def _reward_parts(axes: Axes, history: History) -> None:
     keys = {key for metrics in history.train.values() for key in metrics if key.startswith("reward/")}
     largest = sorted(keys, key=lambda key: (-abs(history.series("train", key).values).max(), key))[:MAX_PARTS]
     label(axes, "Parts of the reward", "reward", legend_rows=1 if len(largest) <= 3 else 2)
-    names = [_short(key.removeprefix("reward/")) for key in largest]
+    names = [short(key.removeprefix("reward/"), MAX_NAME) for key in largest]
     _curves(axes, history, {key: (name, color) for key, name, color in zip(largest, names, COLORS, strict=False)}, ncols=3)
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"
 
 
 def _success(axes: Axes, history: History) -> None:
@@ -123,8 +120,12 @@ def _signal(axes: Axes, history: History) -> None:
 
 
 def _pass_at_k(axes: Axes, history: History) -> None:
-    ks = history.eval_ks()[: len(COLORS)]
-    label(axes, "Held-out pass@k with 95 % interval", "share of problems", legend_rows=1 if len(ks) <= 4 else 2)
+    """Of a mixture of tasks, pass@1 alone, with that of each task."""
+    tasks = history.held_out_tasks()[: len(COLORS) - 1]
+    ks = history.eval_ks()[: 1 if tasks else len(COLORS)]
+    title = "Held-out pass@1 of all and of each task" if tasks else "Held-out pass@k with 95 % interval"
+    num_columns = 3 if tasks or len(ks) > 4 else 4
+    label(axes, title, "share of problems", legend_rows=1 if len(ks) + len(tasks) <= num_columns else 2)
     if not ks:
         return nothing(axes)
     for k, color in zip(ks, COLORS, strict=False):
@@ -133,8 +134,11 @@ def _pass_at_k(axes: Axes, history: History) -> None:
         if len(low) == len(high) == len(series):
             band(axes, series.steps, low.values, high.values, color)
             axes.vlines(series.steps, low.values, high.values, color=color, alpha=0.4, linewidth=1)
+    for task, color in zip(tasks, COLORS[1:], strict=False):
+        series = history.series("eval", f"task/{task}/pass@1")
+        axes.plot(series.steps, series.values, "--", color=color, label=short(task, MAX_NAME), linewidth=1.3, marker="o", markersize=3)
     fit(axes, is_share=True)
-    return legend(axes, ncols=4 if len(ks) <= 4 else 3)
+    return legend(axes, ncols=num_columns)
 
 
 def _kl(axes: Axes, history: History) -> None:

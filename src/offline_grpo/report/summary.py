@@ -6,11 +6,12 @@ import textwrap
 
 from rich.console import Console
 
-from offline_grpo.logger.lines import folded
+from offline_grpo.logger.lines import folded, short
 from offline_grpo.report.findings import find
 from offline_grpo.report.history import History, Series
 
 LABEL_WIDTH = 16
+MAX_TASKS = 12  # the report's page has these too
 RESULT_WIDTH = 20  # of `0.917 [0.895, 0.938]`
 SMALLEST_PART = 0.01  # of the start, to be named
 
@@ -28,7 +29,11 @@ def summary_lines(history: History, *, width: int) -> list[str]:
         history.size,
         "".rjust(LABEL_WIDTH) + "  ".join(["before".ljust(RESULT_WIDTH), "after".ljust(RESULT_WIDTH), "best (iteration)"]),
     ]
-    lines += [_result(history, "eval", f"pass@{k}", f"pass@{k}") for k in history.eval_ks()]
+    for k in history.eval_ks():
+        lines.append(_result(history, "eval", f"pass@{k}", f"pass@{k}"))
+        if k == 1:  # of a mixture, that of each task
+            tasks = history.held_out_tasks()[:MAX_TASKS]
+            lines += [_result(history, "eval", f"task/{task}/pass@1", f"  {short(task, LABEL_WIDTH - 3)}") for task in tasks]
     for label, key in (("training reward", "reward_mean"), ("success rate", "success_rate")):
         if len(history.series("train", key)):
             lines.append(_result(history, "train", key, label))

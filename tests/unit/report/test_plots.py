@@ -98,6 +98,15 @@ def test_a_kl_that_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
     assert texts(panels(History(tmp_path, train, history.evals))["KL divergence"]) == ["engine to trainer"]
 
 
+def test_a_mixtures_tasks_are_drawn(tmp_path: Path) -> None:
+    history = synthetic(tmp_path, 4)
+    names = ("countdown", "a_task_of_a_long_name")
+    evals = {i: metrics | {f"task/{name}/pass@1": 0.1 * i for name in names} for i, metrics in history.evals.items()}
+    axes = panels(History(tmp_path, history.train, evals))["Held-out pass@1 of all and of each task"]
+    assert texts(axes) == ["pass@1", "a_task_of_a_…", "countdown"]
+    assert axes.lines[-1].get_ydata().tolist() == pytest.approx([0.1 * i for i in history.evals])
+
+
 def test_groups_without_signal_are_a_share(tmp_path: Path) -> None:
     assert panels(synthetic(tmp_path, 2))["Groups without signal"].lines[0].get_ydata().tolist() == [0.25, 0.25]
 

@@ -40,6 +40,22 @@ def test_before_after_best_time_throughput_and_place() -> None:
     ]
 
 
+def test_a_mixture_has_a_line_for_each_task() -> None:
+    def of_task(value: float) -> dict[str, float]:
+        return {"pass@1": value, "pass@1_low": value - 0.1, "pass@1_high": value + 0.1, "pass@4": 0.9}
+
+    evals = {
+        i: EVALS[i] | {f"task/{name}/{key}": v for name in ("sat", "a_task_of_a_long_name") for key, v in of_task(0.5 + i / 10).items()}
+        for i in (-1, 1)
+    }
+    lines = printed(History(Path("/r"), {}, evals))
+    assert lines[2:5] == [
+        "pass@1          0.200 [0.100, 0.300]  0.400 [0.300, 0.500]  0.400 (2)",
+        "  a_task_of_a_… 0.400 [0.300, 0.500]  0.600 [0.500, 0.700]  0.600 (2)",
+        "  sat           0.400 [0.300, 0.500]  0.600 [0.500, 0.700]  0.600 (2)",
+    ]
+
+
 def test_no_line_is_wider_than_the_terminal_and_the_folder_stays_whole() -> None:
     parts = ("imports", "load_data", "warm_start", "load_model", "start_server", "load_reference", "sync", "eval")
     train = {i: {f"time/{phase}_s": 1e5 for phase in ("generate", "train", "sync", "eval", "checkpoint")} for i in range(3)}
