@@ -42,6 +42,7 @@ class ModelConfig:
     tiny: Any
     trust_remote_code: bool
     lora: LoraConfig | None = None
+    ref_device: str | None = None
 
     def __post_init__(self) -> None:
         require(self.train_id is not None or self.tiny is not None, "model.train_id", None, "name a Hugging Face id or a local folder")
@@ -65,9 +66,8 @@ class DataConfig:
         fix = "GRPO compares the rollouts of a problem with each other; a group of one has no signal, use 2 or more"
         require(self.rollouts_per_problem > 1, "data.rollouts_per_problem", self.rollouts_per_problem, fix)
         require(self.train_seed_start >= 0, "data.train_seed_start", self.train_seed_start, "must be 0 or more")
-        require(
-            self.num_train_seeds is None or self.num_train_seeds > 0, "data.num_train_seeds", self.num_train_seeds, "null or at least 1"
-        )
+        is_count = self.num_train_seeds is None or self.num_train_seeds > 0
+        require(is_count, "data.num_train_seeds", self.num_train_seeds, "null or at least 1")
 
 
 @dataclass

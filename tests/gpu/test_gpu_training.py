@@ -68,6 +68,17 @@ def test_fp32_scores_equal_the_cpus(token_batch):
     assert torch.allclose(cpu, gpu.cpu(), atol=1e-3)
 
 
+def test_a_reference_on_another_device_scores_alike(tmp_path):
+    found = []
+    for device in ("null", "cpu"):
+        words = ("model.device=cuda", f"model.ref_device={device}", "train.precision=fp32", "train.iterations=3", "eval.enabled=false")
+        app.run(compose_config(*words, f"cache_dir={tmp_path}/cache", "train.lr=1e-3", "model.compile=false"), tmp_path / device)
+        found.append([json.loads(path.read_text())["kl_divergence"] for path in sorted((tmp_path / device / "metrics").glob("train*"))])
+    beside, apart = found
+    assert beside[2] > 0
+    assert apart == pytest.approx(beside, rel=0.05, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

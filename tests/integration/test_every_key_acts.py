@@ -148,6 +148,7 @@ RUNS: dict[str, Acts] = {
     "cache_dir": Acts("cache_dir=@elsewhere", lambda run: run.model_dir.parent.name, base=QUICK, to="elsewhere"),
     "model.train_id": Acts("model.train_id=@model", lambda run: run.model_dir.name),
     "model.ref_id": Acts("model.ref_id=@model", metric("kl_divergence"), keeps=samples),
+    "model.ref_device": Acts("model.ref_device=cuda:99", error),
     "model.device": Acts("model.device=cuda:99", error),
     "model.attn_implementation": Acts("model.attn_implementation=eager", calls("sdpa"), to=0),
     "model.layout": Acts("model.layout=varlen", error),

@@ -1,4 +1,4 @@
-"""Loads policy and reference through transformers, after everything that can be wrong with them was looked for."""
+"""Loads models through transformers, after everything that can be wrong with them was looked for."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
-from offline_grpo.model.scoring import BaseScoring, Scoring
+from offline_grpo.model.scoring import Scoring
 from offline_grpo.settings import ModelConfig
 
 SDPA_HAS_NO = "attn_logit_softcapping"
 """In config.json: a soft-cap inside attention, an argument that transformers' sdpa drops."""
 
 
-def resolve_device(device: str, local_rank: int = 0) -> torch.device:
-    """The device that `model.device` names; `auto` is this process's GPU if there is one, else the CPU.
+def resolve_device(device: str, local_rank: int = 0, *, key: str = "model.device") -> torch.device:
+    """The device that `key` names; `auto` is this process's GPU if there is one, else the CPU.
 
     Raises:
         ConfigError: no such device on this machine.
@@ -39,12 +39,12 @@ def resolve_device(device: str, local_rank: int = 0) -> torch.device:
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"model.device={device}: no device of that name; use auto, cpu, cuda or cuda:N") from error
+        raise ConfigError(f"{key}={device}: no device of that name; use auto, cpu, cuda or cuda:N") from error
     if resolved.type == "cuda":
         count = torch.cuda.device_count()
         if (resolved.index or 0) >= count:
             has = f"this machine has {count} CUDA device{'s' if count != 1 else ''}" if count else "this machine has no CUDA device"
-            raise ConfigError(f"model.device={device}: {has}; use {'cuda:0 to cuda:' + str(count - 1) if count else 'model.device=cpu'}")
+            raise ConfigError(f"{key}={device}: {has}; use {'cuda:0 to cuda:' + str(count - 1) if count else key + '=cpu'}")
     return resolved
 
 
@@ -160,7 +160,7 @@ def load_policy(
     home = torch.device("cpu") if shares_weights else device
     model = load_causal_lm(weights, config.attn_implementation, home, dtype, trust_remote_code=config.trust_remote_code)
     model = prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing, adapter=adapter)
-    with _refused_where_it_does_not_run(unwrapped(model), "model.train_id"):
+    with refused_where_it_does_not_run(unwrapped(model), "model.train_id"):
         scoring = Scoring(model, layouts_for(layout, device, dtype)[0], head, logits=measure_logit_transform(unwrapped(model)))
         if not shares_weights:
             settle_layout(scoring, layout, device)
@@ -197,27 +197,8 @@ def prepare(
     return trained
 
 
-def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, layout: Layout | None, precision: str) -> Scoring | BaseScoring:
-    """The frozen reference: the policy's own base model under LoRA, else a second copy in the same precision. Raises as `load_policy`."""
-    reference_id = config.ref_id or model_id
-    check_weights(reference_id, "download it again, or name another model.ref_id")
-    scoring = policy.scoring
-    if config.lora is not None and reference_id == model_id:
-        return BaseScoring(scoring)
-    key, dtype = "model.ref_id", torch_dtype(precision)
-    trust = config.trust_remote_code
-    model = load_causal_lm(reference_id, config.attn_implementation, policy.device, dtype, key=key, trust_remote_code=trust)
-    model.requires_grad_(False)
-    with _refused_where_it_does_not_run(model, key):
-        reference = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model, key=key))
-        is_like_policy = type(model) is type(policy.causal_lm)  # what holds for one holds for the other, and is said once
-        settle_layout(reference, scoring.layout if is_like_policy else layout, policy.device, key=key)
-        settle_compile(reference, config.compile, policy.device, key=key)
-    return reference
-
-
 @contextmanager
-def _refused_where_it_does_not_run(model: PreTrainedModel, key: str) -> Iterator[None]:
+def refused_where_it_does_not_run(model: PreTrainedModel, key: str) -> Iterator[None]:
     """One line instead of a traceback from inside the architecture."""
     try:
         yield

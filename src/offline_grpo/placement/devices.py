@@ -17,6 +17,7 @@ class Devices:
 
     Args:
         trainer: `model.device`.
+        reference: `model.ref_device`, None for the trainer's.
         num_processes: that train.
         num_servers: that the run starts.
         gpus_per_server: over which each splits its model.
@@ -27,6 +28,7 @@ class Devices:
     """
 
     trainer: str
+    reference: str | None
     num_processes: int
     num_servers: int
     gpus_per_server: int
@@ -42,6 +44,7 @@ def check_devices(devices: Devices) -> None:
     Raises:
         ConfigError: names key, value and fix.
     """
+    reference_gpu(devices)
     server_gpus(devices)
     if not trainer_gpus(devices.trainer, devices.num_processes) and devices.needs_gpu:
         raise ConfigError(
@@ -63,6 +66,24 @@ def trainer_gpus(device: str, num_processes: int) -> list[int]:
     return [device.index or 0 for device in devices if device.type == "cuda"]
 
 
+def reference_gpu(devices: Devices) -> int | None:
+    """The GPU that the reference has for itself; None where it is on the trainer's, or on the CPU.
+
+    Raises:
+        ConfigError: a device that this machine has not; or several training processes, each of which has a reference of its own.
+    """
+    if devices.reference is None:
+        return None
+    device = resolve_device(devices.reference, key="model.ref_device")
+    if devices.num_processes > 1:
+        raise ConfigError(
+            f"model.ref_device={devices.reference}: {devices.num_processes} processes train, and each has a reference beside its model; "
+            "use model.ref_device=null, or train in one process"
+        )
+    gpu = None if device.type == "cpu" else device.index or 0
+    return None if gpu in trainer_gpus(devices.trainer, 1) else gpu
+
+
 def server_gpus(devices: Devices) -> list[list[int] | None]:
     """The GPUs of each server that the run starts; None for one that may use all that it sees.
 
@@ -75,17 +96,20 @@ def server_gpus(devices: Devices) -> list[list[int] | None]:
     try:
         return _server_gpus(devices, trainers, torch.cuda.device_count())
     except ConfigError as error:
-        raise ConfigError(f"{error}. {_allocation(trainers, devices.engine_devices or (), torch.cuda.device_count())}") from error
+        reference = [gpu for gpu in (reference_gpu(devices),) if gpu is not None]
+        shown = _allocation(trainers, reference, devices.engine_devices or (), torch.cuda.device_count())
+        raise ConfigError(f"{error}. {shown}") from error
 
 
-def _allocation(trainers: Sequence[int], engines: Sequence[int], num_gpus: int) -> str:
+def _allocation(trainers: Sequence[int], reference: Sequence[int], engines: Sequence[int], num_gpus: int) -> str:
     """Who would have which GPU, in words; those that nobody asked for are free."""
 
     def user(gpu: int) -> str:
-        wants = [name for name, gpus in (("training", trainers), ("servers", engines)) if gpu in gpus]
+        users = {"training": trainers, "reference": reference, "servers": engines}
+        wants = [name for name, gpus in users.items() if gpu in gpus]
         return f"{gpu} {' and '.join(wants) or 'free'}" + ("" if gpu < num_gpus else " (not there)")
 
-    return f"GPUs: {', '.join(map(user, sorted({*range(num_gpus), *trainers, *engines}))) or 'none'}"
+    return f"GPUs: {', '.join(map(user, sorted({*range(num_gpus), *trainers, *reference, *engines}))) or 'none'}"
 
 
 def _server_gpus(devices: Devices, trainers: Sequence[int], num_gpus: int) -> list[list[int] | None]:

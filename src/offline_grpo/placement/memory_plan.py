@@ -65,6 +65,8 @@ class MemoryRequest:
     eval_max_new_tokens: int
     sampling_batch_size: int  # sequences that this process samples at once; 0 where a server does
     trainers: tuple[int, ...]  # the GPU of every training process, that of the first one first
+    reference_is_beside: bool  # the reference is on the trainers' GPUs
+    reference_gpu: int | None  # that it has for itself
     server: ServerRequest | None
     total_bytes: tuple[int, ...]  # memory of each GPU of this machine
     host_bytes: int  # that the host has left
@@ -77,9 +79,11 @@ def predict(request: MemoryRequest) -> list[DevicePlan]:
     footprint = measure(model_of(request), largest_microbatch(request), layout=request.layout, head=request.head, **settings)
     footprint = _part_of(footprint, request) if request.is_sharded else footprint
     masters, state = _optimizer_parts(request, footprint)
+    gradients, reference = _static_parts(request, footprint)
     others = [
         *([] if offload else [masters, state]),
-        *_static_parts(request, footprint),
+        gradients,
+        *([reference] if request.reference_is_beside else []),
         _activations_part(request, footprint),
         _sampling_part(request, footprint),
         Part(CONTEXT, CONTEXT_BYTES, "model.device=cuda", "train on another GPU"),
@@ -89,10 +93,13 @@ def predict(request: MemoryRequest) -> list[DevicePlan]:
     weights = Part("policy weights", footprint.weights_bytes, f"model.train_id={request.model.train_id}", _smaller_model(request))
     server = request.server
     devices = []
-    for gpu in sorted({*request.trainers, *(server.gpus if server is not None else ())}):
+    of_reference = () if request.reference_gpu is None or not reference.num_bytes else (request.reference_gpu,)
+    for gpu in sorted({*request.trainers, *of_reference, *(server.gpus if server is not None else ())}):
         processes = [process for process, trained_on in enumerate(request.trainers) if trained_on == gpu]
         owners = [process for process in processes if process > 0 or not request.shares_weights]
         trainer = tuple(part for part in [weights] * len(owners) + others * len(processes) if part.num_bytes > 0)
+        if gpu in of_reference:
+            trainer += (reference, Part(CONTEXT, CONTEXT_BYTES, f"model.ref_device=cuda:{gpu}", "use another GPU"))
         total_bytes = request.total_bytes[gpu]
         num_servers = 0 if server is None else server.gpus.count(gpu)
         served = _server_parts(server, request.model_config, total_bytes, num_servers) if server is not None and num_servers else ()
@@ -176,15 +183,15 @@ def _optimizer_parts(request: MemoryRequest, footprint: Footprint) -> tuple[Part
     )
 
 
-def _static_parts(request: MemoryRequest, footprint: Footprint) -> list[Part]:
+def _static_parts(request: MemoryRequest, footprint: Footprint) -> tuple[Part, Part]:
     """What stays from one microbatch to the next, besides weights, masters and state."""
     train, reference = request.train, request.reference_config
     reference_bytes = weights_bytes(reference, torch_dtype(train.precision)) if reference is not None else 0
     reference_bytes = ceil(reference_bytes / len(request.trainers)) if request.is_sharded else reference_bytes
-    return [
+    return (
         Part("gradients", footprint.gradients_bytes, f"model.train_id={request.model.train_id}", _smaller_model(request)),
         Part("reference weights", reference_bytes, f"train.kl_coef={train.kl_coef:g}", "train.kl_coef=0 loads no reference"),
-    ]
+    )
 
 
 def _smaller_model(request: MemoryRequest) -> str:

@@ -14,8 +14,9 @@ from offline_grpo.model.compiling import is_compiled_by_default
 from offline_grpo.model.dtypes import TORCH_NAMES, torch_dtype
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import read_model_config
+from offline_grpo.model.reference import is_adapted_policy
 from offline_grpo.placement.device_plan import DevicePlan, check, describe
-from offline_grpo.placement.devices import server_gpus, trainer_gpus
+from offline_grpo.placement.devices import reference_gpu, server_gpus, trainer_gpus
 from offline_grpo.placement.host import available_bytes
 from offline_grpo.placement.memory_plan import MemoryRequest, ServerRequest, largest_microbatch, model_of, predict
 from offline_grpo.placement.recompute import choose_share, in_words
@@ -43,7 +44,8 @@ def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processe
     """
     model = plan.config.model
     trainers = trainer_gpus(model.device, num_processes)
-    engines = server_gpus(plan.devices(num_processes))
+    devices = plan.devices(num_processes)
+    engines = server_gpus(devices)
     recompute = plan.config.train.gradient_checkpointing
     if not trainers or not (plan.config.placement.check_memory or recompute == "auto"):
         return float(recompute is True), []
@@ -54,25 +56,25 @@ def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processe
         read_model_config(model.ref_id or model_id, "model.ref_id", **trust) if needs_reference_copy(plan) else None,
         longest_prompt=longest_prompt,
         trainers=trainers,
+        reference=reference_gpu(devices),
         engine_gpus=[gpu for gpus in engines for gpu in gpus or ()],
         total_bytes=[torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())],
     )
     if recompute == "auto":
-        share, devices = choose_share(request)
+        share, predicted = choose_share(request)
         log.info("train.gradient_checkpointing=auto: recomputes %s", in_words(share))
     else:
-        share, devices = request.recompute, predict(request)
-    for line in describe(devices):
+        share, predicted = request.recompute, predict(request)
+    for line in describe(predicted):
         log.info(line)
     if plan.config.placement.check_memory:
-        check(devices)
-    return share, devices
+        check(predicted)
+    return share, predicted
 
 
 def needs_reference_copy(plan: Plan) -> bool:
     """Whether a KL term compares with a model of its own: without LoRA, or with another `model.ref_id` (see `load_reference`)."""
-    model = plan.config.model
-    return plan.loss.kl_coef > 0 and (model.lora is None or model.ref_id not in (None, model.train_id))
+    return plan.loss.kl_coef > 0 and not is_adapted_policy(plan.config.model)
 
 
 def memory_request(
@@ -82,6 +84,7 @@ def memory_request(
     *,
     longest_prompt: int,
     trainers: Sequence[int],
+    reference: int | None = None,
     engine_gpus: Sequence[int],
     total_bytes: Sequence[int],
 ) -> MemoryRequest:
@@ -89,6 +92,7 @@ def memory_request(
 
     Args:
         reference_config: None where `needs_reference_copy` says that there is no copy.
+        reference: the GPU that it has for itself.
         engine_gpus: of all servers; unused where the run starts none.
     """
     config = plan.config
@@ -111,6 +115,8 @@ def memory_request(
         eval_max_new_tokens=plan.eval_sampling.max_new_tokens,
         sampling_batch_size=0 if plan.engine.needs_server else plan.engine.client_node.get("batch_size", 1),
         trainers=tuple(trainers),
+        reference_is_beside=reference is None and config.model.ref_device != "cpu",
+        reference_gpu=reference,
         server=_server_request(plan, engine_gpus) if plan.engine.launcher is not None else None,
         total_bytes=tuple(total_bytes),
         host_bytes=available_bytes(),

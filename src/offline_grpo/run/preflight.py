@@ -59,6 +59,7 @@ class Plan:
         needs = self.weight_sync.requires
         return Devices(
             trainer=self.config.model.device,
+            reference=self.config.model.ref_device,
             num_processes=num_processes,
             num_servers=self.engine.num_managed if self.config.placement.address is None else 0,
             gpus_per_server=num_shards(self.server_args),
@@ -98,6 +99,7 @@ def make_plan(config: RunConfig) -> Plan:
     optimizer = build(config.train.optimizer, key="train.optimizer", protocol=OptimizerFactory)
     head = build(config.model.head, key="model.head", protocol=LossHead)
 
+    from offline_grpo.model.reference import check_reference
     from offline_grpo.run.serving import evaluation_sync
     from offline_grpo.weight_sync.strategy import WeightSync
 
@@ -105,9 +107,8 @@ def make_plan(config: RunConfig) -> Plan:
     weight_sync = build(config.weight_sync, key="weight_sync", protocol=WeightSync)
     lora_rank = config.model.lora.r if config.model.lora is not None else None
     check_requirements(weight_sync.name, weight_sync.requires, engine.client_class, lora_rank=lora_rank, base_url=engine.base_url)
-    fix = f"serves one engine: the policy shares its memory; use one, or another weight_sync than {weight_sync.name}"
-    key, value = ("generation.base_url", engine.base_url) if engine.base_urls else ("placement.num_engines", engine.num_managed)
-    require(engine.num_servers <= 1 or not weight_sync.requires.one_engine, key, value, fix)
+    check_reference(config.model)
+    _check_number(engine, weight_sync)
     _check_cluster(config, weight_sync, data.task, has_servers=engine.launcher is not None)
     check_in_flight(weight_sync.name, weight_sync.requires, config.rollouts.get("in_flight"))
     eval_engine = evaluation_engine(config.eval, engine, api_key=node.get("api_key")) if config.eval.enabled else None
@@ -133,6 +134,12 @@ def make_plan(config: RunConfig) -> Plan:
         weight_sync=weight_sync,
         eval_weight_sync=eval_weight_sync,
     )
+
+
+def _check_number(engine: EngineSpec, weight_sync: WeightSync) -> None:
+    fix = f"serves one engine: the policy shares its memory; use one, or another weight_sync than {weight_sync.name}"
+    key, value = ("generation.base_url", engine.base_url) if engine.base_urls else ("placement.num_engines", engine.num_managed)
+    require(engine.num_servers <= 1 or not weight_sync.requires.one_engine, key, value, fix)
 
 
 def _check_cluster(config: RunConfig, weight_sync: WeightSync, task: Task, *, has_servers: bool) -> None:

@@ -41,10 +41,10 @@ def plan_of(*overrides):
     return make_plan(typed(compose_config(*overrides)))
 
 
-def request_of(*overrides, longest_prompt=56, trainers=(0,), engine_gpus=(0,), total=GIB * 16, num_gpus=2):
+def request_of(*overrides, longest_prompt=56, trainers=(0,), ref_gpu=None, engine_gpus=(0,), total=GIB * 16, num_gpus=2):
     plan = plan_of(*overrides)
     reference = MODEL if needs_reference_copy(plan) else None
-    gpus = {"trainers": trainers, "engine_gpus": engine_gpus, "total_bytes": [total] * num_gpus}
+    gpus = {"trainers": trainers, "reference": ref_gpu, "engine_gpus": engine_gpus, "total_bytes": [total] * num_gpus}
     return memory_request(plan, MODEL, reference, longest_prompt=longest_prompt, **gpus)
 
 
@@ -161,6 +161,18 @@ def test_a_server_on_its_own_gpu_leaves_the_trainers_alone():
 def test_a_server_over_two_gpus_halves_its_weights():
     split = predicted(*SERVED, "weight_sync=reload", "+engine.args.tensor_parallel_size=2", trainers=[0], engine_gpus=[0, 1])
     assert [parts(device)["server: weights"] for device in split] == [about(NUM_WEIGHTS)] * 2
+
+
+def test_a_reference_elsewhere_leaves_the_trainers_gpu():
+    beside, apart = (predicted("train.precision=bf16", "train.kl_coef=0.1", ref_gpu=gpu) for gpu in (None, 1))
+    found, moved = parts(beside[0]), parts(apart[0])
+    assert found.pop("reference weights") == about(2 * NUM_WEIGHTS)
+    assert moved == found
+    assert parts(apart[1]) == {"reference weights": about(2 * NUM_WEIGHTS), "CUDA context": 3 * GIB // 4}
+    (on_the_host,) = predicted("train.precision=bf16", "train.kl_coef=0.1", "model.ref_device=cpu")
+    assert parts(on_the_host) == found
+    (without,) = predicted("train.precision=bf16", "train.kl_coef=0", "model.ref_device=cuda:1", ref_gpu=1)
+    assert "reference weights" not in parts(without)
 
 
 def test_the_shares_of_servers_on_one_gpu_add_up():

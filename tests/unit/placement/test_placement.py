@@ -9,7 +9,7 @@ from factories import compose_config
 from transformers import Qwen2Config
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.placement.devices import Devices, check_devices, engine_gpus, server_gpus, trainer_gpus
+from offline_grpo.placement.devices import Devices, check_devices, engine_gpus, reference_gpu, server_gpus, trainer_gpus
 from offline_grpo.placement.recompute import in_words
 from offline_grpo.run.config import typed
 from offline_grpo.run.gpu_memory import check_memory
@@ -106,6 +106,7 @@ def test_gpus_are_shared_out_among_servers(trainer, num_servers, each, configure
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     devices = Devices(
         trainer=trainer,
+        reference=None,
         num_processes=1,
         num_servers=num_servers,
         gpus_per_server=each,
@@ -133,12 +134,36 @@ def test_servers_that_copy_on_the_trainers_gpu_are_all_there(configured, expecte
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     about = {"num_processes": 1, "num_servers": 2, "gpus_per_server": 1, "strategy": "ipc", "rule": "same", "needs_gpu": True}
-    devices = Devices(trainer="cuda:1", engine_devices=configured, **about)
+    devices = Devices(trainer="cuda:1", reference=None, engine_devices=configured, **about)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=f"^{expected}"):
             server_gpus(devices)
     else:
         assert server_gpus(devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("reference", "num_processes", "expected"),
+    [
+        (None, 2, None),
+        ("cuda:1", 1, 1),
+        ("cuda:0", 1, None),  # the trainer's
+        ("cpu", 1, None),
+        ("cuda:2", 1, r"model.ref_device=cuda:2: this machine has 2 CUDA devices; use cuda:0 to cuda:1"),
+        ("gpu", 1, r"model.ref_device=gpu: no device of that name"),
+        ("cuda:1", 2, r"model.ref_device=cuda:1: 2 processes train, and each has a reference .*; use model.ref_device=null, or"),
+    ],
+)
+def test_the_reference_may_have_a_gpu_of_its_own(reference, num_processes, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    about = {"num_servers": 0, "gpus_per_server": 1, "engine_devices": None, "strategy": "x", "rule": "any", "needs_gpu": False}
+    devices = Devices(trainer="auto", reference=reference, num_processes=num_processes, **about)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=f"^{expected}"):
+            check_devices(devices)
+    else:
+        assert reference_gpu(devices) == expected
 
 
 def test_a_trainer_on_the_cpu_leaves_the_server_all_gpus_or_those_named():
@@ -157,18 +182,20 @@ def test_every_training_process_has_a_gpu(device, num_processes, expected, monke
 
 
 @pytest.mark.parametrize(
-    ("trainer", "engines", "allocation"),
+    ("trainer", "reference", "engines", "allocation"),
     [
-        ("cuda:0", [0], "GPUs: 0 training and servers, 1 free, 2 free"),
-        ("auto", [1, 2], "GPUs: 0 training, 1 training and servers, 2 servers"),
-        ("auto", [2, 7], "GPUs: 0 training, 1 training, 2 servers, 7 servers (not there)"),
+        ("cuda:0", None, [0], "GPUs: 0 training and servers, 1 free, 2 free"),
+        ("cuda:0", "cuda:1", [0], "GPUs: 0 training and servers, 1 reference, 2 free"),
+        ("auto", None, [1, 2], "GPUs: 0 training, 1 training and servers, 2 servers"),
+        ("auto", None, [2, 7], "GPUs: 0 training, 1 training, 2 servers, 7 servers (not there)"),
     ],
 )
-def test_a_refusal_says_who_would_have_which_gpu(trainer, engines, allocation, monkeypatch):
+def test_a_refusal_says_who_would_have_which_gpu(trainer, reference, engines, allocation, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     devices = Devices(
         trainer=trainer,
+        reference=reference,
         num_processes=1 if trainer != "auto" else 2,
         num_servers=1,
         gpus_per_server=1,

@@ -24,6 +24,7 @@ REFUSED = {
     "placement.num_engines=0": r"placement.num_engines=0: must be at least 1",
     TWO: r"placement.num_engines=2: generation samples in this process, so this would do nothing; leave it at 1",
     f"{OWN} {TWO}": r"placement.num_engines=2: serves one engine: .* another weight_sync than shared_vllm",
+    "model/lora=default model.ref_device=cpu": r"model.ref_device=cpu: under LoRA the reference is the trained model .*; leave it null",
     f"{OWN} {TWO} weight_sync=reload engine.port=65535": r"engine.port=65535: placement.num_engines=2 takes as many .* use 65534 or less",
     f"{FOUND} {TWO} weight_sync=reload": r"placement.num_engines=2: the servers at generation.base_url=http://127.0.0.1:1 run already",
     f"{LISTED} placement.num_engines=3": r"placement.num_engines=3: the servers at generation.base_url=\[.*:1,.*:2\] run already",
