@@ -3,8 +3,8 @@
     python benchmarks/scoring.py [--pairs 8] [--max-new-tokens 256]
 
 One real run on the CPU of a model with random weights, where some completion of every iteration reaches the limit. It samples in small
-batches, so that an iteration takes about as long as one on an H100 (7 s on two cores). In every second iteration the reward function sleeps for
-100 ms; in the others it returns at once. Neighbouring iterations are compared. Takes about three minutes.
+batches, so that an iteration takes about as long as one on an H100 (7 s on two cores). In every second iteration the reward function
+sleeps for 100 ms; in the others it returns at once. Neighbouring iterations are compared. Takes about three minutes.
 
 What cannot be hidden: the last completion's own score, and scores for which there are too few workers. 8 of them score 80 completions of
 100 ms in a second.
