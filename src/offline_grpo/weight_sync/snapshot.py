@@ -6,7 +6,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ BUCKET_BYTES = 2**30
 """Of weights that are looked at together: whole ones, where the policy's are spread over processes."""
 FullWeights = Callable[[Policy], Iterator[tuple[str, Tensor]]]
 """The whole of each parameter of a policy, by its name in the checkpoint, one after the other. See `Sharding.full_weights`."""
+_DRAWN = uuid.uuid4().hex[:8]  # at the import, and not when it is first asked for: several threads ask at the same time
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,9 @@ def buckets(named: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:
         yield bucket
 
 
-@cache
 def this_run() -> str:
     """A name for this process among all that may push weights to a server."""
-    return f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    return f"{os.getpid()}-{_DRAWN}"
 
 
 def weights_tag(version: int) -> str:

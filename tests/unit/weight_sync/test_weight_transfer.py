@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import runpy
 import sys
 import threading
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,7 +25,7 @@ from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.types import SamplingParams
-from offline_grpo.weight_sync import nccl
+from offline_grpo.weight_sync import nccl, snapshot, weight_transfer
 from offline_grpo.weight_sync.snapshot import Named, Snapshot, buckets, weights_tag
 from offline_grpo.weight_sync.strategy import Staged
 from offline_grpo.weight_sync.weight_transfer import WeightTransfer
@@ -101,6 +105,23 @@ def test_a_delivery_pauses_around_all_of_it(tmp_path: Path) -> None:
     assert [shape for info in infos for shape in info["shapes"]] == [list(p.shape) for p in parameters.values()]
     assert {dtype for info in infos for dtype in info["dtype_names"]} == {"float32"}
     assert (moved.num_tensors, moved.num_bytes) == (len(parameters), sum(p.nbytes for p in parameters.values()))
+
+
+def test_several_servers_get_one_tag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also in the first push of a process, where the threads that talk to them ask for it at the same time."""
+
+    def drawn_slowly() -> uuid.UUID:
+        time.sleep(0.05)
+        return uuid.UUID(int=random.getrandbits(128))
+
+    monkeypatch.setattr(uuid, "uuid4", drawn_slowly)
+    monkeypatch.setattr(weight_transfer, "weights_tag", runpy.run_path(snapshot.__file__)["weights_tag"])
+    policy = make_policy(make_qwen2())
+    with ScriptedServer(lambda _: Reply({"results": [None]})) as one, ScriptedServer(lambda _: Reply({"results": [None]})) as other:
+        deliver(make(), policy, engine_at(one.base_url, tmp_path / "one"), engine_at(other.base_url, tmp_path / "other"))
+        tags = [request.body["kwargs"]["tag"] for web in (one, other) for request in web.requests if request.path == "/collective_rpc"]
+    assert len(tags) == 2
+    assert tags[0] == tags[1] != weights_tag(5)
 
 
 def test_a_delivery_that_fails_leaves_the_server_paused(tmp_path: Path) -> None:
