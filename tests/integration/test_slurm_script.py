@@ -15,10 +15,11 @@ from offline_grpo.run.config import typed
 from offline_grpo.run.preflight import make_plan
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "slurm.sh"
-CALLED = 'printf "%q " "$@" >> "$CALLS"; echo >> "$CALLS"'
+CALLED = 'printf "%q " "$@" > "$CALLS.$$"; mv "$CALLS.$$" "$CALLS/$$"'
+NUM_SERVERS = 2
 PROGRAMS = {
     "scontrol": 'printf "%s\\n" node1 node2 node3',
-    "curl": "",
+    "curl": f'until [ "$(ls "$CALLS" | wc -l)" = {NUM_SERVERS} ]; do sleep 0.05; done',  # servers answer when they are up
     "srun": f'{CALLED}; case "$*" in *serve*) exec sleep 3 > /dev/null 2>&1;; esac',
 }
 
@@ -30,13 +31,13 @@ def submitted(folder: Path) -> list[list[str]]:
         program.write_text(f"#!/bin/bash\n{body}\n")
         program.chmod(0o755)
     calls = folder / "calls"
-    calls.unlink(missing_ok=True)
-    slurm = {"SLURM_JOB_NODELIST": "node[1-3]", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "2"}
+    calls.mkdir()
+    slurm = {"SLURM_JOB_NODELIST": "node[1-3]", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": str(NUM_SERVERS)}
     env = {**os.environ, **slurm, "PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(calls)}
     subprocess.run(
         ["bash", str(SCRIPT), "org/model", "seed=3", "train.lr=2e-6"], env=env, cwd=folder, check=True, timeout=60, capture_output=True
     )
-    return sorted((shlex.split(line) for line in calls.read_text().splitlines()), key=lambda words: "torchrun" in words)
+    return sorted((shlex.split(call.read_text()) for call in calls.iterdir()), key=lambda words: "torchrun" in words)
 
 
 def test_the_last_machine_samples_and_the_others_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

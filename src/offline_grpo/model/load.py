@@ -72,7 +72,7 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
 def check_files(model_id: str, key: str) -> None:
     """Raise ConfigError if a local folder has what is neither file nor folder: reading it could wait for ever."""
     folder = Path(model_id)
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in folder.iterdir() if (folder / "config.json").exists() else ():
         if not (path.is_file() or path.is_dir()):
             raise ConfigError(f"{key}={model_id}: {path.name} is a pipe, a device or a broken link; take another copy of the model")
 

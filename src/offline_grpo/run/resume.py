@@ -21,6 +21,7 @@ from offline_grpo.checkpoint.files import latest_checkpoint
 from offline_grpo.errors import ConfigError
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.run import launch, sweep_resume
+from offline_grpo.run.run_dir import no_checkpoint
 
 OVERRIDE = re.compile(r"~|\+*[^-=]+=")
 """How a word of the command line begins that is an override and not an option."""
@@ -52,6 +53,8 @@ def arguments(words: Sequence[str]) -> list[str]:
         return _of_sweep(sweep, words)
     run = run_folder(named) if named not in (None, "auto") else None
     if run is None:
+        if named not in (None, "auto") and not is_sweep and not Path(named).name.startswith("iter_"):  # a damaged one is told in full later
+            raise no_checkpoint(named)
         return list(words)
     _typed[:] = [word for word in typed if OVERRIDE.match(word)]
     _refuse_other_groups(run)

@@ -115,8 +115,13 @@ def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, An
         return ResumePoint(run, path, verified_state(path))
     point = _newest_in(RunDir(path), f"resume={resume}", like)
     if point is None:
-        raise ConfigError(f"resume={resume}: no checkpoint there; give a run folder, one of its checkpoints/iter_NNN, or auto")
+        raise no_checkpoint(resume)
     return point
+
+
+def no_checkpoint(resume: str) -> ConfigError:
+    """Of `resume=PATH`, where there is nothing to go on from."""
+    return ConfigError(f"resume={resume}: no checkpoint there; give a run folder, one of its checkpoints/iter_NNN, or auto")
 
 
 def _newest_in(run: RunDir, key: str, like: str) -> ResumePoint | None:

@@ -206,7 +206,8 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
             for number, value in enumerate(reader, start=1):
                 where = f"task.path: {file}, row {number},"
                 if None in value or None in value.values():
-                    raise ConfigError(f"{where} has not as many cells as the header: {shown(list(value.values()))}")
+                    cells = shown(list(value.values()))
+                    raise ConfigError(f"{where} has not as many cells as the header (commas separate cells): {cells}")
                 yield where, value
         except (csv.Error, UnicodeDecodeError) as error:
             raise ConfigError(f"task.path: {file}, line {reader.line_num + 1}, is not valid CSV in UTF-8 ({error})") from error

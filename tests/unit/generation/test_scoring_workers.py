@@ -102,6 +102,16 @@ def test_the_first_of_each_cause_is_told_with_its_traceback(judged):
     assert "scoring/num_failed_raised counts them" in raised
 
 
+def test_a_reward_that_is_no_number_is_told_in_one_line(caplog):
+    task = isolated("bad_rewards:misbehaves", workers=1)
+    try:
+        assert outcome(judge(task, "nothing")) == "raised"
+    finally:
+        task.close()
+    assert caplog.messages[0].startswith("the code that scores failed: task.reward=bad_rewards:misbehaves returned None; it must be like ")
+    assert "\n" not in caplog.messages[0]
+
+
 def test_what_is_printed_goes_to_a_file(judged):
     text = judged[2].read_text()
     for line in ("printed by a reward", "and to stderr", "past Python"):

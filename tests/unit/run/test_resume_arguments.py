@@ -34,9 +34,15 @@ def test_the_own_overrides_come_before_the_typed_ones(run, part):
     assert resume.typed_keys() == {"resume", "train.lr", "new.key"}
 
 
-@pytest.mark.parametrize("words", [[], ["train.lr=1"], ["resume=auto"], ["resume=null", "--help"], ["resume=/no/such/run"]])
+@pytest.mark.parametrize("words", [[], ["train.lr=1"], ["resume=auto"], ["resume=null", "--help"], ["resume=/no/checkpoints/iter_003"]])
 def test_any_other_command_line_stays_as_it_is(words):
     assert resume.arguments(words) == words
+
+
+def test_a_folder_without_a_checkpoint_is_refused_before_torch_is_loaded(tmp_path):
+    for path in ("/no/such/run", str(tmp_path)):
+        with pytest.raises(ConfigError, match=rf"^resume={path}: no checkpoint there; give a run folder"):
+            resume.arguments(["train.lr=1", f"resume={path}"])
 
 
 def test_another_model_or_task_is_refused_before_anything_is_composed(run):

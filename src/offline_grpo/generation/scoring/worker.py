@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.errors import place_of, reason_of
+from offline_grpo.errors import ScoreError, place_of, reason_of
 from offline_grpo.generation.judging import checked
 from offline_grpo.generation.scoring.messages import LINE_BYTES, Request, Setup, failed, line, read_frame
 from offline_grpo.interfaces import Task
@@ -142,6 +142,8 @@ def _answer(score: object) -> dict[str, Any]:
 def _failure(error: BaseException) -> dict[str, Any]:
     if isinstance(error, MemoryError):
         return failed("memory", place_of(error), _traceback(error))
+    if isinstance(error, ScoreError):  # our own, which names key and value
+        return failed("raised", reason_of(error))
     return failed("raised", _described(error), _traceback(error))
 
 
