@@ -7,10 +7,12 @@ import logging
 from collections.abc import Sequence
 from typing import ClassVar
 
-from offline_grpo.errors import EngineDied
+from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.generation.server_client import ServerClient
 from offline_grpo.generation.streaming import Streaming
 from offline_grpo.types import Completion, Metrics, SamplingParams, SamplingRequest, ServedWeights
+
+LOOK_S = 0.1
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,8 @@ class SpreadClient(Streaming):
     def __init__(self, clients: Sequence[ServerClient]) -> None:
         super().__init__(", ".join(client.server.base_url for client in clients), sum(client.batch_size for client in clients))
         self.serving = list(clients)
-        """Those that are asked, at least one. Replaced as a whole, by the deployment when a server is ready, and here when one has died."""
+        """Those that are asked. Replaced as a whole, by the deployment when a server is started or ready, and here when one has died. None,
+        where the last one has died while another one gets the weights: requests wait for that one."""
         self.weights = ServedWeights()
         self._num_open = dict.fromkeys(clients, 0)
         self._num_tokens = dict.fromkeys(clients, 0)  # since the last `metrics`
@@ -40,12 +43,17 @@ class SpreadClient(Streaming):
         task = asyncio.current_task()
         assert task is not None
         while True:
+            while not self.serving:
+                await asyncio.sleep(LOOK_S)
             client = min(self.serving, key=lambda client: (self._num_open[client], self._num_tokens[client]))
             self._num_open[client] += 1
             try:
                 completions = await asyncio.wrap_future(client.submit(request, sampling))
             except EngineDied as death:
                 self._go_on_without(client, death)
+            except EngineError:
+                if client in self.serving:
+                    raise  # else its server has died, and is being started again
             except asyncio.CancelledError:
                 if task.cancelling():
                     raise  # else the client was closed, because its server is started again

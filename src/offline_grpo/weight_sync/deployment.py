@@ -223,6 +223,9 @@ class Deployment:
             self._strategy.reattach(engine, snapshot)
         serving = self._serving
         dead = [engine for engine in self.engines if engine not in serving and engine not in self._starting]
+        if dead and self._spread is not None:  # who samples meanwhile would take a process that only starts for one that serves
+            gone = [engine.client for engine in dead]
+            self._spread.serving = [client for client in self._spread.serving if client not in gone]
         for engine in next_to_start(dead, self._starting):
             self._num_restarts += 1
             log.info("starting the server again that has ended; %d go%s on meanwhile", len(serving), "es" if len(serving) == 1 else "")

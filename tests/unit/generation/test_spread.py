@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
@@ -200,6 +201,35 @@ def test_a_server_that_is_started_again_leaves_what_was_open_to_the_others(lab: 
     lab.spread.serving = lab.clients
     assert lab.all(60) == {i: i for i in range(60)}
     assert lab.num_asked[1] > BATCH_SIZE
+
+
+def test_what_was_sent_to_a_server_that_only_starts_is_asked_of_the_others(lab: Lab) -> None:
+    """Its process lives, so a request that was on its way when it was taken out fails like one to a server that is not there."""
+    lab.webs[1].close()
+    num_failed = 0
+
+    def check_alive(*, grace_s: float = 0.0) -> None:
+        nonlocal num_failed
+        num_failed += grace_s > 0
+        lab.spread.serving = [lab.clients[0], lab.clients[2]]
+
+    lab.servers[1].check_alive = check_alive  # type: ignore[method-assign]
+    assert lab.all(60) == {i: i for i in range(60)}
+    assert 0 < num_failed <= BATCH_SIZE
+    lab.spread.serving = lab.clients
+    lab.servers[1].check_alive = lambda *, grace_s=0.0: None  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="no connection .* after 3 attempts"):
+        lab.all(60)
+
+
+def test_requests_wait_while_nobody_serves(lab: Lab) -> None:
+    lab.spread.serving = []
+    answers = in_background(lambda: lab.all(6))
+    time.sleep(0.3)
+    assert sum(lab.num_asked) == 0
+    lab.spread.serving = lab.clients[2:]
+    assert answers.result(10) == {i: i for i in range(6)}
+    assert lab.num_asked == [0, 0, 6]
 
 
 @pytest.mark.parametrize("how", ["iterator", "client"])

@@ -197,6 +197,19 @@ def test_a_dead_engine_is_started_beside_the_others_and_serves_when_it_is_ready(
     assert lab.deployment.metrics()["engines/num_restarts"] == 1
 
 
+def test_one_that_is_started_again_is_not_asked_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others sample while a push begins to start it, also where no other one has been proven yet."""
+    lab, asked = Lab("ab"), []
+    for server in lab.servers.values():
+        monkeypatch.setattr(server, "begin", lambda *_, **__: asked.append(lab.asked))
+    lab.servers["b"].has_ended = True
+    lab.push(2)
+    lab.servers["b"].has_ended, lab.servers["b"].is_ready, lab.servers["a"].has_ended = False, True, True
+    lab.push(3)
+    assert asked == ["a", ""]
+    assert lab.asked == "b"
+
+
 def test_one_that_dies_again_while_it_starts_is_waited_for() -> None:
     """As any engine that cannot be left to itself: the loop recovers, and a second failure ends the run."""
     lab = Lab()
