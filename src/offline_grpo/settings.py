@@ -142,12 +142,9 @@ class TrainConfig:
             f"set exactly one of train.grad_accum_steps and train.updates_per_iteration (={self.updates_per_iteration}): each sets "
             "the number of sequences per update; null switches one off",
         )
-        require(
-            self.grad_accum_steps is None or self.batch_size is not None,
-            "train.grad_accum_steps",
-            self.grad_accum_steps,
-            "counts microbatches of train.batch_size sequences; with train.tokens_per_microbatch use train.updates_per_iteration",
-        )
+        fix = "counts microbatches of train.batch_size sequences; with train.tokens_per_microbatch use train.updates_per_iteration"
+        is_counted = self.grad_accum_steps is None or self.batch_size is not None
+        require(is_counted, "train.grad_accum_steps", self.grad_accum_steps, fix)
         for name in ("batch_size", "tokens_per_microbatch", "grad_accum_steps", "updates_per_iteration"):
             value = getattr(self, name)
             require(value is None or value > 0, f"train.{name}", value, "must be at least 1, or null")
@@ -191,12 +188,8 @@ class EvalConfig:
         require(self.timeout_s > 0, "eval.timeout_s", self.timeout_s, "must be above 0")
         require(self.max_retries >= 0, "eval.max_retries", self.max_retries, "must be 0 or more")
         require(self.tolerance_nats > 0, "eval.tolerance_nats", self.tolerance_nats, "must be above 0")
-        require(
-            self.weight_sync in (None, "none"),
-            "eval.weight_sync",
-            self.weight_sync,
-            "must be null (push the policy) or none (send no weights)",
-        )
+        fix = "must be null (push the policy) or none (send no weights)"
+        require(self.weight_sync in (None, "none"), "eval.weight_sync", self.weight_sync, fix)
         require(self.location in ("memory", "disk"), "eval.location", self.location, "must be one of memory, disk")
         require(
             self.replicates == 1 or (self.do_sample and self.temperature != 0),
@@ -244,10 +237,17 @@ class PlacementConfig:
     address: str | None
     ray_init: dict[str, Any]
     score_on_cluster: bool
+    trainer: str = "here"
+    num_trainers: int = 1
 
     def __post_init__(self) -> None:
         require(self.num_engines > 0, "placement.num_engines", self.num_engines, "must be at least 1")
         require(self.engine_devices != [], "placement.engine_devices", self.engine_devices, "null, or a list of GPUs such as [1]")
+        require(self.trainer in ("here", "ray"), "placement.trainer", self.trainer, "must be one of here, ray")
+        require(self.trainer == "here" or self.address is not None, "placement.trainer", self.trainer, "add placement=ray")
+        fix = "at least 1, and more with placement.trainer=ray alone; on this machine, accelerate launch starts several"
+        is_number = self.num_trainers == 1 or (self.num_trainers > 1 and self.trainer == "ray")
+        require(is_number, "placement.num_trainers", self.num_trainers, fix)
 
 
 @dataclass

@@ -38,59 +38,81 @@ class RayCluster:
     """
 
     def __init__(self, address: str, settings: Mapping[str, Any], *, num_servers: int, gpus_per_server: int) -> None:
-        self._address = address
         self._is_ours = connect(address, settings)
-        self._group: Any = None
         try:
-            self._group = self._reserve(num_servers, gpus_per_server)
+            self._room = Room(address, "placement.num_engines", num_servers, gpus=gpus_per_server, strategy="SPREAD")
         except BaseException:
-            self.close()
+            self._leave()
             raise
         self._next = iter(range(num_servers))
 
     def server(self, **about: Any) -> RayServer:
         """The next server, with these arguments of `RayServer`."""
-        return RayServer(partial(self._hire, next(self._next)), **about)
+        return RayServer(partial(self._room.hire, next(self._next), ServerActor), **about)
 
     def close(self) -> None:
         """End all that runs in the room, and give it back."""
-        import ray
-        from ray.util.placement_group import remove_placement_group
+        self._room.close()
+        self._leave()
 
-        if self._group is not None:
-            with suppress(Exception):  # the cluster may be gone
-                remove_placement_group(self._group)
-            self._group = None
+    def _leave(self) -> None:
+        import ray
+
         if self._is_ours:
             ray.shutdown()
 
-    def _reserve(self, num_servers: int, gpus_per_server: int) -> Any:
+
+class Room:
+    """Room in the cluster that this process is connected to, for so many actors of one kind. `close` ends them, and gives it back.
+
+    Args:
+        address: see `connect`; for messages.
+        key: the setting that says `count`.
+        gpus: that each actor gets where the cluster has GPUs, beside a CPU core.
+        strategy: PACK or SPREAD: on as few machines as possible, or on different ones where there is room.
+
+    Raises:
+        ConfigError: the cluster is too small, or others use it.
+    """
+
+    def __init__(self, address: str, key: str, count: int, *, gpus: int, strategy: str) -> None:
         import ray
         from ray.util.placement_group import placement_group
 
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        has_gpus = any(node["Resources"].get("GPU") for node in nodes)
-        self._needs = {"CPU": 1.0, "GPU": float(gpus_per_server)} if has_gpus else {"CPU": 1.0}
-        what = f"{gpus_per_server} GPU{'s' if gpus_per_server > 1 else ''} and a CPU core" if has_gpus else "a CPU core"
+        has_gpus = gpus > 0 and any(node["Resources"].get("GPU") for node in nodes)
+        self._needs = {"CPU": 1.0, "GPU": float(gpus)} if has_gpus else {"CPU": 1.0}
+        what = f"{gpus} GPU{'s' if gpus > 1 else ''} and a CPU core" if has_gpus else "a CPU core"
         room = int(sum(room_for(node["Resources"], self._needs) for node in nodes))
         sizes = ", ".join(f"{node['NodeManagerHostname']}: {shown(node['Resources'])}" for node in nodes)
-        fix = f"each needs {what} on one machine, and the Ray cluster at placement.address={self._address} has room for {room} ({sizes})"
-        require(num_servers <= room, "placement.num_engines", num_servers, fix)
-        group = placement_group([self._needs] * num_servers, strategy="SPREAD")
-        if not group.wait(SETTLE_S):
-            free = shown(ray.available_resources())
-            remains = f"the Ray cluster at placement.address={self._address} has only {free} left; others use it. Try again later"
-            raise ConfigError(f"placement.num_engines={num_servers}: each needs {what} on one machine, and {remains}")
-        log.info("the Ray cluster at %s: %s", self._address, sizes)
-        return group
+        fix = f"each needs {what} on one machine, and the Ray cluster at placement.address={address} has room for {room} ({sizes})"
+        require(count <= room, key, count, fix)
+        self._group = placement_group([self._needs] * count, strategy=strategy)
+        try:
+            if not self._group.wait(SETTLE_S):
+                remains = f"has only {shown(ray.available_resources())} left; others use it. Try again later"
+                fix = f"each needs {what} on one machine, and the Ray cluster at placement.address={address} {remains}"
+                raise ConfigError(f"{key}={count}: {fix}")
+        except BaseException:
+            self.close()
+            raise
+        log.info("the Ray cluster at %s: %s", address, sizes)
 
-    def _hire(self, index: int, *arguments: Any) -> Any:
+    def hire(self, index: int, kind: type, *arguments: Any) -> Any:
+        """The handle of an actor of this class in the place of this number; Ray starts it when the place is there."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
         options = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0.0), "scheduling_strategy": place}
-        return ray.remote(ServerActor).options(**options).remote(*arguments)
+        return ray.remote(kind).options(**options).remote(*arguments)
+
+    def close(self) -> None:
+        """End all actors in it, and give it back."""
+        from ray.util.placement_group import remove_placement_group
+
+        with suppress(Exception):  # the cluster may be gone
+            remove_placement_group(self._group)
 
 
 def connect(address: str, settings: Mapping[str, Any], *, group: str = "placement") -> bool:

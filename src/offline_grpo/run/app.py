@@ -48,7 +48,7 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
             print("offline-grpo: loading ...", flush=True)
         with progress.phase("imports and data"):
             plan = make_plan(config)
-        check_overrides(overrides, plan.engine, uses_cluster=plan.config.placement.score_on_cluster)
+        check_overrides(overrides, plan.engine, uses_cluster=config.placement.score_on_cluster or config.placement.trainer == "ray")
         find = partial(_find_resume_point, config, fresh, plain)
         found = find() if launch.num_processes() == 1 else None  # what is refused needs no torch
         with progress.phase("imports and data"):

@@ -141,6 +141,11 @@ class StopSignal:
     def is_requested(self) -> bool:
         return self._received is not None
 
+    @property
+    def number(self) -> int | None:
+        """The signal that has arrived."""
+        return self._received
+
     def check(self) -> None:
         """Raise StopRequested if a signal has arrived."""
         if self._received is not None:

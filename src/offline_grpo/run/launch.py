@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
-_typed = sys.argv[1:]  # before anything is added to it
+COMMAND = "OFFLINE_GRPO_COMMAND"
+"""The variable by which `ray_trainers.py` tells the processes that it starts how the run was launched."""
+typed = sys.argv[1:]
+"""The command line before anything is added to it."""
 
 
 def is_main() -> bool:
@@ -63,14 +67,16 @@ def typed_command() -> list[str]:
 
     It is the command line of the outermost process that ends as this one's does.
     """
+    if COMMAND in os.environ:
+        return shlex.split(os.environ[COMMAND])
     script, found = Path(sys.argv[0]), ["uv", "run", "run_grpo.py"]
     for process in (psutil.Process(), *psutil.Process().parents()):
         try:
             words = process.cmdline()
         except psutil.Error:
             break
-        place = len(words) - len(_typed)
-        if place < 1 or words[place:] != _typed or os.path.basename(words[place - 1]) not in (script.name, script.parent.name):
+        place = len(words) - len(typed)
+        if place < 1 or words[place:] != typed or os.path.basename(words[place - 1]) not in (script.name, script.parent.name):
             break
         found = words[:place]
     return found

@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from offline_grpo.run import cli, config, resume, sweep_jobs, sweep_resume
+from offline_grpo.run import cli, config, ray_trainers, resume, sweep_jobs, sweep_resume
 from offline_grpo.run.config import as_plain
 from offline_grpo.run.help import help_text
 from offline_grpo.run.run_dir import RunDir
@@ -35,11 +35,14 @@ def _run(cfg: DictConfig) -> float | None:
         print(f"run {HydraConfig.get().job.num} of the sweep is finished: {folder}")
         if (folder / "report.png").exists():
             return read_run(folder, folder.name).final_pass_at_1
+    own = resume.own_configuration(cfg)
+    if ray_trainers.is_wanted(own.placement):
+        return ray_trainers.train(config.typed(own), folder)
     from offline_grpo.run import app  # which imports torch
 
     if is_finished:
         return app.report(RunDir(folder))
-    return app.run(resume.own_configuration(cfg), folder, HydraConfig.get().overrides.task)
+    return app.run(own, folder, HydraConfig.get().overrides.task)
 
 
 def main() -> NoReturn:

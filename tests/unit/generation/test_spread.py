@@ -218,7 +218,7 @@ def test_what_was_sent_to_a_server_that_only_starts_is_asked_of_the_others(lab: 
     assert 0 < num_failed <= BATCH_SIZE
     lab.spread.serving = lab.clients
     lab.servers[1].check_alive = lambda *, grace_s=0.0: None  # type: ignore[method-assign]
-    with pytest.raises(EngineError, match="no connection .* after 3 attempts"):
+    with pytest.raises(EngineError, match=r"no connection .* after 3 attempts"):
         lab.all(60)
 
 
