@@ -1,0 +1,147 @@
+"""`placement.trainer=ray`: the processes of one run on the machines of a Ray cluster, two of them on this one, which Ray takes for machines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from children import SMALL, metrics_of, printed, run_command, run_in_child
+from engines import processes_naming
+from ray_machines import machines, wait_until
+
+SCRIPT = Path(__file__).parents[2] / "run_grpo.py"
+LONG = "train.iterations=1000"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with machines(2) as found:
+        yield found
+
+
+def start(cluster: Any, folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    """The command as a user types it, with two processes."""
+    on_ray = ("placement=ray", f"placement.address={cluster.address}", "placement.trainer=ray", "placement.num_trainers=2")
+    words = [*SMALL, *on_ray, f"cache_dir={folder.parent}/cache", f"hydra.run.dir={folder}", *overrides]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, SCRIPT, *words], cwd=folder.parent, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
+
+
+def trainers(folder: Path, driver: subprocess.Popen[str]) -> list[int]:
+    return [pid for pid in processes_naming(f"cache_dir={folder.parent}/cache") if pid != driver.pid]
+
+
+def wait_for_iterations(folder: Path) -> None:
+    wait_until(lambda: len(list((folder / "metrics").glob("train_*"))) >= 2)
+
+
+@pytest.mark.slow
+def test_the_processes_of_a_cluster_train_as_one_does(cluster: Any, tmp_path: Path) -> None:
+    alone, folder = tmp_path / "alone", tmp_path / "run"
+    assert run_in_child(alone, *SMALL, f"cache_dir={tmp_path}/cache") == 0, printed(alone)
+    run = start(cluster, folder)
+    out, err = run.communicate(timeout=120)
+    assert run.returncode == 0, out + err
+    assert [line for line in out.splitlines() if line.startswith("run folder:")] == [f"run folder: {folder}"]
+    expected, found = metrics_of(alone), metrics_of(folder)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name] == pytest.approx(expected[name], abs=1e-6, rel=1e-5), name
+    assert not processes_naming(str(tmp_path))
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_the_printed_line_goes_on(cluster: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start(cluster, folder, LONG)
+    wait_for_iterations(folder)
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 130, out + err
+    assert err.startswith("Ctrl-C: stopping after the training processes have saved;")
+    [line] = [line for line in out.splitlines() if "go on with: " in line]
+    assert line.endswith(f"run_grpo.py resume={folder.relative_to(tmp_path)}")
+    assert not processes_naming(str(tmp_path))
+    num_done = len(list((folder / "metrics").glob("train_*")))
+    again = subprocess.run(
+        [sys.executable, SCRIPT, f"resume={folder}", f"train.iterations={num_done + 1}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert f"going on after iteration {num_done} of {num_done + 1}" in again.stdout
+    assert not processes_naming(str(tmp_path))
+
+
+@pytest.mark.slow
+def test_whatever_dies_nothing_is_left_running(cluster: Any, tmp_path: Path) -> None:
+    """A training process, the command itself, and a machine with one of the processes."""
+    folder = tmp_path / "process"
+    run = start(cluster, folder, LONG)
+    wait_for_iterations(folder)
+    [other] = [pid for pid in trainers(folder, run) if f"hydra.run.dir={folder}" not in " ".join(psutil.Process(pid).cmdline())]
+    began = time.monotonic()
+    os.kill(other, signal.SIGKILL)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert "another process of the run has ended" in out + err
+    assert time.monotonic() - began < 30
+    assert not processes_naming(str(tmp_path))
+
+    folder = tmp_path / "command"
+    run = start(cluster, folder, LONG)
+    wait_for_iterations(folder)
+    run.kill()
+    run.wait()
+    wait_until(lambda: not processes_naming(str(tmp_path)), seconds=30)
+
+    folder = tmp_path / "machine"
+    run = start(cluster, folder, LONG)
+    wait_for_iterations(folder)
+    cluster.remove_node(cluster.machines.pop(), allow_graceful=False)
+    out, err = run.communicate(timeout=60)
+    cluster.machines.append(cluster.add_node(num_cpus=1))
+    assert run.returncode == 1
+    assert err.splitlines()[-1].startswith("error: the machine of training process ")
+    wait_until(lambda: not processes_naming(str(tmp_path)), seconds=30)
+
+
+@pytest.mark.slow
+def test_what_has_no_room_is_refused(cluster: Any, tmp_path: Path) -> None:
+    run = start(cluster, tmp_path / "run", "placement.num_trainers=3")
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 2
+    assert err.splitlines()[-1].startswith("error: placement.num_trainers=3: each needs a CPU core on one machine, and the Ray cluster at ")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["placement.trainer=there"], "placement.trainer=there: must be one of here, ray"),
+        (["placement.trainer=ray"], "placement.trainer=ray: add placement=ray"),
+        (["placement.num_trainers=2"], "placement.num_trainers=2: at least 1, and more with placement.trainer=ray alone; on this machine, acc"),
+        (["placement=ray", "placement.trainer=ray", "--multirun", "seed=1,2"], "placement.trainer=ray: starts the processes of one run; for a"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
+    done = run_command(tmp_path, SCRIPT, *words)
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+
+
+def test_under_another_launcher_it_is_refused(tmp_path: Path) -> None:
+    done = run_command(tmp_path, SCRIPT, "placement=ray", "placement.trainer=ray", count=2)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: placement.trainer=ray: starts the training processes itself; leave torchrun or")
