@@ -13,7 +13,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -44,7 +44,7 @@ from offline_grpo.generation.scoring import cluster, scorers
 from offline_grpo.logger import console, output_console
 from offline_grpo.logger.samples import Samples
 from offline_grpo.placement.devices import server_gpus
-from offline_grpo.run import gpu_memory, serving
+from offline_grpo.run import gpu_memory, ray_trainers, serving
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.gpu_memory import check_memory
@@ -656,6 +656,23 @@ def scorers_effect(overrides: str) -> Any:
     return asked
 
 
+def trainers_effect(overrides: str) -> Any:
+    """Whether the training processes are started in a Ray cluster, and for how many of them room is asked for."""
+    config, asked = typed(compose_config(*overrides.split())), []
+    is_wanted = ray_trainers.is_wanted(config.placement)
+
+    def room(*words: Any, **how: Any) -> None:
+        asked.append((words, how))
+        raise ConfigError("no room")
+
+    with pytest.MonkeyPatch.context() as patch, suppress(ConfigError):
+        patch.setattr(ray_trainers, "HydraConfig", SimpleNamespace(get=lambda: SimpleNamespace(mode=None)))
+        patch.setattr(ray_cluster, "connect", lambda *_: False)
+        patch.setattr(ray_cluster, "Room", room)
+        ray_trainers.train(config, Path())
+    return is_wanted, asked
+
+
 def evaluation_effect(overrides: str) -> Asked:
     asked = ask(overrides, role="evaluation")
     return replace(asked, max_active=min(asked.max_active, 2))  # one at a time, or several; how many of them meet is the machine's affair
@@ -696,6 +713,8 @@ ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "placement.engine_devices": (placement_effect, f"{OWN_SERVER} placement.check_memory=false", "placement.engine_devices=[0]"),
     "placement.address": (cluster_effect, f"{OWN_SERVER} placement=ray", "placement.address=local"),
     "placement.score_on_cluster": (scorers_effect, "placement=ray", "placement.score_on_cluster=true"),
+    "placement.trainer": (trainers_effect, "placement=ray", "placement.trainer=ray"),
+    "placement.num_trainers": (trainers_effect, "placement=ray placement.trainer=ray", "placement.num_trainers=2"),
     "placement.check_memory": (placement_effect, "", "placement.check_memory=false"),
     "eval.backend": (evaluation_effect, EVAL_SERVER, "eval.backend=sglang_server"),
     "eval.base_url": (evaluation_effect, EVAL_SERVER, "eval.base_url=@there"),

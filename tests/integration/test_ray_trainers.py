@@ -1,4 +1,4 @@
-"""`placement.trainer=ray`: the processes of one run on the machines of a Ray cluster, two of them on this one, which Ray takes for machines."""
+"""`placement.trainer=ray`: the processes of one run in a Ray cluster, of two things on this machine that Ray takes for machines."""
 
 from __future__ import annotations
 
@@ -131,8 +131,18 @@ def test_what_has_no_room_is_refused(cluster: Any, tmp_path: Path) -> None:
     [
         (["placement.trainer=there"], "placement.trainer=there: must be one of here, ray"),
         (["placement.trainer=ray"], "placement.trainer=ray: add placement=ray"),
-        (["placement.num_trainers=2"], "placement.num_trainers=2: at least 1, and more with placement.trainer=ray alone; on this machine, acc"),
-        (["placement=ray", "placement.trainer=ray", "--multirun", "seed=1,2"], "placement.trainer=ray: starts the processes of one run; for a"),
+        (
+            ["placement.num_trainers=2"],
+            "placement.num_trainers=2: at least 1, and more with placement.trainer=ray alone; on this machine, acc",
+        ),
+        (
+            ["placement=ray", "placement.trainer=ray", "placement.address=local"],
+            "placement.address=local: would end with this",
+        ),
+        (
+            ["placement=ray", "placement.trainer=ray", "--multirun", "seed=1,2"],
+            "placement.trainer=ray: starts the processes of one run",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused(words: list[str], message: str, tmp_path: Path) -> None:

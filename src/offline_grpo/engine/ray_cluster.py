@@ -44,6 +44,7 @@ class RayCluster:
         except BaseException:
             self._leave()
             raise
+        log.info("the Ray cluster at %s: %s", address, self._room.machines)
         self._next = iter(range(num_servers))
 
     def server(self, **about: Any) -> RayServer:
@@ -84,8 +85,8 @@ class Room:
         self._needs = {"CPU": 1.0, "GPU": float(gpus)} if has_gpus else {"CPU": 1.0}
         what = f"{gpus} GPU{'s' if gpus > 1 else ''} and a CPU core" if has_gpus else "a CPU core"
         room = int(sum(room_for(node["Resources"], self._needs) for node in nodes))
-        sizes = ", ".join(f"{node['NodeManagerHostname']}: {shown(node['Resources'])}" for node in nodes)
-        fix = f"each needs {what} on one machine, and the Ray cluster at placement.address={address} has room for {room} ({sizes})"
+        self.machines = ", ".join(f"{node['NodeManagerHostname']}: {shown(node['Resources'])}" for node in nodes)
+        fix = f"each needs {what} on one machine, and the Ray cluster at placement.address={address} has room for {room} ({self.machines})"
         require(count <= room, key, count, fix)
         self._group = placement_group([self._needs] * count, strategy=strategy)
         try:
@@ -96,7 +97,6 @@ class Room:
         except BaseException:
             self.close()
             raise
-        log.info("the Ray cluster at %s: %s", address, sizes)
 
     def hire(self, index: int, kind: type, *arguments: Any) -> Any:
         """The handle of an actor of this class in the place of this number; Ray starts it when the place is there."""

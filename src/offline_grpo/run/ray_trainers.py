@@ -55,16 +55,19 @@ def train(config: RunConfig, folder: Path) -> None:
     require(launch.num_processes() == 1, "placement.trainer", "ray", fix)
     fix = "starts the processes of one run; for a sweep on the cluster use hydra/launcher=ray"
     require(HydraConfig.get().mode is not RunMode.MULTIRUN, "placement.trainer", "ray", fix)
-    from offline_grpo.engine.ray_cluster import Room, connect
-
     placement = config.placement
     assert placement.address is not None  # see PlacementConfig
+    fix = "would end with this command, and placement.trainer=ray needs one that goes on; on this machine alone use accelerate launch"
+    require(placement.address != "local", "placement.address", "local", fix)
+    from offline_grpo.engine.ray_cluster import Room, connect
+
     is_ours = connect(placement.address, placement.ray_init)
     import ray
 
     try:
         gpus = 0 if config.model.device == "cpu" else 1
         room = Room(placement.address, "placement.num_trainers", placement.num_trainers, gpus=gpus, strategy="PACK")
+        print(f"starting the training processes on the Ray cluster at {placement.address}: {room.machines}", flush=True)
         lock.release(folder)  # the first of the processes writes there
         with closing(room):
             code = _Group([room.hire(index, TrainingActor) for index in range(placement.num_trainers)]).run(_commands(config, folder))

@@ -182,10 +182,17 @@ def remove_abandoned(run_dir: RunDir) -> None:
 
 
 def discard_fresh(folder: Path) -> None:
-    """Delete the folder that Hydra made for a run or a sweep, if nothing else was written to it: it was rejected, or resumes another."""
-    with suppress(FileNotFoundError, NotADirectoryError):  # the other processes of a refused run do the same
+    """Delete the folder that Hydra made for a run or a sweep, if nothing else was written to it: it was rejected, or resumes another.
+
+    The folder in which the run was started stays, as do those above it. It is what the other processes of a run have for a folder.
+    """
+    folder, here = folder.resolve(), Path.cwd()
+    kept = {here, *here.parents}
+    if folder in kept:
+        return
+    with suppress(FileNotFoundError, NotADirectoryError):
         if {path.name for path in folder.iterdir()} <= {".hydra", "run.log", lock.NAME, "multirun.yaml", ".submitit"}:
             shutil.rmtree(folder, ignore_errors=True)
             for parent in (folder.parent, folder.parent.parent):
-                if not any(parent.iterdir()):
+                if parent not in kept and not any(parent.iterdir()):
                     parent.rmdir()

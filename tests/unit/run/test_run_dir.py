@@ -1,5 +1,7 @@
 """Finding the run to go on with."""
 
+from pathlib import Path
+
 import pytest
 from checkpoints import config_of, make_checkpoint, state_of
 
@@ -104,6 +106,19 @@ def test_only_untouched_folders_are_discarded(fresh):
     (used / "metrics").mkdir(parents=True)
     discard_fresh(used)
     assert used.exists()
+
+
+@pytest.mark.parametrize("folder", [".", "run1", "../beside", "../../far/beside"])
+def test_the_folder_in_which_a_run_was_started_is_not_discarded(folder, tmp_path, monkeypatch):
+    """Nor those above it. `.` is what all processes of a run but the first are told."""
+    here = tmp_path / "above" / "here"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    discard_fresh(Path(folder))
+    assert here.is_dir()
+    assert folder == "." or not Path(folder).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["above"]
 
 
 def test_a_secret_is_no_change_and_is_not_shown() -> None:
