@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,6 +17,8 @@ import pytest
 from children import SMALL, metrics_of, printed, run_command, run_in_child
 from engines import processes_naming
 from ray_machines import machines, wait_until
+
+from offline_grpo.run import launch, ray_trainers
 
 SCRIPT = Path(__file__).parents[2] / "run_grpo.py"
 LONG = "train.iterations=1000"
@@ -149,6 +152,39 @@ def test_what_it_cannot_do_is_refused(words: list[str], message: str, tmp_path: 
     done = run_command(tmp_path, SCRIPT, *words)
     assert done.returncode == 2
     assert message in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("script", "started"), [("here/run_grpo.py", ["/at/here/run_grpo.py"]), ("/lib/offline_grpo/__main__.py", ["-m", "offline_grpo"])]
+)
+def test_the_first_process_is_told_the_folder(script: str, started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others write nothing. One that goes on is in its own run's."""
+    monkeypatch.setattr(sys, "argv", [script])
+    monkeypatch.setattr(Path, "absolute", lambda path: path if path.is_absolute() else Path("/at") / path)
+    for typed, first in (
+        (
+            ["--config-dir", "mine", "seed=3", "hydra.run.dir=x"],
+            ["--config-dir", "mine", "seed=3", "hydra.run.dir=/at/outputs/1"],
+        ),
+        (
+            ["seed=3", "--config-dir", "mine"],
+            ["seed=3", "hydra.run.dir=/at/outputs/1", "--config-dir", "mine"],
+        ),
+        (
+            ["--config-dir", "mine"],
+            ["--config-dir", "mine", "hydra.run.dir=/at/outputs/1"],
+        ),
+        (
+            ["resume=run", "seed=3"],
+            ["resume=run", "seed=3"],
+        ),
+    ):
+        monkeypatch.setattr(launch, "typed", typed)
+        resumed: Any = SimpleNamespace(resume="run" if "resume=run" in typed else None)
+        commands = ray_trainers._commands(resumed, Path("outputs/1"))
+        assert next(commands) == [sys.executable, *started, *first]
+        second, third = next(commands), next(commands)
+        assert second == third == [sys.executable, *started, *[word for word in typed if not word.startswith("hydra.run.dir")]]
 
 
 def test_under_another_launcher_it_is_refused(tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ def _commands(config: RunConfig, folder: Path) -> Iterator[list[str]]:
     typed = [word for word in launch.typed if not word.startswith("hydra.run.dir=")]
     place = max((index for index, word in enumerate(typed, 1) if OVERRIDE.match(word)), default=len(typed))
     own = [f"hydra.run.dir={quoted(folder.absolute())}"] if config.resume in (None, "auto") else []
-    command = [sys.executable, str(Path(sys.argv[0]).absolute())]
+    script = Path(sys.argv[0]).absolute()
+    command = [sys.executable, *(["-m", script.parent.name] if script.name == "__main__.py" else [str(script)])]
     yield [*command, *typed[:place], *own, *typed[place:]]
     while True:
         yield [*command, *typed]
