@@ -46,9 +46,12 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
         config, plain = typed(cfg), as_plain(cfg)
         if launch.is_main():
             print("offline-grpo: loading ...", flush=True)
+        check = partial(check_overrides, overrides, uses_cluster=config.placement.score_on_cluster or config.placement.trainer == "ray")
+        if config.engine is None and config.generation.get("base_url") is None:
+            check(None)
         with progress.phase("imports and data"):
             plan = make_plan(config)
-        check_overrides(overrides, plan.engine, uses_cluster=config.placement.score_on_cluster or config.placement.trainer == "ray")
+        check(plan.engine)
         find = partial(_find_resume_point, config, fresh, plain)
         found = find() if launch.num_processes() == 1 else None  # what is refused needs no torch
         with progress.phase("imports and data"):

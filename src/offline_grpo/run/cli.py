@@ -74,6 +74,11 @@ def _exit_with(main: Callable[[], object]) -> NoReturn:
             raise
         nulls = ", ".join(word for word in sys.argv[1:] if word.endswith("=null"))
         leave(ConfigError(f"{nulls}: a group needs one of its options; remove the override to use the default"))
+    except AssertionError as error:  # OmegaConf's, for a key below one that is null
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "_apply_overrides_to_config"]
+        if not frames or not str(error).startswith("Unexpected type for root"):
+            raise
+        leave(ConfigError(in_empty(frames[-1].f_locals["key"])))
     except BrokenPipeError:
         _leave_closed_pipe()
     except OSError as error:
@@ -192,7 +197,16 @@ def explain(error: BaseException) -> str:
     if re.match("Key '.*' (not in|is not in struct)", text) and isinstance(parent, DictConfig):
         if key in RENAMED:
             return f"{key}: no such key; the setting is {RENAMED[key]}"
-        return str(no_such_key(str(key), [str(child) for child in parent if child != "hydra"]))
+        known = [str(child) for child in parent if child != "hydra"]
+        return str(no_such_key(str(key), known)) if known else in_empty(str(key))
     if "does not support deletion" in text:
         return f"{key}: cannot be deleted; every setting has a value: write {key}=VALUE"
     return f"{key}: {text}{sweep_hint(group, name, getattr(cause, 'value', None))}"
+
+
+def in_empty(key: str) -> str:
+    """What is said of a setting whose group is null, or has no settings."""
+    group = key.rpartition(".")[0]
+    options = sorted(path.stem for path in (config.folder() / group.replace(".", "/")).glob("[!_]*.yaml"))
+    choices = " or ".join(f"{group.replace('.', '/')}={option}" for option in options)
+    return f"{key}: {group} is empty here; " + (f"add {choices}" if choices else f"+{key}=VALUE adds to it")

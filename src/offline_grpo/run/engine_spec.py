@@ -153,20 +153,20 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
     return spec
 
 
-def check_overrides(overrides: Sequence[str], training: EngineSpec, *, uses_cluster: bool = False) -> None:
+def check_overrides(overrides: Sequence[str], training: EngineSpec | None, *, uses_cluster: bool = False) -> None:
     """Raise ConfigError if a command-line override sets something that only affects a server started by the run.
 
     Values from files are let through: those of a preset or of your own defaults are meant for runs that start one.
 
     Args:
         overrides: of the command line, such as "engine.port=8000".
+        training: None where nothing is configured that could start a server, which is known before torch is imported.
         uses_cluster: whether the Ray cluster has other work than servers.
     """
-    if training.launcher is not None:
+    if training is not None and training.launcher is not None:
         return
-    where = (
-        "the run starts no server" if training.base_url is None else f"the server at generation.base_url={training.base_url} runs already"
-    )
+    url = None if training is None else training.base_url
+    where = "the run starts no server" if url is None else f"the server at generation.base_url={url} runs already"
     for override in overrides:
         setting = override.lstrip("+~")
         if setting.startswith(OF_OWN_SERVER) and not (uses_cluster and setting.startswith(OF_CLUSTER)):

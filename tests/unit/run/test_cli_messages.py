@@ -43,6 +43,13 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     ("words", "message"),
     [
         ("+train.foo=1", r"train\.foo: no such key; it may be one of iterations, .*"),
+        ("model.lora.r=32", r"model\.lora\.r: model\.lora is empty here; add model/lora=default"),
+        ("engine.args.max_model_len=9", r"engine\.args: engine is empty here; add engine=sglang or engine=vllm"),
+        ("engine.port=1", r"engine\.port: engine is empty here; add engine=sglang or engine=vllm"),
+        (
+            "model=hf model.tiny.hidden_size=3",
+            r"model\.tiny\.hidden_size: model\.tiny is empty here; \+model\.tiny.*=VALUE adds .*",
+        ),
         (
             "hydra.run.dir=afile",
             r"hydra\.run\.dir=afile: \S+/afile cannot be made or written \(File exists\); choose a folder that you can write to",
