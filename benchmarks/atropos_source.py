@@ -107,6 +107,7 @@ def main() -> None:
         problems_per_iteration=args.groups,
         group_size=args.members,
         max_token_len=args.tokens,
+        correct_threshold=None,
         num_steps=1,
         save_checkpoint_interval=0,
         wandb_project="benchmark",

@@ -31,12 +31,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from common import Target, alternate, write_result
+from common import Target, alternate, complete_in_order, write_result
 from hydra import compose, initialize_config_dir
 
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
-from offline_grpo.generation.sample import complete_in_order
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, register

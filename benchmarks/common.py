@@ -9,7 +9,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from offline_grpo.interfaces import RolloutClient
+from offline_grpo.types import Completion, SamplingParams, SamplingRequest
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -165,3 +168,9 @@ def _cpu_model() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def complete_in_order(client: RolloutClient, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> list[list[Completion]]:
+    """The completions of all requests, in the order of `requests`."""
+    completions = dict(client.generate(requests, sampling))
+    return [completions[index] for index in range(len(requests))]

@@ -37,11 +37,10 @@ from typing import Any
 import httpx
 import psutil
 from client_overhead import CPU_ARGS, EndlessClient
-from common import RESULTS, Target, Timings, write_result
+from common import RESULTS, Target, Timings, complete_in_order, write_result
 
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
-from offline_grpo.generation.sample import complete_in_order
 from offline_grpo.generation.vllm_client import STOCK
 from offline_grpo.types import SamplingParams, SamplingRequest
 

@@ -1,15 +1,17 @@
 """Whole iterations on one GPU, sampling by vLLM on the same card: run_grpo.py against TRL's GRPOTrainer with vLLM in its process.
 
-    python benchmarks/iteration_gpu.py WORK                 # Qwen3-0.6B's shape: about 15 minutes, seven of them starts of vLLM
+    python benchmarks/iteration_gpu.py WORK                 # Qwen3-0.6B's shape: about 20 minutes, half of them starts of vLLM
     python benchmarks/iteration_gpu.py WORK --arms ours     # seconds of our phases alone
     python benchmarks/iteration_gpu.py WORK --small         # a tiny model on the CPU, without TRL's vLLM
 
 32 prompts x 8 completions x 512 tokens an iteration, one update of all 256, bf16, the same random model, prompts, reward, loss, optimizer
 and learning rate. Random weights hardly ever draw the end of a sequence, so both arms make the same number of tokens; the script compares
 that, and the ids of the prompts, before it compares times. Each arm runs in its own process, as its users start it, one after the other, or
-at the same time with --gpus 0 1, which gives each a card of its own. Times are medians over the iterations after the first two.
+at the same time with --gpus 0 1, which gives each a card of its own. Times are medians over the iterations after the first two, or
+means for the arm `async`, whose iterations may be long and short in turn.
 
     ours    run_grpo.py with weight_sync=shared_vllm: fp32 masters, weights shared with the server
+    async   the same with weight_sync=ipc and rollouts=async: the next completions are drawn during the update, on the same card
     two     the same with weight_sync=ipc and two servers on the card, which have half of the memory each
     trl     vllm_mode=colocate with bf16 weights and optimizer, without recomputation, in microbatches of --trl-batch sequences
 """
@@ -32,7 +34,7 @@ from common import Target, write_result
 from random_model import save, sevens
 
 ROOT = Path(__file__).parents[1]
-OURS = ("ours", "two")
+OURS = ("ours", "async", "two")
 ARMS = (*OURS, "trl")
 WARMUP = 2
 PROMPTS, GROUP, TOKENS = 32, 8, 512
@@ -40,9 +42,12 @@ LR = 1e-5
 
 
 def our_command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
-    servers = ("weight_sync=shared_vllm",)
-    if arm == "two":
-        servers = ("weight_sync=reload" if args.small else "weight_sync=ipc", "placement.num_engines=2")
+    between = "weight_sync=reload" if args.small else "weight_sync=ipc"  # to several servers, or while requests run
+    servers: tuple[str, ...] = {
+        "ours": ("weight_sync=shared_vllm",),
+        "async": (between, "rollouts=async", f"generation.batch_size={args.prompts}"),  # one iteration in the server at a time
+        "two": (between, "placement.num_engines=2"),
+    }[arm]
     share = float(args.share) / (2 if arm == "two" else 1)
     on_gpu = ("train.precision=bf16", "train.tokens_per_microbatch=16384", f"engine.args.gpu_memory_utilization={share}")
     on_gpu += ("engine.args.max_model_len=1024",)
@@ -61,7 +66,6 @@ def our_command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
         "generation=vllm_server",
         *servers,
         f"generation.max_new_tokens={args.tokens}",
-        f"generation.batch_size={args.prompts * GROUP}",
         f"data.problems_per_iteration={args.prompts}",
         f"data.rollouts_per_problem={GROUP}",
         "data.shuffle=false",
@@ -218,10 +222,10 @@ def main() -> None:
     for arm, process in processes.items():
         if process.wait() != 0:
             sys.exit(f"{arm} failed:\n{(work / f'{arm}.log').read_text()[-3000:]}")
-    found = {arm: our_result(work / arm) for arm in OURS if (work / arm).exists()}  # of an arm that was run before, too
+    found = {arm: our_result(work / arm) for arm in OURS if (work / arm / "report.png").exists()}  # also of an arm that ended before
     if (work / "trl.json").exists():
         found["trl"] = json.loads((work / "trl.json").read_text())
-    measured = {f"{arm}_s": statistics.median(result["seconds"]) for arm, result in found.items()}
+    measured = {f"{arm}_s": (statistics.fmean if arm == "async" else statistics.median)(result["seconds"]) for arm, result in found.items()}
     targets = [Target(f"{arm}_s", "<=", 6.5) for arm in OURS if arm in found]
     if "trl" in found:
         check_same_work(work, found, tolerance=0.5 if args.small else 0.02)  # with a vocabulary of 100, some end

@@ -19,12 +19,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import Target, alternate, wait_for_device, write_result
+from common import Target, alternate, complete_in_order, wait_for_device, write_result
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 from weight_sync import SHAPES
 
-from offline_grpo.generation.sample import complete_in_order
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.types import SamplingParams, SamplingRequest

@@ -120,6 +120,7 @@ def make_source(url: str, **settings: Any) -> Atropos:
         "problems_per_iteration": 2,
         "group_size": 2,
         "max_token_len": 32,
+        "correct_threshold": None,
         "num_steps": 10,
         "save_checkpoint_interval": 3,
         "wandb_project": "project",
@@ -180,7 +181,7 @@ def settings_effect(overrides: str) -> Any:
         source = build(node, key="rollouts", protocol=RolloutSource, **given)
         try:
             source.start(0, None)
-            source.next(0)
+            heard["success"] = [[rollout.score.is_correct for rollout in group.rollouts] for group in source.next(0)]
         except GrpoError as error:
             heard["error"] = str(error).replace(node["url"], "")
     return heard if "error" in heard else heard | {"longest_pause_s": max(pauses, default=0)}  # of an error, it is a matter of luck

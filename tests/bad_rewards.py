@@ -83,7 +83,7 @@ async def misbehaves_later(answer):
     """The same with async code, and 0.5."""
     if answer == "waits":
         await asyncio.sleep(100)
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5 if answer == "later" else 0.05)
     return 0.5 * misbehaves(answer, "")
 
 

@@ -16,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from offline_grpo.generation.sample import complete_in_order
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.model.layouts.padded import Padded
@@ -160,6 +159,12 @@ def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, offload=False, **s
         seed=0,
         failure_dir=tmp_path,
     )
+
+
+def complete_in_order(client: RolloutClient, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> list[list[Completion]]:
+    """The completions of all requests, in the order of `requests`."""
+    completions = dict(client.generate(requests, sampling))
+    return [completions[index] for index in range(len(requests))]
 
 
 def generate(

@@ -7,12 +7,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from factories import complete_in_order
 from inside_vllm import make_worker
 from safetensors.torch import load_file
 from scripted_server import Reply, Request
 from transformers import AutoModelForCausalLM
 
-from offline_grpo.generation.sample import complete_in_order
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.types import SamplingParams, SamplingRequest

@@ -1,12 +1,15 @@
-"""Errors that end a run with one line instead of a traceback."""
+"""Errors that end a run with one line instead of a traceback, and a reader's end, which ends it with none."""
 
 from __future__ import annotations
 
 import difflib
+import os
 import signal
+import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -101,3 +104,23 @@ def require(condition: bool, key: str, value: object, fix: str) -> None:
     """Raise a ConfigError that names key, value and fix, unless `condition` is true."""
     if not condition:
         raise ConfigError(f"{key}={value}: {fix}")
+
+
+@contextmanager
+def ending_with_reader() -> Iterator[None]:
+    """Inside, the end of whoever reads the output, such as `head`, ends the program too: quietly, with the exit code of SIGPIPE.
+
+    Rich makes an exit with code 1 of a closed pipe.
+    """
+    try:
+        yield
+    except (BrokenPipeError, SystemExit) as ended:
+        if isinstance(ended, SystemExit) and not isinstance(ended.__context__, BrokenPipeError):
+            raise
+        forget_output()
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def forget_output() -> None:
+    """Print to nowhere from now on; or Python would write to what cannot be written again, on the way out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

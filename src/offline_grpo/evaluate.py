@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +26,10 @@ Values with commas make several sets of problems: task=arithmetic,gsm8k. The set
 line says comes on top. With several models, each is compared with the first one on the same problems.
 """
 
-
 REFRESH_PER_S = 4.0
+OF_TRAINING = ("train", "rollouts", "weight_sync", "checkpoint", "logger", "samples", "resume")
+"""Groups that say nothing about an evaluation, but for `OF_LOADING`."""
+OF_LOADING = ("train.precision",)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,8 +53,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     if len(names) > len(ascii_uppercase):
         raise ConfigError(f"MODEL: {len(names)} are named; evaluate at most {len(ascii_uppercase)} at a time")
     for word in words:
-        if word.lstrip("+").startswith(("eval.backend", "eval.base_url", "eval.weight_sync")):
-            raise ConfigError(f"{word}: evaluations that are no part of a run ask what generation names, such as generation=vllm_server")
+        _refuse_idle(word)
     out = options.out or Path("outputs/evaluate") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ConfigError(f"--out={out}: is there already and not empty; name a new folder")
@@ -66,6 +68,15 @@ def run(arguments: Sequence[str] | None = None) -> None:
         _evaluate(dict(zip(ascii_uppercase, names, strict=False)), words, out, console, trust=options.trust_remote_code)
     finally:
         log.removeHandler(to_terminal)
+
+
+def _refuse_idle(word: str) -> None:
+    """Raise ConfigError about a setting that acts in training alone."""
+    key = word.lstrip("+~").partition("=")[0]
+    if key in ("eval.backend", "eval.base_url", "eval.weight_sync"):
+        raise ConfigError(f"{word}: evaluations that are no part of a run ask what generation names, such as generation=vllm_server")
+    if key not in OF_LOADING and re.split(r"[./]", key)[0] in OF_TRAINING:
+        raise ConfigError(f"{word}: acts in training alone, and nothing is trained here; leave it out")
 
 
 def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Console, *, trust: bool) -> None:

@@ -12,7 +12,7 @@ from threading import Event, Thread
 from time import monotonic
 from typing import Any
 
-from offline_grpo.errors import ConfigError, reason_of
+from offline_grpo.errors import ConfigError, reason_of, require
 
 CONNECT_TIMEOUT_S = 2.5
 ANSWER_TIMEOUT_S = 4.0
@@ -38,12 +38,13 @@ def need_model(name: str, key: str) -> None:
     Where the Hub cannot be reached and the cache has the model, this process and those that it starts use the cache alone from then on.
 
     Raises:
-        ConfigError: the Hub cannot be reached, and the cache does not have the model's config.json.
+        ConfigError: a local file; or the Hub cannot be reached, and the cache does not have the model's config.json.
     """
+    require(not Path(name).is_file(), key, name, "is a file; give the folder of a model, or a Hugging Face id")
     if is_model_id(name):
         from huggingface_hub import try_to_load_from_cache
 
-        fix = f"give a local model folder, set a proxy (HTTPS_PROXY), or run `hf download {name}` where there is a network"
+        fix = f"no folder has that name either; give one, set a proxy (HTTPS_PROXY), or run `hf download {name}` where there is a network"
         _need(f"{key}={name}", lambda: isinstance(try_to_load_from_cache(name, "config.json"), str), fix)
 
 

@@ -26,6 +26,7 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         require(self.r > 0, "model.lora.r", self.r, "the rank must be at least 1")
+        require(self.alpha > 0, "model.lora.alpha", self.alpha, "must be above 0; with 0 the adapter does nothing")
         require(0 <= self.dropout < 1, "model.lora.dropout", self.dropout, "a probability in [0, 1)")
         require(bool(self.target_modules), "model.lora.target_modules", self.target_modules, "name at least one module, or [all-linear]")
 
@@ -118,7 +119,8 @@ class TrainConfig:
         for name in ("weight_decay", "warmup_steps", "kl_coef"):
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must be 0 or more")
         require(0 < self.lr < inf, "train.lr", self.lr, "must be above 0 and finite")
-        require(self.profile is None or self.profile > 0, "train.profile", self.profile, "an iteration, from 1 on, or null")
+        is_iteration = self.profile is None or 0 < self.profile <= self.iterations
+        require(is_iteration, "train.profile", self.profile, f"an iteration, from 1 to train.iterations={self.iterations}, or null")
         require(self.grad_clip > 0, "train.grad_clip", self.grad_clip, "must be above 0; use inf to switch clipping off")
         options = {"schedule": ("constant", "linear", "cosine"), "precision": ("fp32", "bf16", "fp16"), "sharding": ("none", "fsdp2")}
         for name, known in options.items():
@@ -198,14 +200,11 @@ class EvalConfig:
             "greedy decoding (eval.do_sample=false or eval.temperature=0) gives the same completion every time; "
             "use eval.replicates=1 eval.ks=[1]",
         )
-        require(bool(self.ks), "eval.ks", self.ks, "name at least one k")
+        require(min(self.ks, default=0) > 0, "eval.ks", self.ks, "name at least one k, and none below 1")
+        require(self.bootstrap_samples <= 100_000, "eval.bootstrap_samples", self.bootstrap_samples, "must be at most 100000")
         for k in self.ks:
-            require(
-                1 <= k <= self.replicates,
-                "eval.ks",
-                self.ks,
-                f"pass@{k} needs at least {k} replicates and eval.replicates={self.replicates}; raise it or drop {k}",
-            )
+            fix = f"pass@{k} needs at least {k} replicates and eval.replicates={self.replicates}; raise it or drop {k}"
+            require(k <= self.replicates, "eval.ks", self.ks, fix)
 
 
 @dataclass
@@ -287,7 +286,8 @@ class RunConfig:
     samples: Any = None
 
     def __post_init__(self) -> None:
-        require(self.num_threads is None or self.num_threads > 0, "num_threads", self.num_threads, "at least 1, or null for one per core")
+        is_good = self.num_threads is None or 0 < self.num_threads <= 4096
+        require(is_good, "num_threads", self.num_threads, "from 1 to 4096, or null for one per core")
 
     @property
     def planned_updates(self) -> int:

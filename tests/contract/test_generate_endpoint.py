@@ -35,10 +35,9 @@ from engines import (
     switch_of,
     train,
 )
-from factories import strategy
+from factories import complete_in_order, strategy
 
 from offline_grpo.engine.server import Server
-from offline_grpo.generation.sample import complete_in_order
 from offline_grpo.model.policy import Policy
 from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest
 

@@ -336,14 +336,19 @@ ASYNC = ("mode=async", "rollouts.max_staleness=4", "eval.enabled=false", "train.
 )
 def test_pushes_to_a_server_that_samples(overrides: tuple[str, ...], server: Server, model_folder: Path, tmp_path: Path) -> None:
     """Sampling takes longer than training, and is two iterations ahead, so that each push meets requests that run."""
-    aborted = count_aborted(server)
+    aborted, aborts = count_aborted(server), "rollouts.in_flight=abort" in overrides
     few, endless = ("data.problems_per_iteration=2", "data.rollouts_per_problem=2"), "generation._target_=served_runs.Endless"
-    found = run(tmp_path / "run", model_folder, *at(server), *ASYNC, *overrides, *few, endless)
-    assert len(found) == 4
-    assert 0 < max(metrics["async/age_max"] for metrics in found.values()) <= 4
-    assert all(metrics["async/num_discarded"] == metrics["sync/num_recoveries"] == 0 for metrics in found.values())
-    assert found["train_iter_000.json"]["alignment/diff_abs_mean"] < 1e-4
-    assert (count_aborted(server) > aborted) == ("rollouts.in_flight=abort" in overrides)
+    for attempt in range(3):  # on a busy machine the trainer may be the slower one, and no push meet a request
+        found = run(tmp_path / f"run{attempt}", model_folder, *at(server), *ASYNC, *overrides, *few, endless)
+        assert len(found) == 4
+        assert 0 < max(metrics["async/age_max"] for metrics in found.values()) <= 4
+        assert all(metrics["async/num_discarded"] == metrics["sync/num_recoveries"] == 0 for metrics in found.values())
+        assert found["train_iter_000.json"]["alignment/diff_abs_mean"] < 1e-4
+        if (count_aborted(server) > aborted) == aborts:
+            return
+        assert aborts
+        serve_again(server, model_folder, CPU)
+    pytest.fail("no push met a request that ran")
 
 
 def count_aborted(server: Server) -> float:

@@ -566,6 +566,7 @@ ATROPOS: dict[str, tuple[str, str]] = {
     "problems_per_iteration": ("6", "rollouts.url=@here"),
     "group_size": ("4", "rollouts.url=@here"),
     "max_token_len": ("64", "rollouts.url=@here"),
+    "correct_threshold": ("5", "rollouts.url=@here"),
     "num_steps": ("5", "rollouts.url=@here"),
     "save_checkpoint_interval": ("7", "rollouts.url=@here"),
     "wandb_project": ("mine", "rollouts.url=@here"),

@@ -140,7 +140,9 @@ def test_a_terminal_shows_how_far_a_set_is(
     [
         (["task=arithmetic"], "MODEL: none is named"),
         (["/no/such"], "MODEL=/no/such: no such folder"),
-        (["@base", "train.lr=1,2"], "train.lr=1,2: sets of problems can differ in task and eval alone"),
+        (["@base", "generation.temperature=0.5,1"], "generation.temperature=0.5,1: sets of problems can differ in task and eval alone"),
+        (["@base", "train.lr=3"], "train.lr=3: acts in training alone, and nothing is trained here; leave it out"),
+        (["@base", "train/loss=dapo"], "train/loss=dapo: acts in training alone"),
         (["@base", "eval.base_url=http://127.0.0.1:1"], "eval.base_url=http://127.0.0.1:1: evaluations that are no part of a run"),
         (
             ["@base", "@base", "generation=vllm_server", "generation.base_url=http://127.0.0.1:1"],

@@ -169,6 +169,8 @@ def test_a_finished_run_resumed_by_path_can_be_made_longer(cache, tmp_path):
     assert run_in_child(fresh, *overrides, f"resume={run_dir}") == 0, printed(fresh)
     finished = r"^finished: 4 of 4 iterations; longer: .* resume=\S+ train.iterations=8; anew: leave resume out$"
     assert re.search(finished, printed(fresh), re.MULTILINE)
+    assert run_in_child(fresh, *overrides, f"resume={run_dir}", "seed=5") == 0, printed(fresh)
+    assert re.search(r"^finished: 4 of 4 iterations; changed to no effect: .*\bseed=5\b.*; longer: ", printed(fresh), re.MULTILINE)
     assert run_in_child(fresh, *overrides, f"resume={run_dir}", "train.precision=bf16", "train.iterations=6") == 2
     assert "error: train.precision=bf16: the run that goes on has fp32, and its weights and masters" in printed(fresh)
     assert_same_files(run_dir, whole)

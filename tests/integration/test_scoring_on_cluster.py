@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,27 @@ def test_a_completion_that_costs_machines_does_not_cost_them_all(cluster: Any, m
         assert scored(task, ["any"]) == ["crashed"]
     finally:
         task.close()
+
+
+@pytest.mark.slow
+def test_what_is_under_way_when_it_closes_loses_no_machine(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends the actors itself; the thread that awaits them sees each go before the next one is ended."""
+    import ray
+
+    kill = ray.kill
+    monkeypatch.setattr(ray, "kill", lambda actor: (kill(actor), time.sleep(2)))
+    task = bad_rewards.on_cluster(cluster.address, "bad_rewards:where")
+    try:
+        assert len(set(scored(task, ["any"] * 24))) == 2
+        under_way = [bad_rewards.judge(task, "slowly") for _ in range(12)]
+        time.sleep(0.5)
+    finally:
+        task.close()
+    with pytest.raises(ScoreError, match="the run lets go of the Ray cluster"):
+        under_way[-1].result()
+    assert not any("has gone" in line for line in caplog.messages)
 
 
 @pytest.mark.slow  # a run of its own for each side

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 from offline_grpo.engine.control import ServerControl
 from offline_grpo.engine.server import Server
 from offline_grpo.interfaces import RolloutClient
-from offline_grpo.types import SamplingParams
+from offline_grpo.types import Completion, SamplingParams, SamplingRequest
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,10 @@ class ServerClient(RolloutClient, Protocol):
     @staticmethod
     def control(server: Server) -> ServerControl:
         """Control over a server of this kind, as it is now: a new one after each start."""
+        ...
+
+    def generate_now(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> list[list[Completion]]:
+        """The completions of a few requests, in their order. They are not to wait behind those of `generate`."""
         ...
 
 
@@ -99,6 +103,13 @@ class ServerEngine(Engine):
         self.server.start(model, args=args)
         version = self.control.check_version()
         log.info("connected to %s %s at %s", self.client.engine_name, version, self.server.base_url)
+
+    def follow(self, base_url: str, pid: int | None) -> None:
+        """Ask the server that another process of the run has started, and watch it. In a Ray cluster it may have moved."""
+        if base_url != self.server.base_url:
+            self.client.close()
+            self.server.move_to(base_url)
+        self.server.watch(pid)
 
     def stop(self) -> None:
         """See `Engine.stop`."""

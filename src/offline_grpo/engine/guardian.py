@@ -186,17 +186,16 @@ def _start_time(pid: int) -> float:
 
 
 def _children() -> list[int]:
-    """Every process below this one, from /proc."""
+    """Every process below this one, from /proc, until it has gone: one whose first thread has ended is a zombie, while others of its
+    threads may still hold its ports and its memory."""
     parents = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    state, parent = file.read().rpartition(b")")[2].split()[:2]
+                    parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
             except OSError:
                 continue
-            if state != b"Z":
-                parents[int(name)] = int(parent)
     found: set[int] = set()
     frontier = {os.getpid()}
     while frontier:

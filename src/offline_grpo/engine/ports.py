@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import secrets
 import socket
+import time
 from urllib.parse import urlsplit
 
 import psutil
@@ -15,6 +16,9 @@ SERVER_PORTS = range(15000, 30000)
 """Where free ports are looked for: a server opens its port only seconds after it was chosen, and meanwhile the system could give those
 above 32767 to any connection that a process of this machine opens (Linux: net.ipv4.ip_local_port_range)."""
 TRIES = 100
+RELEASE_S = 10.0
+"""How long the processes of a server that was killed may take to end, and to let go of its port."""
+POLL_S = 0.1
 
 
 def address_towards(url: str) -> str:
@@ -49,6 +53,19 @@ def choose_port(host: str, port: int | None, *, key: str) -> int:
         raise ConfigError(f"{key}={port}: {owner}; stop that process, choose another port, or null for any free one") from error
 
 
+def choose_again(host: str, port: int, *, key: str) -> None:
+    """Wait until a server's port is free again, for at most `RELEASE_S`. Raises as `choose_port`."""
+    deadline = time.monotonic() + RELEASE_S
+    while True:
+        try:
+            choose_port(host, port, key=key)
+            return
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(POLL_S)
+
+
 def _any_free(host: str) -> int:
     for _ in range(TRIES):
         try:
@@ -74,7 +91,7 @@ def owner_of(port: int) -> str | None:
         return None
     for listener in listeners:
         if listener.pid is None:
-            return "a process of another user"
+            return "a process of another user, or one that is ending"
         try:
             return f"{' '.join(' '.join(psutil.Process(listener.pid).cmdline()).split())[:120]} (pid {listener.pid})"
         except psutil.Error:

@@ -74,9 +74,9 @@ class ServerActor:
         """The newest line of the log."""
         return "" if self._server._process is None else last_line(self._server._process.log_path)
 
-    def check_alive(self, grace_s: float) -> None:
+    def check_alive(self) -> None:
         """See `Server.check_alive`."""
-        self._server.check_alive(grace_s=grace_s)
+        self._server.check_alive()
 
     def check_healthy(self) -> None:
         """See `Server.check_healthy`."""
@@ -197,10 +197,15 @@ class RayServer(Server):
         except GrpoError:
             return True  # `start` says what is wrong
 
-    def check_alive(self, *, grace_s: float = 0.0) -> None:
-        """See `Server.check_alive`. A machine that does not answer is one that has ended."""
-        if self._place is None:
-            self._ask("check_alive", grace_s, timeout_s=ANSWER_S + grace_s)
+    @property
+    def is_observed(self) -> bool:
+        """See `Server.is_observed`."""
+        return self._place is None
+
+    def _look(self) -> None:
+        """See `Server._look`. A machine that does not answer is one that has ended. Whoever waits does so here: the actor does one thing at
+        a time."""
+        self._ask("check_alive")
 
     def check_healthy(self) -> None:
         """See `Server.check_healthy`."""

@@ -15,7 +15,7 @@ from offline_grpo import progress
 from offline_grpo.engine.background import in_background
 from offline_grpo.engine.command_line import shown
 from offline_grpo.engine.http import HEALTH_TIMEOUT_S, ServerApi
-from offline_grpo.engine.ports import choose_port
+from offline_grpo.engine.ports import choose_again, choose_port
 from offline_grpo.engine.process import ServerProcess
 from offline_grpo.engine.scratch import Scratch, temporary_folder
 from offline_grpo.errors import EngineDied, EngineError
@@ -38,7 +38,6 @@ class Launcher(Protocol):
     port: int | None
     api_key: str | None
     start_timeout_s: float
-
     args: Mapping[str, Any]
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
@@ -150,7 +149,7 @@ class Server:
                 return
             self.stop()
             command = self._command(model, args)  # it names a file in the scratch folder, which is another one now
-        choose_port(self._launcher.host, self._port, key="engine.port")
+        (choose_again if self.num_starts else choose_port)(self._launcher.host, self._port, key="engine.port")
         log.info("starting %s: %s", self._launcher.name, shown(command))
         log_path = self.log_dir / f"server_{next(self._log_numbers)}.log"
         self.num_starts += 1
@@ -207,17 +206,26 @@ class Server:
             return True
         return False
 
+    @property
+    def is_observed(self) -> bool:
+        """Whether `check_alive` would notice its end: of a server that the run has started."""
+        return self._process is not None or self._watched_pid is not None
+
     def check_alive(self, *, grace_s: float = 0.0) -> None:
         """Raise EngineDied if a managed server has ended, or ends within `grace_s` seconds; an external one always passes."""
         deadline = time.monotonic() + grace_s
-        while self._process is not None or self._watched_pid is not None:
-            if self._process is not None:
-                self._process.check_alive()
-            elif self._watched_pid is not None and _has_ended(self._watched_pid):
-                raise EngineDied(f"the server at {self.base_url}, which another process of this run started, has ended.")
+        while self.is_observed:
+            self._look()
             if time.monotonic() >= deadline:
                 return
             time.sleep(0.1)
+
+    def _look(self) -> None:
+        """Raise EngineDied if it has ended."""
+        if self._process is not None:
+            self._process.check_alive()
+        elif self._watched_pid is not None and _has_ended(self._watched_pid):
+            raise EngineDied(f"the server at {self.base_url}, which another process of this run started, has ended.")
 
     def check_healthy(self) -> None:
         """Raise EngineDied if a managed server has ended or is unhealthy: one whose engine has died ends only when its requests have."""

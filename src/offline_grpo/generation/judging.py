@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -22,6 +22,9 @@ MAX_CONCURRENT = 64
 
 SLOW_S = 10.0
 """A score that takes longer is named in a warning, once in a process, while it is still awaited."""
+
+LARGEST = 1e30
+"""Of a reward: the spread of larger ones is beyond what numbers can be, and nothing would be learnt without a word."""
 
 _SHOWN_CHARS = 200
 
@@ -72,7 +75,7 @@ class Judgement:
             raise ScoreError(f"{error}; {about}") from error
         except (GrpoError, StopRequested):
             raise
-        except Exception as error:  # whatever that code raises
+        except (Exception, SystemExit) as error:  # whatever that code raises
             reason = f"{type(error).__name__}: {reason_of(error)}{place_of(error)}"
             raise ScoreError(f"a completion cannot be scored, {reason}; {about}; HYDRA_FULL_ERROR=1 shows the traceback") from error
 
@@ -88,8 +91,8 @@ def checked(score: object) -> Score:
     if not isinstance(score, Score):
         raise ScoreError(f"the task's score returned {score!r:.80}; it must be an offline_grpo.types.Score")
     for name, value in (("reward", score.reward), *score.parts.items(), *score.measured.items()):
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ScoreError(f"the task's score has {name}={value!r:.80}; it must be a finite number")
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or abs(value) > LARGEST:
+            raise ScoreError(f"the task's score has {name}={value!r:.80}; it must be a finite number, from -{LARGEST:g} to {LARGEST:g}")
     return score
 
 
@@ -111,8 +114,14 @@ _making_loop = threading.Lock()
 @cache
 def _only_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="scores", daemon=True).start()
+    threading.Thread(target=_run, args=(loop,), name="scores", daemon=True).start()
     return loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        with suppress(SystemExit, KeyboardInterrupt):  # of a task that a score has made: asyncio leaves its loop, and all that it awaits
+            loop.run_forever()
 
 
 @cache
@@ -124,27 +133,28 @@ def _room() -> asyncio.Semaphore:
 class _SlowScores:
     """Warns about a score that takes longer than `SLOW_S`. A thread looks on, because the code that is slow may never return."""
 
-    _current: tuple[float, Problem, str] | None = field(default=None, init=False)
+    _current: dict[int, tuple[float, Problem, str]] = field(default_factory=dict, init=False)  # by thread
     _thread: threading.Thread | None = field(default=None, init=False)
 
     @contextmanager
     def watched(self, problem: Problem, text: str) -> Iterator[None]:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._look_on, name="slow scores", daemon=True)
-            self._thread.start()
-        self._current = (time.monotonic(), problem, text)
+            thread = self._thread = threading.Thread(target=self._look_on, name="slow scores", daemon=True)
+            thread.start()
+        waits = threading.get_ident()
+        self._current[waits] = (time.monotonic(), problem, text)
         try:
             yield
         finally:
-            self._current = None
+            self._current.pop(waits, None)
 
     def _look_on(self) -> None:
         while True:
             time.sleep(SLOW_S / 4)
-            current = self._current
-            if current is not None and time.monotonic() - current[0] > SLOW_S:
-                log.warning("a score takes more than %.0f s: %s", SLOW_S, about_completion(*current[1:]))
-                return
+            for began_s, problem, text in list(self._current.values()):
+                if time.monotonic() - began_s > SLOW_S:
+                    log.warning("a score takes more than %.0f s: %s", SLOW_S, about_completion(problem, text))
+                    return
 
 
 _slow = _SlowScores()

@@ -71,12 +71,6 @@ def sample_in_order(
     return [groups[index] for index in range(len(draws))]
 
 
-def complete_in_order(client: RolloutClient, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> list[list[Completion]]:
-    """The completions of all requests, in the order of `requests`."""
-    completions = dict(client.generate(requests, sampling))
-    return [completions[index] for index in range(len(requests))]
-
-
 @dataclass(frozen=True, slots=True)
 class _Answer:
     completion: Completion

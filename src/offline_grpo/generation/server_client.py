@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from abc import abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 import httpx
 
 from offline_grpo.engine.control import ServerControl
-from offline_grpo.engine.http import BROKEN, SAFE_TO_RETRY_STATUS, Answer, NotFound, Refused, connection, describe, exchange, ssl_context
+from offline_grpo.engine.http import BROKEN, SAFE_TO_RETRY_STATUS, Answer, Refused, connection, describe, exchange, ssl_context
 from offline_grpo.engine.server import GRACE_S, Server
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.streaming import Streaming
@@ -23,6 +24,8 @@ LONGEST_PAUSE_S = 10.0
 
 LOOK_S = 5.0
 """How often somebody who waits for an answer looks whether the server is there."""
+END_LOOK_S = 0.25
+"""The same after a request that has failed, because the server may be ending."""
 
 LOWEST_LOGPROB = -9999.0
 """Servers send this or a lower value for minus infinity, which JSON cannot represent."""
@@ -120,14 +123,14 @@ class ServerClient(Streaming):
             weights = self.weights  # read once: a push may replace them while the request is open
             try:
                 answer = await self._post(http, self.path, self.body(request, sampling, weights), max_bytes)
-            except Refused as error:
-                if self.weights is weights or isinstance(error, NotFound):
+            except Refused:
+                if self.weights is weights:
                     raise
                 continue  # a push came between, and the adapter that it named is no more
             completions = answer.read(lambda parsed, version=weights.version: self._completions(parsed, request, sampling, version))
             if all(completion.finish_reason is not FinishReason.ABORT for completion in completions):
                 return completions
-            await self._check_whether_it_ends()
+            await self._check_whether_it_ends(weights)
         raise EngineError(
             f"{self._url}: the server aborted the request, {self.max_retries + 1} times; does somebody else pause it or load weights?"
         )
@@ -151,10 +154,10 @@ class ServerClient(Streaming):
                 failure = f"status {answer.status} ({answer.reason()})"
                 continue
             if answer.status >= 500:
-                await self._check_whether_it_ends()
+                await self._check_whether_it_ends(self.weights)
             answer.check_status()
             return answer
-        await self._check_whether_it_ends()
+        await self._check_whether_it_ends(self.weights)
         raise EngineError(
             f"{self._url}: {failure}, after {self.max_retries + 1} attempts; is the server running, and {self.server.key} its address?"
         )
@@ -171,9 +174,18 @@ class ServerClient(Streaming):
                 task.cancel()
                 await asyncio.wait([task])
 
-    async def _check_whether_it_ends(self) -> None:
-        """Raises EngineDied where the failure was the first sign of the server's death. Waits in another thread: answers still come in."""
-        await asyncio.to_thread(self.server.check_alive, grace_s=GRACE_S)
+    async def _check_whether_it_ends(self, weights: ServedWeights) -> None:
+        """Raises EngineDied where the failure was the first sign of the server's death. A push that has ended meanwhile explains it.
+
+        Args:
+            weights: those that were asked.
+        """
+        deadline = time.monotonic() + (GRACE_S if self.server.is_observed else 0.0)
+        while True:
+            await asyncio.to_thread(self.server.check_alive)
+            if self.weights is not weights or time.monotonic() >= deadline:
+                return
+            await asyncio.sleep(END_LOOK_S)
 
     @property
     def _url(self) -> str:

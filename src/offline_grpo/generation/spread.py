@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -32,8 +33,9 @@ class SpreadClient(Streaming):
     def __init__(self, clients: Sequence[ServerClient]) -> None:
         super().__init__(", ".join(client.server.base_url for client in clients), sum(client.batch_size for client in clients))
         self.serving = list(clients)
-        """Those that are asked. Replaced as a whole, by the deployment when a server is started or ready, and here when one has died. None,
-        where the last one has died while another one gets the weights: requests wait for that one."""
+        """Those that are asked; replaced as a whole. None, where the last one has died while another one gets the weights: requests wait
+        for that one."""
+        self._changing = threading.Lock()  # the deployment and the thread of the requests both know of deaths
         self.weights = ServedWeights()
         self._num_open = dict.fromkeys(clients, 0)
         self._num_tokens = dict.fromkeys(clients, 0)  # since the last `metrics`
@@ -43,9 +45,9 @@ class SpreadClient(Streaming):
         task = asyncio.current_task()
         assert task is not None
         while True:
-            while not self.serving:
+            while not (serving := self.serving):
                 await asyncio.sleep(LOOK_S)
-            client = min(self.serving, key=lambda client: (self._num_open[client], self._num_tokens[client]))
+            client = min(serving, key=lambda client: (self._num_open[client], self._num_tokens[client]))
             self._num_open[client] += 1
             try:
                 completions = await asyncio.wrap_future(client.submit(request, sampling))
@@ -70,10 +72,21 @@ class SpreadClient(Streaming):
         mean = sum(num_tokens) / len(num_tokens)
         return {"engines/num_serving": float(len(self.serving)), "engines/imbalance": max(num_tokens) / mean if mean else 1.0}
 
+    def serve_from(self, clients: Sequence[ServerClient]) -> None:
+        """From now on, ask these."""
+        with self._changing:
+            self.serving = list(clients)
+
+    def leave_out(self, clients: Sequence[ServerClient]) -> None:
+        """From now on, do not ask these."""
+        with self._changing:
+            self.serving = [client for client in self.serving if client not in clients]
+
     def _go_on_without(self, client: ServerClient, death: EngineDied) -> None:
-        others = [other for other in self.serving if other is not client]
-        if not others:
-            raise death
-        if client in self.serving:
+        with self._changing:
+            before, others = self.serving, [other for other in self.serving if other is not client]
+            if not others:
+                raise death
+            self.serving = others
+        if client in before:
             log.warning("sampling goes on with %d other server%s: %s", len(others), "s" if len(others) > 1 else "", death)
-        self.serving = others

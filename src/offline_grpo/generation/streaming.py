@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from concurrent.futures import Future
+from collections.abc import Iterable, Sequence
+from concurrent.futures import CancelledError, Future
 from itertools import islice
 from queue import Empty, SimpleQueue
 
@@ -27,13 +27,14 @@ class Streaming(ABC):
 
     Args:
         name: what is asked, for messages and the thread.
-        num_at_once: requests of a call that are in flight.
+        num_at_once: requests in flight, of all calls together: those of an earlier call go first.
     """
 
     def __init__(self, name: str, num_at_once: int) -> None:
         self._name = name
         self._num_at_once = num_at_once
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots: asyncio.Semaphore  # of the loop, and made with it; first come, first served
         self._changing_loop = threading.RLock()  # several threads may ask at once, and connections belong to one loop
 
     @abstractmethod
@@ -44,21 +45,24 @@ class Streaming(ABC):
         """Close connections; no request is open any more."""
 
     def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
-        """See `RolloutClient.generate`. As many requests as are in flight wait behind them. Several threads may call it.
+        """See `RolloutClient.generate`. As many requests as may be in flight wait behind them. Several threads may call it: they share what
+        may be in flight.
 
         Raises:
             EngineDied: the server, one that this run started, has ended.
             EngineError: it cannot be reached, refused, or answered something else than what was asked for.
         """
         loop = self._running_loop()
-        slots = asyncio.Semaphore(self._num_at_once)
-        numbered = enumerate(requests)
+        numbered, failed = enumerate(requests), threading.Event()
         unanswered: dict[int, Future[list[Completion]]] = {}
         answered: SimpleQueue[int] = SimpleQueue()
         try:
             while True:
                 for index, request in islice(numbered, 2 * self._num_at_once - len(unanswered)):
-                    future = asyncio.run_coroutine_threadsafe(self._ask_in_turn(slots, request, sampling), loop)
+                    with self._changing_loop:  # so that no request gets into a loop that has ended
+                        if self._loop is not loop:
+                            raise self._closed()
+                        future = asyncio.run_coroutine_threadsafe(self._ask_in_turn(failed, request, sampling), loop)
                     unanswered[index] = future
                     future.add_done_callback(lambda _, index=index: answered.put(index))
                 if not unanswered:
@@ -67,9 +71,13 @@ class Streaming(ABC):
                     index = answered.get(timeout=CLOSED_S)
                 except Empty:
                     if self._loop is not loop:  # closed by another thread, perhaps before it knew of the newest request
-                        raise EngineError(f"{self._name}: the client was closed while it waited") from None
+                        raise self._closed() from None
                     continue
-                yield index, unanswered.pop(index).result()
+                try:
+                    completions = unanswered.pop(index).result()
+                except CancelledError:
+                    raise self._closed() from None
+                yield index, completions
         finally:  # a failure, a signal, or a caller who closed the iterator: cancel what is still open
             for future in unanswered.values():
                 future.cancel()
@@ -79,6 +87,17 @@ class Streaming(ABC):
         with self._changing_loop:  # so that no request gets into a loop that has ended
             return asyncio.run_coroutine_threadsafe(self.ask(request, sampling), self._running_loop())
 
+    def generate_now(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> list[list[Completion]]:
+        """The completions of a few requests, in their order, asked at once, whatever else is in flight or waits. Raises as `generate`."""
+        answers = [self.submit(request, sampling) for request in requests]
+        try:
+            return [answer.result() for answer in answers]
+        except CancelledError:
+            raise self._closed() from None
+        finally:
+            for answer in answers:
+                answer.cancel()
+
     def close(self) -> None:
         """Close the connections and end the thread; what other threads wait for is cancelled. The client can be used again afterwards."""
         with self._changing_loop:
@@ -87,17 +106,25 @@ class Streaming(ABC):
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._loop = None
 
+    def _closed(self) -> EngineError:
+        return EngineError(f"{self._name}: the client was closed while it waited")
+
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._changing_loop:
             if self._loop is None:
-                self._loop = start_loop(f"requests to {self._name}")
+                self._loop, self._slots = start_loop(f"requests to {self._name}"), asyncio.Semaphore(self._num_at_once)
             return self._loop
 
-    async def _ask_in_turn(self, slots: asyncio.Semaphore, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
-        await slots.acquire()
-        completions = await self.ask(request, sampling)
-        slots.release()  # not after a failure: what waits must not be sent while the caller learns of it
-        return completions
+    async def _ask_in_turn(self, failed: threading.Event, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
+        """Ask when there is a slot. After a failure, what waits of the same call is not sent while the caller learns of it."""
+        async with self._slots:
+            if failed.is_set():
+                raise asyncio.CancelledError
+            try:
+                return await self.ask(request, sampling)
+            except BaseException:
+                failed.set()
+                raise
 
     async def _cancel_all(self) -> None:
         interrupted = asyncio.all_tasks() - {asyncio.current_task()}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from offline_grpo.types import Metrics
 
 GAP = "  "
+LARGE = 1e6
 TRAIN_FIELDS = (
     # label, metric, format; a narrow line has the first of them only
     ("reward", "reward_mean", "{:.3f}"),
@@ -24,7 +25,12 @@ TRAIN_FIELDS = (
 
 def train_cells(metrics: Metrics) -> list[tuple[str, str]]:
     """(label, formatted value) of the fields that are present; for example, there is no KL without a reference."""
-    return [(label, form.format(metrics[key])) for label, key, form in TRAIN_FIELDS if key in metrics]
+    return [(label, _shown(form, metrics[key])) for label, key, form in TRAIN_FIELDS if key in metrics]
+
+
+def _shown(form: str, value: float) -> str:
+    """A number of few digits, also where a reward has many."""
+    return f"{value:.3g}" if form.endswith("f}") and "," not in form and abs(value) >= LARGE else form.format(value)
 
 
 def train_line(at: str, metrics: Metrics, left: str, *, width: int) -> str:

@@ -60,6 +60,9 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
     if not Path(model_id).exists() and not hub.is_model_id(model_id):
         raise ConfigError(f"{key}={model_id}: no such folder; give a local model folder or a Hugging Face id")
     check_files(model_id, key)
+    if (Path(model_id) / "adapter_config.json").exists() and not (Path(model_id) / "config.json").exists():
+        fix = f"merge it with its base first: python -m offline_grpo.export {model_id} FOLDER"
+        raise ConfigError(f"{key}={model_id}: is a peft adapter, and no whole model; {fix}")
     try:
         return AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a configuration raises that is damaged or made up

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from offline_grpo.errors import ConfigError, GrpoError
+from offline_grpo.errors import ConfigError, GrpoError, ending_with_reader
 from offline_grpo.logger import output_console
 from offline_grpo.logger.benchmark import Benchmark, mode_of
 from offline_grpo.report import comparison
@@ -38,38 +36,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--benchmark", action="store_true", help="of a run, print the BENCHMARK SUMMARY of the Atropos trainer instead")
     options = parser.parse_args(arguments)
+    try:
+        with ending_with_reader():
+            _show(options)
+            sys.stdout.flush()
+    except GrpoError as error:
+        return _failed(str(error), error.exit_code)
+    except OSError as error:
+        return _failed(f"{error.filename or 'the output'}: cannot be read or written ({error.strerror})", 1)
+    return 0
+
+
+def _show(options: argparse.Namespace) -> None:
     folder: Path = options.folders[0]
     out: Path = options.out or (folder if len(options.folders) == 1 else Path()) / "report.html"
     console = output_console()
-    try:
-        if options.out is not None and (out.is_dir() or not out.parent.is_dir()):
-            raise ConfigError(f"--out={out}: {'is a folder' if out.is_dir() else f'there is no folder {out.parent}'}; name a file to write")
-        if len(options.folders) > 1:
-            _page(options.folders, out, console)
-        elif (folder / "metrics").is_dir():
-            try:
-                _report(folder, console, benchmark=options.benchmark)
-            finally:  # the page shows what can be read
-                if not options.benchmark:
-                    _page([folder], out, console)
-        elif (folder / comparison.FILE).is_file():
-            comparison.print_comparison(folder, console)
-        elif any(folder.rglob(".hydra/overrides.yaml")):
-            try:
-                print_sweep(folder, console)
-            finally:
+    if options.out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise ConfigError(f"--out={out}: {'is a folder' if out.is_dir() else f'there is no folder {out.parent}'}; name a file to write")
+    if len(options.folders) > 1:
+        _page(options.folders, out, console)
+    elif (folder / "metrics").is_dir():
+        try:
+            _report(folder, console, benchmark=options.benchmark)
+        finally:  # the page shows what can be read
+            if not options.benchmark:
                 _page([folder], out, console)
-        else:
-            raise ConfigError(f"{folder}: is neither a run (a folder with metrics/) nor a sweep (a folder of runs)")
-        sys.stdout.flush()
-    except GrpoError as error:
-        return _failed(str(error), error.exit_code)
-    except BrokenPipeError:  # whoever read the table, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except OSError as error:
-        return _failed(f"{error.filename}: cannot be read or written ({error.strerror})", 1)
-    return 0
+    elif (folder / comparison.FILE).is_file():
+        comparison.print_comparison(folder, console)
+    elif any(folder.rglob(".hydra/overrides.yaml")):
+        try:
+            print_sweep(folder, console)
+        finally:
+            _page([folder], out, console)
+    else:
+        raise ConfigError(f"{folder}: is neither a run (a folder with metrics/) nor a sweep (a folder of runs)")
 
 
 def _failed(message: str, exit_code: int) -> int:

@@ -42,9 +42,8 @@ class Trend:
 
 def find(history: History) -> list[Finding]:
     """All findings, the most serious first."""
-    if len(history.train) < LEAST_ITERATIONS:
-        return []
-    return [Finding(*pair, metric) for check, metric in _CHECKS.items() for pair in check(history)]
+    checks = _CHECKS if len(history.train) >= LEAST_ITERATIONS else {check: _CHECKS[check] for check in _OF_ANY_LENGTH}
+    return [Finding(*pair, metric) for check, metric in checks.items() for pair in check(history)]
 
 
 def shared(found: Mapping[str, Sequence[Finding]]) -> list[tuple[Finding, list[str]]]:
@@ -87,6 +86,15 @@ def _failures(history: History) -> Pairs:
     ):
         if (total := history.series("train", key).values.sum()) > 0:
             yield f"{total:.0f} {what}", advice
+
+
+def _no_updates(history: History) -> Pairs:
+    updates, trained = (history.series("train", key).values for key in ("num_updates", "num_groups_trained"))
+    refused = history.series("train", "num_updates_refused").values.sum()
+    if len(updates) > 0 and updates.sum() == 0 and refused == 0:
+        iterations = f"{len(updates)} iteration{'s' if len(updates) > 1 else ''}"
+        signal = ": the rewards of each group are all equal" if trained.sum() == 0 else ""
+        yield f"no update was made in {iterations}{signal}", "see in samples/ what the reward pays for; harder or easier problems"
 
 
 def _mismatch(history: History) -> Pairs:
@@ -172,6 +180,7 @@ def _waiting(history: History) -> Pairs:
 
 _CHECKS: dict[Callable[[History], Pairs], str] = {
     _failures: "scoring/num_failed",
+    _no_updates: "num_updates",
     _mismatch: "alignment/diff_abs_mean",
     _worse: "pass@1",
     _no_signal: "num_groups_trained",
@@ -182,3 +191,4 @@ _CHECKS: dict[Callable[[History], Pairs], str] = {
     _not_general: "reward_mean",
     _waiting: "time/rollouts_wait_s",
 }
+_OF_ANY_LENGTH = (_failures, _no_updates)

@@ -63,10 +63,13 @@ class RewardFunction:
         return {name: self.weight * self._number(number) for name, number in values.items()}
 
     def _number(self, value: Any) -> float:
-        number = value.item() if hasattr(value, "item") else value  # of numpy and torch
-        if not isinstance(number, Real) or not math.isfinite(number):
-            raise ScoreError(f"task.reward={self.path} returned {value!r:.80}; it must be like {FORM}")
-        return float(number)
+        try:
+            number = value.item() if hasattr(value, "item") else value  # of numpy and torch
+            if isinstance(number, Real) and math.isfinite(number):
+                return float(number)
+        except (ValueError, RuntimeError, OverflowError):  # an array of several numbers, an integer beyond all floats
+            pass
+        raise ScoreError(f"task.reward={self.path} returned {value!r:.80}; it must be like {FORM}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +153,11 @@ def _imported(path: str) -> Callable[..., Any]:
     beside = next((place for place in (Path.cwd() / f"{top}.py", Path.cwd() / top) if place.exists()), None)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module does when it is imported
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported, such as a script's sys.exit()
         where = "" if isinstance(error, (ModuleNotFoundError, SyntaxError)) else place_of(error)
         looked = f"; {module_name} was looked for in {Path.cwd()} and among the installed packages" if beside is None else ""
-        raise ConfigError(f"task.reward={path}: cannot be imported ({type(error).__name__}: {reason_of(error)}{where}){looked}") from error
+        what = "it ends the program" if isinstance(error, SystemExit) else f"{type(error).__name__}: {reason_of(error)}"
+        raise ConfigError(f"task.reward={path}: cannot be imported ({what}{where}){looked}") from error
     file = getattr(module, "__file__", None)
     if beside is not None and file is not None and not Path(file).is_relative_to(Path.cwd()):
         raise ConfigError(f"task.reward={path}: {module_name} is also the name of {file}, which is found first; rename {beside}")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offline_grpo.errors import ConfigError, GrpoError
+from offline_grpo.errors import ConfigError, GrpoError, ending_with_reader
 from offline_grpo.logger import output_console
 
 if TYPE_CHECKING:
@@ -113,16 +111,14 @@ def _nothing(options: argparse.Namespace) -> ConfigError:
 def main() -> int:
     """The command line; returns the exit status."""
     try:
-        run()
-        sys.stdout.flush()
+        with ending_with_reader():
+            run()
+            sys.stdout.flush()
     except GrpoError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # whoever read the text, such as `less`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
     except OSError as error:
-        print(f"error: {error.filename}: cannot be read or written ({error.strerror})", file=sys.stderr)
+        print(f"error: {error.filename or 'the output'}: cannot be read or written ({error.strerror})", file=sys.stderr)
         return 1
     return 0
 

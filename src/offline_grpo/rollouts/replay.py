@@ -93,7 +93,11 @@ class Replay:
             require(is_range, f"rollouts.{name}", bounds, "the lowest and the highest, such as [0,9], or null")
         unknown = set(settings["finish_reasons"] or ()) - set(FinishReason)
         require(not unknown, "rollouts.finish_reasons", settings["finish_reasons"], f"may be {', '.join(FinishReason)}")
-        _shards(settings["path"])
+        recorded = [shard.iteration for shard in _shards(settings["path"])]
+        found = [iteration for iteration in recorded if iteration is not None]
+        bounds, is_known = settings["iterations"], len(found) == len(recorded) > 0
+        if bounds is not None and is_known and not any(_within(iteration + 1, bounds) for iteration in found):
+            raise ConfigError(f"rollouts.iterations={bounds}: the record has {min(found) + 1} to {max(found) + 1}")
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
         """See `RolloutSource.start`. Reads and checks everything once, so that no bad row ends the run later.
@@ -123,9 +127,10 @@ class Replay:
                 continue
             groups += self._chosen(table, len(sound))
             sound.append(shard)
-        require(
-            bool(groups), "rollouts.path", self.path, f"no group is left of {len(shards)} files; widen iterations, versions, rewards ..."
-        )
+        filters = {name: getattr(self, name) for name in ("iterations", "versions", "rewards", "finish_reasons")}
+        given = ", ".join(f"rollouts.{name}={value}" for name, value in filters.items() if value is not None)
+        fix = f"no group of at least two completions is left of {len(shards)} files" + (f"; widen {given}" if given else "")
+        require(bool(groups), "rollouts.path", self.path, fix)
         self._read = lru_cache(_CACHED)(lambda index: sound[index].table())
         if self.problems_per_iteration is None:
             self._units = [list(part) for _, part in groupby(groups, lambda group: (group.shard, group.iteration))]
@@ -136,7 +141,8 @@ class Replay:
         require(known == self._identity, "rollouts.path", self.path, "has not the groups that it had at the checkpoint; bring those back")
         num_rollouts = sum(len(group.rows) for group in groups)
         per_pass = -(-len(self._units) // (self.problems_per_iteration or 1))
-        log.info("replaying %s rollouts in %s groups; a pass takes %s iterations", f"{num_rollouts:,}", f"{len(groups):,}", f"{per_pass:,}")
+        what = f"{num_rollouts:,} rollouts in {len(groups):,} groups, with {'new' if self.rescore else 'the recorded'} rewards"
+        log.info("replaying %s; a pass takes %s iterations", what, f"{per_pass:,}")
 
     def next(self, iteration: int) -> list[RolloutGroup]:
         """See `RolloutSource.next`. A function of the store and the iteration alone."""
@@ -182,7 +188,8 @@ class Replay:
         rewards, versions, reasons = (table[name].to_pylist() for name in ("reward", "version", "finish_reason"))
         chosen = []
         for (iteration, phase, _), rows in group_rows(table).items():
-            if phase != "train" or not _within(iteration, self.iterations) or not _within(fmean(rewards[r] for r in rows), self.rewards):
+            is_within = _within(iteration + 1, self.iterations) and _within(fmean(rewards[r] for r in rows), self.rewards)
+            if phase != "train" or not is_within:
                 continue
             kept = [row for row in rows if _within(versions[row], self.versions)]
             kept = [row for row in kept if self.finish_reasons is None or reasons[row] in self.finish_reasons]

@@ -16,7 +16,7 @@ from offline_grpo.disk import NOT_WRITABLE, sweep
 from offline_grpo.errors import GrpoError, StopRequested
 from offline_grpo.run import going_on, launch, lock
 from offline_grpo.run.config import as_plain, typed
-from offline_grpo.run.describe import describe_batches, describe_data, describe_staleness
+from offline_grpo.run.describe import describe_batches, describe_data, describe_staleness, describe_warmup
 from offline_grpo.run.engine_spec import check_overrides
 from offline_grpo.run.environment import record_start
 from offline_grpo.run.interrupt import StopSignal
@@ -25,6 +25,7 @@ from offline_grpo.run.preflight import Plan, listeners, make_plan
 from offline_grpo.run.run_dir import ResumePoint, RunDir, discard_fresh, find_resume_point, remove_abandoned
 from offline_grpo.run.set_aside import describe as describe_aside
 from offline_grpo.run.set_aside import set_aside
+from offline_grpo.run.task_data import check_data_overrides
 from offline_grpo.settings import RunConfig
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
         with progress.phase("imports and data"):
             plan = make_plan(config)
         check(plan.engine)
+        if plan.data.train is None:
+            check_data_overrides(overrides, cfg)
         find = partial(_find_resume_point, config, fresh, plain)
         found = find() if launch.num_processes() == 1 else None  # what is refused needs no torch
         with progress.phase("imports and data"):
@@ -100,7 +103,7 @@ def _run(
         from offline_grpo.run.assemble import Start, assemble
 
     config, plain = plan.config, as_plain(cfg)
-    with ExitStack() as stack:
+    with ExitStack() as stack, ended_whole(stop):
         if ranks.is_main:
             sweep(run_dir.path)
             stack.callback(sweep, run_dir.path)
@@ -119,8 +122,9 @@ def _run(
                 log.info(line)
             num_all = sum(parameter.numel() for parameter in loop.policy.model.parameters())
             log.info("training %s of %s parameters", f"{loop.policy.num_trainable:,}", f"{num_all:,}")
-            if staleness := describe_staleness(plan):
-                log.warning(staleness)
+            for warning in (describe_staleness(plan), describe_warmup(config)):
+                if warning is not None:
+                    log.warning(warning)
             for line in going_on.describe(resume, config) if resume is not None else ():
                 log.info(line)
             aside = set_aside(run_dir, resume, number)
@@ -137,6 +141,16 @@ def _run(
             stop.complete("the report; the run is complete")
             stack.close()
             return report(run_dir) if ranks.is_main else None
+
+
+@contextmanager
+def ended_whole(stop: StopSignal) -> Iterator[None]:
+    """After an error, a signal waits until what the run has started has ended: the error is told then, and a signal would replace it."""
+    try:
+        yield
+    except BaseException:
+        stop.hold("the end of what the run has started")
+        raise
 
 
 def report(run_dir: RunDir) -> float | None:

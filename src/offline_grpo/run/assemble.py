@@ -26,7 +26,6 @@ from offline_grpo.model.load import context_length, load_policy, load_tokenizer,
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.reference import load_reference
-from offline_grpo.model.text import encode
 from offline_grpo.placement.devices import Devices, check_devices, server_gpus, trainer_gpus
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
@@ -38,7 +37,8 @@ from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.isolate import with_scorers
 from offline_grpo.run.out_of_memory import told_if_out_of_memory
-from offline_grpo.run.preflight import Plan, check_context, fresh_schedule
+from offline_grpo.run.preflight import Plan, fresh_schedule
+from offline_grpo.run.prompts import check_prompts
 from offline_grpo.run.run_dir import IGNORED_ON_RESUME, ResumePoint, RunDir
 from offline_grpo.run.task_data import records, source_node
 from offline_grpo.seeding import derive_seed
@@ -49,7 +49,6 @@ from offline_grpo.train.optimizer import is_offloaded
 from offline_grpo.train.push_schedule import PushSchedule
 from offline_grpo.train.sharding import sharding_of
 from offline_grpo.train.update import Updater
-from offline_grpo.types import Message
 
 log = logging.getLogger(__name__)
 
@@ -209,25 +208,7 @@ def _check_model(plan: Plan, model_id: str) -> int:
             "model, or put a chat_template.jinja beside the model",
             model_id,
         )
-    unreadable: list[str] = []
-
-    def prompt_ids(messages: Sequence[Message]) -> list[int]:
-        ids = encode(tokenizer, messages)
-        if tokenizer.unk_token_id in ids:
-            unreadable.append(messages[-1]["content"])
-        return ids
-
-    longest = check_context(plan, prompt_ids, context_length(model_config))
-    if unreadable:
-        log.warning(
-            "model.train_id=%s: its tokenizer does not know some characters of %d prompts, such as %r, and the model reads %s for each; "
-            "use another model",
-            model_id,
-            len(unreadable),
-            unreadable[0][:60],
-            tokenizer.unk_token,
-        )
-    return longest
+    return check_prompts(plan, model_id, tokenizer, model_config)
 
 
 def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ranks: Ranks, sharding: Sharding) -> Updater:

@@ -32,14 +32,23 @@ def build(node: Mapping[str, Any], *, key: str, protocol: type | None = None, **
         ConfigError: unknown target, unknown or missing setting, wrong type, or a result that does not implement `protocol`.
     """
     target = resolve(node, key)
+    if inspect.isabstract(target):
+        raise ConfigError(f"{key}._target_={node['_target_']}: lacks {', '.join(sorted(target.__abstractmethods__))}")
     parameters = inspect.signature(target).parameters
     settings = {name: value for name, value in node.items() if name != "_target_"}
     wanted = {name: value for name, value in runtime.items() if name in parameters}
     check_settings(target, settings, key, given_at_runtime=wanted)
     component = target(**settings, **wanted)
     if protocol is not None and not isinstance(component, protocol):
-        raise ConfigError(f"{key}._target_={node['_target_']}: does not implement {protocol.__name__} (see offline_grpo/interfaces.py)")
+        lacks = f"lacks {', '.join(_missing(component, protocol))}; see {protocol.__module__.replace('.', '/')}.py"
+        raise ConfigError(f"{key}._target_={node['_target_']}: does not implement {protocol.__name__}: {lacks}")
     return component
+
+
+def _missing(component: object, protocol: type) -> list[str]:
+    """The members of a Protocol that a component does not have."""
+    members = {name for base in protocol.__mro__[:-1] for name in (*vars(base), *getattr(base, "__annotations__", {}))}
+    return sorted(name for name in members if not name.startswith("_") and not hasattr(component, name))
 
 
 def resolve(node: Mapping[str, Any], key: str) -> Any:

@@ -9,11 +9,13 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+import rich
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
@@ -21,18 +23,30 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from offline_grpo.disk import NOT_WRITABLE
-from offline_grpo.errors import ConfigError, GrpoError, StopRequested, no_such_key
+from offline_grpo.errors import ConfigError, GrpoError, StopRequested, ending_with_reader, forget_output, no_such_key
 from offline_grpo.run import config, launch, resume, sweep_jobs
 from offline_grpo.run.build import sweep_hint
 from offline_grpo.run.interrupt import StopSignal, ignore_from_now_on
 from offline_grpo.run.run_dir import discard_fresh
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 EXPECTED = (GrpoError, StopRequested, KeyboardInterrupt, HydraException, OmegaConfBaseException)
 """Exceptions that `leave` reports as one line."""
 
-RENAMED = {"model.packing": "model.layout", "model/layout": "model.layout"}
+NO_OPTION = re.compile(r"[^.=]+=(null|true|false|[-+.\d]+)", re.IGNORECASE)
+"""For a group, where an option's name belongs."""
+
+RENAMED = {
+    "model.packing": "model.layout",
+    "model/layout": "model.layout",
+    "loss": "train/loss",
+    "optimizer": "train/optimizer",
+    "lora": "model/lora",
+    "lr": "train.lr",
+    "iterations": "train.iterations",
+}
 """What people write, and the key that they mean. With a layout of their own, model/layout is a group."""
 
 
@@ -42,6 +56,8 @@ def exit_with(main: Callable[[], object]) -> NoReturn:
     `HYDRA_FULL_ERROR=1` in the environment shows all tracebacks. If `accelerate launch` starts several processes, Hydra creates a run
     folder in rank 0 only.
     """
+    _open_missing_streams()
+    rich.get_console().on_broken_pipe = _stop_unseen
     try:
         with StopSignal.listening():
             _exit_with(main)
@@ -62,9 +78,10 @@ def _exit_with(main: Callable[[], object]) -> NoReturn:
         sys.exit(0)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise instead of printing and exiting with 1
     try:
-        sys.argv[1:] = resume.arguments(sys.argv[1:])
-        main()
-        sys.stdout.flush()
+        with ending_with_reader():
+            sys.argv[1:] = resume.arguments(sys.argv[1:])
+            main()
+            sys.stdout.flush()
     except EXPECTED as error:
         leave(error)
     except ValueError as error:  # Hydra's, for --multirun --cfg and for GROUP=null
@@ -72,16 +89,18 @@ def _exit_with(main: Callable[[], object]) -> NoReturn:
             leave(ConfigError(f"{error}; leave the others out"))
         if not str(error).startswith("Config group override must be"):
             raise
-        nulls = ", ".join(word for word in sys.argv[1:] if word.endswith("=null"))
-        leave(ConfigError(f"{nulls}: a group needs one of its options; remove the override to use the default"))
+        wrong = ", ".join(
+            word for word in sys.argv[1:] if NO_OPTION.fullmatch(word) and (config.folder() / word.partition("=")[0]).is_dir()
+        )
+        leave(ConfigError(f"{wrong}: a group needs one of its options; remove the override to use the default"))
     except AssertionError as error:  # OmegaConf's, for a key below one that is null
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "_apply_overrides_to_config"]
         if not frames or not str(error).startswith("Unexpected type for root"):
             raise
         leave(ConfigError(in_empty(frames[-1].f_locals["key"])))
-    except BrokenPipeError:
-        _leave_closed_pipe()
     except OSError as error:
+        if error.filename is None and error.errno in NOT_WRITABLE:
+            leave(_unwritten(error))
         if run_job.__code__ in {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}:
             raise
         leave(_no_folder(error))
@@ -97,26 +116,40 @@ def add_trust_option(parser: argparse.ArgumentParser) -> None:
 
 def run_command(main: Callable[[], None]) -> NoReturn:
     """Run the `main` of a command without Hydra's own, and exit; errors are told as by `exit_with`."""
+    _open_missing_streams()
     try:
-        main()
-        sys.stdout.flush()
+        with ending_with_reader():
+            main()
+            sys.stdout.flush()
     except EXPECTED as error:
         leave(error)
-    except BrokenPipeError:
-        _leave_closed_pipe()
     except OSError as error:
         if error.errno not in NOT_WRITABLE:
             raise
-        leave(
-            GrpoError(f"{error.filename or 'a file'}: cannot be written or read ({error.strerror}); free some space or fix the permissions")
-        )
+        leave(_unwritten(error))
     sys.exit(0)
 
 
-def _leave_closed_pipe() -> NoReturn:
-    """Whoever read our output, such as `head`, has ended."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would write to it again on the way out
-    sys.exit(128 + signal.SIGPIPE)
+def _unwritten(error: OSError) -> GrpoError:
+    if error.filename is None:
+        forget_output()
+    what = error.filename or "the output, or a file"
+    return GrpoError(f"{what}: cannot be written or read ({error.strerror}); free some space or fix the permissions")
+
+
+def _stop_unseen() -> None:
+    """Whoever read a run's output has ended: stop as for SIGTERM, which saves."""
+    forget_output()
+    rich.get_console().quiet = True
+    # in a thread of its own: this one may hold the display, for which somebody else who logs waits
+    threading.Thread(target=log.warning, args=("the program that read the output has ended",)).start()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _open_missing_streams() -> None:
+    """A shell's `>&-` closes one; Python has None for it."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 def run_job(job: Callable[[], T]) -> T | None:
@@ -199,6 +232,8 @@ def explain(error: BaseException) -> str:
             return f"{key}: no such key; the setting is {RENAMED[key]}"
         known = [str(child) for child in parent if child != "hydra"]
         return str(no_such_key(str(key), known)) if known else in_empty(str(key))
+    if "is not Optional" in text:
+        return f"{key}=null: needs a value"
     if "does not support deletion" in text:
         return f"{key}: cannot be deleted; every setting has a value: write {key}=VALUE"
     return f"{key}: {text}{sweep_hint(group, name, getattr(cause, 'value', None))}"

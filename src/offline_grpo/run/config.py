@@ -5,17 +5,24 @@ This module imports no torch, so that `--help`, `--cfg job` and most refusals co
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
 
-from offline_grpo.errors import ConfigError, no_such_key
+from offline_grpo.errors import ConfigError, no_such_key, require
 from offline_grpo.model.dtypes import TORCH_NAMES
+from offline_grpo.redaction import flat
 from offline_grpo.settings import RunConfig
+
+MAY_BE_INFINITE = ("train.grad_clip",)
+_OTHER_KEY = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)[^{}]*\}")
+"""A value that is another key's."""
 
 
 def folder() -> Path:
@@ -44,9 +51,25 @@ def typed(cfg: DictConfig) -> RunConfig:
     _refuse_unknown(node)
     for key in sorted(OmegaConf.missing_keys(node)):
         raise ConfigError(f"{key}: has no value; set {key}=...")
-    config = OmegaConf.to_object(node)
+    try:
+        config = OmegaConf.to_object(node)
+    except ConfigError as error:
+        raise ConfigError(_where_it_was_set(node, str(error))) from None
     assert isinstance(config, RunConfig)
+    for key, value in flat(OmegaConf.to_container(node, resolve=True)).items():
+        is_number = not isinstance(value, float) or isfinite(value) or key in MAY_BE_INFINITE
+        require(is_number, key, value, "must be a finite number")
     return config
+
+
+def _where_it_was_set(node: DictConfig, message: str) -> str:
+    """`KEY=VALUE: ...` with the key that KEY has its value from, where it has it from another one."""
+    key, sign, rest = message.partition("=")
+    group, _, name = key.rpartition(".")
+    parent = OmegaConf.select(node, group) if group else node
+    child = parent._get_node(name) if isinstance(parent, DictConfig) else None
+    other = _OTHER_KEY.fullmatch(child._value()) if isinstance(child, Node) and child._is_interpolation() else None
+    return message if other is None else _where_it_was_set(node, f"{other[1]}{sign}{rest}")
 
 
 def _refuse_unknown(node: DictConfig, prefix: str = "") -> None:
@@ -64,7 +87,14 @@ def _refuse_unknown(node: DictConfig, prefix: str = "") -> None:
 
 
 def as_plain(cfg: DictConfig) -> Mapping[str, Any]:
-    """The resolved configuration as nested dicts and lists, for loggers and checkpoints."""
-    plain = OmegaConf.to_container(cfg, resolve=True)
+    """The resolved configuration as nested dicts and lists, for loggers and checkpoints. Infinity is the text "inf", as JSON has no such
+    number; OmegaConf reads it as one."""
+    plain = _without_infinity(OmegaConf.to_container(cfg, resolve=True))
     assert isinstance(plain, dict)
-    return plain  # type: ignore[return-value]
+    return plain
+
+
+def _without_infinity(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _without_infinity(child) for key, child in node.items()}
+    return str(node) if isinstance(node, float) and not isfinite(node) else node

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from offline_grpo.run.preflight import Plan
 from offline_grpo.run.task_data import TaskData
+from offline_grpo.settings import RunConfig
 
 
 def describe_data(data: TaskData, problems_per_iteration: int) -> list[str]:
@@ -57,4 +58,15 @@ def describe_staleness(plan: Plan) -> str | None:
         f"weight_sync.interval={interval}: rollouts may be sampled with weights up to {age} old, and the clip does not limit that, "
         "because its ratio is to the policy at the start of the iteration (train.loss.ratio_reference=old); to clip it, use "
         "train.loss.ratio_reference=rollout train.loss.importance_correction=none"
+    )
+
+
+def describe_warmup(config: RunConfig) -> str | None:
+    """A warning if the run ends before its learning rate has risen; otherwise None."""
+    train, num_updates = config.train, config.train.iterations * config.planned_updates
+    if train.warmup_steps < num_updates:
+        return None
+    return (
+        f"train.warmup_steps={train.warmup_steps}: the run makes {_updates(num_updates)}, so the learning rate still rises at "
+        f"their end, to {num_updates / train.warmup_steps * train.lr:.2g}"
     )

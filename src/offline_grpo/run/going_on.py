@@ -92,6 +92,8 @@ def describe_finished(point: ResumePoint, config: RunConfig) -> str:
         further.append(f"train.lr={config.train.lr:g}")
     early = early_stop_reason(point.state.milestones, config.train.stop_when)
     why = f": {early}" if early is not None else ""
+    if point.changes:
+        why += "; changed to no effect: " + ", ".join(f"{key}={new}" for key, (_, new) in point.changes.items())
     longer = command(point.run_dir.path, *further)
     return f"finished: {point.num_done} of {config.train.iterations} iterations{why}; longer: {longer}; anew: leave resume out"
 

@@ -12,6 +12,8 @@ import psutil
 
 COMMAND = "OFFLINE_GRPO_COMMAND"
 """The variable by which `ray_trainers.py` tells the processes that it starts how the run was launched."""
+NOT_REPEATED = ("timeout",)
+"""Programs that start others and are no part of the command that goes on with a run."""
 typed = sys.argv[1:]
 """The command line before anything is added to it."""
 
@@ -76,6 +78,8 @@ def typed_command() -> list[str]:
         except psutil.Error:
             break
         place = len(words) - len(typed)
+        if words and os.path.basename(words[0]) in NOT_REPEATED:
+            break
         if place < 1 or words[place:] != typed or os.path.basename(words[place - 1]) not in (script.name, script.parent.name):
             break
         found = words[:place]

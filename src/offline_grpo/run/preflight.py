@@ -5,7 +5,7 @@ This module imports no torch, whose import takes longer than all of the checks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from offline_grpo.run.task_data import TaskData, task_data
 from offline_grpo.settings import RunConfig
 from offline_grpo.train.milestones import watched_metrics
 from offline_grpo.train.schedule import LrSchedule
-from offline_grpo.types import Message, SamplingParams
+from offline_grpo.types import SamplingParams
 from offline_grpo.weight_sync.requirements import check_in_flight, check_requirements
 
 if TYPE_CHECKING:
@@ -259,34 +259,6 @@ def evaluation_sampling(config: RunConfig) -> SamplingParams:
     if not config.eval.do_sample:
         values["temperature"] = 0.0
     return _sampling(values, "eval")
-
-
-def check_context(plan: Plan, encode: Callable[[Sequence[Message]], list[int]], context: int | None) -> int:
-    """The longest prompt of training and evaluation, in tokens; of a source with a limit on prompt and completion, what that leaves.
-
-    Args:
-        encode: messages -> prompt token ids.
-        context: the model's limit, None if it has none.
-
-    Raises:
-        ConfigError: the longest prompt and `max_new_tokens` do not fit into a context of that many tokens.
-    """
-    longest_of_all = 0
-    limit = plan.config.rollouts.get("max_token_len")  # of rollouts that others have sampled
-    if limit is not None:
-        longest_of_all = max(0, min(limit, context or limit) - plan.sampling.max_new_tokens)
-    for key, problems, sampling in (("generation", plan.data.train, plan.sampling), ("eval", plan.data.held_out, plan.eval_sampling)):
-        if not problems:
-            continue
-        sample = problems if len(problems) <= 10_000 else problems[:10_000]  # the client checks every prompt again when it is sampled
-        longest = max(len(encode(problem.messages)) for problem in sample)
-        longest_of_all = max(longest_of_all, longest)
-        if context is not None and longest + sampling.max_new_tokens > context:
-            raise ConfigError(
-                f"{key}.max_new_tokens={sampling.max_new_tokens}: with the longest prompt of {longest} tokens that is beyond the model's "
-                f"context of {context}; use {key}.max_new_tokens={max(1, context - longest)} or less"
-            )
-    return longest_of_all
 
 
 def fresh_schedule(config: RunConfig) -> LrSchedule:

@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
 from offline_grpo.run.build import build, check_settings, resolve
@@ -97,6 +99,22 @@ def task_data(config: RunConfig) -> TaskData:
     return TaskData(task, kept, held_out, num_dropped=len(train) - len(kept))
 
 
+def check_data_overrides(overrides: Sequence[str], cfg: DictConfig) -> None:
+    """Raise ConfigError if the command line sets a key of `data` where rollouts come from elsewhere and the source does not read it.
+
+    Args:
+        cfg: the composed configuration, whose interpolations are not resolved.
+    """
+    if cfg.rollouts.get("environment") is not None:  # one that the run starts is told `data`
+        return
+    read = OmegaConf.to_yaml(cfg.rollouts, resolve=False)
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key.startswith("data.") and key != "data.resample_zero_signal" and f"${{{key}}}" not in read:
+            fix = "this source does not read it, so it would do nothing; leave it out, or see conf/rollouts for the source's own settings"
+            raise ConfigError(f"{override}: {fix}")
+
+
 def source_node(config: RunConfig) -> dict[str, Any]:
     """The group `rollouts` without `record`, which the run acts on, whatever the source."""
     return {name: value for name, value in config.rollouts.items() if name != "record"}
@@ -109,7 +127,7 @@ def records(config: RunConfig) -> bool:
 
 def train_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
     """The problems that `data` chooses, before those that are held out are left out of them."""
-    available = task.problems(Split.TRAIN)
+    available = _problems(task, Split.TRAIN)
     first = config.data.train_seed_start
     count = config.data.num_train_seeds
     if count is None:
@@ -120,7 +138,7 @@ def train_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
 
 def held_out_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
     """The problems that evaluations ask."""
-    available = task.problems(Split.EVAL)
+    available = _problems(task, Split.EVAL)
     if config.eval.ids:
         return _slice(available, config.eval.ids, "eval.ids", config.eval.ids)
     first, wanted = config.eval.id_seed_start, config.eval.num_ids
@@ -135,14 +153,37 @@ def held_out_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
 def _slice(available: Sequence[Problem], indices: Sequence[int], key: str, value: object) -> Sequence[Problem]:
     if not indices:
         raise ConfigError(f"{key}={value}: no problem is left, the task has {len(available)}")
+    if not isinstance(indices, range) and len(set(indices)) < len(indices):  # one answer, counted as several, makes intervals too narrow
+        twice = next(i for i in indices if indices.count(i) > 1)
+        raise ConfigError(f"{key}={value}: names problem {twice} more than once; name each once")
     ends = (indices[0], indices[-1]) if isinstance(indices, range) else (min(indices), max(indices))
     if ends[0] < 0 or ends[1] >= len(available):
         fix = "; eval.num_ids=all takes every one" if key == "eval.num_ids" else ""
-        raise ConfigError(f"{key}={value}: asks for problem {ends[1]} and the task has {len(available)} (0 to {len(available) - 1}){fix}")
+        wrong = ends[0] if ends[0] < 0 else ends[1]
+        raise ConfigError(f"{key}={value}: asks for problem {wrong} and the task has {len(available)} (0 to {len(available) - 1}){fix}")
     if len(indices) > MAX_PROBLEMS:
         fix = "data.num_train_seeds" if key.startswith("data.") else "eval.num_ids"
         raise ConfigError(f"{key}={value}: {len(indices):,} problems are more than {MAX_PROBLEMS:,}; set {fix} to a number below that")
-    return [available[i] for i in indices]
+    return [_sound(available[i]) for i in indices]
+
+
+def _sound(problem: object) -> Problem:
+    """Raise ConfigError where a task of the user's own has made something else than a problem."""
+    if not isinstance(problem, Problem):
+        raise ConfigError(f"task: problems() has {problem!r:.80}; its items must be offline_grpo.types.Problem")
+    about = f"task: problem {problem.problem_id!r} has"
+    if not isinstance(problem.answer, str):
+        raise ConfigError(f"{about} answer={problem.answer!r:.80}; it must be text")
+    if isinstance(problem.messages, str) or not all(isinstance(m, Mapping) and {"role", "content"} <= {*m} for m in problem.messages):
+        raise ConfigError(f"{about} messages={problem.messages!r:.80}; they must be like ({{'role': 'user', 'content': '2+2='}},)")
+    return problem
+
+
+def _problems(task: Task, split: Split) -> Sequence[Problem]:
+    available: object = task.problems(split)
+    if not isinstance(available, Sequence):
+        raise ConfigError(f"task: problems() returned a {type(available).__name__}; it must be a list, or another sequence")
+    return available
 
 
 def without_held_out(train: Sequence[Problem], task: Task, held_out: Sequence[Problem]) -> Sequence[Problem]:

@@ -85,7 +85,17 @@ def text_field(row: Row, name: str, key: str) -> str:
         value = int(value)
     if value != value or not isinstance(value, (str, int, float)) or not str(value).strip():
         raise ConfigError(f"{row.where} has no text in the field {name!r} ({key}): {shown(row.value)}")
-    return str(value)
+    return encodable(row, name, key, str(value))
+
+
+def encodable(row: Row, name: str, key: str, text: str) -> str:
+    """The text, unless it has half a character, such as `\\ud800` in JSON of which something has been cut off. Raises ConfigError then."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise ConfigError(f"{row.where} field {name!r} ({key}): has half a character ({half}), which no tokenizer reads; mend it") from None
+    return text
 
 
 def messages_or_text(row: Row, name: str, key: str) -> str | list[Message]:
@@ -97,7 +107,7 @@ def messages_or_text(row: Row, name: str, key: str) -> str | list[Message]:
     for message in value:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
             raise ConfigError(f"{row.where} field {name!r} ({key}): a message must have role and content, both text: {shown(message)}")
-        messages.append({"role": message["role"], "content": message["content"]})
+        messages.append({"role": message["role"], "content": encodable(row, name, key, message["content"])})
     if not messages or messages[-1]["role"] != "user":
         raise ConfigError(f"{row.where} field {name!r} ({key}): the last message must have the role user: {shown(value)}")
     return messages

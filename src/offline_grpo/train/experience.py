@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import compress, islice
-from math import fsum, sqrt
+from math import fsum, isfinite, sqrt
 from statistics import fmean, pstdev
 
 from offline_grpo.errors import ConfigError, ScoreError
@@ -121,6 +121,17 @@ def check_scored(groups: Sequence[RolloutGroup], stop_at_frac: float | None) -> 
         )
 
 
+def _check_advantages(group: RolloutGroup) -> None:
+    """Raise ConfigError where a source of the user's own gives others than one number for every token."""
+    if group.advantages is None:
+        return
+    found, needed = [len(row) for row in group.advantages], [len(rollout.token_ids) for rollout in group.rollouts]
+    if found != needed:
+        raise ConfigError(f"rollouts: a group has advantages of {found} numbers, and its rollouts have {needed} tokens; give one for each")
+    if not all(isfinite(sum(row)) for row in group.advantages):
+        raise ConfigError("rollouts: a group has an advantage that is no finite number")
+
+
 def _failures(groups: Sequence[RolloutGroup]) -> list[str]:
     return [rollout.score.failure for group in groups for rollout in group.rollouts if rollout.score.failure is not None]
 
@@ -137,6 +148,8 @@ def _advantages(groups: Sequence[RolloutGroup], rewards: list[list[float]], upda
             "train.loss.kl_placement=reward: these rollouts come with advantages, which no penalty on rewards changes; use "
             "train.loss.kl_placement=loss"
         )
+    for group in groups:
+        _check_advantages(group)
     computed = group_advantages(rewards, scale=updater.loss.scale_rewards)
     return [_without_zeroed(group, group.advantages or own) for group, own in zip(groups, computed, strict=True)]
 

@@ -30,10 +30,11 @@ Start = tuple[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class DeploymentState:
-    """What other processes need to use the engines that the first one started, of each: the served weights, the server's pid, and whether
-    it may be asked."""
+    """What other processes need to use the engines that the first one started, of each: the served weights, where the server is, its pid,
+    and whether it may be asked."""
 
     weights: tuple[ServedWeights, ...]
+    urls: tuple[str | None, ...]
     pids: tuple[int | None, ...]
     serves: tuple[bool, ...]
 
@@ -154,16 +155,21 @@ class Deployment:
     @property
     def state(self) -> DeploymentState:
         """For the other processes of a run, see `follow`."""
-        pids = tuple(engine.server.pid if isinstance(engine, ServerEngine) else None for engine in self.engines)
+        servers = [engine.server if isinstance(engine, ServerEngine) else None for engine in self.engines]
         serving = self._serving
-        return DeploymentState(tuple(e.client.weights for e in self.engines), pids, tuple(e in serving for e in self.engines))
+        return DeploymentState(
+            weights=tuple(engine.client.weights for engine in self.engines),
+            urls=tuple(server.base_url if server is not None else None for server in servers),
+            pids=tuple(server.pid if server is not None else None for server in servers),
+            serves=tuple(engine in serving for engine in self.engines),
+        )
 
     def follow(self, state: DeploymentState) -> None:
         """Sample from engines that another process of the run started and pushed to."""
-        for engine, weights, pid in zip(self.engines, state.weights, state.pids, strict=True):
+        for engine, weights, url, pid in zip(self.engines, state.weights, state.urls, state.pids, strict=True):
             engine.client.weights = weights
-            if isinstance(engine, ServerEngine):
-                engine.server.watch(pid)
+            if isinstance(engine, ServerEngine) and url is not None:
+                engine.follow(url, pid)
         self._ask([engine for engine, serves in zip(self.engines, state.serves, strict=True) if serves])
 
     @property
@@ -210,7 +216,7 @@ class Deployment:
     def _ask(self, engines: Sequence[Engine]) -> None:
         """From now on `client` samples from these."""
         if self._spread is not None:
-            self._spread.serving = [engine.client for engine in engines]  # type: ignore[misc]  # servers
+            self._spread.serve_from([engine.client for engine in engines])  # type: ignore[misc]  # servers
             self._spread.weights = engines[0].client.weights
 
     def _bring_back(self, policy: Policy) -> None:
@@ -224,8 +230,7 @@ class Deployment:
         serving = self._serving
         dead = [engine for engine in self.engines if engine not in serving and engine not in self._starting]
         if dead and self._spread is not None:  # who samples meanwhile would take a process that only starts for one that serves
-            gone = [engine.client for engine in dead]
-            self._spread.serving = [client for client in self._spread.serving if client not in gone]
+            self._spread.leave_out([engine.client for engine in dead])  # type: ignore[misc]  # servers
         for engine in next_to_start(dead, self._starting):
             self._num_restarts += 1
             log.info("starting the server again that has ended; %d go%s on meanwhile", len(serving), "es" if len(serving) == 1 else "")

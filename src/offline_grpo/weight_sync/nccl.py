@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -75,16 +75,14 @@ class Nccl(WeightTransfer):
 
         Each tensor goes to all servers before the next one: their loaders, which take most of the time, work at the same time.
         """
-        with ThreadPoolExecutor(len(engines)) as threads:
-            post = partial(self._announce, update_info=update_info)
-            received = [threads.submit(post, engine) for engine in engines]
-            for _, tensor in bucket:
-                whole, stream = tensor.detach().contiguous(), torch.cuda.current_stream(tensor.device)
-                for engine in engines:
-                    self._groups[engine].broadcast(whole, src=0, stream=stream)
-            for answer in received:
-                answer.result()
-            torch.cuda.synchronize(bucket[0][1].device)
+        received = [in_background(partial(self._announce, engine, update_info)) for engine in engines]
+        for _, tensor in bucket:
+            whole, stream = tensor.detach().contiguous(), torch.cuda.current_stream(tensor.device)
+            for engine in engines:
+                self._groups[engine].broadcast(whole, src=0, stream=stream)
+        for answer in received:
+            answer.result()
+        torch.cuda.synchronize(bucket[0][1].device)
 
     def _announce(self, engine: ServerEngine, update_info: dict[str, Any]) -> None:
         engine.control.post("/update_weights", {"update_info": update_info}, timeout_s=600)

@@ -12,7 +12,6 @@ from transformers import LogitsProcessorList
 from offline_grpo.engine.control import ServedBits
 from offline_grpo.engine.engine import ServerClient, ServerEngine
 from offline_grpo.errors import EngineError
-from offline_grpo.generation.sample import complete_in_order
 from offline_grpo.generation.sampler import filters
 from offline_grpo.generation.transformers_client import sampling_state
 from offline_grpo.model.load import context_length
@@ -123,7 +122,7 @@ def sample_probe(client: ServerClient, prompts: Sequence[Sequence[int]], samplin
         sampling = replace(sampling, max_new_tokens=PROBE_TOKENS, stop=())
     else:
         sampling = SamplingParams(PROBE_TOKENS, sampling.temperature or 1.0)  # greedy completions have the logprobs of temperature 1
-    completions = complete_in_order(client, requests, sampling)
+    completions = client.generate_now(requests, sampling)  # not behind rollouts that are sampled ahead: the loop waits for it
     unscored = Score(0.0, False, {})
     rollouts = [
         Rollout.of_one_turn(request.prompt_ids, completion, temperature=sampling.temperature, text="", score=unscored)

@@ -60,8 +60,9 @@ def check_requirements(name: str, needs: SyncRequirements, client_class: type, *
     if engine_name is not None and engine_name in needs.refused:
         raise ConfigError(needs.refused[engine_name])
     if needs.engines and engine_name not in needs.engines:
+        what = "is for a" if needs.moves == "nothing" else "moves weights to a"
         servers = " or ".join(needs.engines)
-        raise ConfigError(f"weight_sync={name}: moves weights to a {servers} server; use another generation, or another weight_sync")
+        raise ConfigError(f"weight_sync={name}: {what} {servers} server; use another generation, or another weight_sync")
     if lora_rank is not None and needs.moves == "full":
         raise ConfigError(f"weight_sync={name}: moves all weights, and with model.lora only adapters change; use weight_sync=lora_hotswap")
     if lora_rank is None and needs.moves == "lora":

@@ -7,12 +7,13 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from offline_grpo.engine import ports
-from offline_grpo.engine.ports import address_towards, choose_port, owner_of
+from offline_grpo.engine.ports import address_towards, choose_again, choose_port, owner_of
 from offline_grpo.errors import ConfigError
 
 LISTEN = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(100)"
@@ -55,6 +56,18 @@ def test_a_taken_port_names_its_owner() -> None:
             owner.kill()
     assert owner_of(port) is None
     assert choose_port("127.0.0.1", port, key="engine.port") == port
+
+
+def test_a_server_that_starts_again_waits_for_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as before:
+        port = before.getsockname()[1]
+        released = threading.Timer(0.5, before.close)
+        released.start()
+        choose_again("127.0.0.1", port, key="engine.port")
+        released.join()
+    monkeypatch.setattr(ports, "RELEASE_S", 0.3)
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError, match=rf"^engine\.port={port}: is taken by "):
+        choose_again("127.0.0.1", port, key="engine.port")
 
 
 def test_one_that_listens_everywhere_has_the_port_too() -> None:

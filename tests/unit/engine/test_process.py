@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -292,6 +293,32 @@ def test_what_a_server_leaves_behind_when_it_dies_is_ended(start: Starter, tmp_p
     wait_for(lambda: not is_alive(server), "the guardian's end")
     assert not any(map(is_running, pids.values()))
     assert not folder.exists()
+
+
+HALF_ENDED = """
+import ctypes, os, socket, sys, threading, time
+listener = socket.create_server(("127.0.0.1", 0))
+if os.fork() == 0:
+    threading.Thread(target=time.sleep, args=(100,)).start()
+    with open(f"{sys.argv[1]}/.port", "w") as file:
+        file.write(str(listener.getsockname()[1]))
+    os.replace(f"{sys.argv[1]}/.port", f"{sys.argv[1]}/port")
+    ctypes.CDLL(None).pthread_exit(None)
+time.sleep(100)
+"""
+"""A server whose child has the port too, and one thread that goes on after the first one has ended: it counts as a zombie."""
+
+
+def test_a_server_has_ended_when_its_port_is_free(start: Starter, tmp_path: Path) -> None:
+    server = start(*python(HALF_ENDED, tmp_path))
+    wait_for(lambda: (tmp_path / "port").exists(), "the port")
+    [pid] = [child.pid for child in psutil.Process(server.pid).children()]
+    [child] = psutil.Process(pid).children()
+    wait_for(lambda: child.status() == psutil.STATUS_ZOMBIE, "the end of its first thread")
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not is_alive(server), "the guardian's end")
+    assert not psutil.pid_exists(child.pid)
+    socket.create_server(("127.0.0.1", int((tmp_path / "port").read_text()))).close()
 
 
 LEAKER = """

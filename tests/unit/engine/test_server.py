@@ -24,6 +24,7 @@ from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo import progress
 from offline_grpo.engine import scratch
+from offline_grpo.engine.ray_server import RayServer
 from offline_grpo.engine.scratch import temporary_folder
 from offline_grpo.engine.server import Server, reachable
 from offline_grpo.engine.vllm import EXTENSION_FOLDER, VllmEngine
@@ -539,3 +540,16 @@ def test_only_asking_for_health_is_open(monkeypatch: pytest.MonkeyPatch) -> None
     assert ask("lifespan", "", {}, monkeypatch) == (True, [])
     assert not ask("http", "/health", {}, monkeypatch, method="POST")[0]
     assert not ask("websocket", "/health", {}, monkeypatch)[0]
+
+
+def test_whoever_waits_for_a_death_keeps_no_actor_busy() -> None:
+    """An actor of a Ray cluster does one thing at a time, and many requests may fail at once."""
+    server = RayServer.__new__(RayServer)
+    server._place = None
+    asked: list[Any] = []
+    server._ask = lambda *words, **_: asked.append(words)  # type: ignore[method-assign]
+    started = time.monotonic()
+    server.check_alive(grace_s=1.2)
+    assert time.monotonic() - started >= 1.2
+    assert len(asked) > 1
+    assert set(asked) == {("check_alive",)}

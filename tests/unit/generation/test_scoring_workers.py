@@ -1,11 +1,16 @@
 """Scores from processes that can be killed: whatever a reward function does costs one reward of 0, and is counted."""
 
+import asyncio
+import errno
+import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import bad_rewards
 import psutil
@@ -14,8 +19,9 @@ from bad_rewards import Task, isolated, judge
 from factories import make_group
 
 from offline_grpo.errors import ConfigError, ScoreError
+from offline_grpo.generation.scoring import host as host_module
 from offline_grpo.generation.scoring.isolated import IsolatedTask
-from offline_grpo.generation.scoring.messages import Setup
+from offline_grpo.generation.scoring.messages import Request, Setup
 from offline_grpo.generation.scoring.scorers import Scorers
 from offline_grpo.settings import ScoringConfig
 from offline_grpo.train.experience import check_scored, score_metrics
@@ -127,11 +133,50 @@ def test_async_scores_fail_alone(caplog):
     """One that blocks its worker, or kills it, costs those nothing that the worker awaits meanwhile."""
     task = isolated("bad_rewards:misbehaves_later", workers=2, timeout_s=0.5)
     try:
-        kinds = ["fine", "waits", "hangs", "fine", "raises", "dies", *["fine"] * 20]
+        kinds = ["fine", "waits", "hangs", "fine", "raises", "exits", "dies", *["fine"] * 20]
         judgements = [judge(task, kind) for kind in kinds]
-        assert [outcome(j) for j in judgements] == [0.5, "timeout", "timeout", 0.5, "raised", "crashed", *[0.5] * 20]
+        assert [outcome(j) for j in judgements] == [0.5, "timeout", "timeout", 0.5, "raised", "raised", "crashed", *[0.5] * 20]
     finally:
         task.close()
+
+
+@pytest.mark.parametrize("kind", ["exits", "leaks"])
+def test_the_one_score_beside_another_that_ends_its_worker_is_not_to_blame(kind):
+    task = isolated("bad_rewards:misbehaves_later", workers=1)
+    try:
+        judgements = [judge(task, each) for each in ("later", kind)]
+        assert outcome(judgements[0]) == 0.5
+        assert outcome(judgements[1]) == {"exits": "raised", "leaks": "memory"}[kind]
+    finally:
+        task.close()
+
+
+def test_a_machine_that_can_start_no_process_ends_the_run(monkeypatch):
+    """As where foreign code has made as many as there may be."""
+
+    def no_more():
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    told = []
+
+    async def ask():
+        host = host_module._Host(Setup(b"", (), 1, 1.0, 2**30, None), SimpleNamespace(write=told.append), 2)
+        monkeypatch.setattr(os, "fork", no_more)
+        with pytest.raises(BlockingIOError):
+            await host.answer(Request(7, None, "text"))
+
+    asyncio.run(ask())
+    assert [json.loads(each) for each in told] == [
+        {"broken": "no process can be started (Resource temporarily unavailable)", "traceback": ""}
+    ]
+
+
+def test_a_worker_that_ends_before_it_is_asked_has_failed():
+    async def ask():
+        host = host_module._Host(Setup(b"", (), 1, 1.0, 2**30, None), None, 2)
+        return await host._ask(host_module._Worker(1, is_shared=False, is_alive=False), Request(7, None, "text"))
+
+    assert asyncio.run(ask())["failure"] == "crashed"
 
 
 def test_nothing_outlives_a_trainer_that_is_killed():

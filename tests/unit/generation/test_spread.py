@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -19,7 +19,7 @@ from scripted_server import Reply, Request, ScriptedServer
 from offline_grpo.engine.background import in_background
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import EngineDied, EngineError
-from offline_grpo.generation import server_client
+from offline_grpo.generation import server_client, spread
 from offline_grpo.generation.spread import SpreadClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
@@ -206,20 +206,31 @@ def test_a_server_that_is_started_again_leaves_what_was_open_to_the_others(lab: 
 def test_what_was_sent_to_a_server_that_only_starts_is_asked_of_the_others(lab: Lab) -> None:
     """Its process lives, so a request that was on its way when it was taken out fails like one to a server that is not there."""
     lab.webs[1].close()
-    num_failed = 0
+    num_looked = 0
 
     def check_alive(*, grace_s: float = 0.0) -> None:
-        nonlocal num_failed
-        num_failed += grace_s > 0
+        nonlocal num_looked
+        num_looked += 1
         lab.spread.serving = [lab.clients[0], lab.clients[2]]
 
     lab.servers[1].check_alive = check_alive  # type: ignore[method-assign]
     assert lab.all(60) == {i: i for i in range(60)}
-    assert 0 < num_failed <= BATCH_SIZE
+    assert 0 < num_looked <= 3 * BATCH_SIZE
     lab.spread.serving = lab.clients
     lab.servers[1].check_alive = lambda *, grace_s=0.0: None  # type: ignore[method-assign]
     with pytest.raises(EngineError, match=r"no connection .* after 3 attempts"):
         lab.all(60)
+
+
+def test_a_death_does_not_undo_what_the_deployment_says_meanwhile(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three, b is dead, and c is ready again when b's death is told."""
+    lab.spread.serve_from(lab.clients[:2])
+    lab.die(1)
+    monkeypatch.setattr(spread.log, "warning", lambda *_: lab.spread.serve_from([lab.clients[0], lab.clients[2]]))
+    assert lab.all(20) == {i: i for i in range(20)}
+    assert lab.spread.serving == [lab.clients[0], lab.clients[2]]
+    lab.spread.leave_out(lab.clients[:1])
+    assert lab.spread.serving == lab.clients[2:]
 
 
 def test_requests_wait_while_nobody_serves(lab: Lab) -> None:
@@ -244,7 +255,7 @@ def test_closing_abandons_what_is_open_everywhere(how: str, lab: Lab) -> None:
         answers.close()
     else:
         lab.spread.close()
-        with pytest.raises(CancelledError):
+        with pytest.raises(EngineError, match="the client was closed while it waited"):
             waiting.result(10)
     for web in lab.webs:
         web.wait_until(lambda web=web: web.num_active == 0)

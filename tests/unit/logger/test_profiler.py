@@ -29,6 +29,7 @@ def test_a_trace_and_the_costliest_operators(tmp_path: Path) -> None:
     assert "train.profile=2: the trace is in" in text
 
 
-def test_an_iteration_is_counted_from_1() -> None:
-    with pytest.raises(ConfigError, match=r"train.profile=0: an iteration, from 1 on, or null"):
-        typed(compose_config("train.profile=0"))
+@pytest.mark.parametrize("number", [0, 6])
+def test_an_iteration_is_one_of_the_run(number: int) -> None:
+    with pytest.raises(ConfigError, match=rf"train.profile={number}: an iteration, from 1 to train.iterations=5, or null"):
+        typed(compose_config("train.iterations=5", f"train.profile={number}"))

@@ -88,6 +88,16 @@ def test_what_is_wrong_is_said_with_its_numbers(changes, observation: str) -> No
     assert (same, runs) == (finding, ["0", "1"])
 
 
+def test_that_nothing_was_trained_is_said_of_the_shortest_run() -> None:
+    short = history({"num_groups_trained": (0.0, 0.0), "num_updates": (0.0, 0.0)}, iterations=2)
+    assert [finding.observation for finding in find(short)] == [
+        "no update was made in 2 iterations: the rewards of each group are all equal"
+    ]
+    refused = history({"num_updates": (0.0, 0.0), "num_updates_refused": (1.0, 1.0)}, iterations=2)
+    assert [finding.observation for finding in find(refused)] == ["2 updates were skipped, whose loss or gradient was not finite"]
+    assert find(history({"num_updates": (1.0, 1.0)}, iterations=2)) == []
+
+
 def test_findings_of_several_runs_are_said_once_with_ranges() -> None:
     worse = {"reward_mean": (0.3, 0.1), "clip_frac": (0.0, 0.5)}
     found = {

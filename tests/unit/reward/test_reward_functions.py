@@ -17,6 +17,11 @@ def nothing(completion): pass
 def text(completion): return "good"
 def nan(completion): return float("nan")
 def trl(completions): return [0.0]
+def big(completion): return 10**400
+class Several:
+    def item(self): raise ValueError("can only convert an array of size 1")
+    def __repr__(self): return "array([1., 2.])"
+def several(completion): return Several()
 """
 PROBLEM = Problem("train-3", ({"role": "user", "content": "2+2="},), "4", {"level": 2})
 
@@ -26,6 +31,7 @@ def mine(tmp_path, monkeypatch):
     """A module beside the working directory, with a name of its own for each test."""
     name = f"mine_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(MINE)
+    (tmp_path / "ends_the_program.py").write_text("def f(completion): return 1\nraise SystemExit\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return name
@@ -52,6 +58,8 @@ def test_functions_are_weighted_and_added_up(mine):
         ("nothing", r":nothing returned None; .*; problem train-3, completion 'hm'"),
         ("text", r":text returned 'good'; .*; problem train-3"),
         ("nan", r":nan returned nan; .*; problem train-3"),
+        ("big", r":big returned 1000+; it must be like .*; problem train-3"),
+        ("several", r":several returned array\(\[1., 2.\]\); it must be like .*; problem train-3"),
     ],
 )
 def test_a_function_that_fails_is_named(mine, name, message):
@@ -66,6 +74,7 @@ def test_a_function_that_fails_is_named(mine, name, message):
         ("@:trl", r"there is no value for its parameter 'completions' in problem train-3; .* prompt, completion, answer"),
         ("@:missing", r"has no function missing; it has exact, short, judge"),
         ("nowhere_at_all:f", r"cannot be imported \(ModuleNotFoundError: .*\); nowhere_at_all was looked for in"),
+        ("ends_the_program:f", r"cannot be imported \(it ends the program \(ends_the_program.py, line 2, in <module>\)\)"),
         ("rewards.py:f", r"write it as my_module:my_function"),
         (["@:exact", "@:exact"], r"two functions are called exact"),
         ([{"fn": "@:exact", "weight": "much"}], r"write my_module:my_function, or \{fn:"),

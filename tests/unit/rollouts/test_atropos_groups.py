@@ -62,6 +62,14 @@ def test_what_was_sampled_is_told_by_the_masks() -> None:
     assert found.advantages == ((0, 0, 1.5, 2, 0, 0, 3), (0, -1))
 
 
+def test_what_counts_as_a_success_is_a_setting() -> None:
+    scores = [-1.0, 0.0, 0.1, 0.5, 1.1]
+    raw = {"tokens": [[5, 6]] * 5, "masks": [[-100, 6]] * 5, "scores": scores, "inference_logprobs": [[1.0, -1.0]] * 5}
+    for least, correct in ((None, 3), (0.0, 4), (0.5, 2), (0.6, 1), (-1.0, 5)):
+        found = replace(read, max_members=5, correct_threshold=least)(raw)
+        assert [rollout.score.is_correct for rollout in found.rollouts] == [index >= 5 - correct for index in range(5)]
+
+
 def test_text_is_decoded_where_it_is_read_alone() -> None:
     """A batch may have millions of tokens. Between processes it travels as text: who gets it has no tokenizer."""
     asked: list[list[int]] = []
@@ -214,7 +222,7 @@ def make_source() -> Atropos:
         "restart_timeout_s",
         "take_over",
     )
-    others += ("start_api", "environment", "model_id", "sampling", "context")
+    others += ("correct_threshold", "start_api", "environment", "model_id", "sampling", "context")
     places = {"client": None, "codec": SimpleNamespace(decode=str), "run_folder": Path()}
     return Atropos(**settings, **places, **dict.fromkeys(others, 0))  # type: ignore[arg-type]
 

@@ -63,11 +63,14 @@ def test_losses_are_compared_on_the_same_rollouts_in_the_same_orders(store: Path
 
 
 def test_filters_choose_iterations_groups_and_completions(store: Path) -> None:
-    assert texts(store, "rollouts.iterations=[1,2]", count=2) == texts(store)[1:3]
+    assert texts(store, "rollouts.iterations=[2,3]", count=2) == texts(store)[1:3]
     assert texts(store, "rollouts.versions=[2,9]", count=2) == texts(store)[2:]
     assert texts(store, "rollouts.rewards=[0.25,0.35]", count=1) == [[*group("2.0"), *group("2.1")]]  # means are 0.1 to 0.4
     assert texts(store, "rollouts.finish_reasons=[stop]", count=1) == [["0.0.0", "0.0.1", "0.1.0", "0.1.1"]]
-    with pytest.raises(ConfigError, match=r"rollouts.path=.*: no group is left of 4 files"):
+    with pytest.raises(ConfigError, match=r"^rollouts.iterations=\[5, 9\]: the record has 1 to 4$"):
+        make_replay(store, "rollouts.iterations=[5,9]")  # before a model is loaded
+    message = r"rollouts.path=.*: no group of at least two completions is left of 4 files; widen rollouts.finish_reasons=\['length'\]$"
+    with pytest.raises(ConfigError, match=message):
         texts(store, "rollouts.finish_reasons=[length]")  # one of each group
 
 

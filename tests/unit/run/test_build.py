@@ -1,11 +1,12 @@
 """Components from `_target_` nodes: what a signature refuses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.interfaces import Task
+from offline_grpo.interfaces import Loss, Task
+from offline_grpo.loss.base import PolicyGradientLoss
 from offline_grpo.run.build import build
 
 
@@ -47,5 +48,16 @@ def test_what_does_not_fit_the_signature_is_refused(node, message):
 
 
 def test_a_component_of_another_kind_is_refused():
-    with pytest.raises(ConfigError, match=r"part._target_=.*does not implement Task"):
+    message = r"part._target_=.*: does not implement Task: lacks problems, score; see offline_grpo/interfaces.py$"
+    with pytest.raises(ConfigError, match=message):
         build({**TARGET, "lr": 1.0}, key="part", protocol=Task)
+
+
+class Unfinished(PolicyGradientLoss):
+    """Without the method that a loss must have."""
+
+
+def test_what_an_abstract_base_wants_is_named():
+    node = {"_target_": f"{__name__}.Unfinished", **{f.name: None for f in fields(PolicyGradientLoss) if f.init}}
+    with pytest.raises(ConfigError, match=r"^train.loss._target_=.*Unfinished: lacks \w+"):
+        build(node, key="train.loss", protocol=Loss)

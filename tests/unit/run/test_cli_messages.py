@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import rich
 from hydra.core.global_hydra import GlobalHydra
 
-from offline_grpo.run import app
+from offline_grpo.run import app, cli
 from offline_grpo.run.main import main
 
 Command = Callable[..., tuple[int, str]]
@@ -58,6 +63,12 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         ("--multirun hydra.sweep.dir=afile seed=1,2", r"hydra\.sweep\.dir=afile: \S+/afile cannot be made or written .*"),
         ("logger=[json,consol]", r"logger=consol: no such option; choose one of console, json, tensorboard, wandb"),
         ("logger=[wandb] logger.wandb.mode=online", r"logger\.wandb\.mode=online: Weights & Biases has no API key of yours; run `wandb .*"),
+        ("seed=0 eval=false model/lora=true", r"eval=false, model/lora=true: a group needs one of its options; .*"),
+        ("loss=dapo", r"loss: no such key; the setting is train/loss"),
+        ("train.lr=null", r"train\.lr=null: needs a value"),
+        ("model/lora=default model.lora.alpha=0", r"model\.lora\.alpha=0\.0: must be above 0; .*"),
+        ("train.iterations=2 train.profile=3", r"train\.profile=3: an iteration, from 1 to train\.iterations=2, or null"),
+        ("num_threads=100000", r"num_threads=100000: from 1 to 4096, .*"),
         ("logger=[] train.lr=0", r"train\.lr=0\.0: must be above 0 and finite"),
     ],
 )
@@ -75,6 +86,24 @@ def test_an_os_error_of_a_run_is_not_taken_for_one_of_its_folder(command: Comman
     monkeypatch.setattr(app, "run", fail)
     with pytest.raises(FileNotFoundError, match=r"model\.bin"):
         command()
+
+
+def test_the_end_of_a_reader_is_told_by_whoever_meets_it_without_waiting_for_others_that_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The display's own thread may meet it, and hold what a thread that is logging waits for."""
+    monkeypatch.setattr(cli, "forget_output", lambda: None)
+    monkeypatch.setattr(rich, "get_console", SimpleNamespace)
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    handler = logging.StreamHandler(told := io.StringIO())
+    monkeypatch.setattr(cli.log, "handlers", [handler])
+    with handler.lock:
+        meets_it = threading.Thread(target=cli._stop_unseen)
+        meets_it.start()
+        meets_it.join(10)
+        assert not meets_it.is_alive()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(10)
+    assert told.getvalue() == "the program that read the output has ended\n"
 
 
 def test_a_reader_that_has_ended_ends_the_command_quietly(

@@ -9,12 +9,14 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import ExitStack
 
 import psutil
 import pytest
 
-from offline_grpo.errors import StopRequested
+from offline_grpo.errors import EngineError, StopRequested
 from offline_grpo.run import interrupt
+from offline_grpo.run.app import ended_whole
 from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.messages import kept_for_log
 
@@ -47,6 +49,16 @@ def said():
 
 def send(number):
     os.kill(os.getpid(), number)
+
+
+def test_a_signal_does_not_take_the_place_of_an_error(said):
+    """Servers take seconds to stop, and the error is told after that."""
+    stop = StopSignal()
+    with stop.installed(), pytest.raises(EngineError, match="other weights"), ExitStack() as stack:
+        stack.callback(send, signal.SIGINT)
+        with ended_whole(stop), stop.held("the start of the loop"):
+            raise EngineError("the server has other weights")
+    assert [line for line, _ in said] == ["Ctrl-C: stopping after the end of what the run has started; a second one ends it at once"]
 
 
 @pytest.mark.parametrize(("number", "exit_code", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")])

@@ -12,7 +12,7 @@ from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.run import app, assemble
 from offline_grpo.run.cli import explain
 from offline_grpo.run.config import typed
-from offline_grpo.run.describe import describe_batches, describe_staleness
+from offline_grpo.run.describe import describe_batches, describe_staleness, describe_warmup
 from offline_grpo.run.engine_spec import check_overrides
 from offline_grpo.run.preflight import make_plan
 
@@ -41,6 +41,8 @@ REFUSED = {
     "generation.temperature=0 eval.temperature=1": r"generation.temperature=0: .*above 0",
     "generation.temperature=-1": r"generation.temperature=-1: must be 0 \(greedy\) or more",
     "generation.max_new_tokens=0 eval.max_new_tokens=8": r"generation.max_new_tokens=0: must be at least 1",
+    "generation.max_new_tokens=0": r"generation.max_new_tokens=0: must be at least 1",
+    "eval.max_new_tokens=0": r"eval.max_new_tokens=0: must be at least 1",
     "generation.max_new_tokens=many eval.max_new_tokens=8": r"generation.max_new_tokens='many': expected int, got str",
     "generation.max_new_tokens=512": r"generation.max_new_tokens=512: leaves no room for a prompt in the context of .*=512",
     "generation.max_new_tokens=508": r"generation.max_new_tokens=508: .*longest prompt of 7 tokens .*context of 512; use .*=505 or less",
@@ -59,7 +61,15 @@ REFUSED = {
     "eval.ks=[10]": r"eval.ks=\[10\]: pass@10 needs at least 10 replicates and eval.replicates=4",
     "eval.do_sample=false": r"eval.replicates=4: greedy decoding .* use eval.replicates=1",
     "eval.num_ids=100000": r"eval.num_ids=100000: asks for problem 99999 and the task has",
-    "eval.ids=[0,-3]": r"eval.ids=\[0, -3\]: asks for",
+    "eval.ids=[0,-3]": r"eval.ids=\[0, -3\]: asks for problem -3 and",
+    "eval.ids=[3,1,3]": r"eval.ids=\[3, 1, 3\]: names problem 3 more than once",
+    "eval.ks=[0]": r"eval.ks=\[0\]: name at least one k, and none below 1",
+    "eval.bootstrap_samples=100001": r"eval.bootstrap_samples=100001: must be at most 100000",
+    "generation.temperature=inf": r"generation.temperature=inf: must be a finite number",
+    "train.kl_coef=inf": r"train.kl_coef=inf: must be a finite number",
+    "train.weight_decay=inf": r"train.weight_decay=inf: must be a finite number",
+    "train.stop_when.threshold=nan": r"train.stop_when.threshold=nan: must be a finite number",
+    "train.grad_clip=nan": r"train.grad_clip=nan: must be above 0; use inf",
     "data.num_train_seeds=1000000": r"data.num_train_seeds=1000000: asks for",
     "checkpoint.keep_last_k=0": r"checkpoint.keep_last_k=0: must be at least 1",
     "model.device=cuda:7": r"model.device=cuda:7: this machine has (no CUDA device; use model.device=cpu|\d CUDA devices?; use cuda:0)",
@@ -70,6 +80,7 @@ REFUSED = {
     "model.head._target_=torch.nn.Identity": r"model.head._target_=torch.nn.Identity: does not implement LossHead",
     "model.head.tile_width=0": r"model.head.tile_width=0: must be at least 1, or null",
     "train.optimizer._target_=torch.nn.Identity": r"train.optimizer._target_=torch.nn.Identity: does not implement OptimizerFactory",
+    f"model.train_id={__file__}": r"model.train_id=.*test_preflight.py: is a file; give the folder of a model",
     "model.train_id=/no/such/model": r"model.train_id=/no/such/model: no such folder",
     "task.max_operand=0": r"task.max_operand=0: must be",
     "task=gsm8k task.path=/no/file.jsonl": r"task.path=.*no/file.jsonl",
@@ -81,7 +92,7 @@ REFUSED = {
     "eval.weight_sync=reload": r"eval.weight_sync=reload: must be null \(push the policy\) or none \(send no weights\)",
     "eval.weight_sync=none": r"eval.weight_sync=none: applies only to a separate evaluation server",
     f"{FOUND} weight_sync=reload eval.base_url=http://127.0.0.1:1 eval.weight_sync=none": r"eval.weight_sync=none: applies only",
-    "weight_sync=none": r"weight_sync=none: moves weights to a vLLM or SGLang server; use another generation",
+    "weight_sync=none": r"weight_sync=none: is for a vLLM or SGLang server; use another generation",
     "logger.console.refresh_per_s=0": r"logger.console.refresh_per_s=0: must be above 0",
 }
 
@@ -220,3 +231,23 @@ def test_the_batches_of_an_iteration_are_told(overrides, told, tmp_path):
     batch_size = 16 if "train.batch_size=16" in words else 256
     lines = describe_batches(make_plan(typed(compose_config(*words))))
     assert lines == (told[0], f"{told[1]}, in microbatches of up to {batch_size} sequences")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("train.iterations=1", None),
+        ("train.iterations=4 train.warmup_steps=3", None),
+        (
+            "train.iterations=4 train.warmup_steps=4 train.lr=1e-3",
+            "=4: the run makes 4 updates, so the learning rate still rises at their end, to 0.001",
+        ),
+        (
+            "train.iterations=1 train.warmup_steps=100 train.lr=1e-3",
+            "=100: the run makes 1 update, so the learning rate still rises at their end, to 1e-05",
+        ),
+    ],
+)
+def test_a_warmup_that_outlasts_the_run_is_told(words, told):
+    said = describe_warmup(typed(compose_config(*words.split())))
+    assert said is None if told is None else said == f"train.warmup_steps{told}"

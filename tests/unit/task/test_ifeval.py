@@ -206,6 +206,7 @@ def row(*instructions, **others):
         (row(), "line 2, instruction_id_list and kwargs must be lists of the same length, not empty"),
         (row(NO_COMMA, kwargs=[]), "line 2, instruction_id_list and kwargs must be lists of the same length"),
         (row(NO_COMMA, prompt=" "), "line 2, has no text in the field 'prompt'"),
+        (row(NO_COMMA, prompt="cut \ud83d"), "line 2, field 'prompt' (task=ifeval): has half a character (\\ud83d)"),
         ({"prompt": "x"}, "line 2, has no such field; it has prompt"),
     ],
 )

@@ -138,6 +138,23 @@ def test_a_rollout_that_cannot_be_is_refused(change, message):
         replace(TWO_TURNS, **change)
 
 
+@pytest.mark.parametrize(
+    ("advantages", "message"),
+    [
+        (
+            ((1.0,), (1.0,)),
+            r"^rollouts: a group has advantages of \[1, 1\] numbers, and its rollouts have \[2, 2\] tokens; give one for each$",
+        ),
+        (((1.0, 1.0),), r"advantages of \[2\] numbers, and its rollouts have \[2, 2\] tokens"),
+        (((1.0, float("nan")), (1.0, 1.0)), "^rollouts: a group has an advantage that is no finite number$"),
+    ],
+)
+def test_advantages_that_cannot_be_are_refused(advantages, message, tmp_path):
+    updater = make_updater(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        prepare_batch([group(make_rollout([4], [6]), make_rollout([4], [7]), advantages=advantages)], updater, updater.config)
+
+
 def test_a_completion_may_have_tokens_of_several_versions():
     completion = replace(make_completion([7, 8]), versions=(1, 2))
     assert make_rollout([5], completion).versions == (0, 1, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,11 +75,11 @@ class Processed:
         self.policy, self.raw = policy, raw
         self.asked: list[SamplingParams] = []
 
-    def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> Any:
+    def generate_now(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> list[list[Completion]]:
         self.asked.append(sampling)
-        for index, request in enumerate(requests):
-            logprobs = by_hand(self.policy, request.prompt_ids, SAMPLED, SamplingParams(4) if self.raw else sampling)
-            yield index, [Completion(SAMPLED, tuple(logprobs), FinishReason.LENGTH, (0,) * 4)]
+        drawn_from = SamplingParams(4) if self.raw else sampling
+        logprobs = [tuple(by_hand(self.policy, request.prompt_ids, SAMPLED, drawn_from)) for request in requests]
+        return [[Completion(SAMPLED, each, FinishReason.LENGTH, (0,) * 4)] for each in logprobs]
 
 
 class Unfiltered(Processed):

@@ -122,6 +122,9 @@ class FakeServer:
     def watch(self, pid: int | None) -> None:
         self.watched = pid
 
+    def move_to(self, base_url: str) -> None:
+        self.base_url = base_url
+
 
 class Client:
     engine_name = "vLLM"
@@ -211,6 +214,17 @@ def test_the_others_watch_the_server_of_the_first(processes: Processes) -> None:
     die(processes)
     processes.all(lambda deployment: deployment.recover(POLICY, version=1))
     assert [client.server.watched for client in processes.clients] == [None, 4712]
+
+
+def test_the_others_ask_where_the_server_of_the_first_is(processes: Processes) -> None:
+    """In a Ray cluster it may come back on another machine."""
+    first, other = processes.clients
+    closed: list[str] = []
+    other.close = lambda: closed.append(other.server.base_url)
+    processes.all(lambda deployment: deployment.push(POLICY, version=1))
+    first.server.base_url = "http://another"
+    processes.all(lambda deployment: deployment.recover(POLICY, version=1))
+    assert (other.server.base_url, closed) == ("http://another", ["http://server"])
 
 
 def test_what_is_no_error_of_a_run_is_not_hidden(processes: Processes) -> None:

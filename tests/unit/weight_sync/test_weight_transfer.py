@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -134,6 +135,26 @@ def test_a_delivery_that_fails_leaves_the_server_paused(tmp_path: Path) -> None:
             deliver(make(), make_policy(make_qwen2()), engine)
         assert web.requests[-1].path == "/update_weights"
         assert engine.control.is_paused
+
+
+def test_a_broadcast_that_fails_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers wait for its tensors until their request ends, which takes minutes."""
+
+    class Group:
+        def broadcast(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("remote process exited")
+
+    ended = threading.Event()
+    engine: Any = Mock()
+    engine.control.post = lambda *_, **__: ended.wait(20)
+    monkeypatch.setattr(nccl.torch.cuda, "current_stream", lambda _: None)
+    sync: Any = strategy("nccl")
+    sync._groups[engine] = Group()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="remote process exited"):
+        sync.send([engine], [("weight", torch.zeros(2))], {})
+    assert time.monotonic() - started < 10
+    ended.set()
 
 
 def test_a_server_that_refuses_nccl_is_heard_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

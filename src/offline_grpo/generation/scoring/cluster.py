@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -74,6 +75,7 @@ class ClusterScorers:
         self._address, self._setup = address, setup
         self._is_ours = connect(address, ray_init)
         self._machines: dict[str, _Machine] = {}
+        self._changing = threading.Lock()  # a run closes it while the thread that awaits scores loses machines
         self._is_closed = False
         self._looked_s = -math.inf
         self._lost_s: dict[str, float] = {}
@@ -115,22 +117,24 @@ class ClusterScorers:
         """End all processes of it, on every machine."""
         import ray
 
-        self._is_closed = True
-        for machine in self._machines.values():
+        with self._changing:
+            self._is_closed = True
+            machines, self._machines = list(self._machines.values()), {}
+        for machine in machines:
             with suppress(Exception):  # the cluster may be gone
                 ray.kill(machine.actor)
-        self._machines.clear()
         if self._is_ours:
             ray.shutdown()
 
     def _least_busy(self) -> _Machine:
-        if self._is_closed:
-            raise ScoreError("the run lets go of the Ray cluster, so nothing is scored there any more")
-        if not self._machines or time.monotonic() - self._looked_s > LOOK_INTERVAL_S:
-            self._look()
-        if not self._machines:
-            raise ScoreError(f"no machine is left in the Ray cluster at placement.address={self._address} that could score")
-        return min(self._machines.values(), key=lambda machine: machine.num_open)
+        with self._changing:
+            if self._is_closed:
+                raise ScoreError("the run lets go of the Ray cluster, so nothing is scored there any more")
+            if not self._machines or time.monotonic() - self._looked_s > LOOK_INTERVAL_S:
+                self._look()
+            if not self._machines:
+                raise ScoreError(f"no machine is left in the Ray cluster at placement.address={self._address} that could score")
+            return min(self._machines.values(), key=lambda machine: machine.num_open)
 
     def _look(self) -> None:
         """Have an actor on every machine with CPU cores that has none yet."""
@@ -148,7 +152,9 @@ class ClusterScorers:
             self._machines[node_id] = _Machine(node_id, node["NodeManagerHostname"], actor)
 
     def _lose(self, machine: _Machine) -> None:
-        if self._machines.get(machine.node_id) is machine:
+        with self._changing:
+            if self._machines.get(machine.node_id) is not machine:
+                return
             del self._machines[machine.node_id]
             self._lost_s[machine.node_id] = time.monotonic()
-            log.warning("the machine %s of the Ray cluster has gone; its completions are scored on others", machine.name)
+        log.warning("the machine %s of the Ray cluster has gone; its completions are scored on others", machine.name)

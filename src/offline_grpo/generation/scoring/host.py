@@ -152,6 +152,8 @@ class _Host:
 
     async def _ask(self, worker: _Worker, request: Request) -> dict[str, Any] | None:
         """A worker's answer; None where it did not answer because of another score."""
+        if not worker.is_alive:  # one that was made for this request alone, and has ended since it was ready
+            return failed("crashed", "ended before it was asked")
         assert worker.writer is not None
         future = worker.pending[request.number] = self._loop.create_future()
         worker.writer.write(frame(request))
@@ -163,8 +165,12 @@ class _Host:
         return future.result()
 
     def _fork(self, *, is_shared: bool) -> _Worker:
-        ours, theirs = socket.socketpair()
-        pid = os.fork()
+        try:
+            ours, theirs = socket.socketpair()
+            pid = os.fork()
+        except OSError as error:  # else whoever waits for an answer would wait for ever
+            self._trainer.write(line({"broken": f"no process can be started ({error.strerror})", "traceback": ""}))
+            raise
         if pid == 0:
             try:
                 worker_process.run(theirs, self._output, self._setup)
@@ -204,7 +210,7 @@ class _Host:
             return
         worker.pending.pop(number).set_result(answer)
         if answer["used_up"]:
-            self._end(worker, "crashed", "")
+            self._end(worker, "crashed", "", is_one_to_blame=False)
         elif number not in worker.awaits:
             self._is_free(worker)
         worker.awaits.discard(number)
@@ -213,7 +219,7 @@ class _Host:
         if worker.is_shared:
             self._free.put_nowait(worker)
 
-    def _end(self, worker: _Worker, failure: str, reason: str) -> None:
+    def _end(self, worker: _Worker, failure: str, reason: str, *, is_one_to_blame: bool = True) -> None:
         """Kill a worker with all that it started. What it was asked has failed, if it was one thing."""
         if not worker.is_alive:
             return
@@ -228,7 +234,7 @@ class _Host:
         if not worker.is_ready.is_set():
             self._trainer.write(line({"broken": reason, "traceback": ""}))
         for future in worker.pending.values():
-            future.set_result(failed(failure, reason) if len(worker.pending) == 1 else None)
+            future.set_result(failed(failure, reason) if is_one_to_blame and len(worker.pending) == 1 else None)
         worker.pending.clear()
         if self._num_waiting > 0 and worker.is_shared:
             self._fork(is_shared=True)

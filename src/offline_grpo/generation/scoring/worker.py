@@ -46,7 +46,11 @@ def run(connection: socket.socket, output: int, setup: Setup) -> None:
         connection.sendall(line({"broken": _described(error), "traceback": _traceback(error)}))
         signal.pause()  # until it is killed
         raise
-    asyncio.run(_Worker(task, setup.timeout_s).serve(connection))
+    loop = asyncio.new_event_loop()
+    serving = loop.create_task(_Worker(task, setup.timeout_s).serve(connection))
+    while not serving.done():
+        with suppress(SystemExit, KeyboardInterrupt):  # of a task that a score has made: asyncio leaves its loop, and all that it awaits
+            loop.run_until_complete(serving)
 
 
 def _alone_with(connection: socket.socket, output: int) -> socket.socket:

@@ -137,16 +137,18 @@ class GroupReader:
         decode: token ids -> text.
         max_members: sequences of a group.
         max_token_len: tokens of a sequence.
+        correct_threshold: the least score of a correct sequence; None: any score above 0 is.
     """
 
     decode: Callable[[Sequence[int]], str]
     vocab_size: int
     max_members: int
     max_token_len: int
+    correct_threshold: float | None = None
 
     def __call__(self, raw: Any) -> RolloutGroup:
-        """The group. Its versions and finish reasons are unknown, its text is that of the sampled tokens, its reward the score, and
-        `is_correct` says whether that is above 0.
+        """The group. Its versions and finish reasons are unknown, its text is that of the sampled tokens, and its reward the
+        score.
 
         Raises:
             Dropped: nothing can be learnt from it.
@@ -197,7 +199,7 @@ class GroupReader:
         if is_sampled[0]:
             raise Dropped(Reason.MASKS, "a first token that is trained on, though nothing predicts it")
         assert group.inference_logprobs is not None
-        reward = group.scores[index]
+        reward, least = group.scores[index], self.correct_threshold
         return Rollout(
             token_ids=tuple(tokens),
             is_sampled=is_sampled,
@@ -206,7 +208,7 @@ class GroupReader:
             temperature=_temperature(group, own),
             finish_reason=None,
             text=LazyText(self.decode, list(compress(tokens, is_sampled))),
-            score=Score(reward, reward > 0, {}),
+            score=Score(reward, reward > 0 if least is None else reward >= least, {}),
             ref_logprobs=None if group.ref_logprobs is None else _logprobs(group.ref_logprobs[index], is_sampled, LOWEST_REF_LOGPROB),
             zero_advantage=bool(own.set_advantage_to_zero),
         )

@@ -35,6 +35,7 @@ class Atropos:
 
     Args:
         max_token_len: of a sequence; the model's `context` is another limit.
+        correct_threshold: see `GroupReader`.
         num_steps, save_checkpoint_interval, wandb_project: told to the environments.
         run_folder: where environments are told to keep their state.
     """
@@ -43,6 +44,7 @@ class Atropos:
     problems_per_iteration: int
     group_size: int
     max_token_len: int
+    correct_threshold: float | None
     num_steps: int
     save_checkpoint_interval: int
     wandb_project: str
@@ -199,7 +201,11 @@ class Atropos:
     def _read(self, feed: Feed, answer: Answer) -> None:
         """Add the usable groups of a batch to those that are held."""
         reader = GroupReader(
-            decode=self.codec.decode, vocab_size=self.vocab_size, max_members=self._batch_size, max_token_len=self._max_token_len
+            decode=self.codec.decode,
+            vocab_size=self.vocab_size,
+            max_members=self._batch_size,
+            max_token_len=self._max_token_len,
+            correct_threshold=self.correct_threshold,
         )
         try:
             groups = from_json(answer.body)["batch"]

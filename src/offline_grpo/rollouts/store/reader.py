@@ -42,6 +42,12 @@ class Shard:
 
     path: Path
 
+    @property
+    def iteration(self) -> int | None:
+        """Of its rollouts, -1 for those before training, where its name says so; a folder of `datasets` does not."""
+        name = _NAME.fullmatch(self.path.name)
+        return None if name is None else _iteration(name)
+
     @cached_property
     def origin(self) -> Origin | None:
         """Where its rollouts come from, None where it does not say.

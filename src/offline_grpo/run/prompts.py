@@ -1,0 +1,73 @@
+"""What the prompts of a run are in the model's tokens: known to it, with room for a completion, and how long. No weights are read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.model.load import context_length
+from offline_grpo.model.text import encode
+from offline_grpo.run.preflight import Plan
+from offline_grpo.types import Problem
+
+MAX_LOOKED_AT = 10_000
+"""Of more problems, so many: a client checks every prompt again when it is sampled."""
+
+log = logging.getLogger(__name__)
+
+
+def check_prompts(plan: Plan, model_id: str, tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig) -> int:
+    """The longest prompt of training and evaluation, in tokens; of a source with a limit on prompt and completion, what that leaves.
+
+    Raises:
+        ConfigError: a prompt has a token that the model does not have; or prompt and `max_new_tokens` do not fit into its context.
+    """
+    context, vocab_size = context_length(model_config), model_config.get_text_config().vocab_size
+    longest, unreadable = 0, []
+    limit = plan.config.rollouts.get("max_token_len")  # of rollouts that others have sampled
+    if limit is not None:
+        longest = max(0, min(limit, context or limit) - plan.sampling.max_new_tokens)
+    for key, problems, sampling in (("generation", plan.data.train, plan.sampling), ("eval", plan.data.held_out, plan.eval_sampling)):
+        chosen = (problems or [])[:MAX_LOOKED_AT]
+        prompts = [encode(tokenizer, problem.messages) for problem in chosen]
+        lengths = list(map(len, prompts))
+        if context is not None:
+            _check_lengths(key, chosen, lengths, sampling.max_new_tokens, context)
+        for problem, prompt in zip(chosen, prompts, strict=True):
+            if max(prompt, default=0) >= vocab_size:
+                raise ConfigError(
+                    f"model.train_id={model_id}: its tokenizer gives token {max(prompt)} for problem {problem.problem_id}, and the model "
+                    f"has {vocab_size} (config.json: vocab_size); the two do not belong together, take another copy of the model"
+                )
+            if tokenizer.unk_token_id in prompt:
+                unreadable.append(problem.messages[-1]["content"])
+        longest = max([longest, *lengths])
+    if unreadable:
+        log.warning(
+            "model.train_id=%s: its tokenizer does not know some characters of %d prompts, such as %r, and the model reads %s for each; "
+            "use another model",
+            model_id,
+            len(unreadable),
+            unreadable[0][:60],
+            tokenizer.unk_token,
+        )
+    return longest
+
+
+def _check_lengths(key: str, problems: Sequence[Problem], lengths: Sequence[int], max_new_tokens: int, context: int) -> None:
+    longest = max(lengths, default=0)
+    if longest + max_new_tokens <= context:
+        return
+    if longest < context:
+        raise ConfigError(
+            f"{key}.max_new_tokens={max_new_tokens}: with the longest prompt of {longest} tokens that is beyond the model's context of "
+            f"{context}; use {key}.max_new_tokens={context - longest} or less"
+        )
+    num_too_long, named = sum(length >= context for length in lengths), problems[lengths.index(longest)].problem_id
+    raise ConfigError(
+        f"model.train_id: the prompt of problem {named} has {longest} tokens, and the model's context is {context}; leave out the "
+        f"{num_too_long} of {len(lengths)} problems that are as long, or use a model with a longer context"
+    )
