@@ -111,6 +111,7 @@ class PolicyGradientLoss(ABC):
         """This microbatch's share of the loss and metrics of the optimizer batch that `totals` describes. Does not modify its arguments.
 
         Raises:
+            ConfigError: the surrogate, the ratio or the weights of a subclass are not one number for each token.
             ValueError: the loss has a KL term but the batch has no `ref_logprobs`.
         """
         mask = batch.completion_mask.to(policy.logprobs.dtype)  # [T]
@@ -119,7 +120,9 @@ class PolicyGradientLoss(ABC):
 
         reference = batch.old_logprobs if self.ratio_reference == "old" else batch.rollout_logprobs  # [T]
         ratio = self.ratio((policy.logprobs - reference) * mask, mask, batch)  # [T]
+        self._need_one_per_token(policy.logprobs, weights=weights, ratio=ratio)
         surrogate = self.surrogate(ratio, policy.logprobs, batch.advantages)
+        self._need_one_per_token(policy.logprobs, surrogate=surrogate.loss)
         importance = terms.importance_weights(
             batch, mask, correction=self.importance_correction, cap=self.importance_cap, floor=self.importance_floor
         )  # [T]
@@ -135,6 +138,13 @@ class PolicyGradientLoss(ABC):
         if kl is not None:
             per_token["kl_divergence"] = kl
         return LossOutput(loss=loss, metrics=_detached(scalars) | _token_means(per_token, token_mean))
+
+    def _need_one_per_token(self, logprobs: Tensor, **found: Tensor) -> None:
+        """Raise ConfigError about a method of the user's own that sums or averages: what it returns would be spread over all tokens."""
+        for name, values in found.items():
+            if values.shape != logprobs.shape:
+                shapes = f"has the shape {[*values.shape]} and must be one number for each token, {[*logprobs.shape]}"
+                raise ConfigError(f"train.loss: what {type(self).__name__}.{name}() returns {shapes}; weights() says how they are averaged")
 
     def _kl(self, policy: TokenStats, batch: TokenBatch) -> Tensor | None:
         """KL estimates [T]; None without a reference, because a KL of 0 would claim that policy and reference are equal."""

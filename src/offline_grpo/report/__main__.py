@@ -16,7 +16,7 @@ from offline_grpo.report import comparison
 from offline_grpo.report.history import load_history
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.report.summary import LABEL_WIDTH, print_summary
-from offline_grpo.report.sweep import print_sweep
+from offline_grpo.report.sweep import print_runs, print_sweep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,6 +54,9 @@ def _show(options: argparse.Namespace) -> None:
     if options.out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise ConfigError(f"--out={out}: {'is a folder' if out.is_dir() else f'there is no folder {out.parent}'}; name a file to write")
     if len(options.folders) > 1:
+        from offline_grpo.report.page_data import load_runs  # matplotlib, which a sweep's table does not need
+
+        print_runs([run.result for run in load_runs(options.folders, damaged=[]).values()], console)
         _page(options.folders, out, console)
     elif (folder / "metrics").is_dir():
         try:
@@ -84,7 +87,7 @@ def _page(folders: Sequence[Path], out: Path, console: Console) -> None:
 
 
 def _report(run_dir: Path, console: Console, *, benchmark: bool) -> None:
-    from offline_grpo.report.plots import save_report  # matplotlib, which a sweep's table does not need
+    from offline_grpo.report.plots import save_report  # matplotlib too
 
     history = load_history(run_dir)
     if not history.train and not history.evals:

@@ -40,8 +40,8 @@ class Configuration:
         return [run for run in self.best_known if len(run.pass_at_1)]
 
     def mean(self, name: str) -> float | None:
-        """The mean of a result of SweepRun over `counted`; None where it was not measured."""
-        values = [value for run in self.counted if (value := getattr(run, name)) is not None]
+        """The mean of a result of SweepRun over `best_known`; None where it was not measured."""
+        values = [value for run in self.best_known if (value := getattr(run, name)) is not None]
         return sum(values) / len(values) if values else None
 
     @property
@@ -51,18 +51,18 @@ class Configuration:
 
     @property
     def low(self) -> float | None:
-        """Lower end of its interval; None with one run."""
+        """Lower end of its interval; None with one run, or without a spread to estimate it from."""
         return self._bound(0)
 
     @property
     def high(self) -> float | None:
-        """Upper end of its interval; None with one run."""
+        """Upper end of its interval; None where `low` is."""
         return self._bound(1)
 
     def _bound(self, end: int) -> float | None:
-        if len(self.counted) < 2:
-            return None
         values = np.array([run.final_pass_at_1 for run in self.counted], dtype=np.float64)
+        if len(set(values)) < 2:
+            return None
         return float(share_interval(values[:, None])[end][0])
 
     def curve(self) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -75,7 +75,7 @@ class Configuration:
 
 def configurations(runs: Sequence[SweepRun]) -> list[Configuration]:
     """Group runs by all overrides except NOT_COMPARED: best mean pass@1 first, of equal ones that of the lower
-    number, then unfinished ones, unmeasured ones last.
+    number, then unfinished ones. Those of which pass@1 was not measured come last, best reward first.
     """
     groups: dict[tuple[tuple[str, str], ...], list[SweepRun]] = {}
     for run in runs:
@@ -90,7 +90,16 @@ def configurations(runs: Sequence[SweepRun]) -> list[Configuration]:
         for chosen in groups.values()
     ]
     found.sort(key=lambda each: (len(each.runs[0].name), each.runs[0].name))
-    return sorted(found, key=lambda each: (each.pass_at_1 is None, not any(run.is_done for run in each.runs), -(each.pass_at_1 or 0.0)))
+
+    def rank(each: Configuration) -> tuple[bool, bool, float]:
+        is_unmeasured = each.pass_at_1 is None
+        return (
+            is_unmeasured,
+            not any(run.is_done for run in each.runs),
+            -((each.mean("reward") if is_unmeasured else each.pass_at_1) or 0.0),
+        )
+
+    return sorted(found, key=rank)
 
 
 def short_overrides(found: Sequence[Configuration]) -> list[dict[str, str]]:

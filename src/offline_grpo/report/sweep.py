@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.text import Text
 from offline_grpo.errors import ConfigError
 from offline_grpo.report.configurations import Configuration, configurations, short_overrides
 from offline_grpo.report.history import count
+from offline_grpo.report.summary import LABEL_WIDTH
 from offline_grpo.report.sweep_run import NUMBER_COLUMNS, SweepRun, read_run
 
 CONFIGURATION_COLUMNS = ("configuration", "runs", "pass@1 [95 %]", "best", "reward", "minutes")
@@ -32,35 +34,50 @@ def sweep_table(multirun_dir: Path) -> list[SweepRun]:
     if not run_dirs:
         raise ConfigError(f"{multirun_dir}: contains no runs (folders with .hydra/overrides.yaml); give the folder of a --multirun")
     runs = [read_run(run_dir, run_dir.relative_to(multirun_dir).as_posix()) for run_dir in run_dirs]
-    return sorted(runs, key=lambda run: (run.final_pass_at_1 is None, -(run.final_pass_at_1 or 0.0)))
+    return sorted(runs, key=lambda run: (run.final_pass_at_1 is None, -(run.final_pass_at_1 or 0.0), -(run.reward or 0.0)))
 
 
 def print_sweep(multirun_dir: Path, console: Console) -> None:
     """Print the sweep's table, and save tables and picture beside the runs."""
     runs = sweep_table(multirun_dir)
     found = configurations(runs)
-    rows = configuration_rows(found)
-    widths = [max(map(len, column)) for column in zip(CONFIGURATION_COLUMNS, *rows, strict=True)]
+    saved = save_summary(multirun_dir, runs, found)
+    _print_table(found, console)
+    unfinished = [f"run {run.name}: {run.status}" for run in sorted(runs, key=lambda run: run.name) if not run.is_done]
+    for line in [*unfinished, *map(str, saved)]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_runs(runs: Sequence[SweepRun], console: Console) -> None:
+    """Print the table of runs of any folders. Their names, which are paths, are told below it."""
+    numbered = [replace(run, name=str(number)) for number, run in enumerate(runs)]
+    _print_table(configurations(numbered), console)
+    for number, run in enumerate(runs):
+        status = "" if run.is_done else f"  ({run.status})"
+        console.print(f"run {number}".ljust(LABEL_WIDTH) + run.name + status, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_table(found: Sequence[Configuration], console: Console) -> None:
+    columns = list(zip(CONFIGURATION_COLUMNS, *configuration_rows(found), strict=True))
+    names, *rows = zip(*(column for column in columns if any(column[1:])), strict=True)  # without what was not measured
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     widths[1] = min(widths[1], RUNS_WIDTH)
     room = console.width - sum(widths[1:]) - GAP * (len(widths) - 1)
     table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
-    for name in CONFIGURATION_COLUMNS:
+    for name in names:
         folds, longest = name in ("configuration", "runs"), RUNS_WIDTH if name == "runs" else None
         table.add_column(Text(name), overflow="fold", no_wrap=not folds, max_width=longest)
     for overrides, row in zip(short_overrides(found), rows, strict=True):
         table.add_row(Text(_folded(overrides, room)), *(Text(cell) for cell in row[1:]))
-    several = any(len(each.runs) > 1 for each in found)
+    several, num_runs = any(len(each.runs) > 1 for each in found), sum(len(each.runs) for each in found)
+    order = f"{'mean ' if several else ''}final {'pass@1' if any(each.counted for each in found) else 'reward'}"
     lines = [
-        f"{count(len(found), 'configuration')}, {count(len(runs), 'run')}, best {'mean ' if several else ''}final pass@1 first",
+        f"{count(len(found), 'configuration')}, {count(num_runs, 'run')}, best {order} first",
         *(["means over runs that differ in the seed alone, with 95 % intervals"] if several else []),
     ]
-    saved = save_summary(multirun_dir, runs, found)
-    unfinished = [f"run {run.name}: {run.status}" for run in sorted(runs, key=lambda run: run.name) if not run.is_done]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(table)
-    for line in [*unfinished, *map(str, saved)]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def save_summary(multirun_dir: Path, runs: Sequence[SweepRun], found: Sequence[Configuration]) -> list[Path]:

@@ -10,6 +10,7 @@ become too old: the trainer makes at most `updates_per_iteration` updates in eac
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -38,6 +39,9 @@ class Round(RunListener):
     """An iteration that is being sampled, or has been."""
 
     groups: Future[list[RolloutGroup]]
+    is_over: bool = False
+    seconds: float = 0.0
+    """Of sampling. Seconds in which several were sampled are shared among them."""
     said: tuple[int, int, str] = (0, 0, "completions")
 
     def progress(self, done: int, total: int, unit: str) -> None:
@@ -71,9 +75,9 @@ class Asynchronous(OnPolicy):
     _next: int | None = field(default=None, init=False)  # the iteration that is trained on next; None before the start
     _known: tuple[int, int] = field(default=(0, 0), init=False)  # an iteration, and the trainer's version before it
     _served: int = field(default=0, init=False)
-    _idle_since_s: float = field(default=0.0, init=False)
+    _counting: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+    _counted_to_s: float = field(default=0.0, init=False)
     _idle_s: float = field(default=0.0, init=False)
-    _measured_since_s: float = field(default=0.0, init=False)
     _num_discarded: int = field(default=0, init=False)
     _num_queued: int = field(default=0, init=False)
     _metrics: Metrics = field(default_factory=dict, init=False)
@@ -103,7 +107,7 @@ class Asynchronous(OnPolicy):
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
         """See `RolloutSource.start`. Begins to sample."""
-        self._idle_since_s = self._measured_since_s = time.perf_counter()
+        self._counted_to_s = time.perf_counter()
         self._next, self._known = iteration, (iteration, self.trainer_version())
         self._begin_due()
 
@@ -120,17 +124,18 @@ class Asynchronous(OnPolicy):
         age = version - self._served
         if age > self.max_staleness:
             raise ConfigError(f"rollouts.max_staleness={self.max_staleness}: the engine's weights are {age} versions old; push more often")
+        sampling_s = 0.0
         while True:
             self._begin_due()
-            groups = self._wait_for(iteration)
+            groups, seconds = self._wait_for(iteration)
+            sampling_s += seconds
             ages = [version - v for group in groups for r in group.rollouts for v in compress(r.versions, r.is_sampled)]
             if max(ages, default=0) <= self.max_staleness:
                 break
             self._num_discarded += len(groups)
         self._next = iteration + 1
         self._begin_due()
-        self._count_idle()
-        now = time.perf_counter()
+        self._count_seconds()
         queued = sum(len(round_.groups.result()) for round_ in self._rounds.values() if round_.groups.done())
         self._metrics = {
             "async/age_mean": fmean(ages) if ages else 0.0,
@@ -139,11 +144,11 @@ class Asynchronous(OnPolicy):
             "async/num_discarded": float(self._num_discarded),
             "async/write_count": float(len(groups) + queued - self._num_queued),
             "async/data_read_count": float(len(groups)),
-            "time/rollouts_wait_s": now - began,
-            "time/sampling_s": now - self._measured_since_s - self._idle_s,
+            "time/rollouts_wait_s": self._counted_to_s - began,
+            "time/sampling_s": sampling_s,
             "time/async_idle_s": self._idle_s,
         }
-        self._num_queued, self._num_discarded, self._idle_s, self._measured_since_s = queued, 0, 0.0, now
+        self._num_queued, self._num_discarded, self._idle_s = queued, 0, 0.0
         return groups
 
     def weights_changed(self, version: int) -> None:
@@ -180,7 +185,7 @@ class Asynchronous(OnPolicy):
                 self._begin(i)
 
     def _begin(self, iteration: int) -> None:
-        self._count_idle()
+        self._count_seconds()
         round_ = self._rounds[iteration] = Round()
 
         def sample() -> list[RolloutGroup]:
@@ -189,19 +194,24 @@ class Asynchronous(OnPolicy):
                     progress.tell([round_])
                     return OnPolicy.next(self, iteration)
             finally:
-                self._idle_since_s = time.perf_counter()
+                self._count_seconds()
+                round_.is_over = True
 
         round_.groups = in_background(sample)
 
-    def _count_idle(self) -> None:
-        """If nothing is being sampled, count the time since that began, or since it was last counted."""
-        if all(round_.groups.done() for round_ in self._rounds.values()):
+    def _count_seconds(self) -> None:
+        """Share the seconds since the last call among the iterations that are being sampled; without one they are idle."""
+        with self._counting:
             now = time.perf_counter()
-            self._idle_s += now - self._idle_since_s
-            self._idle_since_s = now
+            seconds, self._counted_to_s = now - self._counted_to_s, now
+            sampled = [round_ for round_ in list(self._rounds.values()) if not round_.is_over]
+            for round_ in sampled:
+                round_.seconds += seconds / len(sampled)
+            if not sampled:
+                self._idle_s += seconds
 
-    def _wait_for(self, iteration: int) -> list[RolloutGroup]:
-        """The groups of an iteration that has been begun. An error of any iteration is raised at once."""
+    def _wait_for(self, iteration: int) -> tuple[list[RolloutGroup], float]:
+        """The groups of an iteration that has been begun, and the seconds that they took. An error of any iteration is raised at once."""
         while True:
             pending = []
             for round_ in self._rounds.values():
@@ -210,12 +220,14 @@ class Asynchronous(OnPolicy):
                 else:
                     pending.append(round_.groups)
             if self._rounds[iteration].groups.done():
-                return self._rounds.pop(iteration).groups.result()
+                round_ = self._rounds.pop(iteration)
+                return round_.groups.result(), round_.seconds
             progress.report(*self._rounds[iteration].said)
             wait(pending, TICK_S, FIRST_COMPLETED)
 
     def _abandon(self) -> None:
         """End all threads, as far as that takes no longer than `END_S`."""
+        self._count_seconds()
         pending, deadline = [round_.groups for round_ in self._rounds.values()], time.monotonic() + END_S
         self._rounds = {}
         while pending and time.monotonic() < deadline:

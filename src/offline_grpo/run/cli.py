@@ -38,6 +38,15 @@ EXPECTED = (GrpoError, StopRequested, KeyboardInterrupt, HydraException, OmegaCo
 NO_OPTION = re.compile(r"[^.=]+=(null|true|false|[-+.\d]+)", re.IGNORECASE)
 """For a group, where an option's name belongs."""
 
+NEEDED = {
+    r"Value '(.*)' of type '\w+' could not be converted to Integer": "a whole number",
+    r"Value '(.*)' of type '\w+' could not be converted to Float": "a number",
+    r"Value '(.*)' is not a valid bool .*": "true or false",
+    r"Cannot convert '\w+' to string: '(.*)'": "text",
+    r"Invalid value assigned: ()\w+ is not a ListConfig.*": "a list, in brackets: [1,2]",
+}
+"""OmegaConf's message about a type -> what the key needs."""
+
 RENAMED = {
     "model.packing": "model.layout",
     "model/layout": "model.layout",
@@ -236,7 +245,17 @@ def explain(error: BaseException) -> str:
         return f"{key}=null: needs a value"
     if "does not support deletion" in text:
         return f"{key}: cannot be deleted; every setting has a value: write {key}=VALUE"
-    return f"{key}: {text}{sweep_hint(group, name, getattr(cause, 'value', None))}"
+    return f"{_mistyped(str(key), text) or f'{key}: {text}'}{sweep_hint(group, name, getattr(cause, 'value', None))}"
+
+
+def _mistyped(key: str, text: str) -> str | None:
+    """A message of OmegaConf's about a value of the wrong type, as `KEY=VALUE: must be ...`; None for any other."""
+    if through := re.fullmatch(r"While dereferencing interpolation '\$\{([\w.]+)\}': (.*)", text):
+        return _mistyped(through[1], through[2])  # the key that was set, and not one that follows it
+    for pattern, needed in NEEDED.items():
+        if found := re.fullmatch(pattern, text):
+            return f"{key}{found[1] and f'={found[1]}'}: must be {needed}"
+    return None
 
 
 def in_empty(key: str) -> str:

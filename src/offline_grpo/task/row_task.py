@@ -90,7 +90,21 @@ class RowTask(ABC):
 
     def _load(self, spec: str, split: Split) -> list[Problem]:
         rows = read_split(self.path, self.name, spec, f"task.{split}_split")
-        return [self.problem_of(f"{split}-{row.index}", row) for row in rows]
+        problems = [self.problem_of(f"{split}-{row.index}", row) for row in rows]
+        if pairs := _contradictions(problems):
+            log.warning(
+                "%d rows of task.%s_split=%s ask what an earlier row asks and have another answer, such as %s and %s: a completion that is "
+                "right for one is wrong for the other",
+                *(len(pairs), split, spec, *pairs[0]),
+            )
+        return problems
+
+
+def _contradictions(problems: Sequence[Problem]) -> list[tuple[str, str]]:
+    """Ids of problems with the same prompt and other answers: the first one with it, and each that differs from that."""
+    first: dict[str, Problem] = {}
+    pairs = ((first.setdefault(_hash_of(problem.messages), problem), problem) for problem in problems)
+    return [(one.problem_id, other.problem_id) for one, other in pairs if one.answer != other.answer]
 
 
 def _hash_of(messages: Sequence[Message]) -> str:

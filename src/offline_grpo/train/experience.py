@@ -57,8 +57,22 @@ def prepare_batch(
     return batch if updater.loss.kl_in_reward else updater.score(batch), per_rollout, metrics
 
 
+def sound_groups(found: object) -> list[RolloutGroup]:
+    """What a source's `next` returned. Raise ConfigError where one of the user's own returned something else than groups of rollouts."""
+    if not isinstance(found, list) or not all(isinstance(group, RolloutGroup) and group.rollouts for group in found):
+        needed = "a list of offline_grpo.types.RolloutGroup, each with a rollout or more"
+        raise ConfigError(f"rollouts: next() returned {found!r:.80}; it must return {needed}")
+    return found
+
+
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """What the sampled completions of an iteration were like, before anything is dropped; of a mixture, also of each task by itself."""
+    """What the sampled completions of an iteration were like, before anything is dropped; of a mixture, also of each task by itself.
+
+    Raises:
+        ConfigError: there is no group, of any process.
+    """
+    if not groups:
+        raise ConfigError("rollouts: next() returned an empty list, so there is nothing to train on; it must return a group or more")
     shown = ("reward_mean", "success_rate", "completion_tokens_mean", "truncated_frac")
     of_tasks = {name: _rollout_means(own) for name, own in by_task(groups).items()}
     return _rollout_means(groups) | {f"task/{name}/{key}": own[key] for name, own in of_tasks.items() for key in shown if key in own}

@@ -25,7 +25,7 @@ from offline_grpo.interfaces import Checkpointer, Deployment, Evaluator, Pending
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
-from offline_grpo.train.experience import check_scored, prepare_batch, rollout_metrics, score_metrics
+from offline_grpo.train.experience import check_scored, prepare_batch, rollout_metrics, score_metrics, sound_groups
 from offline_grpo.train.flops import update_flops, utilisation
 from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.push_schedule import PushSchedule, frozen_metric
@@ -114,7 +114,7 @@ class Loop:
         number = iteration + 1
         with self._safe_point(iteration):
             with self._phase("generate", iteration):
-                groups = self._sample(self.deployment, lambda: self.source.next(iteration))
+                groups = self._sample(self.deployment, lambda: sound_groups(self.source.next(iteration)))
             with self._phase("train", iteration):
                 metrics = {**rollout_metrics(groups), **self.source.metrics(), **self._train(groups, iteration)}
         evaluation = self.evaluation if self.evaluation is not None and self.evaluation.is_due(iteration) else None

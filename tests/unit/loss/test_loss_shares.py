@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from offline_grpo.errors import ConfigError
 from offline_grpo.loss.base import ClippedLoss
 from offline_grpo.loss.cispo import CISPO
 from offline_grpo.loss.dapo import DAPO
 from offline_grpo.loss.dr_grpo import DrGRPO
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.loss.gspo import GSPO
+from offline_grpo.loss.terms import Surrogate, segment_sum
 from offline_grpo.train.advantage import group_advantages
 from offline_grpo.types import TokenBatch, TokenStats
 
@@ -126,3 +128,26 @@ def test_float32_stays_float32(loss, random_inputs):
     single = loss(TokenStats(policy.logprobs.float(), policy.entropy.float()), batch, totals)
     assert {single.loss.dtype, *(value.dtype for value in single.metrics.values())} == {torch.float32}
     torch.testing.assert_close(single.loss, loss(*random_inputs()).loss, check_dtype=False)
+
+
+class SummedSurrogate(GRPO):
+    """What somebody writes who thinks of a loss as one number."""
+
+    def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:
+        found = super().surrogate(ratio, logprobs, advantages)
+        return found._replace(loss=found.loss.sum())
+
+
+class RatioPerSequence(GRPO):
+    """Forgets to give each token its sequence's."""
+
+    def ratio(self, log_ratio: Tensor, mask: Tensor, batch: TokenBatch) -> Tensor:
+        return segment_sum(log_ratio, batch).exp()
+
+
+@pytest.mark.parametrize(("loss_class", "name"), [(SummedSurrogate, "surrogate"), (RatioPerSequence, "ratio")])
+def test_a_method_of_ones_own_that_gives_no_number_per_token_is_named(plain, random_inputs, loss_class, name):
+    with pytest.raises(
+        ConfigError, match=rf"train\.loss: what {loss_class.__name__}\.{name}\(\) returns has the shape \[.*one number for each"
+    ):
+        loss_class(**plain, dual_clip=None)(*random_inputs())

@@ -161,6 +161,10 @@ def test_several_folders_make_one_page(tmp_path: Path, monkeypatch: pytest.Monke
     make_run(tmp_path / "b", seed=1)
     monkeypatch.chdir(tmp_path)
     assert main(["a", "b"]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "1 configuration, 2 runs, best mean final pass@1 first"
+    assert lines[3].startswith("train/loss=grpo  0 1   0.750 ")
+    assert [line.split() for line in lines[4:]] == [["run", "0", "a/0"], ["run", "1", "b"], ["page", "report.html"]]
     assert main(["a", "b", "--out", "b/both.html"]) == 0
     assert Path("report.html").read_bytes() == Path("b/both.html").read_bytes()
 

@@ -84,6 +84,20 @@ def test_a_short_run_took_more_than_no_time(tmp_path: Path) -> None:
     assert stream.getvalue().splitlines()[2].split()[-1] == "0.045"
 
 
+def test_without_evaluations_the_reward_ranks_and_its_columns_are_left_out(tmp_path: Path) -> None:
+    for number, num_train in enumerate((1, 2)):
+        make_run(tmp_path / str(number), [f"train.lr={number}e-6", "eval.enabled=false"], [0.0], num_train=num_train)
+        (tmp_path / str(number) / "metrics" / "eval_init.json").unlink()
+    stream = io.StringIO()
+    print_sweep(tmp_path, Console(file=stream, width=80))
+    assert [line.rstrip() for line in stream.getvalue().splitlines()][:4] == [
+        "2 configurations, 2 runs, best final reward first",
+        "configuration  runs  reward  minutes",
+        "lr=1e-6        1     0.750   3.0",
+        "lr=0e-6        0     0.500   1.5",
+    ]
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_no_line_of_the_table_is_wider_than_the_terminal_and_nothing_is_cut(tmp_path: Path, width: int) -> None:
     long = ["train.loss.importance_correction=token_truncate", f"model.train_id=/models/{'long/' * 20}end"]

@@ -240,6 +240,17 @@ def plan_data(*overrides):
     return task_data(config), config
 
 
+def test_rows_that_contradict_each_other_are_told(tmp_path, caplog):
+    wrong = [{**ROWS[3], "answer": "no such thing"}, {**ROWS[4], "answer": "nor this"}]
+    write_jsonl(tmp_path / "train.jsonl", ROWS + ROWS[:5] + wrong)
+    write_jsonl(tmp_path / "test.jsonl", ROWS + ROWS)
+    plan_data("task=dataset", f"task.path={tmp_path}", "eval.enabled=false")
+    [told] = [record.getMessage() for record in caplog.records if "another answer" in record.getMessage()]
+    assert told.startswith(
+        f"2 rows of task.train_split=train ask what an earlier row asks and have another answer, such as train-3 and train-{len(ROWS) + 5}"
+    )
+
+
 def test_duplicates_are_dropped_from_training_and_counted(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", ROWS[:30] + ROWS[:2])
     write_jsonl(tmp_path / "test.jsonl", [*ROWS[28:], ROWS[0]])

@@ -8,7 +8,7 @@ from factories import make_completion, make_qwen2, make_rollout, make_scoring, m
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.train.batch import build_batch
-from offline_grpo.train.experience import prepare_batch, rollout_metrics
+from offline_grpo.train.experience import prepare_batch, rollout_metrics, sound_groups
 from offline_grpo.types import FinishReason, Rollout, RolloutGroup, Score
 
 TWO_TURNS = Rollout(
@@ -25,6 +25,18 @@ TWO_TURNS = Rollout(
 
 def group(*rollouts, advantages=None):
     return RolloutGroup(None, rollouts, advantages)
+
+
+@pytest.mark.parametrize("found", [None, (), [TWO_TURNS], [group()], [group(TWO_TURNS), None]])
+def test_a_source_that_returns_something_else_than_groups_is_told_so(found):
+    with pytest.raises(ConfigError, match=r"rollouts: next\(\) returned .*; it must return a list of .*RolloutGroup"):
+        sound_groups(found)
+
+
+def test_an_iteration_without_a_group_is_refused():
+    assert sound_groups([]) == []  # one process of several may have none
+    with pytest.raises(ConfigError, match="nothing to train on"):
+        rollout_metrics([])
 
 
 def test_what_an_environment_wrote_between_two_turns_is_not_trained_on():
