@@ -1,0 +1,137 @@
+"""Draws what was measured on one H100, from the results in `results/h100`: docs/images/h100.png. Needs no GPU.
+
+    python benchmarks/picture.py
+
+Each panel's bars are of one run of one script, but for the pushes, which are of one run of `weight_sync.py` each.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from offline_grpo.report.style import AXIS, BLUE, GREY, TEXT
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "h100"
+PICTURE = HERE.parent / "docs" / "images" / "h100.png"
+WIDTH, HEIGHT, DPI = 10.0, 5.4, 110
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A measured number, where it stands, and whether it is of what the project does."""
+
+    name: str
+    file: str
+    metric: str
+    is_ours: bool = True
+
+    @property
+    def value(self) -> float:
+        """As the result has it."""
+        return float(json.loads((RESULTS / f"{self.file}.json").read_text())["measured"][self.metric])
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Bars of one `unit`; on a logarithmic axis where they differ by more than a hundred times."""
+
+    title: str
+    unit: str
+    bars: tuple[Bar, ...]
+    is_log: bool = False
+
+
+PANELS = (
+    Panel(
+        "An update, skewed lengths",
+        "tokens per second",
+        (
+            Bar("plain PyTorch", "train_speed_skewed", "skewed_plain_tok_s", False),
+            Bar("this trainer", "train_speed_skewed", "skewed_auto_tok_s"),
+        ),
+    ),
+    Panel(
+        "An update, 16,384 tokens each",
+        "tokens per second",
+        (Bar("plain PyTorch", "train_speed_long", "long_plain_tok_s", False), Bar("this trainer", "train_speed_long", "long_lean_tok_s")),
+    ),
+    Panel(
+        "A whole iteration, 256 completions",
+        "seconds; less is better",
+        (Bar("TRL with vLLM", "iteration_gpu", "trl_s", False), Bar("this trainer", "iteration_gpu", "ours_s")),
+    ),
+    Panel(
+        "Sampling 256 sequences",
+        "tokens per second",
+        (
+            Bar("vLLM without a server", "generation", "offline_256_tokens_per_s", False),
+            Bar("vLLM's server, /v1/completions", "generation", "stock_256_tokens_per_s", False),
+            Bar("this trainer's requests to it", "generation", "server_256_tokens_per_s"),
+        ),
+    ),
+    Panel(
+        "Sampling 1,024 sequences",
+        "tokens per second",
+        (
+            Bar("one server", "generation_2_engines", "one_1024_tokens_per_s"),
+            Bar("two servers on the card", "generation_2_engines", "all_1024_tokens_per_s"),
+        ),
+    ),
+    Panel(
+        "New weights reach the server",
+        "seconds for 0.5 billion, logarithmic; less is better",
+        tuple(
+            Bar(name, f"weight_sync_{name}", "push_s", name != "restart")
+            for name in ("restart", "reload", "ipc", "lora_hotswap", "shared_vllm")
+        ),
+        is_log=True,
+    ),
+)
+
+
+def draw(axes: Axes, panel: Panel) -> None:
+    """One panel: a bar for each number, which stands behind it."""
+    values = [bar.value for bar in panel.bars]
+    rows = range(len(values), 0, -1)
+    axes.barh(rows, values, height=0.42, color=[BLUE if bar.is_ours else GREY for bar in panel.bars])
+    axes.set_ylim(0.6, len(values) + 0.75)
+    if panel.is_log:
+        axes.set_xscale("log")
+        axes.set_xlim(min(values) / 3, max(values) * 12)
+    else:
+        axes.set_xlim(0, 1.28 * max(values))
+    for row, bar in zip(rows, panel.bars, strict=True):
+        text = f"{float(f'{bar.value:.3g}'):,g}"
+        axes.annotate(text, (bar.value, row), (4, 0), textcoords="offset points", va="center", color=TEXT, fontsize=9)
+        axes.text(0.012, row + 0.27, bar.name, transform=axes.get_yaxis_transform(), va="bottom", color=TEXT, fontsize=9)
+    axes.set_title(panel.title, fontsize=10.5, loc="left", fontweight="bold", x=0, pad=16)
+    axes.text(0, 1.02, panel.unit, transform=axes.transAxes, fontsize=9, color=TEXT, va="bottom")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.minorticks_off()
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.spines["left"].set_color(AXIS)
+
+
+def main() -> None:
+    """Draw and save."""
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+    figure, grid = plt.subplots(2, 3, figsize=(WIDTH, HEIGHT), height_ratios=(2, 3.4), layout=layout)
+    for axes, panel in zip(grid.flat, PANELS, strict=True):
+        draw(axes, panel)
+    figure.savefig(PICTURE, dpi=DPI)
+    print(PICTURE)
+
+
+if __name__ == "__main__":
+    main()
