@@ -136,8 +136,14 @@ def test_a_client_that_is_closed_before_the_next_request_is_sent_says_so() -> No
 
 def test_what_is_asked_now_ends_with_the_client() -> None:
     client = Slow(1)
-    timer = threading.Timer(0.05, client.close)
-    timer.start()
+
+    def close_once_asked() -> None:  # before that, nothing would be there to end
+        while not client.asked:
+            time.sleep(0.001)
+        client.close()
+
+    closing = threading.Thread(target=close_once_asked, daemon=True)
+    closing.start()
     with pytest.raises(EngineError, match="a slow server: the client was closed while it waited"):
         client.generate_now([REQUEST], SAMPLING)
-    timer.join()
+    closing.join()
