@@ -135,12 +135,14 @@ class _SlowScores:
 
     _current: dict[int, tuple[float, Problem, str]] = field(default_factory=dict, init=False)  # by thread
     _thread: threading.Thread | None = field(default=None, init=False)
+    _starting: threading.Lock = field(default_factory=threading.Lock, init=False)  # threads that begin to score at once share one
 
     @contextmanager
     def watched(self, problem: Problem, text: str) -> Iterator[None]:
-        if self._thread is None:
-            thread = self._thread = threading.Thread(target=self._look_on, name="slow scores", daemon=True)
-            thread.start()
+        with self._starting:
+            if self._thread is None:
+                thread = self._thread = threading.Thread(target=self._look_on, name="slow scores", daemon=True)
+                thread.start()
         waits = threading.get_ident()
         self._current[waits] = (time.monotonic(), problem, text)
         try:

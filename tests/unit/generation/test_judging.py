@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import sys
 import threading
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,27 +22,52 @@ from offline_grpo.types import Problem, Score
 PROBLEM = Problem("train-3", ({"role": "user", "content": "1+1="},), "2")
 
 
+class Told(logging.Handler):
+    """What was told, and whether anything was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.anything = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        self.anything.set()
+
+
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A watcher of its own, that waits for a fraction of a second."""
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
+    """By a watcher of its own, that waits for a fraction of a second."""
     monkeypatch.setattr(judging, "SLOW_S", 0.05)
     monkeypatch.setattr(judging, "_slow", judging._SlowScores())
+    handler = Told()
+    judging.log.addHandler(handler)
+    yield handler
+    judging.log.removeHandler(handler)
+
+
+THE_SLOW_ONE = ["a score takes more than 0 s: problem train-3, completion 'the slow one'"]
 
 
 class Task:
-    """Scores, in the thread that asks or in the background, after a while."""
+    """Scores, in the thread that asks or in the background, when `is_over` or after ten seconds."""
 
-    def __init__(self, wait_s: float, *, is_async: bool) -> None:
-        self.wait_s, self.is_async = wait_s, is_async
+    def __init__(self, is_over: Callable[[], bool] = lambda: True, *, is_async: bool = False) -> None:
+        self.is_over, self.is_async = is_over, is_async
+        self.began = threading.Event()
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
+        self.began.set()
+        deadline = time.monotonic() + 10
         if self.is_async:
-            return self._later()
-        time.sleep(self.wait_s)
+            return self._later(deadline)
+        while not self.is_over() and time.monotonic() < deadline:
+            time.sleep(0.002)
         return Score(1.0, True, {})
 
-    async def _later(self) -> Score:
-        await asyncio.sleep(self.wait_s)
+    async def _later(self, deadline: float) -> Score:
+        while not self.is_over() and time.monotonic() < deadline:
+            await asyncio.sleep(0.002)
         return Score(1.0, True, {})
 
 
@@ -50,18 +76,41 @@ def judge(task: Any, text: str) -> Score:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_slow_score_is_named_once(is_async: bool, impatient: None, caplog: pytest.LogCaptureFixture) -> None:
-    for text in ("the slow one", "another"):
-        judge(Task(0.3, is_async=is_async), text)
-    assert [record.getMessage() for record in caplog.records] == ["a score takes more than 0 s: problem train-3, completion 'the slow one'"]
+def test_a_slow_score_is_named_once(is_async: bool, told: Told) -> None:
+    judge(Task(told.anything.is_set, is_async=is_async), "the slow one")
+    ends = time.monotonic() + 0.3
+    judge(Task(lambda: time.monotonic() > ends, is_async=is_async), "another")
+    assert told.lines == THE_SLOW_ONE
 
 
-def test_a_slow_score_is_named_though_others_are_quick_meanwhile(impatient: None, caplog: pytest.LogCaptureFixture) -> None:
-    slow = threading.Thread(target=judge, args=(Task(0.3, is_async=False), "the slow one"))
+def test_a_slow_score_is_named_though_others_are_quick_meanwhile(told: Told) -> None:
+    task = Task(told.anything.is_set)
+    slow = threading.Thread(target=judge, args=(task, "the slow one"))
     slow.start()
+    assert task.began.wait(10)  # so that it is the slowest, however busy the machine
     while slow.is_alive():
-        judge(Task(0.0, is_async=False), "quick")
-    assert [record.getMessage() for record in caplog.records] == ["a score takes more than 0 s: problem train-3, completion 'the slow one'"]
+        judge(Task(), "quick")
+    assert told.lines == THE_SLOW_ONE
+
+
+def test_threads_that_begin_to_score_at_once_share_a_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two would warn twice."""
+    made: list[None] = []
+
+    class Slow(threading.Thread):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            made.append(None)
+            time.sleep(0.05)
+
+    monkeypatch.setattr(judging, "_slow", judging._SlowScores())
+    threads = [threading.Thread(target=judge, args=(Task(), "any")) for _ in range(4)]
+    monkeypatch.setattr(judging, "threading", SimpleNamespace(Thread=Slow, get_ident=threading.get_ident))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -1e200, "1"])
@@ -92,10 +141,39 @@ def test_an_async_score_that_exits_costs_the_others_nothing() -> None:
     assert judge(Exits(), "fine").reward == 1.0
 
 
-def test_many_quick_scores_are_not_slow(impatient: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+class Clock:
+    """In place of the module `time`, for a watcher that sleeps until it is woken. Scores take as long as is said here."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._asleep, self._wakes = threading.Semaphore(0), threading.Semaphore(0)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, _: float) -> None:
+        self._asleep.release()
+        self._wakes.acquire()
+
+    def look(self) -> None:
+        """Have the watcher look once, to the end."""
+        assert self._asleep.acquire(timeout=10)
+        self._wakes.release()
+        assert self._asleep.acquire(timeout=10), "it has ended"
+        self._asleep.release()
+
+
+def test_many_quick_scores_are_not_slow(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     """Together they take longer than one may."""
-    monkeypatch.setattr(judging, "SLOW_S", 1.0)  # a busy machine may stand still for a part of that
-    deadline = time.monotonic() + 2
-    while time.monotonic() < deadline:
-        judge(Task(0.0, is_async=False), "quick")
-    assert caplog.records == []
+    clock = Clock()
+
+    class Takes(Task):
+        def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
+            clock.now_s += 0.9 * judging.SLOW_S
+            clock.look()
+            return super().score(problem, text)
+
+    monkeypatch.setattr(judging, "time", clock)
+    for _ in range(5):
+        judge(Takes(), "quick")
+    assert told.lines == []
