@@ -179,7 +179,8 @@ class StopSignal:
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        thread = threading.Thread(target=self._acknowledge, args=(reader,), name="acknowledges signals", daemon=True)
+        listens = (reader, os.getppid())  # asked here: once signals are handled, the launcher may end before the thread has begun
+        thread = threading.Thread(target=self._acknowledge, args=listens, name="acknowledges signals", daemon=True)
         thread.start()
         try:
             yield
@@ -188,8 +189,8 @@ class StopSignal:
             writer.close()
             thread.join(timeout=1)  # so that what it says of the last signal is not said later
 
-    def _acknowledge(self, reader: socket.socket) -> None:
-        launcher, is_alone = os.getppid(), False
+    def _acknowledge(self, reader: socket.socket, launcher: int) -> None:
+        is_alone = False
         reader.settimeout(LOOK_S)
         with reader:  # to its end: Python complains if nobody listens to a later signal
             while True:

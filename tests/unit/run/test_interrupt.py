@@ -1,6 +1,6 @@
 """What SIGINT and SIGTERM do, and when."""
 
-import hashlib
+import ctypes
 import logging
 import os
 import signal
@@ -34,12 +34,12 @@ def dispositions():
 
 @pytest.fixture
 def said():
-    """Message and time of what the package logs."""
+    """What the package logs."""
     lines = []
 
     class Lines(logging.Handler):
         def emit(self, record):
-            lines.append((record.getMessage(), time.monotonic()))
+            lines.append(record.getMessage())
 
     handler, package = Lines(), logging.getLogger("offline_grpo")
     package.addHandler(handler)
@@ -58,7 +58,7 @@ def test_a_signal_does_not_take_the_place_of_an_error(said):
         stack.callback(send, signal.SIGINT)
         with ended_whole(stop), stop.held("the start of the loop"):
             raise EngineError("the server has other weights")
-    assert [line for line, _ in said] == ["Ctrl-C: stopping after the end of what the run has started; a second one ends it at once"]
+    assert said == ["Ctrl-C: stopping after the end of what the run has started; a second one ends it at once"]
 
 
 @pytest.mark.parametrize(("number", "exit_code", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")])
@@ -68,7 +68,7 @@ def test_a_signal_stops_at_once_and_says_so(number, exit_code, name, said):
         send(number)
         pytest.fail("went on")
     assert caught.value.exit_code == exit_code
-    assert [line for line, _ in said] == [f"{name}: stopping"]
+    assert said == [f"{name}: stopping"]
 
 
 def test_before_the_log_of_the_run_is_there_the_line_goes_to_the_terminal(capsys, monkeypatch):
@@ -86,22 +86,33 @@ def test_held_work_is_waited_for_and_named(said):
         assert stop.is_requested
         with pytest.raises(StopRequested):
             stop.check()
-    assert [line for line, _ in said] == ["Ctrl-C: stopping after the updates of iteration 3; a second one ends it at once"]
+    assert said == ["Ctrl-C: stopping after the updates of iteration 3; a second one ends it at once"]
 
 
 def test_a_signal_is_acknowledged_while_the_main_thread_is_busy_outside_of_python(said):
+    libc = ctypes.CDLL(None)
+    taken, mutex = threading.Event(), ctypes.create_string_buffer(64)  # of zeros, which are a mutex that nobody has
+    said_meanwhile = []
+
+    def send_and_look():
+        libc.pthread_mutex_lock(mutex)
+        taken.set()
+        time.sleep(0.1)  # until the main thread waits for the mutex, which it does as long as a backward pass may take, or longer
+        send(signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.005)
+        said_meanwhile.extend(said)
+        libc.pthread_mutex_unlock(mutex)
+
     stop = StopSignal()
-    with stop.installed(), stop.held("the hash"):
-        sender = threading.Timer(0.1, send, [signal.SIGTERM])
+    with stop.installed(), stop.held("the lock"):
+        sender = threading.Thread(target=send_and_look, daemon=True)
         sender.start()
-        ended = sent = time.monotonic()
-        while ended - sent < 0.5:  # one call, as long as a backward pass may be
-            hashlib.pbkdf2_hmac("sha512", b"x", b"y", 1_000_000)
-            ended = time.monotonic()
+        assert taken.wait(20)
+        libc.pthread_mutex_lock(mutex)
         sender.join()
-    [(line, at)] = said
-    assert line == "SIGTERM: stopping after the hash; a second one ends it at once"
-    assert at < ended
+    assert said_meanwhile == said == ["SIGTERM: stopping after the lock; a second one ends it at once"]
 
 
 def test_interruptible_parts_of_held_work_are_cut_short():
@@ -129,6 +140,7 @@ def test_a_signal_from_before_stops_interruptible_code_at_its_door():
 
 def test_the_second_signal_acts_as_if_nobody_listened_but_not_the_same_one_passed_on(monkeypatch):
     stop = StopSignal()
+    monkeypatch.setattr(interrupt, "REPEAT_S", 60)
     with stop.installed(), stop.held("it"):
         send(signal.SIGINT)
         send(signal.SIGINT)  # by torchrun, which got the Ctrl-C too
@@ -197,6 +209,14 @@ def test_ctrl_c_before_anything_listens_is_one_line():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr.split("\n") == ["", "stopped before the run began; nothing was saved", ""]
+
+
+def test_a_launcher_that_ends_before_the_thread_that_looks_has_begun_is_missed(said, monkeypatch):
+    """The process belongs to whoever has adopted it by then."""
+    monkeypatch.setattr(interrupt, "LOOK_S", 0.01)
+    monkeypatch.setattr(os, "getppid", lambda: 4711 if threading.current_thread() is threading.main_thread() else 1)
+    with StopSignal().installed():
+        assert _wait_for(lambda: said) == [f"the process that launched this one (4711) has ended; `kill -INT {os.getpid()}` stops this one"]
 
 
 def test_a_process_whose_launcher_is_killed_says_so_once_and_goes_on(tmp_path):
