@@ -234,8 +234,9 @@ def test_what_the_server_aborts_is_asked_for_again(lab: Lab) -> None:
     assert others == [first, first]
 
 
-def test_what_a_push_aborts_waits_for_the_push_alone(lab: Lab) -> None:
+def test_what_a_push_aborts_waits_for_the_push_alone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was in flight comes back at once, from a server that might be ending."""
+    monkeypatch.setattr(server_client, "GRACE_S", 60.0)
     lab.handle.is_observed = True
     new, all_in_flight = ServedWeights(4), threading.Barrier(8)
 
@@ -251,7 +252,7 @@ def test_what_a_push_aborts_waits_for_the_push_alone(lab: Lab) -> None:
     lab.client = make_client(lab.dialect, lab.handle, batch_size=8)
     started = time.monotonic()
     assert len(generate(lab.client, [PROMPT] * 8, SAMPLING, group_size=2, seeds=range(8))) == 8
-    assert time.monotonic() - started < server_client.GRACE_S / 2
+    assert time.monotonic() - started < 30
     assert len(lab.server.requests) == 16
 
 
@@ -684,16 +685,14 @@ def test_nobody_listens(dialect: Dialect, tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_server_that_is_too_slow_is_not_asked_again(lab: Lab, is_trickling: bool) -> None:
     def script(request: Request) -> Reply:
         if is_trickling:
-            return Reply(lab.dialect.answer(TWO), byte_pause_s=0.02)
+            return Reply(lab.dialect.answer(TWO), byte_pause_s=0.1)
         lab.server.hold(request)
         return Reply()
 
     lab.set_script(script)
     lab.client.close()
-    lab.client = make_client(lab.dialect, lab.handle, timeout_s=0.2)
-    started = time.monotonic()
-    assert "no answer after 0.2 s; raise generation.timeout_s" in lab.error()
-    assert time.monotonic() - started < 2
+    lab.client = make_client(lab.dialect, lab.handle, timeout_s=0.5)  # a busy machine may take a part of that to send the request
+    assert "no answer after 0.5 s; raise generation.timeout_s" in lab.error()
     lab.server.wait_until(lambda: len(lab.server.requests) > 0)
     assert len(lab.server.requests) == 1
     lab.client.close()
@@ -724,8 +723,9 @@ def test_the_death_of_our_own_server_is_told(lab: Lab, reply: Reply, max_retries
     lab.client = client
 
 
-def test_it_may_die_a_moment_after_the_failure(lab: Lab) -> None:
+def test_it_may_die_a_moment_after_the_failure(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection breaks first, the process ends next: hence the period of grace, in which other requests go on."""
+    monkeypatch.setattr(server_client, "GRACE_S", 60.0)
     num_looked = 0
     goes_on = threading.Event()
 
@@ -754,7 +754,7 @@ def test_it_may_die_a_moment_after_the_failure(lab: Lab) -> None:
     started = time.monotonic()
     lab.error(EngineDied, num_prompts=3, group_size=1)
     assert num_looked > 1
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 30
 
 
 # Interruption
@@ -779,7 +779,7 @@ def alarm() -> Iterator[None]:
 @pytest.mark.parametrize("closes", [False, True])
 def test_an_interruption_leaves_no_request_and_a_client_that_works(lab: Lab, closes: bool) -> None:
     def script(request: Request) -> Reply:
-        if lab.server.num_active == 4:
+        if request.number == 3:  # the last that comes; of several that see all four, the slowest would send a second signal later on
             signal.setitimer(signal.ITIMER_REAL, 0.01)
         lab.server.hold(request)
         return Reply()
