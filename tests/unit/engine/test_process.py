@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -147,11 +148,13 @@ def test_ready(start: Starter, caplog: pytest.LogCaptureFixture, monkeypatch: py
     with caplog.at_level("INFO"):
         server.wait_until(lambda: next(answers), timeout_s=60, what="the stand-in")
     assert is_alive(server)
-    assert caplog.messages == ["waiting for the stand-in: 0 s; loading weights"] * 2
+    assert len(caplog.messages) == 2
+    assert all(re.fullmatch(r"waiting for the stand-in: \d+ s; loading weights", message) for message in caplog.messages)
 
 
 def test_not_ready_in_time(start: Starter) -> None:
     server = start(*python("import time; print('compiling', flush=True); time.sleep(100)"))
+    wait_for(lambda: last_line(server.log_path) == "compiling", "output")
     with pytest.raises(
         EngineError, match=r"^the stand-in was not ready after 0\.6 s \(engine\.start_timeout_s\); .*compiling.*server\.log$"
     ) as error:
@@ -379,10 +382,13 @@ from pathlib import Path
 from offline_grpo.engine.process import ServerProcess
 folder, ending, *command = sys.argv[1:]
 server = ServerProcess(command, env=os.environ, log_path=Path(folder, "server.log"), remove=Path(folder, "scratch"))
-Path(folder, "guardian").write_text(str(server.pid))
+def note(name, pid):
+    Path(folder, f".{name}").write_text(str(pid))
+    os.replace(Path(folder, f".{name}"), Path(folder, name))
 if ending == "forked" and os.fork() == 0:  # a copy of this process that holds the pipe too, and goes on
-    Path(folder, "copy").write_text(str(os.getpid()))
+    note("copy", os.getpid())
     time.sleep(100)
+note("guardian", server.pid)
 while not Path(folder, "go").exists():
     time.sleep(0.02)
 if ending == "error":
@@ -400,12 +406,14 @@ def test_a_server_does_not_survive_its_run(ending: str, tmp_path: Path) -> None:
     parent = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         pids = family_of(tmp_path)
+        told = ("guardian", "copy") if ending == "forked" else ("guardian",)
+        wait_for(lambda: all((tmp_path / name).exists() for name in told), "what the run tells of itself")
+        pids["guardian"] = int((tmp_path / "guardian").read_text())
         assert folder.exists()
         (tmp_path / "go").touch()
         if ending in ("killed", "forked", "terminated"):
             parent.send_signal(signal.SIGTERM if ending == "terminated" else signal.SIGKILL)
         parent.wait(WAIT_S)
-        pids["guardian"] = int((tmp_path / "guardian").read_text())
         wait_for(lambda: not any(map(is_running, pids.values())), "the end of the family")
         assert not folder.exists()
     finally:
@@ -479,7 +487,10 @@ def test_shared_memory_of_a_run_goes_with_it(ending: str, old: Path, tmp_path: P
     foreign.touch()
     try:
         wait_for(lambda: (tmp_path / "up").exists() and (tmp_path / "theirs" / "up").exists(), "both")
-        time.sleep(1)  # the guardian looks
+        guardian = psutil.Process(psutil.Process(int((tmp_path / "up").read_text())).ppid())
+        slept = guardian.num_ctx_switches().voluntary
+        # it looks whenever it has slept, and two sleeps from now it has begun and ended a look; other waits of its own count too
+        wait_for(lambda: guardian.num_ctx_switches().voluntary >= slept + 5, "a look of the guardian")
         if ending == "run killed":
             run.kill()
         elif ending == "server killed":
