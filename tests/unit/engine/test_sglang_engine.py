@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -174,13 +173,16 @@ class Running:
 
 @pytest.mark.parametrize("samples_for_health", [False, True])
 def test_a_slow_load_ends_the_server_only_where_health_checks_sample(
-    control: SglangControl, fake: FakeSglang, samples_for_health: bool, monkeypatch: pytest.MonkeyPatch
+    control: SglangControl, fake: FakeSglang, web: ScriptedServer, samples_for_health: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(_: str) -> Callable[[list[int]], list[float]]:
-        time.sleep(0.5)
+        """Takes until the server's health has been asked for, and answered where it is asked for again."""
+        num_asked = 1 if samples_for_health else 2
+        web.wait_until(lambda: sum(request.path == "/health" for request in web.requests) >= num_asked)
         return logits_after
 
     monkeypatch.setattr(server_module, "HEALTH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(server_module, "GRACE_S", 0.0)  # of a server that ends, which the stand-in for its process never does
     monkeypatch.setattr(control.server, "_process", Running())
     fake.load, fake.samples_for_health = load, samples_for_health
     with pytest.raises(EngineDied) if samples_for_health else nullcontext():
