@@ -68,13 +68,15 @@ def ask() -> Callable[[], str | None]:
     from huggingface_hub.constants import ENDPOINT
 
     answer: Queue[str | None] = Queue()
-    connected, asked_at = Event(), monotonic()
-    Thread(target=lambda: answer.put(_head(ENDPOINT, connected)), daemon=True).start()  # a name server may keep it for longer
+    asked_at: Queue[float] = Queue()
+    connected = Event()
+    Thread(target=lambda: answer.put(_head(ENDPOINT, asked_at, connected)), daemon=True).start()  # a name server may keep it for longer
 
     def wait() -> str | None:
+        began = asked_at.get()  # before that it imports and reads certificates, for which a busy machine may take seconds
         for limit in (CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S):
             try:
-                return answer.get(timeout=max(0.0, asked_at + limit - monotonic()))
+                return answer.get(timeout=max(0.0, began + limit - monotonic()))
             except Empty:
                 if not connected.is_set():
                     return f"no connection to {ENDPOINT} within {limit:g} s"
@@ -114,7 +116,7 @@ def _use_cache_alone() -> None:
         sys.modules["datasets"].config.HF_HUB_OFFLINE = True
 
 
-def _head(url: str, connected: Event) -> str | None:
+def _head(url: str, asked_at: Queue[float], connected: Event) -> str | None:
     import httpx
 
     def trace(event: str, _: dict[str, Any]) -> None:
@@ -123,7 +125,10 @@ def _head(url: str, connected: Event) -> str | None:
 
     try:
         with httpx.Client(timeout=ANSWER_TIMEOUT_S) as client:
+            asked_at.put(monotonic())
             client.head(url, extensions={"trace": trace})
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:  # ValueError: a proxy's URL; OSError: certificates
         return f"{url}: {reason_of(error)}"
+    finally:
+        asked_at.put(monotonic())  # where nothing could be asked
     return None
