@@ -241,7 +241,7 @@ def test_an_error_reaches_the_trainer_at_once_with_its_cause():
         trainer.source.next(0)
     assert "generate" in [entry.name for entry in caught.traceback]
     trainer.source.close()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20  # and not 60
 
 
 def test_after_a_death_everything_is_sampled_again():
@@ -293,7 +293,7 @@ def test_close_ends_what_runs():
     trainer.begin()
     began = time.monotonic()
     trainer.source.close()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20  # and not 60
     wait_until(lambda: set(threading.enumerate()) <= before)
     trainer.source.weights_changed(1)  # as a push that was under way may do
     assert trainer.client.calls == 2
