@@ -81,8 +81,7 @@ def judged(tmp_path_factory):
         try:
             kinds = [*EXPECTED, *reversed(EXPECTED)]
             outcomes = [outcome(judgement) for judgement in [judge(task, kind) for kind in kinds]]
-            time.sleep(0.3)
-            left = strays()
+            left = [] if gone(strays()) else strays()  # they are swept up a moment after the worker that started them
         finally:
             task.close()
     return outcomes, told, printed, left
@@ -131,7 +130,7 @@ def test_nothing_that_a_score_started_outlives_it(judged):
 
 def test_async_scores_fail_alone(caplog):
     """One that blocks its worker, or kills it, costs those nothing that the worker awaits meanwhile."""
-    task = isolated("bad_rewards:misbehaves_later", workers=2, timeout_s=0.5)
+    task = isolated("bad_rewards:misbehaves_later", workers=2, timeout_s=1.5)  # thirty times what a sound one takes
     try:
         kinds = ["fine", "waits", "hangs", "fine", "raises", "exits", "dies", *["fine"] * 20]
         judgements = [judge(task, kind) for kind in kinds]
