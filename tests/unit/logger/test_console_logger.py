@@ -1,5 +1,6 @@
 import io
 import re
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -7,6 +8,7 @@ from rich.console import Console
 from offline_grpo import progress
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import RunListener
+from offline_grpo.logger import console
 from offline_grpo.logger.console import ConsoleLogger
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
@@ -21,6 +23,18 @@ TRAIN = {
     "perf/tokens_per_s": 1.0,
 }
 EVAL = {"pass@1": 0.25, "pass@1_low": 0.125, "pass@1_high": 0.5, "pass@10": 0.9, "pass@10_low": 0.8, "pass@10_high": 1.0, "mean@1": 0.3}
+
+
+class Clock:
+    now_s = 1000.0
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Stands still, however long a busy machine takes for a line."""
+    clock = Clock()
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    return clock
 
 
 def logger_on(*, terminal: bool, width: int = 80) -> tuple[ConsoleLogger, io.StringIO]:
@@ -153,16 +167,14 @@ def test_close_before_start_is_harmless() -> None:
     assert stream.getvalue() == ""
 
 
-def test_time_left_is_that_of_recent_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 1000.0
-    monkeypatch.setattr("time.monotonic", lambda: now_s)
+def test_time_left_is_that_of_recent_iterations(clock: Clock) -> None:
     logger, stream = logger_on(terminal=False)
     logger.start({}, 100)
-    now_s += 500  # the evaluation before training is no part of an iteration
+    clock.now_s += 500  # the evaluation before training is no part of an iteration
     logger.log("eval", EVAL, iteration=-1)
     for iteration in range(50, 53):  # resumed at 50
-        now_s += 20
-        now_s += 40
+        clock.now_s += 20
+        clock.now_s += 40
         logger.log("train", TRAIN, iteration=iteration)
         logger.log("eval", EVAL, iteration=iteration)
     # 47 iterations of a minute are left.
