@@ -45,9 +45,10 @@ def logger_on(*, terminal: bool, width: int = 80) -> tuple[ConsoleLogger, io.Str
 
 
 def drawn(logger: ConsoleLogger) -> list[str]:
-    """The lines of the live display."""
-    with logger.console.capture() as capture:
-        logger.console.print(logger._render())
+    """The lines of the live display. On a console of their own: the display's thread draws on the other one, and moves its cursor."""
+    apart = Console(file=io.StringIO(), force_terminal=True, width=logger.console.width, color_system=None)
+    with apart.capture() as capture:
+        apart.print(logger._render())
     return capture.get().splitlines()
 
 
