@@ -98,13 +98,16 @@ class Asked:
 
 
 def ask(overrides: str, *, role: str = "training") -> Asked:
-    """Sample as a run with these overrides does, for training or for evaluation. Servers refuse their first request, and take 0.1 s."""
-    with ScriptedServer(Answers()) as here, ScriptedServer(Answers()) as there, tempfile.TemporaryDirectory() as folder:
+    """Sample as a run with these overrides does, for training or for evaluation. Servers refuse their first request; they take 0.1 s, and
+    longer until they have been asked for as much at once as they will be."""
+    at_once: list[int] = []
+    answers = Answers(at_once), Answers(at_once)
+    with ScriptedServer(answers[0]) as here, ScriptedServer(answers[1]) as there, tempfile.TemporaryDirectory() as folder:
         words = overrides.replace("@here", here.base_url).replace("@there", there.base_url).split()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(server_client, "FIRST_PAUSE_S", 0.01)
             try:
-                _sample(words, role, Path(folder))
+                _sample(words, role, Path(folder), at_once)
                 error = ""
             except GrpoError as caught:
                 error = str(caught).replace(here.base_url, "here").replace(there.base_url, "there")
@@ -116,7 +119,7 @@ def ask(overrides: str, *, role: str = "training") -> Asked:
         return Asked(error)
 
 
-def _sample(words: list[str], role: str, folder: Path) -> None:
+def _sample(words: list[str], role: str, folder: Path, at_once: list[int]) -> None:
     plan = make_plan(typed(compose_config(*words)))
     policy = make_policy()
     ranks: Any = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value, on_main=lambda act: act())
@@ -125,8 +128,10 @@ def _sample(words: list[str], role: str, folder: Path) -> None:
         settings = plan.eval_sampling
         assert not isinstance(deployment.client, TransformersClient)
     client: Any = deployment.client
+    prompts = [[1, number, 9] for number in range(4, 8)]
+    at_once.append(min(len(prompts), client.batch_size))
     try:
-        generate(client, [[1, number, 9] for number in range(4, 8)], settings, group_size=2, seeds=range(4))
+        generate(client, prompts, settings, group_size=2, seeds=range(4))
     finally:
         client.close()
 
@@ -144,11 +149,17 @@ def assembled(plan: Plan, policy: Policy, folder: Path, ranks: Any) -> tuple[Any
 
 
 class Answers:
-    """vLLM and SGLang, each with one token per completion."""
+    """vLLM and SGLang, each with one token per completion.
 
-    def __init__(self) -> None:
+    Args:
+        at_once: how many requests will be open at the same time, as soon as that is known.
+    """
+
+    def __init__(self, at_once: list[int]) -> None:
+        self._at_once = at_once
         self._lock = threading.Lock()
         self._is_first = True
+        self._num_open = self._most_open = 0
 
     def __call__(self, request: Request) -> Reply:
         if request.body is None:
@@ -157,13 +168,24 @@ class Answers:
             is_first, self._is_first = self._is_first, False
         if is_first:
             return Reply(status=503)
-        time.sleep(0.1)
+        self._take_a_while(request)
         body = request.body
         if request.path == "/generate_tokens":
             choice = {"token_ids": [2], "logprobs": [-1.0], "finish_reason": "stop"}
             return Reply({"prompt_token_ids": body["prompt"]["prompt_token_ids"], "choices": [choice] * body["n"]})
         tokens = {"completion_tokens": 1, "output_token_logprobs": [[-1.0, 2, None]], "finish_reason": {"type": "stop"}}
         return Reply([{"meta_info": {"prompt_tokens": len(prompt), **tokens}} for prompt in body["input_ids"]])
+
+    def _take_a_while(self, request: Request) -> None:
+        with self._lock:
+            self._num_open += 1
+            self._most_open = max(self._most_open, self._num_open)
+        time.sleep(0.1)
+        deadline = time.monotonic() + 10
+        while self._most_open < self._at_once[0] and not request.is_gone() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        with self._lock:
+            self._num_open -= 1
 
 
 def _settings(body: Any) -> Any:
