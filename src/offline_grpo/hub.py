@@ -124,7 +124,7 @@ def _head(url: str, asked_at: Queue[float], connected: Event) -> str | None:
             connected.set()
 
     try:
-        with httpx.Client(timeout=ANSWER_TIMEOUT_S) as client:
+        with httpx.Client(timeout=2 * ANSWER_TIMEOUT_S) as client:  # `wait` has the limits, and gives up before
             asked_at.put(monotonic())
             client.head(url, extensions={"trace": trace})
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:  # ValueError: a proxy's URL; OSError: certificates
