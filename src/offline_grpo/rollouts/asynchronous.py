@@ -49,6 +49,11 @@ class Round(RunListener):
         self.said = (done, total, unit)
 
 
+def _is_sampled(round_: Round) -> bool:
+    """Whether its groups are there. What ended it instead, perhaps a moment ago, is raised by the next wait."""
+    return round_.groups.done() and round_.groups.exception() is None
+
+
 @dataclass(kw_only=True)
 class Asynchronous(OnPolicy):
     """A `RolloutSource` that samples ahead. See `OnPolicy` for what is drawn.
@@ -136,7 +141,7 @@ class Asynchronous(OnPolicy):
         self._next = iteration + 1
         self._begin_due()
         self._count_seconds()
-        queued = sum(len(round_.groups.result()) for round_ in self._rounds.values() if round_.groups.done())
+        queued = sum(len(round_.groups.result()) for round_ in self._rounds.values() if _is_sampled(round_))
         self._metrics = {
             "async/age_mean": fmean(ages) if ages else 0.0,
             "async/age_max": float(max(ages, default=0)),

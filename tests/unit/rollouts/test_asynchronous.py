@@ -4,12 +4,14 @@ import random
 import threading
 import time
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 from factories import compose_config, strategy
 from omegaconf import OmegaConf
 
 from offline_grpo.errors import ConfigError, EngineDied
+from offline_grpo.rollouts import asynchronous
 from offline_grpo.rollouts.asynchronous import Asynchronous
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run.config import typed
@@ -186,16 +188,26 @@ def test_an_iteration_takes_as_long_as_the_longer_of_sampling_and_training():
         assert min(waited_s) < 1.15 * max(sampling_s - training_s, 0.05)
 
 
-def test_the_seconds_of_sampling_are_those_in_which_it_went_on():
-    """Whether the trainer waits or not; together with the idle ones they are all seconds."""
-    trainer = Trainer(Client(lambda: 0.05), seconds=lambda: 0.2, max_staleness=1, iterations=6)
-    began = time.perf_counter()
+def test_the_seconds_of_sampling_are_those_in_which_it_went_on(monkeypatch):
+    """Whether the trainer waits or not; together with the idle ones they are all seconds, of a clock that only these two put forward."""
+    now_s, moving = [0.0], threading.Lock()
+
+    def pass_by(seconds):
+        with moving:
+            now_s[0] += seconds
+        return 0.0
+
+    def train():
+        wait_until(lambda: all(round_.groups.done() for round_ in trainer.source._rounds.values()))
+        return pass_by(0.15)
+
+    monkeypatch.setattr(asynchronous, "time", SimpleNamespace(perf_counter=lambda: now_s[0], monotonic=time.monotonic))
+    trainer = Trainer(Client(lambda: pass_by(0.05)), seconds=train, max_staleness=1, iterations=6)
     trainer.begin()
     found = [(trainer.train(iteration), trainer.source.metrics())[1] for iteration in range(6)]
     sampling_s, idle_s = (sum(metrics[f"time/{name}_s"] for metrics in found) for name in ("sampling", "async_idle"))
-    assert 5 * 0.05 <= sampling_s <= 5 * 0.2  # the first two at once
-    assert idle_s >= 4 * 0.1
-    assert sampling_s + idle_s <= time.perf_counter() - began - 0.2  # the last training
+    assert sampling_s + idle_s == pytest.approx(now_s[0] - 0.15)  # the last training
+    assert sampling_s == pytest.approx(6 * 0.05, abs=0.051)  # the first two may end at once, and which of them was last is open then
 
 
 def test_what_was_sampled_long_ahead_took_its_seconds_too():
@@ -251,6 +263,7 @@ def test_after_a_death_everything_is_sampled_again():
     trainer.client.error = EngineDied("the server has ended.")
     trainer.train(0)
     wait_until(lambda: trainer.client.calls == 3)
+    wait_until(lambda: all(round_.groups.done() for round_ in trainer.source._rounds.values()))
     with pytest.raises(EngineDied):
         trainer.source.next(1)
     trainer.source.weights_lost()
@@ -260,6 +273,33 @@ def test_after_a_death_everything_is_sampled_again():
     trainer.push()
     assert answers(trainer.train(1)) == answers(trainer.on_policy.next(1))
     assert trainer.source.metrics()["async/num_discarded"] == 2 * PROBLEMS_PER_ITERATION
+
+
+def test_a_death_while_groups_are_handed_out_costs_the_next_ones(monkeypatch):
+    goes_on = threading.Event()
+
+    class Dies(Client):
+        def generate(self, requests, sampling):
+            if self.calls == 2:
+                self.calls += 1
+                assert goes_on.wait(20)
+                raise EngineDied("the server has ended.")
+            yield from super().generate(requests, sampling)
+
+    def count_seconds():
+        goes_on.set()
+        wait_until(source._rounds[2].groups.done)
+
+    trainer = Trainer(Dies(), max_staleness=1)
+    source = trainer.source
+    trainer.begin()
+    wait_until(lambda: trainer.client.calls == 2)
+    trainer.train(0)
+    wait_until(lambda: trainer.client.calls == 3)
+    monkeypatch.setattr(source, "_count_seconds", count_seconds)
+    assert answers(source.next(1)) == answers(trainer.on_policy.next(1))
+    with pytest.raises(EngineDied):
+        source.next(2)
 
 
 def test_what_is_too_old_is_sampled_again():
