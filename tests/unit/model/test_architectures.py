@@ -154,7 +154,7 @@ def test_auto_takes_the_fastest_that_is_right(name: str, layout: str, caplog: py
     with caplog.at_level("INFO", logger="offline_grpo"):
         settle_layout(scoring, None, CPU)
     assert type(scoring.layout) is LAYOUTS[layout]
-    lines = [record.message for record in caplog.records]
+    lines = [record.message for record in caplog.records if record.name.startswith("offline_grpo")]  # transformers' come once in a process
     assert len(lines) == (layout != "tree")
     assert all(line.startswith("model.layout=auto: padded, because tree is wrong for ") for line in lines)
 
