@@ -3,7 +3,6 @@
 import random
 import threading
 import time
-from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -31,8 +30,8 @@ class Client:
         self._closed = threading.Event()
 
     def generate(self, requests, sampling):
-        self.calls += 1
         closed, weights, error = self._closed, self.weights, self.error
+        self.calls += 1  # last: who has seen the call may change those
         if error is not None:
             raise error
         if closed.wait(self.seconds()):
@@ -173,19 +172,20 @@ def test_sampling_and_training_overlap():
 
 
 def test_an_iteration_takes_as_long_as_the_longer_of_sampling_and_training():
-    """And little more. The quickest counts, because a busy machine stands still at times."""
+    """And little more, in the first iteration that a busy machine does not disturb."""
     for sampling_s, training_s in ((0.15, 0.15), (0.15, 0.05)):
-        trainer = Trainer(Client(lambda s=sampling_s: s), seconds=lambda s=training_s: s, iterations=7)
+        trainer = Trainer(Client(lambda s=sampling_s: s), seconds=lambda s=training_s: s, iterations=62)
         trainer.begin()
         trainer.train(0)
-        took_s, waited_s = [], []
-        for iteration in range(1, 6):
+        for iteration in range(1, 61):
             began = time.perf_counter()
             trainer.train(iteration)
-            took_s.append(time.perf_counter() - began)
-            waited_s.append(trainer.source.metrics()["time/rollouts_wait_s"])
-        assert min(took_s) <= 1.15 * max(sampling_s, training_s)
-        assert min(waited_s) < 1.15 * max(sampling_s - training_s, 0.05)
+            took_s, waited_s = time.perf_counter() - began, trainer.source.metrics()["time/rollouts_wait_s"]
+            if took_s <= 1.15 * max(sampling_s, training_s) and waited_s < 1.15 * max(sampling_s - training_s, 0.05):
+                break
+        else:
+            pytest.fail(f"the last one took {took_s} s, of which the trainer waited {waited_s} s")
+        trainer.source.close()
 
 
 def test_the_seconds_of_sampling_are_those_in_which_it_went_on(monkeypatch):
@@ -241,8 +241,7 @@ def test_nothing_is_sampled_beyond_the_last_iteration():
 
 def test_an_error_reaches_the_trainer_at_once_with_its_cause():
     """Also while it waits for an earlier iteration."""
-    durations = count()
-    trainer = Trainer(Client(lambda: 60.0 if next(durations) == 0 else 0.0), max_staleness=1)
+    trainer = Trainer(Client(lambda: 60.0), max_staleness=1)
     trainer.begin()
     wait_until(lambda: trainer.client.calls == 2)
     trainer.client.error = ValueError("no such thing")
