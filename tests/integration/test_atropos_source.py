@@ -18,6 +18,7 @@ from children import SMALL, draw_nothing, metrics_of, printed, run_in_children
 from factories import compose_config
 from safetensors.torch import load_file
 
+from offline_grpo.engine.background import in_background
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.report import plots
 from offline_grpo.rollouts.atropos import Atropos, feed
@@ -135,6 +136,25 @@ def test_a_reset_or_a_restart_in_the_middle(caplog: pytest.LogCaptureFixture) ->
         after(0.1, api.kill, api.start, lambda: environment(3))
         assert texts(source.next(1))[-1] in ("8 4 2", "8 5 2")
         assert "Waiting for it for up to 60 s" in caplog.text
+
+
+def test_a_reset_that_a_group_follows_before_the_next_poll(
+    api: RunApi, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API answers then as if a batch would come."""
+    monkeypatch.setattr(feed, "HEALTH_INTERVAL_S", 0.1)
+    source = started(api)
+    name = source.state_dict()["registration"]
+    api.get("/reset_data")
+    api.send(pair(0))
+    batch = in_background(lambda: source.next(0))
+    deadline = time.monotonic() + 20
+    while api.get("/wandb_info")["group"] != name:
+        assert time.monotonic() < deadline, "it does not register again"
+        time.sleep(0.05)
+    api.send(pair(1), pair(2))
+    assert texts(batch.result(20)) == ["8 1 2", "8 2 2"]
+    assert "it was started anew or reset; registering again" in caplog.text
 
 
 def test_a_batch_that_the_api_lost(api: RunApi, caplog: pytest.LogCaptureFixture) -> None:

@@ -194,6 +194,8 @@ class Feed:
         progress.report(self.queue_size, 0, "groups queued")
         progress.report(self._num_environments, 0, "environments")
         progress.report(self.num_polls, 0, "polls")
+        if time.monotonic() - self._last_check_s > HEALTH_INTERVAL_S:
+            self._check_owner()
         self._check_now_and_then()
         if time.monotonic() - self._since_s > STUCK_S and self.queue_size:
             self._check_sizes()
@@ -204,6 +206,14 @@ class Feed:
                 self._count_after_s = 2 * waited_s
             what = f"{self.queue_size} groups in its queue, {self._num_environments} environments registered, {self.num_polls} polls"
             log.info("waiting for rollouts from %s for %.0f s: %s", self._api.url, waited_s, what)
+
+    def _check_owner(self) -> None:
+        """An API that was reset, and got a group before it was polled again, says that there is no batch yet, and never forms one."""
+        owner = self._api.owner()
+        if owner.is_nobody:
+            raise NotRegistered(f"{self._api.url}: no trainer is registered")
+        if not self._is_ours(owner):
+            raise self._foreign(owner)
 
     def _check_sizes(self) -> None:
         size, batch_size = self._api.largest_group(), self._registration.batch_size
