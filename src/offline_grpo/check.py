@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from offline_grpo.errors import ending_with_reader
 from offline_grpo.run.environment import this_start
 from offline_grpo.run.machine import find_gpus, findings, presets
 
@@ -23,9 +25,16 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="as JSON, with versions, for a bug report")
     options = parser.parse_args(words)
+    with ending_with_reader():
+        has_errors = _say(as_json=options.json)
+        sys.stdout.flush()
+    return 1 if has_errors else 0
+
+
+def _say(*, as_json: bool) -> bool:
     found = list(findings(Path("outputs").absolute()))
     fitting = presets(find_gpus())
-    if options.json:
+    if as_json:
         print(json.dumps({"findings": [asdict(one) for one in found], "presets": [p for p, _ in fitting], **this_start()}, indent=2))
     else:
         for one in found:
@@ -36,7 +45,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for command, about in fitting[-2:]:
             for line in textwrap.wrap(f"{command}   # {about}", WIDTH, initial_indent="  ", subsequent_indent="      "):
                 print(line)
-    return 1 if any(one.state == "error" for one in found) else 0
+    return any(one.state == "error" for one in found)
 
 
 def _shortened(line: str) -> str:

@@ -31,6 +31,7 @@ from offline_grpo.run.run_dir import discard_fresh
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns about kernels that are not used
 
 EXPECTED = (GrpoError, StopRequested, KeyboardInterrupt, HydraException, OmegaConfBaseException)
 """Exceptions that `leave` reports as one line."""
@@ -80,7 +81,6 @@ def _exit_with(main: Callable[[], object]) -> NoReturn:
     if not launch.is_main():
         place = next((i for i, word in enumerate(sys.argv[1:], 1) if resume.OVERRIDE.match(word)), len(sys.argv))
         sys.argv[place:place] = ["hydra.run.dir=.", "hydra.output_subdir=null"]  # argparse needs all overrides in one place
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns about kernels that are not used
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         sys.argv[1:] = resume.arguments(sys.argv[1:])
         main()

@@ -48,6 +48,6 @@ def _run(cfg: DictConfig) -> float | None:
 def main() -> NoReturn:
     """Compose the configuration from `conf/` and the command line, run, and exit."""
     if {"--help", "-h"} & set(sys.argv[1:]):
-        print(help_text(config.folder(), [word for word in sys.argv[1:] if not word.startswith("-") and "=" not in word]))
-        sys.exit()
+        words = [word for word in sys.argv[1:] if not word.startswith("-") and "=" not in word]
+        cli.run_command(lambda: print(help_text(config.folder(), words)))
     cli.exit_with(hydra.main(version_base="1.3", config_path=str(config.folder()), config_name="config")(job))
