@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,7 +26,6 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     with ending_with_reader():
         has_errors = _say(as_json=options.json)
-        sys.stdout.flush()
     return 1 if has_errors else 0
 
 

@@ -114,6 +114,7 @@ def ending_with_reader() -> Iterator[None]:
     """
     try:
         yield
+        sys.stdout.flush()
     except (BrokenPipeError, SystemExit) as ended:
         if isinstance(ended, SystemExit) and not isinstance(ended.__context__, BrokenPipeError):
             raise

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from functools import partial
+from functools import cache, partial, wraps
 from typing import TypeVar
 
 S = TypeVar("S")
@@ -27,6 +27,18 @@ def at_once(call: Callable[[S], T], items: Sequence[S]) -> list[T]:
     outcomes = [in_background(partial(call, item)) for item in items]
     wait(outcomes)
     return [outcome.result() for outcome in outcomes]
+
+
+def made_once(make: Callable[[], T]) -> Callable[[], T]:
+    """`make`, called once in the life of the process. `functools.cache` alone may call it twice, where threads are the first at once."""
+    making, cached = threading.Lock(), cache(make)
+
+    @wraps(make)
+    def made() -> T:
+        with making:
+            return cached()
+
+    return made
 
 
 def start_loop(name: str) -> asyncio.AbstractEventLoop:

@@ -4,18 +4,16 @@ of bytes, uncompressed, without following redirects. What is not as expected bec
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import logging
 import ssl
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
 
-from offline_grpo.engine.background import start_loop
+from offline_grpo.engine.background import made_once, start_loop
 from offline_grpo.errors import ConfigError, EngineError
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
@@ -263,16 +261,8 @@ def printable(text: str) -> str:
     return " ".join("".join(character if character.isprintable() else " " for character in text).split())
 
 
+@made_once
 def _control_loop() -> asyncio.AbstractEventLoop:
     """One for the life of the process, because a connection belongs to the loop that it was opened in. Threads that make the first calls
     at the same time, as to several servers, get the same one."""
-    with _making_loop:
-        return _only_loop()
-
-
-_making_loop = threading.Lock()
-
-
-@functools.cache
-def _only_loop() -> asyncio.AbstractEventLoop:
     return start_loop("control of servers")

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 
+from offline_grpo.engine.background import made_once
 from offline_grpo.errors import GrpoError, ScoreError, StopRequested, place_of, reason_of
 from offline_grpo.interfaces import Task
 from offline_grpo.types import Problem, Score
@@ -101,18 +102,10 @@ async def _awaited(score: Awaitable[Score]) -> Score:
         return await score
 
 
+@made_once
 def _loop() -> asyncio.AbstractEventLoop:
     """One event loop for the life of the process, because clients that async code makes once belong to the loop that they were used in.
     Threads that begin to score at the same time get the same one."""
-    with _making_loop:
-        return _only_loop()
-
-
-_making_loop = threading.Lock()
-
-
-@cache
-def _only_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=_run, args=(loop,), name="scores", daemon=True).start()
     return loop

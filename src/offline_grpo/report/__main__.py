@@ -39,7 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with ending_with_reader():
             _show(options)
-            sys.stdout.flush()
     except GrpoError as error:
         return _failed(str(error), error.exit_code)
     except OSError as error:

@@ -113,7 +113,6 @@ def main() -> int:
     try:
         with ending_with_reader():
             run()
-            sys.stdout.flush()
     except GrpoError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

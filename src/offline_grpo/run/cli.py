@@ -90,7 +90,6 @@ def _exit_with(main: Callable[[], object]) -> NoReturn:
         with ending_with_reader():
             sys.argv[1:] = resume.arguments(sys.argv[1:])
             main()
-            sys.stdout.flush()
     except EXPECTED as error:
         leave(error)
     except ValueError as error:  # Hydra's, for --multirun --cfg and for GROUP=null
@@ -129,7 +128,6 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     try:
         with ending_with_reader():
             main()
-            sys.stdout.flush()
     except EXPECTED as error:
         leave(error)
     except OSError as error:

@@ -15,6 +15,7 @@ from offline_grpo.interfaces import Task
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.run.lock import refuse_written
 from offline_grpo.settings import RunConfig
+from offline_grpo.task.messages import prompt_key
 from offline_grpo.task.mixture import of_task
 from offline_grpo.task.near_duplicates import NearDuplicate, near_duplicates
 from offline_grpo.types import Problem, Split
@@ -192,16 +193,12 @@ def without_held_out(train: Sequence[Problem], task: Task, held_out: Sequence[Pr
     Of a split without end, only those that the run evaluates on are looked at.
     """
     available = task.problems(Split.EVAL)
-    prompts = {_prompt_key(problem): problem for problem in (available if len(available) <= MAX_PROBLEMS else held_out)}
-    kept = [problem for problem in train if _prompt_key(problem) not in prompts]
+    prompts = {prompt_key(problem): problem for problem in (available if len(available) <= MAX_PROBLEMS else held_out)}
+    kept = [problem for problem in train if prompt_key(problem) not in prompts]
     if not kept:
         first = train[0].problem_id
         raise ConfigError(
-            f"eval.id_seed_start: every training problem is held out too ({first} as {prompts[_prompt_key(train[0])].problem_id}); choose "
+            f"eval.id_seed_start: every training problem is held out too ({first} as {prompts[prompt_key(train[0])].problem_id}); choose "
             "ranges (data.train_seed_start, data.num_train_seeds, eval.id_seed_start, eval.num_ids), splits or files that differ"
         )
     return train if len(kept) == len(train) else kept
-
-
-def _prompt_key(problem: Problem) -> tuple[tuple[str, str], ...]:
-    return tuple((message["role"], message["content"]) for message in problem.messages)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.task.messages import check_system_prompt
+from offline_grpo.task.messages import check_system_prompt, prompt_key
 from offline_grpo.task.rows import Row, check_spec, held_out_split, read_split
 from offline_grpo.types import Message, Problem, Split
 
@@ -102,8 +102,8 @@ class RowTask(ABC):
 
 def _contradictions(problems: Sequence[Problem]) -> list[tuple[str, str]]:
     """Ids of problems with the same prompt and other answers: the first one with it, and each that differs from that."""
-    first: dict[str, Problem] = {}
-    pairs = ((first.setdefault(_hash_of(problem.messages), problem), problem) for problem in problems)
+    first: dict[tuple[tuple[str, str], ...], Problem] = {}
+    pairs = ((first.setdefault(prompt_key(problem), problem), problem) for problem in problems)
     return [(one.problem_id, other.problem_id) for one, other in pairs if one.answer != other.answer]
 
 

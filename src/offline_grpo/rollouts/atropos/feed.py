@@ -194,9 +194,8 @@ class Feed:
         progress.report(self.queue_size, 0, "groups queued")
         progress.report(self._num_environments, 0, "environments")
         progress.report(self.num_polls, 0, "polls")
-        if time.monotonic() - self._last_check_s > HEALTH_INTERVAL_S:
+        if self._check_now_and_then():
             self._check_owner()
-        self._check_now_and_then()
         if time.monotonic() - self._since_s > STUCK_S and self.queue_size:
             self._check_sizes()
         if time.monotonic() - self._last_report_s > REPORT_INTERVAL_S:
@@ -224,7 +223,10 @@ class Feed:
                 "group_size, and restart run-api, whose queue keeps the group"
             )
 
-    def _check_now_and_then(self) -> None:
-        if time.monotonic() - self._last_check_s > HEALTH_INTERVAL_S:
+    def _check_now_and_then(self) -> bool:
+        """Whether it was time to look after what else is there."""
+        is_due = time.monotonic() - self._last_check_s > HEALTH_INTERVAL_S
+        if is_due:
             self._last_check_s = time.monotonic()
             self._look_after_others()
+        return is_due
