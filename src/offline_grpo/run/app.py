@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -111,7 +111,7 @@ def _run(
         told: list[RunListener] = []
         ranks.on_main(lambda: told.extend(listeners(config, run_dir.path)))
         for listener in told:
-            stack.callback(listener.close)
+            stack.push(_closing(listener))
         progress.tell(told)
         loop, restored = assemble(Start(plan, plain, run_dir, resume, ranks), stop, told, stack)
         if ranks.is_main:
@@ -151,6 +151,20 @@ def ended_whole(stop: StopSignal) -> Iterator[None]:
     except BaseException:
         stop.hold("the end of what the run has started")
         raise
+
+
+def _closing(listener: RunListener) -> Callable[..., None]:
+    """For an `ExitStack`. What `close` raises while another error is on its way is logged, and does not replace that one."""
+
+    def close(_kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            listener.close()
+        except GrpoError as second:
+            if error is None:
+                raise
+            log.error("%s", second)
+
+    return close
 
 
 def report(run_dir: RunDir) -> float | None:

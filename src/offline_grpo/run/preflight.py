@@ -14,6 +14,7 @@ from offline_grpo import hub
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.pass_at_k import metric_names
 from offline_grpo.interfaces import Layout, Loss, LossHead, OptimizerFactory, RunListener, Task
+from offline_grpo.logger.custom import custom_last
 from offline_grpo.logger.profiler import Profiler
 from offline_grpo.run.build import build, check_settings
 from offline_grpo.run.engine_spec import EngineSpec, check_url, check_urls, evaluation_engine, training_engine
@@ -196,15 +197,17 @@ def _check_fsdp2(config: RunConfig, optimizer: OptimizerFactory, weight_sync: We
 
 
 def listeners(config: RunConfig, run_folder: Path) -> list[RunListener]:
-    """The components of the groups `logger` and `samples`, and the profiler. They write nothing before they are started.
+    """The components of the groups `logger` and `samples`, and the profiler; see `custom_last`. They write nothing before they are started.
 
     Raises:
         ConfigError: see `build`, and their constructors.
     """
     nodes = {f"logger.{name}": node for name, node in (config.logger or {}).items()}
     nodes |= {} if config.samples is None else {"samples": config.samples}
-    found = [build(node, key=key, protocol=RunListener, output_dir=run_folder) for key, node in nodes.items()]
-    return found if config.train.profile is None else [*found, Profiler(run_folder, config.train.profile - 1)]
+    found = {key: build(node, key=key, protocol=RunListener, output_dir=run_folder) for key, node in nodes.items()}
+    if config.train.profile is not None:
+        found["train.profile"] = Profiler(run_folder, config.train.profile - 1)
+    return custom_last(found)
 
 
 def _layout(value: str | Mapping[str, Any]) -> Layout | None:

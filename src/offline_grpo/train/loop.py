@@ -107,7 +107,7 @@ class Loop:
         with self._interruptible():
             metrics = self._evaluate(evaluation, iteration)
         self.milestones.see(metrics, iteration)
-        self._log("eval", metrics, iteration)
+        self._log({"eval": metrics}, iteration)
 
     def _iterate(self, iteration: int) -> None:
         self._seconds, self._card_bytes, self._flops = {}, 0, 0.0
@@ -140,9 +140,7 @@ class Loop:
         metrics |= gpu_memory(self.policy.compute_device, self._card_bytes)
         metrics |= utilisation(self._flops, self._seconds["train"], self.policy.compute_device, self.ranks.world_size)
         self._start_metrics = {}
-        self._log("train", metrics, iteration)
-        if eval_metrics is not None:
-            self._log("eval", eval_metrics, iteration)
+        self._log({"train": metrics} | ({} if eval_metrics is None else {"eval": eval_metrics}), iteration)
         if pending is not None:
             pending.commit()
             self._last_saved = iteration
@@ -294,6 +292,7 @@ class Loop:
         self._seconds[name] = time.perf_counter() - started
         self._card_bytes = max(self._card_bytes, card_bytes(self.policy.compute_device))  # torch keeps what a phase needed at most
 
-    def _log(self, name: str, metrics: Metrics, iteration: int) -> None:
-        for listener in self.listeners:
-            listener.log(name, metrics, iteration=iteration)
+    def _log(self, record: Mapping[str, Metrics], iteration: int) -> None:
+        for listener in self.listeners:  # the whole record to each: a later one may raise
+            for name, metrics in record.items():
+                listener.log(name, metrics, iteration=iteration)
