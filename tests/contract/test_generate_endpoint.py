@@ -219,6 +219,26 @@ def test_what_a_run_may_not_ask_for_is_one_line(server: Server) -> None:
     assert httpx.get(f"{server.base_url}/generate_tokens").status_code == 405
 
 
+def test_tokens_that_nobody_waits_for_travel_in_bundles(server: Server) -> None:
+    """From vLLM's engine to the process that answers; vLLM counts what arrives there, but for the first of a request."""
+
+    def num_arrived(**body: Any) -> float:
+        before = count()
+        answer = post(server, prompt=IDS, max_tokens=100, ignore_eos=True, seed=1, **body)
+        answer.raise_for_status()
+        wait_until(lambda: num_running(server) == 0)
+        return count() - before + 1
+
+    def count() -> float:
+        lines = httpx.get(f"{server.base_url}/metrics", timeout=60).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:inter_token_latency_seconds_count"))
+
+    assert num_arrived(path="/generate_tokens") == 4  # of 32, 32, 32 and 4
+    assert num_arrived() == 4
+    assert num_arrived(stream=True) == 100
+    assert num_arrived(stop=["no text has this"]) == 100
+
+
 def test_a_run_hears_that_its_request_was_aborted(server: Server) -> None:
     with ThreadPoolExecutor(1) as thread:
         asking = thread.submit(post, server, "/generate_tokens", prompt=IDS, n=2, max_tokens=3900, ignore_eos=True)

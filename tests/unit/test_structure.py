@@ -77,8 +77,8 @@ def test_what_takes_seconds_is_imported_where_it_is_needed(path):
     """A default run needs none of these, and each of its starts would wait for them."""
     at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {name.split(".")[0] for name in imports(at_import)}
-    is_of_vllm = relative(path) == "engine/inside_vllm/offline_grpo_generate.py"  # only vLLM's HTTP server imports it
-    assert not names & {"peft", "bitsandbytes", "wandb", "tensorboard", *([] if is_of_vllm else ["vllm"])}
+    of_vllm = {f"engine/inside_vllm/offline_grpo_{name}.py" for name in ("generate", "scheduler")}  # only vLLM's own processes import them
+    assert not names & {"peft", "bitsandbytes", "wandb", "tensorboard", *([] if relative(path) in of_vllm else ["vllm"])}
 
 
 @pytest.mark.parametrize("path", [*FILES, ROOT / "run_grpo.py", ROOT / "smoke_test.py"], ids=lambda path: path.name)

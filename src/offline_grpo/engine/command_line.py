@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 from offline_grpo.errors import ConfigError
@@ -108,6 +108,10 @@ class CommandLine(ABC):
         python = sys.executable if find_spec(cls.package) else "python"
         variables = [f"{name}={shlex.quote(value)}" for name, value in launcher.variables(env).items()]
         return " ".join([*variables, shlex.join([python, *words])])
+
+    def expecting(self, num_sequences: int) -> Self:
+        """The same engine, ready for as many sequences at once."""
+        return self
 
     @property
     def interpreter(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,11 +17,18 @@ log = logging.getLogger(__name__)
 EXTENSION_FOLDER = Path(__file__).with_name("inside_vllm")
 EXTENSION = "offline_grpo_worker.WorkerExtension"
 GENERATE = "offline_grpo_generate.Generate"
+SCHEDULER = "offline_grpo_scheduler.bundling_scheduler"
 KEY = "OFFLINE_GRPO_API_KEY"
 """Where the token gate of a server that a run starts finds the key. vLLM 0.25 files what it compiles under the value of each of its own
 variables, VLLM_API_KEY among them: with a new key for every run, it compiled everything anew."""
 TOKEN_GATE = "offline_grpo_worker.TokenGate"
 SERVED_NAME = "policy"
+GRAPHED = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+"""The numbers of sequences for which vLLM records CUDA graphs by itself. For more at once it launches kernel by kernel, which then takes
+most of the time of the engine's Python process."""
+GRAPHED_STEP, MOST_GRAPHED = 64, 1024
+"""vLLM decodes no more together, unless it is told to."""
+OF_GRAPHS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "enforce_eager"}
 LORA_KERNELS = os.environ.get("VLLM_TUNED_CONFIG_FOLDER") or str(EXTENSION_FOLDER / "lora_kernels")
 """Settings of vLLM's LoRA kernels that are faster for few tokens (`benchmarks/lora_kernels.py`); on other GPUs vLLM uses its own."""
 
@@ -50,9 +57,19 @@ class VllmEngine(CommandLine):
         super().__post_init__()
         require("VLLM_API_KEY" not in self.env, "engine.env.VLLM_API_KEY", "...", "set engine.api_key, which the run sends too")
 
+    def expecting(self, num_sequences: int) -> VllmEngine:
+        """See `CommandLine.expecting`: with CUDA graphs for as many sequences, unless `args` say which graphs there are."""
+        given = {name.replace("-", "_") for name, value in self.args.items() if value is not None and value is not False}
+        num_sequences = min(num_sequences, int(self.args.get("max_num_seqs") or MOST_GRAPHED))
+        if num_sequences <= GRAPHED[-1] or given & OF_GRAPHS:
+            return self
+        further = range(GRAPHED[-1] + GRAPHED_STEP, num_sequences + GRAPHED_STEP, GRAPHED_STEP)
+        return replace(self, args={**self.args, "cudagraph_capture_sizes": [*GRAPHED, *further]})
+
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
         """See `Launcher.command`. The module is started, not the `vllm` script, which some builds lack."""
-        settings = {"host": self.host, "port": port, "served_model_name": SERVED_NAME, **self.args, **args}
+        ours = {"host": self.host, "port": port, "served_model_name": SERVED_NAME, "scheduler_cls": SCHEDULER}
+        settings = {**ours, **self.args, **args}
         settings["worker_extension_cls"] = EXTENSION
         gate = [] if self.api_key is None else [TOKEN_GATE]  # the key travels in the environment, where other users cannot read it
         middleware = [word for name in (GENERATE, *gate) for word in ("--middleware", name)]  # vLLM puts each around those before it

@@ -113,12 +113,20 @@ def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
     if config.engine is None:
         raise ConfigError("generation.base_url=None: no server to ask; name a running one, or let the run start one with engine=vllm")
     launcher = build(_trusting(config.engine) if config.model.trust_remote_code else config.engine, key="engine")
-    if isinstance(launcher, CommandLine) and launcher.api_key is None:
-        launcher = replace(launcher, api_key=secrets.token_hex(32))
+    if isinstance(launcher, CommandLine):
+        launcher = launcher.expecting(_num_sequences(config, client_node))
+        launcher = replace(launcher, api_key=secrets.token_hex(32) if launcher.api_key is None else launcher.api_key)
     last = 65536 - asked
     fix = f"placement.num_engines={asked} takes as many ports from there on; use {last} or less, or null"
     require(launcher.port is None or launcher.port <= last, "engine.port", launcher.port, fix)
     return replace(spec, api_key=launcher.api_key, launcher=launcher, num_managed=asked)
+
+
+def _num_sequences(config: RunConfig, client_node: Mapping[str, Any]) -> int:
+    """That each server samples at once: all of an iteration, if they are let in."""
+    num_engines, data = config.placement.num_engines, config.data
+    requests = min(client_node.get("batch_size", data.problems_per_iteration), -(-data.problems_per_iteration // num_engines))
+    return requests * data.rollouts_per_problem
 
 
 def _trusting(node: Mapping[str, Any]) -> Mapping[str, Any]:

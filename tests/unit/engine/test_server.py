@@ -11,7 +11,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -376,11 +376,39 @@ def environment(**changes: Any) -> dict[str, str]:
 def test_command() -> None:
     assert engine().command("some/model", 4321, {"max_model_len": 64, "weight_transfer_config": {"backend": "ipc"}}) == [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "some/model", "--host", "127.0.0.1", "--port", "4321"),
-        *("--served-model-name", "policy", "--dtype", "bfloat16", "--max-model-len", "64", "--enforce-eager", "--seed", "0"),
+        *("--served-model-name", "policy", "--scheduler-cls", "offline_grpo_scheduler.bundling_scheduler"),
+        *("--dtype", "bfloat16", "--max-model-len", "64", "--enforce-eager", "--seed", "0"),
         *("--weight-transfer-config", '{"backend": "ipc"}', "--worker-extension-cls", "offline_grpo_worker.WorkerExtension"),
         *("--middleware", "offline_grpo_generate.Generate"),
     ]
     assert engine(python="/bin/sh").command("m", 1, {})[0] == "/bin/sh"
+    assert "--scheduler-cls" not in engine(args={"scheduler_cls": None}).command("m", 1, {})  # vLLM's own
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "args", "largest"),
+    [
+        (512, {}, None),  # vLLM records graphs for as many by itself
+        (513, {}, 576),
+        (1000, {"max_num_seqs": None, "enforce_eager": False}, 1024),
+        (5000, {}, 1024),
+        (5000, {"max_num_seqs": 2048}, 2048),
+        (5000, {"max-num-seqs": 256, "max_num_seqs": "256"}, None),
+        (1000, {"enforce_eager": True}, None),
+        (1000, {"max-cudagraph-capture-size": 64}, None),
+        (1000, {"compilation_config": {"cudagraph_mode": "NONE"}}, None),
+    ],
+)
+def test_cuda_graphs_for_as_many_sequences_as_are_sampled_at_once(num_sequences: int, args: dict[str, Any], largest: int | None) -> None:
+    before = engine(args=args)
+    after = before.expecting(num_sequences)
+    if largest is None:
+        assert after is before
+    else:
+        sizes = after.args["cudagraph_capture_sizes"]
+        assert (sizes[:5], sizes[-1], sorted(set(sizes))) == ([1, 2, 4, 8, 16], largest, sizes)
+        assert replace(after, args=args) == before
+        assert f"--cudagraph-capture-sizes 1 2 4 8 16 {sizes[5]}" in " ".join(after.command("m", 1, {}))
 
 
 def test_the_extension_is_where_the_server_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,9 +418,9 @@ def test_the_extension_is_where_the_server_looks_for_it(monkeypatch: pytest.Monk
     assert environment()["PYTHONPATH"] == f"{EXTENSION_FOLDER}{os.pathsep}/theirs"
     assert environment(env={"PYTHONPATH": "/ours"})["PYTHONPATH"] == f"{EXTENSION_FOLDER}{os.pathsep}/ours"
     command = engine().command("m", 1, {})
-    module, _, name = command[command.index("--worker-extension-cls") + 1].partition(".")
-    assert (EXTENSION_FOLDER / f"{module}.py").is_file()
-    assert hasattr(load_extension(), name)
+    for option in ("--worker-extension-cls", "--scheduler-cls", "--middleware"):
+        module, _, name = command[command.index(option) + 1].partition(".")
+        assert re.search(rf"^(class|def) {name}\b", (EXTENSION_FOLDER / f"{module}.py").read_text(), re.MULTILINE), option
 
 
 def test_a_key_guards_everything_and_other_users_cannot_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
