@@ -28,6 +28,8 @@ from offline_grpo.errors import ConfigError, GrpoError
 NAME = ".lock"
 WAIT_S, CHOOSING_S, POLL_S = 0.5, 20.0, 0.05
 """A lock that is only looked at is free again within a moment; the choice of the run to go on with reads every run of the root folder."""
+RECORD_S = 0.3
+"""Who has taken a lock writes its record at once, and a process that is refused in between waits for it."""
 
 _held: dict[Path, int] = {}  # folder -> descriptor of its file
 
@@ -173,10 +175,11 @@ def _locked(folder: Path, key: str) -> int:
             return descriptor
         if is_ours and _is_at(path, descriptor):
             return descriptor
-        found = _record(descriptor)
-        os.close(descriptor)
-        if not is_ours:
-            raise _refusal(folder, key, found)
+        try:
+            if not is_ours:
+                raise _refusal(folder, key, _record(descriptor))
+        finally:
+            os.close(descriptor)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
@@ -205,11 +208,15 @@ def _wait_for(descriptor: int, timeout_s: float) -> bool:
 
 
 def _record(descriptor: int) -> Mapping[str, Any]:
-    try:
-        record = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:  # it is being written
-        record = {}
-    return record if isinstance(record, dict) else {}
+    """What the owner of a lock has written about itself; empty if nothing comes within `RECORD_S`."""
+    deadline = time.monotonic() + RECORD_S
+    while True:
+        with suppress(ValueError):  # it is being written
+            if isinstance(record := json.loads(os.pread(descriptor, 4096, 0)), dict):
+                return record
+        if time.monotonic() > deadline:
+            return {}
+        time.sleep(POLL_S)
 
 
 def _refusal(folder: Path, key: str, found: Mapping[str, Any]) -> ConfigError:

@@ -60,6 +60,28 @@ def test_a_process_on_another_host_is_named_with_it(tmp_path):
         lock.take(tmp_path / "sweep", "hydra.sweep.dir=sweep")
 
 
+@pytest.mark.parametrize("begun", ["", '{"pid": 47'])
+@pytest.mark.parametrize("look", [lock.take, lock.refuse_another])
+def test_a_process_that_is_refused_waits_for_the_record_of_the_owner(look, begun, tmp_path, monkeypatch):
+    another(tmp_path)
+    record = tmp_path / ".lock"
+    record.write_text(begun)
+    monkeypatch.setattr(lock, "WAIT_S", -1)
+    monkeypatch.setattr(time, "sleep", lambda _: record.write_text(json.dumps({"pid": 4711, "like": "this"})))
+    with pytest.raises(ConfigError, match=r"^key: process 4711 writes to"):
+        look(tmp_path, "key", "this")
+
+
+def test_it_does_not_wait_long_for_a_record_that_does_not_come(tmp_path, monkeypatch):
+    another(tmp_path)
+    (tmp_path / ".lock").write_text("")
+    monkeypatch.setattr(lock, "WAIT_S", -1)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"^key: process \? writes to"):
+        lock.take(tmp_path, "key")
+    assert lock.RECORD_S <= time.monotonic() - began < 5
+
+
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"pid": 1}', "\0" * 5000])
 def test_what_a_dead_process_left_is_no_hindrance_and_goes_away(tmp_path, content):
     (tmp_path / ".lock").write_text(content)
