@@ -2,6 +2,7 @@
 
     python benchmarks/generation.py                # one H100: at most six minutes
     python benchmarks/generation.py --engines 2    # would several engine processes on one card pay? At most six minutes
+    python benchmarks/generation.py --schedulers   # does it pay to hand tokens over in bundles? At most six minutes
     python benchmarks/generation.py --small        # a tiny model and vLLM's CPU build; says nothing about speed
 
 Every sequence has exactly `--tokens` tokens after a prompt of 40, in groups of 8, each with a seed of its own. First, each sequence alone,
@@ -12,6 +13,9 @@ Arms:
     stock             the same server through /v1/completions, which has to make text
     offline           vLLM's LLM.generate in a process of its own: the sampled token's logprob, no text
     offline_bare      the same without logprobs
+
+With --schedulers there are two servers on the card: `bundles` as runs use it, and `each` with vLLM's own scheduler, which hands over every
+token by itself.
 
 With --engines N there are N servers, each with weights of its own, and the arms `one` (all sequences on the first) and `all` (split). An
 engine that has no memory for all sequences makes some of them wait, or computes them again; `preempted` counts the latter. Choose --tokens
@@ -310,6 +314,37 @@ def several_engines(arguments: argparse.Namespace, model: Path, args: dict[str, 
     )
 
 
+def two_schedulers(arguments: argparse.Namespace, model: Path, args: dict[str, Any], stack: ExitStack, folder: Path) -> None:
+    deadline = time.monotonic() + arguments.limit_s
+    servers: dict[str, Served] = {}
+    for arm, more in {"bundles": {}, "each": {"scheduler_cls": None}}.items():
+        servers[arm] = Served(model, {**args, **arguments.server_args, **more}, folder / arm)
+        stack.callback(servers[arm].close)
+        print(f"server {arm} up after {servers[arm].start_s:.0f} s", flush=True)
+    few, many = arguments.sequences
+    arms = {arm: server.generate for arm, server in servers.items()}
+    measured: dict[str, float] = {}
+    timings: dict[int, Timings] = {}
+    for count in (few, many):
+        timings |= measure(arms, {count: arguments.rounds}, arguments.tokens, deadline)
+        measured[f"gain_{count}"] = timings[count].ratio("each", "bundles")
+        for arm, server in servers.items():
+            measured[f"{arm}_{count}_tokens_per_s"] = count * arguments.tokens / timings[count].median_s(arm)
+            measured |= {
+                f"{arm}_{count}_cpu_us_per_token_{name.strip('()')}": value
+                for name, value in server.cpu_us_per_token.items()
+                if value > 0.5
+            }
+    save(
+        arguments,
+        "generation_bundles",
+        claim="Tokens that are handed over in bundles, against each by itself, through two servers on one GPU",
+        targets=[Target(f"gain_{few}", ">=", 1.1), Target(f"bundles_{many}_tokens_per_s", ">=", 20_000)],
+        measured=measured,
+        details={count: found.summary("each") for count, found in timings.items()},
+    )
+
+
 def save(arguments: argparse.Namespace, name: str, **result: Any) -> None:
     shown = {key: value for key, value in vars(arguments).items() if key != "out"}
     rounded = {key: float(f"{value:.4g}") for key, value in result.pop("measured").items()}
@@ -320,6 +355,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--schedulers", action="store_true")
     parser.add_argument("--sequences", type=int, nargs=2, default=[256, 1024])
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=2)
@@ -342,7 +378,7 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = save_model(Path(folder) / "model", is_small=arguments.small)
-        compare = against_offline if arguments.engines == 1 else several_engines
+        compare = two_schedulers if arguments.schedulers else against_offline if arguments.engines == 1 else several_engines
         compare(arguments, model, args, stack, Path(folder))
 
 

@@ -12,6 +12,7 @@ means for the arm `async`, whose iterations may be long and short in turn.
 
     ours    run_grpo.py with weight_sync=shared_vllm: fp32 masters, weights shared with the server
     async   the same with weight_sync=ipc and rollouts=async: the next completions are drawn during the update, on the same card
+    lora    the same with weight_sync=lora_hotswap and adapters of rank 16 on all linear layers
     two     the same with weight_sync=ipc and two servers on the card, which have half of the memory each
     trl     vllm_mode=colocate with bf16 weights and optimizer, without recomputation, in microbatches of --trl-batch sequences
 """
@@ -34,7 +35,7 @@ from common import Target, write_result
 from random_model import save, sevens
 
 ROOT = Path(__file__).parents[1]
-OURS = ("ours", "async", "two")
+OURS = ("ours", "lora", "async", "two")
 ARMS = (*OURS, "trl")
 WARMUP = 2
 PROMPTS, GROUP, TOKENS = 32, 8, 512
@@ -45,6 +46,7 @@ def our_command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
     between = "weight_sync=reload" if args.small else "weight_sync=ipc"  # to several servers, or while requests run
     servers: tuple[str, ...] = {
         "ours": ("weight_sync=shared_vllm",),
+        "lora": ("weight_sync=lora_hotswap", "model/lora=default"),
         "async": (between, "rollouts=async", f"generation.batch_size={args.prompts}"),  # one iteration in the server at a time
         "two": (between, "placement.num_engines=2"),
     }[arm]
@@ -227,6 +229,10 @@ def main() -> None:
         found["trl"] = json.loads((work / "trl.json").read_text())
     measured = {f"{arm}_s": (statistics.fmean if arm == "async" else statistics.median)(result["seconds"]) for arm, result in found.items()}
     targets = [Target(f"{arm}_s", "<=", 6.5) for arm in OURS if arm in found]
+    if {"ours", "lora"} <= found.keys():
+        phases, full = found["lora"]["phases_s"], found["ours"]["phases_s"]
+        measured |= {"lora_train_vs_full": phases["time/train_s"] / full["time/train_s"], "lora_sync_s": phases["time/sync_s"]}
+        targets += [Target("lora_train_vs_full", "<=", 1.0), Target("lora_sync_s", "<=", 0.15)]
     if "trl" in found:
         check_same_work(work, found, tolerance=0.5 if args.small else 0.02)  # with a vocabulary of 100, some end
         measured |= {f"{arm}_vs_trl": measured[f"{arm}_s"] / measured["trl_s"] for arm in OURS if arm in found}

@@ -83,8 +83,8 @@ PANELS = (
         "Sampling 1,024 sequences",
         "tokens per second",
         (
-            Bar("one server", "generation_2_engines", "one_1024_tokens_per_s"),
-            Bar("two servers on the card", "generation_2_engines", "all_1024_tokens_per_s"),
+            Bar("vLLM hands over each token", "generation_bundles", "each_1024_tokens_per_s", False),
+            Bar("in bundles of 32 tokens", "generation_bundles", "bundles_1024_tokens_per_s"),
         ),
     ),
     Panel(

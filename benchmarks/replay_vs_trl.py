@@ -1,115 +1,168 @@
-"""Training throughput on stored rollouts with a skewed length distribution: our updater against TRL's GRPOTrainer, on a CPU.
+"""Training throughput on stored rollouts with a skewed length distribution: our updater against TRL's GRPOTrainer.
 
-    python benchmarks/replay_vs_trl.py
+    python benchmarks/replay_vs_trl.py                   # on a CPU
+    python benchmarks/replay_vs_trl.py --device cuda     # on one GPU of 80 GB, about two minutes
+    python benchmarks/replay_vs_trl.py --shape tiny --completions 16 --name /tmp/tiny     # the GPU's arms on a CPU, about two minutes
 
-A Qwen2 with random weights (H=256, 4 layers, V=32000, tied embeddings; 11 million parameters in float32) makes one update per batch of 32
-stored completions, whose lengths are geometrically distributed. The loss is dapo without KL and the optimizer is AdamW. Neither arm
-recomputes activations. TRL gets the rollouts from a `rollout_func` and does the rest itself (padding to the longest completion, scoring,
-loss, step). In both arms, the time of an update runs from the stored token ids to the changed weights.
+A model with random weights makes one update per batch of stored completions, whose lengths are geometrically distributed. The loss is dapo
+without KL and the optimizer is AdamW. TRL gets the rollouts from a `rollout_func` and does the rest itself (padding to the longest
+completion, scoring, loss, step). In both arms, the time of an update runs from the stored token ids to the changed weights.
+
+    cpu     a Qwen2 of 11 million parameters (H=256, 4 layers, V=32000, tied embeddings) in float32; neither arm recomputes activations
+    cuda    Qwen3-0.6B's shape. TRL: bf16 weights and optimizer, with and without recomputation. Ours: bf16 weights, fp32 masters and
+            optimizer, no recomputation; layout, compiled blocks and loss head are what a run chooses on that GPU by itself
 
 Importance correction: TRL corrects for the sampler's probabilities only if vLLM samples. With a `rollout_func` it trains on ratio 1 and
 ignores the stored logprobs, so our arm uses importance_correction=none: both take the policy's own logprobs as the old ones.
 
-Before the timing, both arms make one update from the same weights on the same batch: loss, gradient norm and the whole gradient must agree
-to 1e-5. Both TRL and our arm use the fastest microbatch size of several that were tried.
-Memory is the largest increase of the process's resident memory during one timed update (Linux), with the chosen microbatch sizes.
+Each candidate of an arm (how much a backward pass takes, and whether TRL recomputes) first makes two updates on one batch, alone on the
+machine. The second gives its time and peak memory: on a CPU the increase of the process's resident memory (Linux), on a GPU all that is in
+tensors. Candidates that run out of memory are passed over. The fastest of each arm are compared, if their first updates, from the same
+weights, agree in loss, gradient norm and the whole gradient.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import itertools
+import logging
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
 import torch
-from common import Target, alternate, write_result
+from common import Target, write_result
 from our_trainer import ADAMW, make_updater
-from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
-from trl_arm import WARMUP_BLOCKS, Interleave, MethodTimes, make_trainer
+from shapes import SIZES
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
+from trl_arm import WARMUP_BLOCKS, Interleave, MethodTimes, Trial, fastest, make_trainer
 
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
-from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.dtypes import torch_dtype
+from offline_grpo.model.layouts import layout_named, layouts_for
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.policy import Policy
+from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.train.experience import prepare_batch
 from offline_grpo.types import Completion, FinishReason, Problem, Rollout, RolloutGroup, Score
 
-VOCAB, GROUP_SIZE, GROUPS = 32000, 8, 4
-MEAN_LENGTH, MAX_LENGTH, GATE = 100, 1024, 1e-5
-LR = 1e-5
-TRL_PHASES = ("_generate_and_score_completions", "compute_loss", "training_step")
+Batches = Sequence[Sequence[RolloutGroup]]
+VOCAB: dict[str, Any] = {"vocab_size": 32000, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+WIDTHS: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPES: dict[str, PretrainedConfig] = SIZES | {"11m": Qwen2Config(**VOCAB, **WIDTHS, num_hidden_layers=4, max_position_embeddings=2048)}
+GROUP_SIZE, LR = 8, 1e-5
 
 
-def make_model() -> Qwen2ForCausalLM:
+@dataclass(frozen=True)
+class Setup:
+    """What differs between a CPU, whose values are the defaults, and a GPU. The command line sets some of the fields."""
+
+    device: str = "cpu"
+    name: str = "replay_vs_trl"
+    threads: int | None = 1  # None: as many as torch takes
+    shape: str = "11m"
+    precision: str = "fp32"
+    layout: str = "padded"  # of our arm, a model.layout
+    completions: int = 32  # of a batch
+    prompt_tokens: tuple[int, int] = (56, 72)  # shortest and longest
+    mean_length: int = 100
+    max_length: int = 1024
+    trl_batch_sizes: Sequence[int] = (4, 8, 32)
+    trl_recomputed_batch_sizes: Sequence[int] = ()
+    tokens_per_microbatch: Sequence[int] = (512, 1024, 2048, 4096)
+    batches: int = 4
+    blocks: int = 4
+    number_gate: float = 1e-5  # how far loss and gradient norm of the arms' first updates may be apart, relative
+    gradient_gate: float = 1e-5  # the same for the whole gradient
+
+
+ON_GPU = Setup(
+    device="cuda",
+    name="h100/replay_vs_trl",
+    threads=None,
+    shape="0.6b",
+    precision="bf16",
+    layout="auto",
+    completions=64,
+    prompt_tokens=(200, 200),
+    mean_length=600,
+    max_length=4096,
+    trl_batch_sizes=(4,),
+    trl_recomputed_batch_sizes=(8,),
+    tokens_per_microbatch=(16384,),
+    blocks=2,
+    number_gate=0.02,  # TRL's gradient norm is a bf16 number
+    gradient_gate=0.06,  # rounding alone: 0.02 on a CPU, through 28 layers; without one completion of 64: 0.3; see also model/proof.py
+)
+
+
+def make_model(setup: Setup) -> PreTrainedModel:
+    """The same weights each time."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return Qwen2ForCausalLM(config)
+    with torch.device(setup.device):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(SHAPES[setup.shape]), dtype=torch_dtype(setup.precision))
 
 
-def stored_rollouts(num_batches: int) -> list[list[RolloutGroup]]:
-    """Per batch, 4 groups of 8 completions with geometric lengths of mean 100, truncated at 1024; prompts have 56 to 72 tokens."""
-    rng = random.Random(0)
+def stored_rollouts(setup: Setup) -> Batches:
+    """Batches of groups of 8 completions of random tokens, whose geometric lengths are truncated."""
+    rng, vocab_size = random.Random(0), SHAPES[setup.shape].vocab_size
 
     def tokens(length: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(10, VOCAB) for _ in range(length))
+        return tuple(rng.randrange(10, vocab_size) for _ in range(length))
 
     def completion() -> Completion:
-        length = min(MAX_LENGTH, 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / MEAN_LENGTH)))
-        logprobs = tuple(-math.log(VOCAB) + 0.01 * rng.gauss(0, 1) for _ in range(length))
+        length = min(setup.max_length, 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / setup.mean_length)))
+        logprobs = tuple(-math.log(vocab_size) + 0.01 * rng.gauss(0, 1) for _ in range(length))
         return Completion(tokens(length), logprobs, FinishReason.STOP, (0,) * length)
 
     def group(index: int) -> RolloutGroup:
-        prompt = tokens(rng.randint(56, 72))
+        prompt = tokens(rng.randint(*setup.prompt_tokens))
         rollouts = [
             Rollout.of_one_turn(prompt, completion(), temperature=1.0, text="", score=Score(float(rng.random()), False, {}))
             for _ in range(GROUP_SIZE)
         ]
         return RolloutGroup(Problem(str(index), (), ""), tuple(rollouts))
 
-    return [[group(batch * GROUPS + i) for i in range(GROUPS)] for batch in range(num_batches)]
+    num_groups = setup.completions // GROUP_SIZE
+    return [[group(batch * num_groups + i) for i in range(num_groups)] for batch in range(setup.batches)]
 
 
 class OurArm:
-    def __init__(self, batches: Sequence[list[RolloutGroup]], *, tokens_per_microbatch: int) -> None:
-        policy = Policy(Scoring(make_model(), Padded(), TiledHead(tile_width=None)), build_char_tokenizer(2048))
-        self._batches = batches
+    def __init__(self, setup: Setup, batches: Batches, *, tokens_per_microbatch: int) -> None:
+        device, layout = torch.device(setup.device), layout_named(setup.layout)
+        first_layout = layouts_for(layout, device, torch_dtype(setup.precision))[0]
+        scoring = Scoring(make_model(setup), first_layout, TiledHead(tile_width=None, kept_gib=3.0))
+        settle_layout(scoring, layout, device)
+        settle_compile(scoring, "auto", device)
+        self._batches = itertools.cycle(batches)
         self.updater = make_updater(
-            policy,
-            precision="fp32",
+            Policy(scoring, build_char_tokenizer(2048)),
+            precision=setup.precision,
             tokens_per_microbatch=tokens_per_microbatch,
-            max_new_tokens=MAX_LENGTH,
+            max_new_tokens=setup.max_length,
             lr=LR,
             clip_high=0.2,
             checkpointing=False,
         )
-        self._next = 0
 
     def update(self) -> dict[str, float]:
         """Make one update on the next stored batch."""
-        batch, _, _ = prepare_batch(self._batches[self._next % len(self._batches)], self.updater, self.updater.config)
+        batch, _, _ = prepare_batch(next(self._batches), self.updater, self.updater.config)
         assert batch is not None
-        self._next += 1
-        return self.updater.run(batch, iteration=self._next)
+        return self.updater.run(batch, iteration=0)
+
+    def described(self) -> dict[str, Any]:
+        """What it has chosen by itself."""
+        scoring = self.updater.policy.scoring
+        return {"layout": type(scoring.layout).__name__, "compiled": any(m._compiled_call_impl is not None for m in scoring.modules())}
 
 
-def trl_arm(batches: Sequence[list[RolloutGroup]], callbacks: list[Any], *, batch_size: int, num_updates: int) -> Any:
+def trl_arm(setup: Setup, batches: Batches, callbacks: list[Any], *, batch_size: int, recomputed: bool, num_updates: int) -> Any:
     """A trainer that makes `num_updates` updates on the stored batches in turn, `batch_size` sequences at a time."""
     rollouts = {group.problem.problem_id: group.rollouts for groups in batches for group in groups if group.problem is not None}
     rows = [{"prompt": problem_id} for problem_id in rollouts]
@@ -124,17 +177,20 @@ def trl_arm(batches: Sequence[list[RolloutGroup]], callbacks: list[Any], *, batc
         }
 
     return make_trainer(
-        make_model(),
+        make_model(setup),
         build_char_tokenizer(2048),
         rows,
         lambda stored_reward, **_: stored_reward,
         callbacks,
         rollout_func=stored,
+        use_cpu=setup.device == "cpu",
+        bf16=setup.precision == "bf16",
+        gradient_checkpointing=recomputed,
         max_steps=num_updates,
         per_device_train_batch_size=batch_size,
-        gradient_accumulation_steps=GROUPS * GROUP_SIZE // batch_size,
+        gradient_accumulation_steps=setup.completions // batch_size,
         num_generations=GROUP_SIZE,
-        max_completion_length=MAX_LENGTH,
+        max_completion_length=setup.max_length,
         beta=0.0,
         loss_type="dapo",
         epsilon=0.2,
@@ -148,99 +204,96 @@ def trl_arm(batches: Sequence[list[RolloutGroup]], callbacks: list[Any], *, batc
     )
 
 
-def check_equal(batches: Sequence[list[RolloutGroup]], *, batch_size: int, tokens_per_microbatch: int) -> dict[str, float]:
-    """Relative differences in loss, gradient norm and gradient between one update of both arms; raises if one exceeds GATE."""
-    ours = OurArm(batches, tokens_per_microbatch=tokens_per_microbatch)
-    trainer = trl_arm(batches, [], batch_size=batch_size, num_updates=1)
+def try_trl(setup: Setup, batches: Batches, **settings: Any) -> Trial:
+    trial = Trial(settings)
+    trainer = trl_arm(setup, batches[:1], [trial], num_updates=2, **settings)
     trainer.create_optimizer()
-    gradients: dict[str, Tensor] = {}
-    for name, optimizer, model in (("ours", ours.updater.optimizer, ours.updater.policy.model), ("trl", trainer.optimizer, trainer.model)):
-        optimizer.register_step_pre_hook(lambda *_, name=name, model=model: gradients.update({name: flat_gradient(model)}))
-    metrics = ours.update()
+    trial.keep_gradient(trainer.optimizer, trainer.model.parameters())
     trainer.train()
-    logged = trainer.state.log_history[0]
-    differences = {
-        "loss": abs(metrics["loss_total"] / logged["loss"] - 1),
-        "gradient_norm": abs(metrics["grad_norm"] / logged["grad_norm"] - 1),
-        "gradient": float((gradients["ours"] - gradients["trl"]).norm() / gradients["trl"].norm()),
-    }
-    if not max(differences.values()) <= GATE:
-        raise AssertionError(f"the arms differ by more than {GATE}: {differences}")
+    trial.loss, trial.gradient_norm = (trainer.state.log_history[0][key] for key in ("loss", "grad_norm"))
+    return trial
+
+
+def try_ours(setup: Setup, batches: Batches, **settings: Any) -> Trial:
+    trial = Trial(settings)
+    ours = OurArm(setup, batches[:1], **settings)
+    trial.keep_gradient(ours.updater.optimizer, ours.updater.policy.masters.parameters.values())
+    metrics = []
+    for _ in range(2):
+        metrics.append(ours.update())
+        trial.on_step_end()
+    trial.loss, trial.gradient_norm = metrics[0]["loss_total"], metrics[0]["grad_norm"]
+    return trial
+
+
+def check_equal(setup: Setup, ours: Trial, trl: Trial) -> dict[str, float]:
+    """Relative differences between the first updates of both arms; raises if one exceeds its gate."""
+    differences = ours.differences_from(trl)
+    gates = {"loss": setup.number_gate, "gradient_norm": setup.number_gate, "gradient": setup.gradient_gate}
+    if not all(differences[name] <= gate for name, gate in gates.items()):
+        raise AssertionError(f"the arms differ by more than {gates}: {differences}")
     return differences
 
 
-def flat_gradient(model: torch.nn.Module) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def seconds_by_microbatch(batches: Sequence[list[RolloutGroup]], args: argparse.Namespace) -> dict[str, dict[int, float]]:
-    """Time the second update on the same batch with every candidate: sequences per backward pass for TRL, tokens for our arm."""
-
-    def time_trl(batch_size: int) -> float:
-        trainer = trl_arm(batches[:1], [], batch_size=batch_size, num_updates=2)
-        steps_s = MethodTimes(trainer, ["training_step"]).seconds["training_step"]
-        trainer.train()
-        return sum(steps_s[len(steps_s) // 2 :])
-
-    def time_ours(tokens_per_microbatch: int) -> float:
-        ours = OurArm(batches[:1], tokens_per_microbatch=tokens_per_microbatch)
-        return alternate({"ours": ours.update}, rounds=1).min_s("ours")
-
-    return {
-        "trl_sequences": {size: time_trl(size) for size in args.trl_batch_sizes},
-        "our_tokens": {size: time_ours(size) for size in args.tokens_per_microbatch},
-    }
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads")
-    parser.add_argument("--trl-batch-sizes", type=int, nargs="+", default=[4, 8, 32], help="candidates: sequences per backward pass")
-    parser.add_argument("--tokens-per-microbatch", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="candidates for our arm")
-    parser.add_argument("--batches", type=int, default=4, help="different batches of 32 rollouts")
-    parser.add_argument("--blocks", type=int, default=4, help="timed updates per arm")
-    return parser.parse_args()
+def parse_args() -> Setup:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--shape", choices=list(SIZES), help="of the model, see shapes.py; all else is as on a GPU then")
+    parser.add_argument("--threads", type=int, help="torch threads")
+    parser.add_argument("--completions", type=int, help="per update")
+    parser.add_argument("--trl-batch-sizes", type=int, nargs="*", help="candidates: sequences per backward pass")
+    parser.add_argument("--trl-recomputed-batch-sizes", type=int, nargs="*", help="the same with gradient checkpointing")
+    parser.add_argument("--tokens-per-microbatch", type=int, nargs="+", help="candidates for our arm")
+    parser.add_argument("--batches", type=int, help="different batches of rollouts")
+    parser.add_argument("--blocks", type=int, help="timed updates per arm, an even number")
+    parser.add_argument("--name", help="of the result, below results/")
+    given = vars(parser.parse_args())
+    return replace(ON_GPU if given["device"] == "cuda" or "shape" in given else Setup(), **given)
 
 
 def main() -> None:
-    args = parse_args()
-    torch.set_num_threads(args.threads)
-    batches = stored_rollouts(args.batches)
-    candidates = seconds_by_microbatch(batches, args)
-    batch_size, tokens_per_microbatch = (min(seconds, key=seconds.__getitem__) for seconds in candidates.values())
-    differences = check_equal(batches, batch_size=batch_size, tokens_per_microbatch=tokens_per_microbatch)
+    setup = parse_args()
+    logging.getLogger("offline_grpo.train.alignment").setLevel(logging.ERROR)  # the stored logprobs are made up
+    torch.set_num_threads(setup.threads or torch.get_num_threads())
+    batches = stored_rollouts(setup)
+    trl_candidates = [{"batch_size": size, "recomputed": False} for size in setup.trl_batch_sizes]
+    trl_candidates += [{"batch_size": size, "recomputed": True} for size in setup.trl_recomputed_batch_sizes]
+    our_candidates = [{"tokens_per_microbatch": size} for size in setup.tokens_per_microbatch]
+    trl, trl_report = fastest(lambda **settings: try_trl(setup, batches, **settings), trl_candidates)
+    ours, our_report = fastest(lambda **settings: try_ours(setup, batches, **settings), our_candidates)
+    differences = check_equal(setup, ours, trl)
 
-    ours = OurArm(batches, tokens_per_microbatch=tokens_per_microbatch)
-    interleave = Interleave(ours.update, updates_per_block=1)
-    trainer = trl_arm(batches, [interleave], batch_size=batch_size, num_updates=args.blocks + WARMUP_BLOCKS)
-    phases = MethodTimes(trainer, TRL_PHASES)
+    arm = OurArm(setup, batches, **ours.settings)
+    interleave = Interleave(arm.update, updates_per_block=1)
+    trainer = trl_arm(setup, batches, [interleave], num_updates=setup.blocks + WARMUP_BLOCKS, **trl.settings)
+    phases = MethodTimes(trainer, ("_generate_and_score_completions", "training_step"))
     trainer.train()
 
     lengths = [[(len(r.token_ids) - r.num_sampled, r.num_sampled) for group in groups for r in group.rollouts] for groups in batches]
-    timed = [lengths[(WARMUP_BLOCKS + i) % len(lengths)] for i in range(args.blocks)]
+    timed = [lengths[(WARMUP_BLOCKS + i) % len(lengths)] for i in range(setup.blocks)]
     num_trained = sum(completion for batch in timed for _, completion in batch)
     num_tokens = sum(prompt + completion for batch in timed for prompt, completion in batch)
     timings = interleave.timings
-    total_s = {arm: sum(seconds) for arm, seconds in timings.seconds.items()}
-    per_update = {name: sum(seconds) / (args.blocks + WARMUP_BLOCKS) for name, seconds in phases.seconds.items()}
+    total_s = {name: sum(seconds) for name, seconds in timings.seconds.items()}
     measured = {
         "throughput_ratio": 1 / timings.ratio("ours", "trl"),
-        **{f"{arm}_trained_tokens_per_s": num_trained / total_s[arm] for arm in total_s},
-        **{f"{arm}_tokens_per_s": num_tokens / total_s[arm] for arm in total_s},
-        "memory_ratio": interleave.peak_extra_bytes("ours") / interleave.peak_extra_bytes("trl"),
+        **{f"{name}_trained_tokens_per_s": num_trained / total_s[name] for name in total_s},
+        **{f"{name}_tokens_per_s": num_tokens / total_s[name] for name in total_s},
+        "memory_ratio": ours.peak_bytes / trl.peak_bytes,
         **{f"relative_difference_{key}": value for key, value in differences.items()},
     }
+    where = "a CPU" if setup.device == "cpu" else "one GPU"
     write_result(
-        "replay_vs_trl",
-        claim="On a CPU, training on stored rollouts of skewed length handles 2.5 times the tokens per second of TRL's GRPOTrainer.",
+        setup.name,
+        claim=f"On {where}, training on stored rollouts of skewed length handles 2.5 times the tokens per second of TRL's GRPOTrainer.",
         targets=[Target("throughput_ratio", ">=", 2.5)],
-        settings={**vars(args), "trl": version("trl"), "lengths": lengths},
+        settings={**asdict(setup), "trl": version("trl"), "lengths": lengths},
         measured={key: float(f"{value:.4g}") for key, value in measured.items()},
         details={
-            "seconds_by_microbatch_size": candidates,
-            "chosen_microbatch_size": {"trl_sequences": batch_size, "our_tokens": tokens_per_microbatch},
-            "trl_seconds_per_update": per_update,
-            "peak_extra_bytes": {arm: interleave.peak_extra_bytes(arm) for arm in total_s},
+            "candidates": {"trl": trl_report, "ours": our_report},
+            "chosen": {"trl": trl.settings, "ours": ours.settings | arm.described()},
+            "trl_seconds_per_update": {name: sum(s) / (setup.blocks + WARMUP_BLOCKS) for name, s in phases.seconds.items()},
             "timings": timings.summary("trl"),
         },
     )

@@ -48,14 +48,14 @@ def passed_on(module: ModuleType, requests: dict[str, SimpleNamespace], steps: S
         def __init__(self) -> None:
             self.requests = dict(requests)
 
-        def update_from_output(self, told: Sequence[Any]) -> dict[int, SimpleNamespace]:
+        def update_from_output(self, told: Sequence[Any], _: Any) -> dict[int, SimpleNamespace]:
             for one in told:
                 if one.finish_reason is not None:
                     del self.requests[one.request_id]
             return {0: SimpleNamespace(outputs=list(told))}
 
     scheduler = type("Scheduler", (module.Bundling, Told), {})()
-    return [scheduler.update_from_output(step)[0].outputs for step in steps], scheduler
+    return [scheduler.update_from_output(step, None)[0].outputs for step in steps], scheduler
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 100])
@@ -121,7 +121,7 @@ def test_events_are_told_in_order(module: ModuleType) -> None:
 def test_what_was_held_of_an_aborted_request_is_forgotten(module: ModuleType) -> None:
     _, scheduler = passed_on(module, {"a": request(), "b": request()}, [[output("a", 0), output("b", 1)]])
     del scheduler.requests["a"]  # as `finish_requests` does, which tells the client by itself
-    scheduler.update_from_output([output("b", 2)])
+    scheduler.update_from_output([output("b", 2)], None)
     assert list(scheduler._held) == ["b"]
 
 

@@ -94,8 +94,7 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
         stack.callback(deployment.close)
         deployment.connect(policy)
     if plan.weight_sync.requires.shares_weights and ranks.is_main:
-        settle_layout(policy.scoring, plan.layout, policy.compute_device)
-        settle_compile(policy.scoring, config.model.compile, policy.compute_device)
+        _settle(plan, policy)
     with progress.phase("masters"):
         policy.make_masters(offload=is_offloaded(plan.optimizer))
     updater = make_updater(plan, policy, model_id, start.run_dir, ranks, sharding)
@@ -164,6 +163,13 @@ def _policy(plan: Plan, model_id: str, checkpoint: Path | None, ranks: Ranks, re
         checkpoint=checkpoint,
         shares_weights=plan.weight_sync.requires.shares_weights and ranks.is_main,
     )
+
+
+@progress.phase("layout and compile")
+def _settle(plan: Plan, policy: Policy) -> None:
+    """As `load_policy` does, for weights that only the engine has."""
+    settle_layout(policy.scoring, plan.layout, policy.compute_device)
+    settle_compile(policy.scoring, plan.config.model.compile, policy.compute_device)
 
 
 def _is_multiple(number: int, interval: int) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from transformers import PretrainedConfig
 
+from offline_grpo import progress
 from offline_grpo.model.compiled_footprint import saved_by_compiling
 from offline_grpo.model.compiling import is_compiled_by_default
 from offline_grpo.model.dtypes import TORCH_NAMES, torch_dtype
@@ -16,7 +17,7 @@ from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import read_model_config
 from offline_grpo.model.reference import is_adapted_policy
 from offline_grpo.placement.device_plan import DevicePlan, check, describe
-from offline_grpo.placement.devices import reference_gpu, server_gpus, trainer_gpus
+from offline_grpo.placement.devices import Devices, reference_gpu, server_gpus, trainer_gpus
 from offline_grpo.placement.host import available_bytes
 from offline_grpo.placement.memory_plan import MemoryRequest, ServerRequest, largest_microbatch, model_of, predict
 from offline_grpo.placement.recompute import choose_share, in_words
@@ -45,10 +46,17 @@ def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processe
     model = plan.config.model
     trainers = trainer_gpus(model.device, num_processes)
     devices = plan.devices(num_processes)
-    engines = server_gpus(devices)
     recompute = plan.config.train.gradient_checkpointing
     if not trainers or not (plan.config.placement.check_memory or recompute == "auto"):
         return float(recompute is True), []
+    with progress.phase("memory plan"):
+        return _planned(plan, model_id, longest_prompt, trainers, devices)
+
+
+def _planned(plan: Plan, model_id: str, longest_prompt: int, trainers: Sequence[int], devices: Devices) -> tuple[float, list[DevicePlan]]:
+    """See `check_memory`."""
+    model, engines = plan.config.model, server_gpus(devices)
+    recompute = plan.config.train.gradient_checkpointing
     trust = {"trust_remote_code": model.trust_remote_code}
     request = memory_request(
         plan,

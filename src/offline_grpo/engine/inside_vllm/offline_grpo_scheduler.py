@@ -44,9 +44,9 @@ class Bundling:
         super().__init__(**arguments)
         self._held: dict[str, list[EngineCoreOutput]] = {}
 
-    def update_from_output(self, *arguments: Any) -> Any:
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """See `Scheduler.update_from_output`: the outputs of a step, {client: outputs}."""
-        of_clients = super().update_from_output(*arguments)  # type: ignore[misc]
+        of_clients = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for of_client in of_clients.values():
             of_client.outputs = [whole for output in of_client.outputs if (whole := self._bundle(output)) is not None]
         if len(self._held) > len(self.requests):
@@ -94,5 +94,6 @@ def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
     last.events = [event for output in outputs for event in output.events or ()] or None
     pieces = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
     if pieces:
-        last.new_logprobs = LogprobsLists(*(np.concatenate(fields) for fields in list(zip(*pieces, strict=True))[:3]), None)
+        token_ids, logprobs, ranks = (np.concatenate(fields) for fields in zip(*(piece[:3] for piece in pieces), strict=True))
+        last.new_logprobs = LogprobsLists(token_ids, logprobs, ranks)
     return last
