@@ -8,8 +8,8 @@ of vLLM is alike from 0.25 to 0.32.
 
 from __future__ import annotations
 
-from operator import attrgetter
-from types import NoneType
+from collections.abc import Iterator
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,9 @@ BUNDLE_TOKENS = 32
 JOINED = {"request_id", "new_token_ids", "new_logprobs", "finish_reason", "stop_reason", "events", "prefill_stats", "trace_headers"}
 JOINED |= {"num_nans_in_logits"}
 """What `joined` takes care of, or the last output has anyway."""
-_not_joined = attrgetter(*(name for name in EngineCoreOutput.__struct_fields__ if name not in JOINED))
+OTHERS = [name for name in EngineCoreOutput.__struct_fields__ if name not in JOINED]
+NOTHING = [None] * len(OTHERS)
+_not_joined = attrgetter(*OTHERS)
 
 
 def bundling_scheduler(vllm_config: Any, **others: Any) -> Any:
@@ -48,23 +50,24 @@ class Bundling:
         """See `Scheduler.update_from_output`: the outputs of a step, {client: outputs}."""
         of_clients = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for of_client in of_clients.values():
-            of_client.outputs = [whole for output in of_client.outputs if (whole := self._bundle(output)) is not None]
+            of_client.outputs = list(self._passed_on(of_client.outputs))
         if len(self._held) > len(self.requests):
             self._held = {name: held for name, held in self._held.items() if name in self.requests}
         return of_clients
 
-    def _bundle(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        """What is to be sent now, if anything."""
-        held = self._held.get(output.request_id)
-        if held is None:
-            if output.finish_reason is not None or not _may_wait(output, self.requests.get(output.request_id)):
-                return output
-            self._held[output.request_id] = [output]
-            return None
-        held.append(output)
-        if output.finish_reason is None and len(held) < BUNDLE_TOKENS and _is_plain(output):
-            return None
-        return joined(self._held.pop(output.request_id))
+    def _passed_on(self, outputs: list[EngineCoreOutput]) -> Iterator[EngineCoreOutput]:
+        """What is to be sent now. Runs for every token, in the process that the GPU waits for."""
+        for output in outputs:
+            held = self._held.get(output.request_id)
+            is_whole = output.finish_reason is not None or not _is_plain(output)
+            if held is not None:
+                held.append(output)
+                if is_whole or len(held) >= BUNDLE_TOKENS:
+                    yield joined(self._held.pop(output.request_id))
+            elif is_whole or not _may_wait(self.requests.get(output.request_id)):
+                yield output
+            else:
+                self._held[output.request_id] = [output]
 
 
 class SyncBundling(Bundling, Scheduler):
@@ -75,15 +78,15 @@ class AsyncBundling(Bundling, AsyncScheduler):
     """`AsyncScheduler`, see `Bundling`."""
 
 
-def _may_wait(output: EngineCoreOutput, request: Any) -> bool:
+def _may_wait(request: Any) -> bool:
     """Whether the answer to the request has no parts, and nobody looks for strings in its text, which is done where it is answered."""
     params = None if request is None else request.sampling_params
-    return params is not None and params.output_kind is RequestOutputKind.FINAL_ONLY and not params.detokenize and _is_plain(output)
+    return params is not None and params.output_kind is RequestOutputKind.FINAL_ONLY and not params.detokenize
 
 
 def _is_plain(output: EngineCoreOutput) -> bool:
     """Whether it has nothing that `joined` would lose if another output came after it."""
-    return {*map(type, _not_joined(output))} == {NoneType}
+    return all(map(is_, _not_joined(output), NOTHING))
 
 
 def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
