@@ -11,7 +11,8 @@ def describe_data(data: TaskData, problems_per_iteration: int) -> list[str]:
     """The problems of a run, and what may be unexpected about them."""
     num_train = None if data.train is None else len(data.train)
     training = "no" if num_train is None else f"{num_train:,}"
-    lines = [f"data: {training} training problems, {len(data.held_out):,} held-out problems"]
+    evaluated = f"{len(data.held_out):,} held-out problems" if len(data.held_out) else "no evaluations"
+    lines = [f"data: {training} training problems, {evaluated}"]
     if data.num_dropped:
         lines.append(f"left out of training: {data.num_dropped:,} problems with prompts that are held out")
     if near := data.near_duplicates:

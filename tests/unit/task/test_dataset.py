@@ -251,6 +251,14 @@ def test_rows_that_contradict_each_other_are_told(tmp_path, caplog):
     )
 
 
+def test_without_evaluations_rows_stay_held_out_unless_all_are_asked_for(tmp_path):
+    """`offline_grpo.evaluate` asks them later, of this run too."""
+    write_jsonl(tmp_path / "train.jsonl", ROWS[:30])
+    overrides = ("task=dataset", f"task.path={tmp_path}", "eval.enabled=false")
+    assert describe_data(plan_data(*overrides)[0], 1) == ["data: 27 training problems, no evaluations"]
+    assert describe_data(plan_data(*overrides, "task.eval_split=train")[0], 1) == ["data: 30 training problems, no evaluations"]
+
+
 def test_duplicates_are_dropped_from_training_and_counted(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", ROWS[:30] + ROWS[:2])
     write_jsonl(tmp_path / "test.jsonl", [*ROWS[28:], ROWS[0]])
