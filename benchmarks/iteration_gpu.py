@@ -84,8 +84,13 @@ def our_command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
     ]
 
 
+def num_iterations(folder: Path) -> int:
+    """That a run has completed, also if it was cut off."""
+    return len(list((folder / "metrics").glob("train_iter_*.json")))
+
+
 def our_result(folder: Path) -> dict[str, Any]:
-    """What the run's metrics say, after it has ended."""
+    """What the run's metrics say."""
     records = [json.loads(path.read_text()) for path in sorted((folder / "metrics").glob("train_iter_*.json"))][WARMUP:]
     phases = sorted({key for record in records for key in record if key.startswith("time/") and not key.startswith("time/start")})
     return {
@@ -221,12 +226,14 @@ def main() -> None:
             processes[arm] = subprocess.Popen(commands[arm], env=env, stdout=log, stderr=subprocess.STDOUT, cwd=work)
         if not args.gpus:
             processes[arm].wait()
-    for arm, process in processes.items():
-        if process.wait() != 0:
-            sys.exit(f"{arm} failed:\n{(work / f'{arm}.log').read_text()[-3000:]}")
-    found = {arm: our_result(work / arm) for arm in OURS if (work / arm / "report.png").exists()}  # also of an arm that ended before
+    failed = [arm for arm, process in processes.items() if process.wait() != 0]
+    for arm in failed:
+        print(f"{arm} failed:\n{(work / f'{arm}.log').read_text()[-3000:]}", file=sys.stderr)
+    found = {arm: our_result(work / arm) for arm in OURS if num_iterations(work / arm) > WARMUP}  # also of an arm that was run before
     if (work / "trl.json").exists():
         found["trl"] = json.loads((work / "trl.json").read_text())
+    if not found:
+        sys.exit(1)
     measured = {f"{arm}_s": (statistics.fmean if arm == "async" else statistics.median)(result["seconds"]) for arm, result in found.items()}
     targets = [Target(f"{arm}_s", "<=", 6.5) for arm in OURS if arm in found]
     if {"ours", "lora"} <= found.keys():
@@ -246,6 +253,8 @@ def main() -> None:
         measured=measured,
         details={arm: {key: value for key, value in result.items() if key != "prompts"} for arm, result in found.items()},
     )
+    if failed:
+        sys.exit(f"of {', '.join(failed)} the iterations that were complete are in the result")
 
 
 if __name__ == "__main__":
