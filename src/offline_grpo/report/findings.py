@@ -133,7 +133,8 @@ def _no_signal(history: History) -> Pairs:
 def _truncation(history: History) -> Pairs:
     cut = trend(history, "truncated_frac")
     if cut.last > 0.1:
-        yield f"{cut.last:.0%} of the completions are cut off at last", "a larger generation.max_new_tokens, train.mask_truncated=true"
+        share = cut.last if cut.last == 1 else min(cut.last, 0.99)  # "100%" is all of them
+        yield f"{share:.0%} of the completions are cut off at last", "a larger generation.max_new_tokens, train.mask_truncated=true"
 
 
 def _entropy(history: History) -> Pairs:

@@ -58,7 +58,7 @@ def run_of(history: History, name: str) -> SweepRun:
     run_dir = history.run_dir
     final_low, final_high = (_last(history.series("eval", f"pass@1_{end}").values) for end in ("low", "high"))
     _, seconds = history.phase_seconds()
-    total_s = sum(float(values.sum()) for values in seconds.values()) + history.start_seconds().get("", 0.0)
+    total_s = sum(float(values.sum()) for values in seconds.values())  # without starts: the first run of a process waits for its imports
     num_done = max(history.train, default=-1) + 1
     stopped_early = num_done > 0 and "stopped_early" in history.train[num_done - 1]
     return SweepRun(

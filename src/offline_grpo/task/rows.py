@@ -57,6 +57,8 @@ def read_split(path: str, name: str | None, spec: str, key: str) -> list[Row]:
     values = _hub_rows(path, name, match["name"], key) if files is None else [row for file in files for row in _file_rows(file)]
     start, stop = (None if match[bound] is None else int(match[bound]) for bound in ("start", "stop"))
     rows = [Row(where, index, value) for index, (where, value) in enumerate(values)][start:stop]
+    if not values:
+        raise ConfigError(f"task.path={path}: has no rows for {key}={spec}")
     if not rows:
         raise ConfigError(f"{key}={spec} selects none of the {len(values)} rows of task.path={path}")
     return rows
@@ -118,7 +120,9 @@ def field(row: Row, name: str, key: str) -> Any:
     if not isinstance(row.value, Mapping):
         raise ConfigError(f"{row.where} is not a JSON object: {shown(row.value)}")
     if name not in row.value:
-        raise ConfigError(f"{key}={name}: {row.where} has no such field; it has {', '.join(map(str, row.value))}")
+        names = ", ".join(map(str, row.value))
+        hint = "; separate the columns with commas" if len(row.value) == 1 and {";", "\t"} & set(names) else ""
+        raise ConfigError(f"{key}={name}: {row.where} has no such field; it has {names}{hint}")
     return row.value[name]
 
 
@@ -219,8 +223,22 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
                     cells = shown(list(value.values()))
                     raise ConfigError(f"{where} has not as many cells as the header (commas separate cells): {cells}")
                 yield where, value
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ConfigError(f"task.path: {file}, line {reader.line_num + 1}, is not valid CSV in UTF-8 ({error})") from error
+        except csv.Error as error:
+            raise ConfigError(f"task.path: {file}, line {reader.line_num + 1}, is not valid CSV ({error})") from error
+        except UnicodeDecodeError as error:  # of a piece of the file that was read ahead
+            raise ConfigError(
+                f"task.path: {file}, line {_first_line_of_other_encoding(file)}, is not UTF-8; save the file as UTF-8"
+            ) from error
+
+
+def _first_line_of_other_encoding(file: Path) -> int:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:

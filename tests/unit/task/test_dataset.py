@@ -148,9 +148,9 @@ def test_what_cannot_be_used_is_named(tmp_path, line, settings, message):
     [
         (b"prompt,answer\nq\n", "row 1, has not as many cells as the header"),
         (b"prompt,answer\nq,1,2\n", "row 1, has not as many cells as the header"),
-        (b'prompt,answer\n"q,1\n', "is not valid CSV in UTF-8"),
-        ("prompt,answer\nWie groß?,1\n".encode("latin-1"), "is not valid CSV in UTF-8"),
-        (b"prompt;answer\nq;1\n", "has no such field; it has prompt;answer"),
+        (b'prompt,answer\n"q,1\n', "is not valid CSV"),
+        ("prompt,answer\nq,1\nWie groß?,1\n".encode("latin-1"), "line 3, is not UTF-8; save the file as UTF-8"),
+        (b"prompt;answer\nq;1\n", "has no such field; it has prompt;answer; separate the columns with commas"),
     ],
 )
 def test_a_broken_csv_is_named(tmp_path, content, message):

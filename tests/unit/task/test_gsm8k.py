@@ -281,7 +281,7 @@ def test_unreadable_files_are_refused(tmp_path):
     for path, values, message in [
         ("bad.parquet", splits, "not a readable parquet"),
         ("data.txt", splits, "must be a file of the kind .jsonl, .json, .csv, .parquet"),
-        ("empty.jsonl", splits, "selects none of the 0 rows"),
+        ("empty.jsonl", splits, "has no rows for"),
         ("missing.jsonl", splits, "does not exist"),
         ("no_such_folder", splits, "does not exist"),
         ("", splits, "none of train.jsonl"),
