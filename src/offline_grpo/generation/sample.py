@@ -49,7 +49,8 @@ def sample_groups(
                     yield index, _group(problem, prompts[index], group, sampling)
                 else:
                     waiting.append((index, group))
-        for index, group in waiting:
+        for number, (index, group) in enumerate(waiting):
+            progress.report(number, len(waiting), "slow groups scored")
             yield index, _group(draws[index][0], prompts[index], group, sampling)
     finally:
         for _, group in waiting:
