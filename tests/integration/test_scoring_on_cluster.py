@@ -48,16 +48,19 @@ def hosts() -> list[psutil.Process]:
 
 @pytest.mark.slow  # a cluster starts, loses a machine and gets another
 def test_all_machines_score_also_when_one_is_lost_and_another_joins(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("offline_grpo.generation.scoring.cluster.LOOK_INTERVAL_S", 0.0)
+    go = tmp_path / "go"
     before, handlers = {process.pid for process in hosts()}, [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    task = bad_rewards.on_cluster(cluster.address, "bad_rewards:where")
+    task = bad_rewards.on_cluster(cluster.address, "bad_rewards:where", timeout_s=100.0)
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], "Ray lets them be"
     try:
         assert len(set(scored(task, ["any"] * 24))) == 2
-        under_way = [bad_rewards.judge(task, "slowly") for _ in range(12)]
+        under_way = [bad_rewards.judge(task, str(go)) for _ in range(12)]
         cluster.remove_node(cluster.machines.pop(), allow_graceful=False)
+        wait_until(lambda: any("has gone" in line for line in caplog.messages))
+        go.touch()  # not before: until then the lost machine might still answer
         assert len({judgement.result().reward for judgement in under_way}) == 1, "what the lost machine was asked, the other one answers"
         assert sum("has gone; its completions are scored on others" in line for line in caplog.messages) == 1
         cluster.machines.append(cluster.add_node(num_cpus=1))
@@ -112,17 +115,17 @@ def test_a_completion_that_costs_machines_does_not_cost_them_all(cluster: Any, m
 
 @pytest.mark.slow
 def test_what_is_under_way_when_it_closes_loses_no_machine(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """It ends the actors itself; the thread that awaits them sees each go before the next one is ended."""
     import ray
 
     kill = ray.kill
     monkeypatch.setattr(ray, "kill", lambda actor: (kill(actor), time.sleep(2)))
-    task = bad_rewards.on_cluster(cluster.address, "bad_rewards:where")
+    task = bad_rewards.on_cluster(cluster.address, "bad_rewards:where", timeout_s=100.0)
     try:
         assert len(set(scored(task, ["any"] * 24))) == 2
-        under_way = [bad_rewards.judge(task, "slowly") for _ in range(12)]
+        under_way = [bad_rewards.judge(task, str(tmp_path / "never")) for _ in range(12)]
         time.sleep(0.5)
     finally:
         task.close()

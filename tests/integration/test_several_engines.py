@@ -85,8 +85,18 @@ def port_of(log: Path) -> str:
     return port
 
 
+def held_python(folder: Path) -> str:
+    """`forking_python`, which starts nothing while there is the file `hold` in `folder`."""
+    script = folder / "held_python"
+    script.write_text(f'#!/bin/sh\nwhile [ -e {folder}/hold ]; do sleep 0.1; done\nexec {forking_python(folder)} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
 def kill_one_that_samples(folder: Path) -> None:
-    """Stop the second engine, so that what it is asked stays open, and kill it soon."""
+    """Stop the second engine, so that what it is asked stays open, and kill it soon. Until `wait_for_the_third_start` none starts again:
+    a slow trainer would see it ready an iteration earlier."""
+    (folder.parent / "hold").touch()
     [server] = [p for p in psutil.Process().children() if port_of(folder / "server_1.log") in p.cmdline()]
     [victim] = [p for p in server.children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
     victim.suspend()
@@ -94,6 +104,7 @@ def kill_one_that_samples(folder: Path) -> None:
 
 
 def wait_for_the_third_start(folder: Path) -> None:
+    (folder.parent / "hold").unlink()
     port = port_of(folder / "server_2.log")
     api, deadline = ServerApi(f"http://127.0.0.1:{port}", None), time.monotonic() + 120
     while not api.answers("/health"):
@@ -105,7 +116,7 @@ def test_a_death_while_sampling(model: Path, one: Path, tmp_path: Path) -> None:
     """The other one answers what was open, and the run goes on without waiting; later the dead one serves again."""
     folder = tmp_path / "run"
     mishaps = {("generate", 1): partial(kill_one_that_samples, folder), ("generate", 3): partial(wait_for_the_third_start, folder)}
-    run(folder, model, *own_server(forking_python(tmp_path)), "weight_sync=reload", "placement.num_engines=2", mishaps=mishaps)
+    run(folder, model, *own_server(held_python(tmp_path)), "weight_sync=reload", "placement.num_engines=2", mishaps=mishaps)
     trained = assert_same_run(folder, one)
     assert [metrics["engines/num_serving"] for metrics in trained] == [2, 1, 1, 2, 2]
     assert [metrics["engines/num_restarts"] for metrics in trained] == [0, 1, 1, 1, 1]
@@ -122,7 +133,7 @@ def test_a_death_while_sampling_ahead(model: Path, one: Path, tmp_path: Path) ->
     folder = tmp_path / "run"
     mishaps = {("generate", 1): partial(kill_one_that_samples, folder), ("generate", 3): partial(wait_for_the_third_start, folder)}
     ahead = ("mode=async", "rollouts.max_staleness=4", "weight_sync=reload", "placement.num_engines=2")
-    run(folder, model, *own_server(forking_python(tmp_path)), *ahead, mishaps=mishaps)
+    run(folder, model, *own_server(held_python(tmp_path)), *ahead, mishaps=mishaps)
     found = metrics_of(folder)
     trained = [found[f"train_iter_{i:03d}.json"] for i in range(5)]
     assert {metrics["sync/num_recoveries"] + metrics["async/num_discarded"] for metrics in trained} == {0}
