@@ -237,7 +237,7 @@ def explain(error: BaseException) -> str:
     if re.match("Key '.*' (not in|is not in struct)", text) and isinstance(parent, DictConfig):
         if key in RENAMED:
             return f"{key}: no such key; the setting is {RENAMED[key]}"
-        known = [str(child) for child in parent if child != "hydra"]
+        known = [str(child) for child in parent if child != "hydra"] if "/" not in str(key) else config.groups()
         return str(no_such_key(str(key), known)) if known else in_empty(str(key))
     if "is not Optional" in text:
         return f"{key}=null: needs a value"

@@ -65,6 +65,8 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         ("logger=[wandb] logger.wandb.mode=online", r"logger\.wandb\.mode=online: Weights & Biases has no API key of yours; run `wandb .*"),
         ("seed=0 eval=false model/lora=true", r"eval=false, model/lora=true: a group needs one of its options; .*"),
         ("loss=dapo", r"loss: no such key; the setting is train/loss"),
+        ("train/los=dapo", r"train/los: no such key; did you mean train/loss\?"),
+        ("zzz/qqq=default", r"zzz/qqq: no such key; it may be one of checkpoint, data, .*, model/lora, .*"),
         ("train.lr=null", r"train\.lr=null: needs a value"),
         ("model/lora=default model.lora.alpha=0", r"model\.lora\.alpha=0\.0: must be above 0; .*"),
         ("train.iterations=2 train.profile=3", r"train\.profile=3: an iteration, from 1 to train\.iterations=2, or null"),
