@@ -168,6 +168,7 @@ def run_job(job: Callable[[], T]) -> T | None:
             result = job()
             if is_sweep:  # a run that was complete when the signal came ends as any other; its sweep does not go on
                 stop.check()
+                stop.hold("this step of the sweep")
             return result
     except EXPECTED as error:
         discard_fresh(Path(HydraConfig.get().runtime.output_dir))
