@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from offline_grpo.errors import EngineError, StopRequested
@@ -192,7 +193,7 @@ def test_after_a_complete_run_a_signal_is_only_taken_note_of():
 
 
 def test_between_two_runs_of_a_sweep_a_signal_does_not_speak_of_the_first_one(said, monkeypatch):
-    monkeypatch.setattr(cli.HydraConfig, "get", lambda: SimpleNamespace(mode=RunMode.MULTIRUN))
+    monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(mode=RunMode.MULTIRUN))
     with StopSignal.listening() as stop:
         cli.run_job(lambda: stop.complete("the report; the run is complete"))
         send(signal.SIGINT)
