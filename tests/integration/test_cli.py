@@ -79,7 +79,7 @@ def test_a_server_that_is_not_installed_is_refused_before_a_model_is_built(tmp_p
 
 
 def test_an_unknown_key_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
-    done = fresh_command(tmp_path, "run_grpo.py", "train.learning_rate=1", python=("-X", "importtime"))
+    done = fresh_command(tmp_path, "run_grpo.py", "train.speed=1", python=("-X", "importtime"))
     assert done.returncode == 2
     imports, lines = [], []
     for line in done.stderr.splitlines():
@@ -87,7 +87,7 @@ def test_an_unknown_key_is_refused_before_torch_is_imported(tmp_path: Path) -> N
     assert {"hydra", "omegaconf"} < {line.rpartition("|")[2].strip() for line in imports}
     assert not [line for line in imports if re.search(r"\| +(torch|transformers)$", line)]
     assert len(lines) == 1
-    assert lines[0].startswith("error: train.learning_rate: no such key; it may be one of iterations, ")
+    assert lines[0].startswith("error: train.speed: no such key; it may be one of iterations, ")
     assert list(tmp_path.iterdir()) == []
 
 

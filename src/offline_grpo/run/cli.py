@@ -55,6 +55,8 @@ RENAMED = {
     "optimizer": "train/optimizer",
     "lora": "model/lora",
     "lr": "train.lr",
+    "train.learning_rate": "train.lr",
+    "train.max_steps": "train.iterations",
     "iterations": "train.iterations",
 }
 """What people write, and the key that they mean. With a layout of their own, model/layout is a group."""
