@@ -27,9 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import os
-import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -38,18 +36,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
-import psutil
 from client_overhead import CPU_ARGS, EndlessClient
 from common import RESULTS, Target, Timings, complete_in_order, write_result
+from generation_arms import GROUP, Group, Offline, Served, requests, save_model
 
-from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.generation.vllm_client import STOCK
 from offline_grpo.types import SamplingParams, SamplingRequest
 
-GROUP = 8
-PROMPT_TOKENS = 40
 COMMON: dict[str, Any] = {
     "max_model_len": 4096,
     "max_num_seqs": 1024,
@@ -57,136 +50,6 @@ COMMON: dict[str, Any] = {
     "generation_config": "vllm",
     "seed": 0,
 }
-SMALL: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "tie_word_embeddings": True}
-
-Group = list[tuple[tuple[int, ...], tuple[float, ...]]]
-"""Token ids and logprobs of each completion of one prompt."""
-
-
-def save_model(folder: Path, *, is_small: bool) -> Path:
-    """Qwen3-0.6B's shape with random weights; a tokenizer of characters."""
-    import torch
-    from shapes import SIZES
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from offline_grpo.model.char_tokenizer import build_char_tokenizer
-
-    torch.manual_seed(0)
-    config: Any = Qwen3Config(**SMALL) if is_small else SIZES["0.6b"]
-    config.eos_token_id, dtype = 2, torch.float32 if is_small else torch.bfloat16
-    device = "cpu" if is_small else "cuda"
-    with torch.device(device):
-        model: Any = Qwen3ForCausalLM(config)
-    model.to(dtype).save_pretrained(str(folder))
-    build_char_tokenizer(4096).save_pretrained(str(folder))
-    del model
-    torch.cuda.empty_cache()  # the engines take their shares of what is free
-    return folder
-
-
-def requests(num_sequences: int, group: int = GROUP) -> list[SamplingRequest]:
-    draw = random.Random(num_sequences)
-    return [
-        SamplingRequest(tuple(draw.randint(3, 80) for _ in range(PROMPT_TOKENS)), group, 1000 * index)
-        for index in range(num_sequences // group)
-    ]
-
-
-class Served:
-    """A managed server and its client."""
-
-    def __init__(self, model: Path, args: dict[str, Any], folder: Path) -> None:
-        engine: dict[str, Any] = {"python": None, "host": "127.0.0.1", "port": None, "api_key": None, "start_timeout_s": 400}
-        env = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
-        launcher: Any = VllmEngine(**engine, args=args, env=env, blackwell_workaround=False)
-        self.server = Server(base_url=None, api_key=None, launcher=launcher, log_dir=folder)
-        started = time.monotonic()
-        with ExitStack() as if_it_fails:
-            if_it_fails.callback(self.server.stop)
-            self.server.start(str(model))
-            if_it_fails.pop_all()
-        self.start_s = time.monotonic() - started
-        self.client = EndlessClient(server=self.server, eos_ids=[2], vocab_size=151936, batch_size=256, timeout_s=600, max_retries=0)
-        self.cpu_us_per_token: dict[str, float] = {}
-
-    def generate(self, asked: Sequence[SamplingRequest], tokens: int) -> list[Group]:
-        before = self._cpu_s()
-        found = complete_in_order(self.client, asked, SamplingParams(max_new_tokens=tokens))
-        num_tokens = tokens * sum(request.num_completions for request in asked)
-        self.cpu_us_per_token = {name: 1e6 * (s - before.get(name, s)) / num_tokens for name, s in self._cpu_s().items()}
-        return [[(completion.token_ids, completion.logprobs) for completion in group] for group in found]
-
-    def num_preempted(self) -> float:
-        """Requests that the engine has computed again for lack of memory, since its start."""
-        answer = httpx.get(f"{self.server.base_url}/metrics", headers={"Authorization": f"Bearer {self.server.api_key}"}, timeout=60).text
-        return sum(float(line.split()[-1]) for line in answer.splitlines() if line.startswith("vllm:num_preemptions_total"))
-
-    def _cpu_s(self) -> dict[str, float]:
-        """Of the API server (`python`) and the engine's processes, by name."""
-        found: dict[str, float] = {}
-        for process in psutil.Process(self.server.pid).children(recursive=True):
-            found[process.name()] = found.get(process.name(), 0.0) + sum(process.cpu_times()[:2])
-        return found
-
-    def close(self) -> None:
-        self.client.close()
-        self.server.stop()
-
-
-class Offline:
-    """vLLM's offline engine in a child process, which is not to import vLLM into this one."""
-
-    def __init__(self, model: Path, args: dict[str, Any]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_offline, args=(theirs, str(model), args))
-        self._process.start()
-        theirs.close()
-
-    def start(self) -> float:
-        """Make the engine: seconds. Its imports have gone on since the constructor."""
-        started = time.monotonic()
-        self._pipe.send("start")
-        self._pipe.recv()
-        return time.monotonic() - started
-
-    def generate(self, asked: Sequence[SamplingRequest], tokens: int, *, logprobs: bool = True) -> list[Group]:
-        self._pipe.send(([(request.prompt_ids, request.num_completions, request.seed) for request in asked], tokens, logprobs))
-        return self._pipe.recv()
-
-    def close(self) -> None:
-        self._pipe.close()
-        self._process.join(30)
-        if self._process.is_alive():
-            self._process.kill()
-
-
-def _offline(pipe: Any, model: str, args: dict[str, Any]) -> None:
-    import vllm
-    from vllm.sampling_params import RequestOutputKind
-
-    assert pipe.recv() == "start"
-    engine = vllm.LLM(model, disable_log_stats=True, **args)
-    pipe.send("ready")
-    while True:
-        try:
-            asked, tokens, logprobs = pipe.recv()
-        except EOFError:
-            return
-        kind = {"output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False, "flat_logprobs": True, "ignore_eos": True}
-        settings = [
-            vllm.SamplingParams(n=n, seed=seed, max_tokens=tokens, temperature=1.0, logprobs=0 if logprobs else None, **kind)
-            for _, n, seed in asked
-        ]
-        prompts: Any = [{"prompt_token_ids": list(ids)} for ids, _, _ in asked]
-        found = engine.generate(prompts, settings, use_tqdm=False)
-        pipe.send(
-            [
-                [(tuple(one.token_ids), tuple(one.logprobs.logprobs) if logprobs else ()) for one in output.outputs]  # type: ignore[union-attr]
-                for output in found
-            ]
-        )
 
 
 def check_equal(arms: dict[str, Callable[[Sequence[SamplingRequest], int], list[Group]]], tokens: int) -> None:
@@ -226,6 +89,12 @@ def measure(
     return timings
 
 
+def tokens_per_s(timings: dict[int, Timings], tokens: int) -> dict[str, float]:
+    """Of every arm, by name and number of sequences."""
+    speeds = {(name, count): count * tokens / found.median_s(name) for count, found in timings.items() for name in found.seconds}
+    return {f"{name}_{count}_tokens_per_s": speed for (name, count), speed in speeds.items()}
+
+
 def against_offline(arguments: argparse.Namespace, model: Path, args: dict[str, Any], stack: ExitStack, folder: Path) -> None:
     deadline = time.monotonic() + arguments.limit_s
     offline = Offline(model, args)
@@ -258,9 +127,7 @@ def against_offline(arguments: argparse.Namespace, model: Path, args: dict[str, 
     measured = {"server_start_s": served.start_s, "offline_start_s": offline_start_s}
     for count, found in timings.items():
         measured[f"server_vs_offline_{count}"] = 1 / found.ratio("server", "offline")
-        for name in found.seconds:
-            measured[f"{name}_{count}_tokens_per_s"] = count * arguments.tokens / found.median_s(name)
-    measured |= {f"cpu_us_per_token_{name.strip('()')}": value for name, value in cpu.items() if value > 0.5}
+    measured |= tokens_per_s(timings, arguments.tokens) | {f"cpu_us_per_token_{name}": value for name, value in cpu.items()}
     save(
         arguments,
         "generation",
@@ -301,9 +168,7 @@ def several_engines(arguments: argparse.Namespace, model: Path, args: dict[str, 
     few, many = arguments.sequences
     timings = measure({arm: counting(arm) for arm in arms}, {many: arguments.rounds, few: arguments.rounds}, arguments.tokens, deadline)
     measured = {f"preempted_{arm}": count for arm, count in preempted.items()}
-    measured |= {f"gain_{count}": found.ratio("one", "all") for count, found in timings.items()}
-    for count, found in timings.items():
-        measured |= {f"{name}_{count}_tokens_per_s": count * arguments.tokens / found.median_s(name) for name in found.seconds}
+    measured |= {f"gain_{count}": found.ratio("one", "all") for count, found in timings.items()} | tokens_per_s(timings, arguments.tokens)
     save(
         arguments,
         f"generation_{arguments.engines}_engines",
@@ -329,12 +194,8 @@ def two_schedulers(arguments: argparse.Namespace, model: Path, args: dict[str, A
         timings |= measure(arms, {count: arguments.rounds}, arguments.tokens, deadline)
         measured[f"gain_{count}"] = timings[count].ratio("each", "bundles")
         for arm, server in servers.items():
-            measured[f"{arm}_{count}_tokens_per_s"] = count * arguments.tokens / timings[count].median_s(arm)
-            measured |= {
-                f"{arm}_{count}_cpu_us_per_token_{name.strip('()')}": value
-                for name, value in server.cpu_us_per_token.items()
-                if value > 0.5
-            }
+            measured |= {f"{arm}_{count}_cpu_us_per_token_{name}": value for name, value in server.cpu_us_per_token.items()}
+    measured |= tokens_per_s(timings, arguments.tokens)
     save(
         arguments,
         "generation_bundles",

@@ -38,7 +38,7 @@ import torch
 from common import Target, write_result
 from our_trainer import ADAMW, make_updater
 from shapes import SIZES
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl_arm import WARMUP_BLOCKS, Interleave, MethodTimes, Trial, fastest, make_trainer
 
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
@@ -52,9 +52,6 @@ from offline_grpo.train.experience import prepare_batch
 from offline_grpo.types import Completion, FinishReason, Problem, Rollout, RolloutGroup, Score
 
 Batches = Sequence[Sequence[RolloutGroup]]
-VOCAB: dict[str, Any] = {"vocab_size": 32000, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-WIDTHS: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2}
-SHAPES: dict[str, PretrainedConfig] = SIZES | {"11m": Qwen2Config(**VOCAB, **WIDTHS, num_hidden_layers=4, max_position_embeddings=2048)}
 GROUP_SIZE, LR = 8, 1e-5
 
 
@@ -105,12 +102,12 @@ def make_model(setup: Setup) -> PreTrainedModel:
     """The same weights each time."""
     torch.manual_seed(0)
     with torch.device(setup.device):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(SHAPES[setup.shape]), dtype=torch_dtype(setup.precision))
+        return AutoModelForCausalLM.from_config(copy.deepcopy(SIZES[setup.shape]), dtype=torch_dtype(setup.precision))
 
 
 def stored_rollouts(setup: Setup) -> Batches:
     """Batches of groups of 8 completions of random tokens, whose geometric lengths are truncated."""
-    rng, vocab_size = random.Random(0), SHAPES[setup.shape].vocab_size
+    rng, vocab_size = random.Random(0), SIZES[setup.shape].vocab_size
 
     def tokens(length: int) -> tuple[int, ...]:
         return tuple(rng.randrange(10, vocab_size) for _ in range(length))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 QWEN3: dict[str, Any] = {
     "vocab_size": 151936,
@@ -22,6 +22,19 @@ def qwen3(hidden: int, intermediate: int, layers: int, heads: int) -> Qwen3Confi
 
 SIZES: dict[str, PretrainedConfig] = {
     "tiny": LlamaConfig(vocab_size=2000, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4),
+    "11m": Qwen2Config(
+        vocab_size=32000,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    ),
     "0.6b": qwen3(1024, 3072, 28, 16),
     "1.7b": qwen3(2048, 6144, 28, 16),
     "4b": qwen3(2560, 9728, 36, 32),
@@ -36,4 +49,4 @@ SIZES: dict[str, PretrainedConfig] = {
         tie_word_embeddings=False,
     ),
 }
-"""Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B and Llama-3.1-8B."""
+"""Two small ones, Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B and Llama-3.1-8B."""

@@ -26,6 +26,7 @@ from offline_grpo.disk import NOT_WRITABLE
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested, ending_with_reader, forget_output, no_such_key
 from offline_grpo.run import config, launch, resume, sweep_jobs
 from offline_grpo.run.build import sweep_hint
+from offline_grpo.run.help import groups
 from offline_grpo.run.interrupt import StopSignal, ignore_from_now_on
 from offline_grpo.run.run_dir import discard_fresh
 
@@ -240,7 +241,7 @@ def explain(error: BaseException) -> str:
     if re.match("Key '.*' (not in|is not in struct)", text) and isinstance(parent, DictConfig):
         if key in RENAMED:
             return f"{key}: no such key; the setting is {RENAMED[key]}"
-        known = [str(child) for child in parent if child != "hydra"] if "/" not in str(key) else config.groups()
+        known = [str(child) for child in parent if child != "hydra"] if "/" not in str(key) else list(groups(config.folder()))
         return str(no_such_key(str(key), known)) if known else in_empty(str(key))
     if "is not Optional" in text:
         return f"{key}=null: needs a value"

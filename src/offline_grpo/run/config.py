@@ -31,12 +31,6 @@ def folder() -> Path:
     return next(path for path in (package / "conf", package.parents[1] / "conf") if path.is_dir())
 
 
-def groups() -> list[str]:
-    """Those of `conf/` that options are chosen in, such as `train/loss`."""
-    found = {path.parent.relative_to(folder()).as_posix() for path in folder().rglob("*.yaml")}
-    return sorted(found - {"."})
-
-
 def register() -> None:
     """Make the schema available to Hydra as `config_schema`, the first entry of the defaults list in conf/config.yaml.
 

@@ -17,7 +17,7 @@ from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import read_model_config
 from offline_grpo.model.reference import is_adapted_policy
 from offline_grpo.placement.device_plan import DevicePlan, check, describe
-from offline_grpo.placement.devices import Devices, reference_gpu, server_gpus, trainer_gpus
+from offline_grpo.placement.devices import reference_gpu, server_gpus, trainer_gpus
 from offline_grpo.placement.host import available_bytes
 from offline_grpo.placement.memory_plan import MemoryRequest, ServerRequest, largest_microbatch, model_of, predict
 from offline_grpo.placement.recompute import choose_share, in_words
@@ -50,34 +50,27 @@ def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processe
     if not trainers or not (plan.config.placement.check_memory or recompute == "auto"):
         return float(recompute is True), []
     with progress.phase("memory plan"):
-        return _planned(plan, model_id, longest_prompt, trainers, devices)
-
-
-def _planned(plan: Plan, model_id: str, longest_prompt: int, trainers: Sequence[int], devices: Devices) -> tuple[float, list[DevicePlan]]:
-    """See `check_memory`."""
-    model, engines = plan.config.model, server_gpus(devices)
-    recompute = plan.config.train.gradient_checkpointing
-    trust = {"trust_remote_code": model.trust_remote_code}
-    request = memory_request(
-        plan,
-        read_model_config(model_id, "model.train_id", **trust),
-        read_model_config(model.ref_id or model_id, "model.ref_id", **trust) if needs_reference_copy(plan) else None,
-        longest_prompt=longest_prompt,
-        trainers=trainers,
-        reference=reference_gpu(devices),
-        engine_gpus=[gpu for gpus in engines for gpu in gpus or ()],
-        total_bytes=[torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())],
-    )
-    if recompute == "auto":
-        share, predicted = choose_share(request)
-        log.info("train.gradient_checkpointing=auto: recomputes %s", in_words(share))
-    else:
-        share, predicted = request.recompute, predict(request)
-    for line in describe(predicted):
-        log.info(line)
-    if plan.config.placement.check_memory:
-        check(predicted)
-    return share, predicted
+        trust = {"trust_remote_code": model.trust_remote_code}
+        request = memory_request(
+            plan,
+            read_model_config(model_id, "model.train_id", **trust),
+            read_model_config(model.ref_id or model_id, "model.ref_id", **trust) if needs_reference_copy(plan) else None,
+            longest_prompt=longest_prompt,
+            trainers=trainers,
+            reference=reference_gpu(devices),
+            engine_gpus=[gpu for gpus in server_gpus(devices) for gpu in gpus or ()],
+            total_bytes=[torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())],
+        )
+        if recompute == "auto":
+            share, predicted = choose_share(request)
+            log.info("train.gradient_checkpointing=auto: recomputes %s", in_words(share))
+        else:
+            share, predicted = request.recompute, predict(request)
+        for line in describe(predicted):
+            log.info(line)
+        if plan.config.placement.check_memory:
+            check(predicted)
+        return share, predicted
 
 
 def needs_reference_copy(plan: Plan) -> bool:
