@@ -3,6 +3,7 @@
     python benchmarks/generation.py                # one H100: at most six minutes
     python benchmarks/generation.py --engines 2    # would several engine processes on one card pay? At most six minutes
     python benchmarks/generation.py --schedulers   # does it pay to hand tokens over in bundles? At most six minutes
+    python benchmarks/generation.py --servers '{"runs": {}, "large_blocks": {"args": {"block_size": 64}}}' --share 0.4
     python benchmarks/generation.py --small        # a tiny model and vLLM's CPU build; says nothing about speed
 
 Every sequence has exactly `--tokens` tokens after a prompt of 40, in groups of 8, each with a seed of its own. First, each sequence alone,
@@ -14,8 +15,9 @@ Arms:
     offline           vLLM's LLM.generate in a process of its own: the sampled token's logprob, no text
     offline_bare      the same without logprobs
 
-With --schedulers there are two servers on the card: `bundles` as runs use it, and `each` with vLLM's own scheduler, which hands over every
-token by itself.
+With --servers there are several servers on the card, which start at the same time. Each is as runs use it, with vLLM's options and the
+environment variables that the JSON adds; gains are over the first. --schedulers is one such comparison: `bundles` as runs use it, and
+`each` with vLLM's own scheduler, which hands over every token by itself. --tokens may differ for the two numbers of sequences.
 
 With --engines N there are N servers, each with weights of its own, and the arms `one` (all sequences on the first) and `all` (split). An
 engine that has no memory for all sequences makes some of them wait, or computes them again; `preempted` counts the latter. Choose --tokens
@@ -36,6 +38,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from client_overhead import CPU_ARGS, EndlessClient
 from common import RESULTS, Target, Timings, complete_in_order, write_result
 from generation_arms import GROUP, Group, Offline, Served, requests, save_model
@@ -52,6 +55,12 @@ COMMON: dict[str, Any] = {
 }
 
 
+OTHERS_BYTES = 7 * 2**30
+"""What a server of Qwen3-0.6B needs beside its KV cache: weights, activations of up to 1,024 sequences, CUDA graphs."""
+BUNDLES = "Tokens that are handed over in bundles, against each by itself, through two servers on one GPU"
+SCHEDULERS: dict[str, Any] = {"each": {"args": {"scheduler_cls": None}}, "bundles": {}}
+
+
 def check_equal(arms: dict[str, Callable[[Sequence[SamplingRequest], int], list[Group]]], tokens: int) -> None:
     """One sequence at a time, so that no arm's batches differ from another's."""
     for request in requests(3 * GROUP)[:3]:
@@ -65,33 +74,34 @@ def check_equal(arms: dict[str, Callable[[Sequence[SamplingRequest], int], list[
 
 
 def measure(
-    arms: dict[str, Callable[[Sequence[SamplingRequest], int], list[Group]]], counts: dict[int, int], tokens: int, deadline: float
-) -> dict[int, Timings]:
-    """Seconds of every arm, {number of sequences: as many rounds}. Rounds for which no time is left are left out."""
+    arms: dict[str, Callable[[Sequence[SamplingRequest], int], list[Group]]], count: int, tokens: int, rounds: int, deadline: float
+) -> Timings:
+    """Seconds that every arm takes for `count` sequences. Rounds for which no time is left are left out."""
     for generate in arms.values():
-        generate(requests(8 * GROUP), tokens // 8)
-    timings: dict[int, Timings] = {}
-    for count, rounds in counts.items():
-        seconds: dict[str, list[float]] = {name: [] for name in arms}
-        round_s = 0.0
-        for index in range(rounds):
-            if index > 0 and time.monotonic() + round_s > deadline:
-                break
-            began = time.monotonic()
-            for name in list(arms) if index % 2 == 0 else reversed(list(arms)):
-                started = time.perf_counter()
-                groups = arms[name](requests(count), tokens)
-                seconds[name].append(time.perf_counter() - started)
-                assert all(len(ids) == tokens for group in groups for ids, _ in group)
-                print(f"{count} sequences, {name}: {count * tokens / seconds[name][-1]:,.0f} tok/s", flush=True)
-            round_s = time.monotonic() - began
-        timings[count] = Timings(seconds)
-    return timings
+        generate(requests(8 * GROUP), max(1, tokens // 8))
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    round_s = 0.0
+    for index in range(rounds):
+        if index > 0 and time.monotonic() + round_s > deadline:
+            break
+        began = time.monotonic()
+        for name in list(arms) if index % 2 == 0 else reversed(list(arms)):
+            started = time.perf_counter()
+            groups = arms[name](requests(count), tokens)
+            seconds[name].append(time.perf_counter() - started)
+            assert all(len(ids) == tokens for group in groups for ids, _ in group)
+            print(f"{count} sequences, {name}: {count * tokens / seconds[name][-1]:,.0f} tok/s", flush=True)
+        round_s = time.monotonic() - began
+    return Timings(seconds)
 
 
-def tokens_per_s(timings: dict[int, Timings], tokens: int) -> dict[str, float]:
-    """Of every arm, by name and number of sequences."""
-    speeds = {(name, count): count * tokens / found.median_s(name) for count, found in timings.items() for name in found.seconds}
+def tokens_per_s(timings: dict[int, Timings], tokens: Sequence[int]) -> dict[str, float]:
+    """Of every arm, by name and number of sequences; each sequence has so many tokens."""
+    speeds = {
+        (name, count): count * each / found.median_s(name)
+        for (count, found), each in zip(sorted(timings.items()), tokens, strict=True)
+        for name in found.seconds
+    }
     return {f"{name}_{count}_tokens_per_s": speed for (name, count), speed in speeds.items()}
 
 
@@ -119,11 +129,11 @@ def against_offline(arguments: argparse.Namespace, model: Path, args: dict[str, 
         return found
 
     arms: dict[str, Callable[[Sequence[SamplingRequest], int], list[Group]]] = {"server": ask_server, "offline": offline.generate}
-    check_equal({**arms, "stock": ask_stock}, min(arguments.tokens, 64))
+    check_equal({**arms, "stock": ask_stock}, 64 if not arguments.small else 32)
     arms["offline_bare"] = lambda asked, tokens: offline.generate(asked, tokens, logprobs=False)
-    few, many = arguments.sequences
-    timings = measure({**arms, "stock": ask_stock}, {few: arguments.rounds}, arguments.tokens, deadline)
-    timings |= measure(arms, {many: arguments.rounds}, arguments.tokens, deadline)
+    (few, few_tokens), (many, many_tokens) = zip(arguments.sequences, arguments.tokens, strict=True)
+    timings = {few: measure({**arms, "stock": ask_stock}, few, few_tokens, arguments.rounds, deadline)}
+    timings[many] = measure(arms, many, many_tokens, arguments.rounds, deadline)
     measured = {"server_start_s": served.start_s, "offline_start_s": offline_start_s}
     for count, found in timings.items():
         measured[f"server_vs_offline_{count}"] = 1 / found.ratio("server", "offline")
@@ -165,8 +175,10 @@ def several_engines(arguments: argparse.Namespace, model: Path, args: dict[str, 
         return generate
 
     # No check_equal: in bf16, servers that were compiled apart differ by more than its tolerance.
+    counted = {arm: counting(arm) for arm in arms}
     few, many = arguments.sequences
-    timings = measure({arm: counting(arm) for arm in arms}, {many: arguments.rounds, few: arguments.rounds}, arguments.tokens, deadline)
+    timings = {many: measure(counted, many, arguments.tokens[1], arguments.rounds, deadline)}
+    timings = {few: measure(counted, few, arguments.tokens[0], arguments.rounds, deadline), **timings}
     measured = {f"preempted_{arm}": count for arm, count in preempted.items()}
     measured |= {f"gain_{count}": found.ratio("one", "all") for count, found in timings.items()} | tokens_per_s(timings, arguments.tokens)
     save(
@@ -179,30 +191,35 @@ def several_engines(arguments: argparse.Namespace, model: Path, args: dict[str, 
     )
 
 
-def two_schedulers(arguments: argparse.Namespace, model: Path, args: dict[str, Any], stack: ExitStack, folder: Path) -> None:
+def several_servers(arguments: argparse.Namespace, model: Path, args: dict[str, Any], stack: ExitStack, folder: Path) -> None:
+    def start(arm: str) -> Served:
+        asked = arguments.servers[arm]
+        found = Served(model, {**args, **arguments.server_args, **asked.get("args", {})}, folder / arm, asked.get("env", {}))
+        stack.callback(found.close)
+        print(f"server {arm} up after {found.start_s:.0f} s", flush=True)
+        return found
+
     deadline = time.monotonic() + arguments.limit_s
-    servers: dict[str, Served] = {}
-    for arm, more in {"bundles": {}, "each": {"scheduler_cls": None}}.items():
-        servers[arm] = Served(model, {**args, **arguments.server_args, **more}, folder / arm)
-        stack.callback(servers[arm].close)
-        print(f"server {arm} up after {servers[arm].start_s:.0f} s", flush=True)
-    few, many = arguments.sequences
-    arms = {arm: server.generate for arm, server in servers.items()}
-    measured: dict[str, float] = {}
+    if not arguments.small:  # servers that start together cannot measure what is left for their caches
+        args = {**args, "kv_cache_memory_bytes": int(arguments.share * torch.cuda.get_device_properties(0).total_memory - OTHERS_BYTES)}
+    with ThreadPoolExecutor(len(arguments.servers)) as threads:
+        servers = dict(zip(arguments.servers, threads.map(start, arguments.servers), strict=True))
+    baseline = next(iter(servers))
+    measured = {f"{arm}_start_s": server.start_s for arm, server in servers.items()}
     timings: dict[int, Timings] = {}
-    for count in (few, many):
-        timings |= measure(arms, {count: arguments.rounds}, arguments.tokens, deadline)
-        measured[f"gain_{count}"] = timings[count].ratio("each", "bundles")
+    for count, tokens in zip(arguments.sequences, arguments.tokens, strict=True):
+        timings[count] = measure({arm: server.generate for arm, server in servers.items()}, count, tokens, arguments.rounds, deadline)
+        measured |= {f"{arm}_gain_{count}": timings[count].ratio(baseline, arm) for arm in servers if arm != baseline}
         for arm, server in servers.items():
             measured |= {f"{arm}_{count}_cpu_us_per_token_{name}": value for name, value in server.cpu_us_per_token.items()}
     measured |= tokens_per_s(timings, arguments.tokens)
     save(
         arguments,
-        "generation_bundles",
-        claim="Tokens that are handed over in bundles, against each by itself, through two servers on one GPU",
-        targets=[Target(f"gain_{few}", ">=", 1.1), Target(f"bundles_{many}_tokens_per_s", ">=", 20_000)],
+        "generation_bundles" if arguments.schedulers else "generation_servers",
+        claim=BUNDLES if arguments.schedulers else f"Servers on one GPU that differ in their options, against {baseline}",
+        targets=[Target("bundles_gain_256", ">=", 1.1), Target("bundles_1024_tokens_per_s", ">=", 20_000)] if arguments.schedulers else [],
         measured=measured,
-        details={count: found.summary("each") for count, found in timings.items()},
+        details={count: found.summary(baseline) for count, found in timings.items()},
     )
 
 
@@ -217,14 +234,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--schedulers", action="store_true")
+    parser.add_argument(
+        "--servers", type=json.loads, default={}, help='JSON, such as {"runs": {}, "eager": {"args": {"enforce_eager": true}}}'
+    )
     parser.add_argument("--sequences", type=int, nargs=2, default=[256, 1024])
-    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--tokens", type=int, nargs=2, default=[512, 512], help="of each sequence, for each of --sequences")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--share", type=float, default=0.4, help="of the card's memory, for each engine")
     parser.add_argument("--limit-s", type=float, default=330.0, help="no further round is begun that would end later")
     parser.add_argument("--server-args", type=json.loads, default={}, help='JSON, such as {"async_scheduling": true}')
     parser.add_argument("--out", help="name of the result; default: generation")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.schedulers:
+        arguments.servers = SCHEDULERS
+    return arguments
 
 
 def main() -> None:
@@ -234,12 +257,12 @@ def main() -> None:
     if arguments.small:
         args |= {**CPU_ARGS, "max_model_len": 4096, "distributed_executor_backend": None}
         args.pop("gpu_memory_utilization")
-        arguments.sequences, arguments.tokens = [16, 32], 32
+        arguments.sequences, arguments.tokens = [16, 32], [32, 32]
         os.environ["OMP_NUM_THREADS"] = "1"
     RESULTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = save_model(Path(folder) / "model", is_small=arguments.small)
-        compare = two_schedulers if arguments.schedulers else against_offline if arguments.engines == 1 else several_engines
+        compare = several_servers if arguments.servers else against_offline if arguments.engines == 1 else several_engines
         compare(arguments, model, args, stack, Path(folder))
 
 

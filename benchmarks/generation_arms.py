@@ -5,9 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -60,10 +61,9 @@ def requests(num_sequences: int, group: int = GROUP) -> list[SamplingRequest]:
 class Served:
     """A managed server and its client."""
 
-    def __init__(self, model: Path, args: dict[str, Any], folder: Path) -> None:
+    def __init__(self, model: Path, args: dict[str, Any], folder: Path, env: Mapping[str, str] = MappingProxyType({})) -> None:
         engine: dict[str, Any] = {"python": None, "host": "127.0.0.1", "port": None, "api_key": None, "start_timeout_s": 400}
-        env = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
-        launcher: Any = VllmEngine(**engine, args=args, env=env, blackwell_workaround=False)
+        launcher: Any = VllmEngine(**engine, args=args, env={"VLLM_USE_FLASHINFER_SAMPLER": "0", **env}, blackwell_workaround=False)
         self.server = Server(base_url=None, api_key=None, launcher=launcher, log_dir=folder)
         started = time.monotonic()
         with ExitStack() as if_it_fails:
