@@ -35,7 +35,7 @@ COMMON = (
 ON_CPU = (
     *("weight_sync=reload", "num_threads=1", "model.device=cpu", "rollouts.max_staleness=1", "train.lr=1e-6"),
     *("data.problems_per_iteration=32", "data.rollouts_per_problem=16", "generation.max_new_tokens=96", "model.tiny.warm_start_steps=0"),
-    *("engine.args.enforce_eager=true", "+engine.args.distributed_executor_backend=uni", "engine.args.gpu_memory_utilization=null"),
+    *("engine.args.enforce_eager=true", "engine.args.distributed_executor_backend=uni", "engine.args.gpu_memory_utilization=null"),
     *("+engine.args.kv_cache_memory_bytes=67108864", "+engine.args.max_num_batched_tokens=32768", "+engine.env.OMP_NUM_THREADS=1"),
     '+engine.env.VLLM_ENABLE_V1_MULTIPROCESSING="0"',
 )

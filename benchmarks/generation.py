@@ -205,6 +205,7 @@ def several_servers(arguments: argparse.Namespace, model: Path, args: dict[str, 
     with ThreadPoolExecutor(len(arguments.servers)) as threads:
         servers = dict(zip(arguments.servers, threads.map(start, arguments.servers), strict=True))
     baseline = next(iter(servers))
+    few, many = arguments.sequences
     measured = {f"{arm}_start_s": server.start_s for arm, server in servers.items()}
     timings: dict[int, Timings] = {}
     for count, tokens in zip(arguments.sequences, arguments.tokens, strict=True):
@@ -213,11 +214,12 @@ def several_servers(arguments: argparse.Namespace, model: Path, args: dict[str, 
         for arm, server in servers.items():
             measured |= {f"{arm}_{count}_cpu_us_per_token_{name}": value for name, value in server.cpu_us_per_token.items()}
     measured |= tokens_per_s(timings, arguments.tokens)
+    targets = [Target(f"bundles_gain_{few}", ">=", 1.1), Target(f"bundles_{many}_tokens_per_s", ">=", 20_000)]
     save(
         arguments,
         "generation_bundles" if arguments.schedulers else "generation_servers",
         claim=BUNDLES if arguments.schedulers else f"Servers on one GPU that differ in their options, against {baseline}",
-        targets=[Target("bundles_gain_256", ">=", 1.1), Target("bundles_1024_tokens_per_s", ">=", 20_000)] if arguments.schedulers else [],
+        targets=targets if arguments.schedulers else [],
         measured=measured,
         details={count: found.summary(baseline) for count, found in timings.items()},
     )

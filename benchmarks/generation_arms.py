@@ -63,7 +63,8 @@ class Served:
 
     def __init__(self, model: Path, args: dict[str, Any], folder: Path, env: Mapping[str, str] = MappingProxyType({})) -> None:
         engine: dict[str, Any] = {"python": None, "host": "127.0.0.1", "port": None, "api_key": None, "start_timeout_s": 400}
-        launcher: Any = VllmEngine(**engine, args=args, env={"VLLM_USE_FLASHINFER_SAMPLER": "0", **env}, blackwell_workaround=False)
+        asked: dict[str, Any] = {"args": {**VllmEngine.essentials["args"], **args}, "env": {**VllmEngine.essentials["env"], **env}}
+        launcher: Any = VllmEngine(**engine, **asked, blackwell_workaround=False)
         self.server = Server(base_url=None, api_key=None, launcher=launcher, log_dir=folder)
         started = time.monotonic()
         with ExitStack() as if_it_fails:

@@ -83,8 +83,8 @@ PANELS = (
         "Sampling 1,024 sequences",
         "tokens per second",
         (
-            Bar("vLLM hands over each token", "generation_bundles", "each_1024_tokens_per_s", False),
-            Bar("in bundles of 32 tokens", "generation_bundles", "bundles_1024_tokens_per_s"),
+            Bar("vLLM's scheduler and model in one process", "generation_executor", "uni_1024_tokens_per_s", False),
+            Bar("in two, as in a run", "generation_executor", "mp_1024_tokens_per_s"),
         ),
     ),
     Panel(

@@ -25,7 +25,7 @@ def own_server(python: str) -> tuple[str, ...]:
         "generation=vllm_server",
         f"engine.python={python}",
         "engine.args.enforce_eager=true",
-        "+engine.args.distributed_executor_backend=uni",
+        "engine.args.distributed_executor_backend=uni",
         "+engine.args.kv_cache_memory_bytes=67108864",
         "+engine.args.max_num_batched_tokens=32768",
         "engine.args.gpu_memory_utilization=null",

@@ -101,7 +101,12 @@ def test_who_reads_tokens_one_by_one_gets_them_so(module: ModuleType, kind: str)
 
 
 def test_what_cannot_be_joined_is_passed_on_with_what_came_before(module: ModuleType) -> None:
-    steps = [[output("a", 0)], [output("a", 1, routed_experts=np.ones(1))], [output("a", 2, routed_experts=np.ones(1))], [output("a", 3)]]
+    steps = [
+        [output("a", 0)],
+        [output("a", 1, routed_experts=np.ones(1))],
+        [output("a", 2, routed_experts=np.ones((2, 3)))],
+        [output("a", 3)],
+    ]
     got, _ = passed_on(module, {"a": request()}, steps)
     assert [[one.new_token_ids for one in step] for step in got] == [[], [[0, 1]], [[2]], []]
 

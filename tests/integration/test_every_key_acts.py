@@ -464,6 +464,7 @@ VLLM_ARGS = {
     "max_model_len": 99,
     "enforce_eager": True,
     "max_num_seqs": 7,
+    "distributed_executor_backend": "uni",
     "logprobs_mode": "raw_logprobs",
     "generation_config": "auto",
     "seed": 3,
@@ -525,7 +526,7 @@ BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
         engine_effect,
         COMMAND_LINE
         | {f"args.{name}": value for name, value in VLLM_ARGS.items()}
-        | {"env.VLLM_USE_FLASHINFER_SAMPLER": "1", "blackwell_workaround": True},
+        | {"env.VLLM_USE_FLASHINFER_SAMPLER": "1", "env.VLLM_WORKER_MULTIPROC_METHOD": "spawn", "blackwell_workaround": True},
     ),
     "engine=sglang": (engine_effect, COMMAND_LINE | {f"args.{name}": value for name, value in SGLANG_ARGS.items()}),
     "weight_sync=reload": (sync_effect, PAUSING | {"location": "disk"}),

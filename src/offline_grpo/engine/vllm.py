@@ -47,8 +47,13 @@ class VllmEngine(CommandLine):
     name = "vLLM"
     package = "vllm"
     essentials: ClassVar[Mapping[str, Any]] = {
-        "args": {"gpu_memory_utilization": 0.45, "logprobs_mode": "processed_logprobs", "generation_config": "vllm"},
-        "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0"},
+        "args": {
+            "gpu_memory_utilization": 0.45,
+            "distributed_executor_backend": "mp",
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+        },
+        "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"},
         "blackwell_workaround": False,
     }
     key_is_option = False

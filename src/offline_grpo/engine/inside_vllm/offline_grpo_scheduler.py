@@ -9,7 +9,7 @@ of vLLM is alike from 0.25 to 0.32.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ JOINED = {"request_id", "new_token_ids", "new_logprobs", "finish_reason", "stop_
 JOINED |= {"num_nans_in_logits"}
 """What `joined` takes care of, or the last output has anyway."""
 OTHERS = [name for name in EngineCoreOutput.__struct_fields__ if name not in JOINED]
-NOTHING = [None] * len(OTHERS)
+NOTHING = (None,) * len(OTHERS)
 _not_joined = attrgetter(*OTHERS)
 
 
@@ -86,7 +86,10 @@ def _may_wait(request: Any) -> bool:
 
 def _is_plain(output: EngineCoreOutput) -> bool:
     """Whether it has nothing that `joined` would lose if another output came after it."""
-    return all(map(is_, _not_joined(output), NOTHING))
+    try:
+        return _not_joined(output) == NOTHING  # identity first, for each: three times as fast as to compare them one by one
+    except ValueError:  # an array, which is neither equal to None nor unequal
+        return False
 
 
 def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
