@@ -81,12 +81,18 @@ def reason_of(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
+def told(error: BaseException) -> str:
+    """What a user's code raised, in one line: type, message and place."""
+    raised = type(error).__name__ if not str(error) else f"{type(error).__name__}: {reason_of(error)}"
+    return f"{raised}{place_of(error)}"
+
+
 def place_of(error: BaseException) -> str:
     """Where a user's code raised, as ` (my_module.py, line 3, in reward)`; "" where no code but the package's and Python's own did.
 
     What that code calls in turn is not named.
     """
-    own = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<frozen")
+    own = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")  # <frozen ...>, and <string>: what dataclasses make
     frames = traceback.extract_tb(error.__traceback__)
     foreign = next((f.filename for f in frames if not f.filename.startswith(own) or "site-packages" in f.filename), None)
     last = next((frame for frame in reversed(frames) if frame.filename == foreign), None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from offline_grpo.engine.background import made_once
-from offline_grpo.errors import GrpoError, ScoreError, StopRequested, place_of, reason_of
+from offline_grpo.errors import GrpoError, ScoreError, StopRequested, told
 from offline_grpo.interfaces import Task
 from offline_grpo.types import Problem, Score
 
@@ -77,8 +77,7 @@ class Judgement:
         except (GrpoError, StopRequested):
             raise
         except (Exception, SystemExit) as error:  # whatever that code raises
-            reason = f"{type(error).__name__}: {reason_of(error)}{place_of(error)}"
-            raise ScoreError(f"a completion cannot be scored, {reason}; {about}; HYDRA_FULL_ERROR=1 shows the traceback") from error
+            raise ScoreError(f"a completion cannot be scored, {told(error)}; {about}; HYDRA_FULL_ERROR=1 shows the traceback") from error
 
 
 def about_completion(problem: Problem, text: str) -> str:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from offline_grpo.errors import GrpoError, place_of, reason_of
+from offline_grpo.errors import GrpoError, told
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger.samples import Advantages
 from offline_grpo.types import Metrics, RolloutGroup
@@ -69,8 +69,7 @@ class CustomListener(RunListener):
             raise
         except Exception as error:  # whatever that code raises
             name = f"{type(self.listener).__module__}.{type(self.listener).__qualname__}.{method}"
-            raised = type(error).__name__ if not str(error) else f"{type(error).__name__}: {reason_of(error)}"
             raise GrpoError(
-                f"{self.key}: {name} raised {raised}{place_of(error)}; the fix belongs in that class, or leave this logger out; "
+                f"{self.key}: {name} raised {told(error)}; the fix belongs in that class, or leave this logger out; "
                 "HYDRA_FULL_ERROR=1 shows the traceback"
             ) from error

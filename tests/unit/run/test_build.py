@@ -53,6 +53,24 @@ def test_a_component_of_another_kind_is_refused():
         build({**TARGET, "lr": 1.0}, key="part", protocol=Task)
 
 
+@dataclass
+class Broken(Part):
+    def __post_init__(self) -> None:
+        self.lr = 1 / self.lr
+
+
+def test_what_a_constructor_raises_is_one_line():
+    message = r"^part._target_=.*Broken: raised ZeroDivisionError: float division by zero \(test_build.py, line \d+, in __post_init__\);"
+    with pytest.raises(ConfigError, match=message):
+        build({"_target_": f"{__name__}.Broken", "lr": 0.0}, key="part")
+
+
+def test_an_error_of_the_packages_own_constructor_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(Broken, "__module__", "offline_grpo.somewhere")
+    with pytest.raises(ZeroDivisionError):
+        build({"_target_": f"{__name__}.Broken", "lr": 0.0}, key="part")
+
+
 class Unfinished(PolicyGradientLoss):
     """Without the method that a loss must have."""
 

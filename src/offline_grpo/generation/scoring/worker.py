@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.errors import ScoreError, place_of, reason_of
+from offline_grpo.errors import ScoreError, place_of, reason_of, told
 from offline_grpo.generation.judging import checked
 from offline_grpo.generation.scoring.messages import LINE_BYTES, Request, Setup, failed, line, read_frame
 from offline_grpo.interfaces import Task
@@ -43,7 +43,7 @@ def run(connection: socket.socket, output: int, setup: Setup) -> None:
     try:
         task = pickle.loads(setup.make_task)()
     except BaseException as error:  # whatever a user's module does
-        connection.sendall(line({"broken": _described(error), "traceback": _traceback(error)}))
+        connection.sendall(line({"broken": told(error), "traceback": _traceback(error)}))
         signal.pause()  # until it is killed
         raise
     loop = asyncio.new_event_loop()
@@ -148,11 +148,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
         return failed("memory", place_of(error), _traceback(error))
     if isinstance(error, ScoreError):  # our own, which names key and value
         return failed("raised", reason_of(error))
-    return failed("raised", _described(error), _traceback(error))
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {reason_of(error)}{place_of(error)}"
+    return failed("raised", told(error), _traceback(error))
 
 
 def _traceback(error: BaseException) -> str:
