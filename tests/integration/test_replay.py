@@ -94,6 +94,7 @@ def test_a_folder_of_datasets_and_several_runs_are_stores_too(live, cache, tmp_p
         match=r"saved: does not say which model and tokenizer it was recorded with; rollouts.any_model=true trains on it all the same$",
     ):
         replay(tmp_path / "saved", tmp_path / "refused", cache)
+    assert not (tmp_path / "refused").exists()
     run = replay(tmp_path / "saved", tmp_path / "run", cache, "rollouts.any_model=true")
     assert weights_of(run) == weights_of(live)
 

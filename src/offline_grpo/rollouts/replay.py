@@ -31,10 +31,6 @@ _CACHED = 8
 """Files that are kept in memory: in a new order, an iteration has groups of many."""
 
 
-class _Foreign(ConfigError):
-    """Rollouts of another model, or of an unknown one: no damage, which a run may go on without."""
-
-
 @dataclass(frozen=True)
 class _Group:
     """Where a recorded group lies, and what is asked about it before it is read."""
@@ -46,7 +42,7 @@ class _Group:
 
 @dataclass(kw_only=True)
 class Replay:
-    """A `RolloutSource` of recorded groups, pass after pass. It asks no engine.
+    """A `RolloutSource` of recorded groups, pass after pass. It asks no engine. ConfigError if they are of another model.
 
     Args:
         path, problems_per_iteration, shuffle, iterations, ...: see `conf/rollouts/replay.yaml`.
@@ -81,6 +77,14 @@ class Replay:
 
     needs_problems: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        for shard in () if self.any_model else _shards(self.path):
+            try:
+                origin = shard.origin
+            except ConfigError:  # damaged: `start` says so, or leaves it out
+                continue
+            self._check_origin(shard.path, origin)
+
     @staticmethod
     def check(config: RunConfig) -> None:
         """See `RolloutSource.check`."""
@@ -103,8 +107,8 @@ class Replay:
         """See `RolloutSource.start`. Reads and checks everything once, so that no bad row ends the run later.
 
         Raises:
-            ConfigError: a file is damaged, of another model, or holds what nothing can be learnt from; nothing is left to train on; or
-                the store has changed since the checkpoint.
+            ConfigError: a file is damaged, or holds what nothing can be learnt from; nothing is left to train on; or the store has changed
+                since the checkpoint.
         """
         shards = _shards(self.path)
         own = (self.run_folder / FOLDER).resolve()
@@ -116,10 +120,8 @@ class Replay:
             progress.report(number, len(shards), "files")
             try:
                 if not self.any_model:
-                    self._check_origin(shard)
+                    self._check_origin(shard.path, shard.origin)
                 table = reading.result()
-            except _Foreign:
-                raise
             except ConfigError as error:
                 if not self.skip_damaged:
                     raise ConfigError(f"{error}; rollouts.skip_damaged=true goes on without this file") from error
@@ -173,15 +175,15 @@ class Replay:
         order = permutation(len(self._units), derive_seed(self.seed, "replay", epoch)) if self.shuffle else range(len(self._units))
         return self._units[order[offset]]
 
-    def _check_origin(self, shard: Shard) -> None:
-        origin, fix = shard.origin, "rollouts.any_model=true trains on it all the same"
+    def _check_origin(self, path: Path, origin: Origin | None) -> None:
+        fix = "rollouts.any_model=true trains on it all the same"
         if origin is None:
-            raise _Foreign(f"{shard.path}: does not say which model and tokenizer it was recorded with; {fix}")
+            raise ConfigError(f"{path}: does not say which model and tokenizer it was recorded with; {fix}")
         for name in ("tokenizer", "architecture"):
             theirs, ours = getattr(origin, name), getattr(self.origin, name)
             if theirs != ours:
                 about = f"recorded with {origin.model}, whose {name} is another one than that of {self.origin.model}"
-                raise _Foreign(f"{shard.path}: {about} ({theirs[:12]}, not {ours[:12]}); {fix}")
+                raise ConfigError(f"{path}: {about} ({theirs[:12]}, not {ours[:12]}); {fix}")
 
     def _chosen(self, table: pa.Table, shard: int) -> list[_Group]:
         """The groups that pass the filters. One that is left with a single completion has nothing to be compared with."""

@@ -98,7 +98,7 @@ def test_rollouts_of_another_model_are_refused_unless_asked_for(name: str, tmp_p
     store = write_store(tmp_path / "run", origin=replace(ORIGIN, **{name: "f" * 64}))
     message = f"iter_000.parquet: recorded with first/model, whose {name} is another one than that of second/model .*any_model=true"
     with pytest.raises(ConfigError, match=message):
-        make_replay(store).start(0, None)
+        make_replay(store)
     assert texts(store, "rollouts.any_model=true", count=1) == [[*group("0.0"), *group("0.1")]]
 
 
