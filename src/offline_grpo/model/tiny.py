@@ -175,8 +175,10 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 def _check_lengths(settings: TinyModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> None:
     """A prompt, its answer, the digit that a wrong answer may have more, and EOS must fit the context."""
-    longest = max(len(encode(tokenizer, problem.messages)) + len(problem.answer) + 2 for problem in problems)
-    fix = f"the longest training example has {longest} tokens"
+    lengths = {problem.problem_id: len(encode(tokenizer, problem.messages)) + len(problem.answer) + 2 for problem in problems}
+    name = max(lengths, key=lengths.__getitem__)
+    longest = lengths[name]
+    fix = f"problem {name} has {longest} tokens with its answer; use {longest} or more, or leave that problem out"
     require(longest <= settings.max_position_embeddings, "model.tiny.max_position_embeddings", settings.max_position_embeddings, fix)
 
 

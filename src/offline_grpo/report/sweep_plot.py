@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -42,8 +43,9 @@ def draw_sweep(measured: Sequence[Configuration], title: str) -> Figure:
     for axes in (curves, ends):
         style(axes)
     label(curves, "Held-out pass@1, mean over seeds", "share of problems", legend_rows=0)
-    for each, color in reversed(list(zip(measured, colors, strict=True))):  # the best on top
-        _curve(curves, each, color, is_best=color is not GREY)
+    means = [each.curve()[2].tolist() for each in measured]
+    for i, each in reversed(list(enumerate(measured))):  # the best on top
+        _curve(curves, each, colors[i], num_hidden=means[i + 1 : len(BEST_COLORS)].count(means[i]), is_best=colors[i] is not GREY)
     fit(curves, is_share=True)
     left, right = curves.dataLim.intervalx
     curves.set_xlim(left - 0.03 * (right - left or 1), right + 0.03 * (right - left or 1))
@@ -53,7 +55,8 @@ def draw_sweep(measured: Sequence[Configuration], title: str) -> Figure:
     return figure
 
 
-def _curve(axes: Axes, each: Configuration, color: str, *, is_best: bool) -> None:
+def _curve(axes: Axes, each: Configuration, color: str, *, num_hidden: int, is_best: bool) -> None:
+    """The mean, dashed where `num_hidden` equal ones of the best lie below it, so that all of them show."""
     steps, values, mean = each.curve()
     if not len(steps):
         return
@@ -61,9 +64,11 @@ def _curve(axes: Axes, each: Configuration, color: str, *, is_best: bool) -> Non
         band(axes, steps, *share_interval(values), color)
     elif len(values) > 1 and is_best:
         axes.plot(steps, values.T, color=color, linewidth=0.8, alpha=0.4)
-    axes.plot(
-        steps, mean, color=color, linewidth=1.8 if is_best else 0.9, alpha=1 if is_best else 0.6, marker="o", markersize=3.5 * is_best
+    dashes = (0, (4, 4 * num_hidden)) if is_best and num_hidden else "solid"
+    look: dict[str, Any] = (
+        {"linewidth": 1.8, "linestyle": dashes, "marker": "o", "markersize": 3.5} if is_best else {"linewidth": 0.9, "alpha": 0.6}
     )
+    axes.plot(steps, mean, color=color, **look)
 
 
 def _ends(axes: Axes, measured: Sequence[Configuration], labels: Sequence[str], colors: Sequence[str]) -> None:

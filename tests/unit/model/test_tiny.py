@@ -279,7 +279,9 @@ def test_task_without_integer_answers_is_refused(tmp_path):
 def test_prompt_longer_than_the_context_is_refused(tmp_path):
     """<bos>9+9= and 18, its last digit twice, and EOS: 5 + 2 + 1 + 1."""
     assert prepare(tmp_path, max_position_embeddings=9)
-    with pytest.raises(ConfigError, match=r"model\.tiny\.max_position_embeddings=8: the longest training example has 9 tokens"):
+    with pytest.raises(
+        ConfigError, match=r"model\.tiny\.max_position_embeddings=8: problem .* has 9 tokens with its answer; use 9 or more, "
+    ):
         prepare(tmp_path, max_position_embeddings=8)
 
 

@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -44,6 +45,18 @@ def test_two_seeds_are_drawn_themselves() -> None:
     curves, _ = draw_sweep(configurations(runs_of(1, 2, values=(0.5, 1.0))), "day/time").axes
     assert not curves.collections
     assert sorted(line.get_ydata()[1] for line in curves.lines) == pytest.approx([0.99, 0.995, 1.0])
+
+
+def test_equal_curves_do_not_hide_each_other() -> None:
+    """Of three that are equal and one that is not, the best are on top and dashed."""
+    runs = [
+        replace(run, pass_at_1=Series(np.arange(2.0), np.array([0.5, end]))) for run, end in zip(runs_of(4, 1), (1, 1, 1, 0.9), strict=True)
+    ]
+    curves, _ = draw_sweep(configurations(runs), "day/time").axes
+    assert [line.get_ydata()[-1] for line in curves.lines] == [0.9, 1, 1, 1]
+    assert [line.get_linestyle() for line in curves.lines] == ["-", "-", "--", "--"]
+    *_, middle, top = (line._unscaled_dash_pattern[1] for line in curves.lines)
+    assert (middle, top) == ((4, 4), (4, 8))
 
 
 @pytest.mark.parametrize(("num_configurations", "num_seeds", "values"), [(1, 1, (0.0,)), (2, 3, (1.0, 1.0)), (12, 5, (0.2, 0.5))])
