@@ -159,4 +159,5 @@ def test_four_that_sample_from_a_server_are_one(mode: tuple[str, ...], server: t
         ours = metrics_of(four)[name]
         for key, value in expected.items():
             if not key.startswith(("async/", "sync/probe")):  # how long somebody waited, and roundings themselves
-                assert ours[key] == pytest.approx(value, abs=1e-5, rel=1e-5), (name, key)
+                # The server rounds as requests happen to meet in a batch: gradient norms have differed by 1e-5.
+                assert ours[key] == pytest.approx(value, abs=5e-5, rel=5e-5), (name, key)
