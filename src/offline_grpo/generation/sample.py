@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ def sample_groups(
     sampling: SamplingParams,
     *,
     group_size: int,
+    on_scored: Callable[[float], None] = lambda seconds: None,
 ) -> Iterator[tuple[int, RolloutGroup]]:
     """Sample `group_size` completions of each problem, score them, and yield the index of each draw with its group, in any order.
 
@@ -29,6 +31,7 @@ def sample_groups(
 
     Args:
         draws: problems, each with the seed of its first completion (see `SamplingRequest`).
+        on_scored: called with the seconds from the last completion to its and everybody's score.
 
     Raises:
         ScoreError: a completion could not be scored.
@@ -38,9 +41,11 @@ def sample_groups(
     num_done, num_asked = 0, len(draws) * group_size
     progress.report(num_done, num_asked, "completions")
     waiting: list[tuple[int, list[_Answer]]] = []
+    came_s = time.perf_counter()
     try:
         with closing(client.generate(requests, sampling)) as answers:
             for index, completions in answers:
+                came_s = time.perf_counter()
                 num_done += len(completions)
                 progress.report(num_done, num_asked, "completions")
                 problem = draws[index][0]
@@ -52,6 +57,7 @@ def sample_groups(
         for number, (index, group) in enumerate(waiting):
             progress.report(number, len(waiting), "slow groups scored")
             yield index, _group(draws[index][0], prompts[index], group, sampling)
+        on_scored(time.perf_counter() - came_s)
     finally:
         for _, group in waiting:
             for answer in group:
@@ -66,9 +72,10 @@ def sample_in_order(
     sampling: SamplingParams,
     *,
     group_size: int,
+    on_scored: Callable[[float], None] = lambda seconds: None,
 ) -> list[RolloutGroup]:
     """All groups of `sample_groups`, in the order of `draws`."""
-    groups = dict(sample_groups(client, task, codec, draws, sampling, group_size=group_size))
+    groups = dict(sample_groups(client, task, codec, draws, sampling, group_size=group_size, on_scored=on_scored))
     return [groups[index] for index in range(len(draws))]
 
 

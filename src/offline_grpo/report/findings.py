@@ -179,6 +179,14 @@ def _waiting(history: History) -> Pairs:
         yield f"the trainer waits for samples: {numbers}", "more or faster engines, or generation.max_new_tokens"
 
 
+def _scoring(history: History) -> Pairs:
+    """Of a source that samples while the trainer waits."""
+    waits, samples = trend(history, "time/scoring_wait_s"), trend(history, "time/generate_s")
+    if waits.last > 0.3 * samples.last:
+        numbers = f"{waits.last:.2g} s of the {samples.last:.2g} s that sampling takes"
+        yield f"rewards take longer than the completions: {numbers}", "more scoring.workers, or a faster reward"
+
+
 _CHECKS: dict[Callable[[History], Pairs], str] = {
     _failures: "scoring/num_failed",
     _no_updates: "num_updates",
@@ -191,5 +199,6 @@ _CHECKS: dict[Callable[[History], Pairs], str] = {
     _length: "completion_tokens_mean",
     _not_general: "reward_mean",
     _waiting: "time/rollouts_wait_s",
+    _scoring: "time/scoring_wait_s",
 }
 _OF_ANY_LENGTH = (_failures, _no_updates)

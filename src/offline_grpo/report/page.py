@@ -45,6 +45,7 @@ CHARTS = {
         "train/perf/generate_tokens_per_s": ("Sampling", RATE),
         "train/perf/train_tokens_per_s": ("Training", RATE),
         "train/time/rollouts_wait_s": ("Waiting for samples", "seconds"),
+        "train/time/scoring_wait_s": ("Waiting for scores", "seconds"),
     },
     "engine": {
         "train/alignment/diff_abs_mean": ("Logprobs, trainer minus engine", DIFFERENCE),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -56,6 +56,8 @@ class OnPolicy:
     rank: int
     world_size: int
 
+    _scoring_wait_s: float = field(default=0.0, init=False)
+
     needs_problems: ClassVar[bool] = True
 
     @staticmethod
@@ -72,6 +74,7 @@ class OnPolicy:
 
     def next(self, iteration: int) -> list[RolloutGroup]:
         """See `RolloutSource.next`. A function of the seed, the iteration and the weights alone: a resumed run draws the same."""
+        self._scoring_wait_s = 0.0
         first = iteration * self.problems_per_iteration
         places = range(self.problems_per_iteration)[self.rank :: self.world_size]
         groups = self._sample([(self._problem_at(first + i), derive_seed(self.seed, "rollout", first + i)) for i in places])
@@ -87,8 +90,8 @@ class OnPolicy:
         """See `RolloutSource.weights_changed`. The client knows."""
 
     def metrics(self) -> Metrics:
-        """See `RolloutSource.metrics`. The rollouts say it all."""
-        return {}
+        """See `RolloutSource.metrics`."""
+        return {"time/scoring_wait_s": self._scoring_wait_s}
 
     def state_dict(self) -> Mapping[str, Any]:
         """See `RolloutSource.state_dict`. The iteration says it all."""
@@ -98,13 +101,18 @@ class OnPolicy:
         """See `RolloutSource.close`."""
 
     def _sample(self, draws: Sequence[tuple[Problem, int]]) -> list[RolloutGroup]:
-        groups = sample_in_order(self.client, self.task, self.codec, draws, self.sampling, group_size=self.group_size)
+        groups = sample_in_order(
+            self.client, self.task, self.codec, draws, self.sampling, group_size=self.group_size, on_scored=self._waited
+        )
         if self.soft_overlong_tokens is not None:
             groups = [self._with_penalties(group, "overlong", self.soft_overlong_tokens) for group in groups]
         if self.penalize_length_if_solved:
             half = self.sampling.max_new_tokens / 2
             groups = [self._with_penalties(group, "length", half) if _is_solved(group) else group for group in groups]
         return groups
+
+    def _waited(self, seconds: float) -> None:
+        self._scoring_wait_s += seconds
 
     def _with_penalties(self, group: RolloutGroup, name: str, cache: float) -> RolloutGroup:
         """The group with a part of this name in every reward."""

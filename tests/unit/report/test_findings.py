@@ -64,6 +64,10 @@ def test_a_healthy_run_has_nothing_to_look_at() -> None:
             {"time/rollouts_wait_s": (3.0, 3.0), "time/train_s": (1.0, 1.0)},
             "the trainer waits for samples: 3 s an iteration, and trains for 1 s",
         ),
+        (
+            {"time/scoring_wait_s": (2.0, 2.0), "time/generate_s": (5.0, 5.0)},
+            "rewards take longer than the completions: 2 s of the 5 s that sampling takes",
+        ),
         ({"mismatch/ess_frac": (0.99, 0.5)}, "trainer and engine disagree: 0.01 nats apart per token, effective sample size 54%"),
         (
             {"num_groups_trained": (20.0, 0.0), "success_rate": (0.3, 0.1), "reward_mean": (0.3, 0.3)},

@@ -127,3 +127,20 @@ def test_length_costs_where_all_answers_are_right():
         for one, other in zip(before.rollouts, after.rollouts, strict=True) if is_solved else ():
             penalty = {5: -0.25, 6: -0.5, 7: -0.75, 8: -1.0}.get(one.num_sampled, 0.0)
             assert other.score == replace(one.score, reward=1 + penalty, parts={"right": 1.0, "length": penalty})
+
+
+def test_the_wait_for_scores_is_from_the_last_completion_on(monkeypatch):
+    """Each score of the second of three problems takes 100 s, while the last completions are not there, and of the last one 50 s."""
+    clock = [0.0]
+    monkeypatch.setattr("offline_grpo.generation.sample.time.perf_counter", lambda: clock[0])
+
+    class Slow(Rare):
+        def score(self, problem, text):
+            clock[0] += {"p1": 100.0, "p2": 50.0}.get(problem.problem_id, 0.0)
+            return super().score(problem, text)
+
+    slow = source(task=Slow(), problems=PROBLEMS[:3], resample_zero_signal=False)
+    slow.problems_per_iteration, slow.shuffle = 3, False
+    for iteration in (0, 1):  # each by itself
+        slow.next(iteration)
+        assert slow.metrics() == {"time/scoring_wait_s": 4 * 50.0}
