@@ -66,12 +66,7 @@ class Where:
 
     @property
     def args(self) -> dict[str, Any]:
-        common = {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",
-            "seed": 0,
-        }
+        common = {**VllmEngine.essentials["args"], "dtype": str(self.dtype).removeprefix("torch."), "seed": 0}
         return common | (CPU_ARGS if self.device.type == "cpu" else GPU_ARGS)
 
 
@@ -99,7 +94,7 @@ def engine(where: Where, **changes: Any) -> VllmEngine:
     settings: dict[str, Any] = {
         **COMMAND_LINE,
         "args": where.args,
-        "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0"} | (CPU_ENV if where.device.type == "cpu" else {}),
+        "env": VllmEngine.essentials["env"] | (CPU_ENV if where.device.type == "cpu" else {}),
         "blackwell_workaround": False,
     }
     return VllmEngine(**{**settings, **changes})

@@ -29,6 +29,11 @@ POINTER = re.compile(r"see (stack trace|root cause)", re.IGNORECASE)
 """In exceptions that point at another one. An engine that is killed leaves no other."""
 
 
+def usable_cores() -> int:
+    """Of the machine's, those that this process may use, as far as its affinity says."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class ServerProcess:
     """A running command whose output goes to `log_path`.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from offline_grpo.engine.command_line import CommandLine, flags
+from offline_grpo.engine.process import usable_cores
 from offline_grpo.errors import require
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ most of the time of the engine's Python process."""
 GRAPHED_STEP, MOST_GRAPHED = 64, 1024
 """vLLM decodes no more together, unless it is told to."""
 OF_GRAPHS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "enforce_eager"}
+EXECUTOR, CORES_FOR_MP = "distributed_executor_backend", 4
+"""`mp` keeps two processes busy, each of which waits for the other in a loop; on two cores the HTTP server hardly gets a turn."""
 LORA_KERNELS = os.environ.get("VLLM_TUNED_CONFIG_FOLDER") or str(EXTENSION_FOLDER / "lora_kernels")
 """Settings of vLLM's LoRA kernels that are faster for few tokens (`benchmarks/lora_kernels.py`); on other GPUs vLLM uses its own."""
 
@@ -49,7 +52,7 @@ class VllmEngine(CommandLine):
     essentials: ClassVar[Mapping[str, Any]] = {
         "args": {
             "gpu_memory_utilization": 0.45,
-            "distributed_executor_backend": "mp",
+            "distributed_executor_backend": "auto",
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
         },
@@ -76,6 +79,8 @@ class VllmEngine(CommandLine):
         ours = {"host": self.host, "port": port, "served_model_name": SERVED_NAME, "scheduler_cls": SCHEDULER}
         settings = {**ours, **self.args, **args}
         settings["worker_extension_cls"] = EXTENSION
+        if settings.get(EXECUTOR) == "auto":
+            settings[EXECUTOR] = "mp" if usable_cores() >= CORES_FOR_MP else None
         gate = [] if self.api_key is None else [TOKEN_GATE]  # the key travels in the environment, where other users cannot read it
         middleware = [word for name in (GENERATE, *gate) for word in ("--middleware", name)]  # vLLM puts each around those before it
         return [self.interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags(settings), *middleware]

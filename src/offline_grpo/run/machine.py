@@ -19,6 +19,7 @@ import psutil
 
 from offline_grpo import hub
 from offline_grpo.engine.ports import choose_port
+from offline_grpo.engine.process import usable_cores
 from offline_grpo.engine.sglang_control import SglangControl
 from offline_grpo.engine.vllm_control import VllmControl
 from offline_grpo.errors import ConfigError
@@ -71,8 +72,8 @@ def findings(folder: Path) -> Iterator[Finding]:
     is_supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
     yield Finding("Python", "ok" if is_supported else "error", version, "" if is_supported else "uv python install 3.12")
     memory = psutil.virtual_memory()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("machine", "ok", f"{platform.system()} {platform.machine()}, {cores} cores, {memory.available / GIB:.0f} GiB memory free")
+    system = f"{platform.system()} {platform.machine()}, {usable_cores()} cores"
+    yield Finding("machine", "ok", f"{system}, {memory.available / GIB:.0f} GiB memory free")
     yield from _gpus(gpus)
     yield _torch(gpus)
     for name, package, control, fix in (

@@ -386,6 +386,19 @@ def test_command() -> None:
 
 
 @pytest.mark.parametrize(
+    ("asked", "cores", "given"),
+    [("auto", 3, None), ("auto", 4, "mp"), ("mp", 1, "mp"), ("uni", 64, "uni"), (None, 64, None)],
+)
+def test_the_model_has_a_process_of_its_own_where_there_are_cores_for_it(
+    asked: str | None, cores: int, given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offline_grpo.engine.vllm.usable_cores", lambda: cores)
+    command = engine(args={"distributed_executor_backend": asked}).command("m", 1, {})
+    assert ("--distributed-executor-backend" in command) == (given is not None)
+    assert given is None or command[command.index("--distributed-executor-backend") + 1] == given
+
+
+@pytest.mark.parametrize(
     ("num_sequences", "args", "largest"),
     [
         (512, {}, None),  # vLLM records graphs for as many by itself
