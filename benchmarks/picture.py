@@ -74,9 +74,8 @@ PANELS = (
         "Sampling 256 sequences",
         "tokens per second",
         (
-            Bar("vLLM without a server", "generation", "offline_256_tokens_per_s", False),
-            Bar("vLLM's server, /v1/completions", "generation", "stock_256_tokens_per_s", False),
-            Bar("this trainer's requests to it", "generation", "server_256_tokens_per_s"),
+            Bar("vLLM's scheduler and model in one process", "generation_executor", "uni_256_tokens_per_s", False),
+            Bar("in two, as in a run", "generation_executor", "mp_256_tokens_per_s"),
         ),
     ),
     Panel(
