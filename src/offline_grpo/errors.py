@@ -102,8 +102,11 @@ def place_of(error: BaseException) -> str:
 def no_such_key(key: str, known: Iterable[str]) -> ConfigError:
     """The error about a key that the schema does not have; names the most similar one that it has, or all."""
     names = list(known)
-    similar = difflib.get_close_matches(key.rpartition(".")[2], names, n=1, cutoff=0.5)
-    return ConfigError(f"{key}: no such key; " + (f"did you mean {similar[0]}?" if similar else f"it may be one of {', '.join(names)}"))
+    group, dot, name = key.rpartition(".")
+    similar = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return ConfigError(
+        f"{key}: no such key; " + (f"did you mean {group}{dot}{similar[0]}?" if similar else f"it may be one of {', '.join(names)}")
+    )
 
 
 def require(condition: bool, key: str, value: object, fix: str) -> None:

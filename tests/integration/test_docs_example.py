@@ -69,14 +69,15 @@ def glossary(heading: str) -> set[str]:
     return {name for line in text.splitlines() if line.startswith("| `") for name in re.findall(r"`([^`]+)`", line.split("|")[1])}
 
 
-def test_the_guide_has_a_loss_a_task_and_two_commands(folder):
+def test_the_guide_has_a_loss_a_task_a_source_and_three_commands(folder):
     assert {path.relative_to(folder).as_posix() for path in (folder / "mine").rglob("*.*") if path.suffix != ".pyc"} == {
         "mine/reinforce.py",
         "mine/reverse.py",
+        "mine/signs.py",
         "mine/conf/train/loss/reinforce.yaml",
         "mine/conf/task/reverse.yaml",
     }
-    assert len(COMMANDS) == 2
+    assert len(COMMANDS) == 3
 
 
 def test_the_guides_command_finds_its_files(folder):
@@ -100,6 +101,15 @@ def test_the_guides_run_trains_and_records_what_the_glossary_explains(folder, mo
     assert record["num_updates"] == 2
     assert metric_names(folder / "run" / "metrics" / "train_iter_000.json") == glossary("Training") - IN_OTHER_RUNS
     assert metric_names(folder / "run" / "metrics" / "eval_init.json") == glossary("Evaluation")
+
+
+def test_a_source_sets_the_advantages(folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    app.run(compose_config(f"cache_dir={folder}/cache", *words_of(COMMANDS[2]), *SMALL, "eval.enabled=false"), folder / "signs")
+    record = json.loads((folder / "signs" / "metrics" / "train_iter_000.json").read_text())
+    assert record["num_updates"] == 2
+    assert 0 < record["advantage_std"] <= 1
+    assert record["num_advantages_positive"] > 0
 
 
 def test_a_wrong_value_is_refused_as_the_guide_says(folder, monkeypatch):

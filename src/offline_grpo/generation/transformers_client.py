@@ -159,9 +159,13 @@ class TransformersClient:
             if len(prompt) == 0:
                 raise ConfigError(f"prompt {index} has no tokens to continue; check the task's messages and the model's chat template")
             if context is not None and len(prompt) + sampling.max_new_tokens > context:
+                room = context - len(prompt)
+                fix = (
+                    f"use {room} or less, or leave out problems with longer prompts" if room > 0 else "leave out problems that are as long"
+                )
                 raise ConfigError(
                     f"generation.max_new_tokens={sampling.max_new_tokens}: prompt {index} has {len(prompt)} tokens and the model's "
-                    f"context is {context}; use {context - len(prompt)} or less, or leave out problems with longer prompts"
+                    f"context is {context}; {fix}"
                 )
 
 

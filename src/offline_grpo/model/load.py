@@ -111,6 +111,8 @@ def load_tokenizer(model_id: str, *, key: str = "model.train_id", trust_remote_c
         raise ConfigError(f"{key}={model_id}: has no tokenizer; {fix}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    too_long = "sequence-length-is-longer-than-the-specified-maximum"
+    getattr(tokenizer, "deprecation_warnings", {})[too_long] = True  # `check_prompts` says it with problem and fix
     return tokenizer
 
 

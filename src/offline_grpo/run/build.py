@@ -123,4 +123,4 @@ def sweep_hint(key: str, name: str, value: Any) -> str:
     """A hint on sweep syntax, for users who wrote a list where a single value is expected."""
     if not isinstance(value, list):
         return ""
-    return f"; to sweep over it: --multirun {key}.{name}={','.join(str(item) for item in value)}"
+    return f"; to sweep over it: --multirun {'.'.join(filter(None, (key, name)))}={','.join(str(item) for item in value)}"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import yaml
 
+from offline_grpo.errors import require
+
 WIDTH = 80
 UNEXPLAINED = ("defaults", "hydra", "_target_")
 USAGE = """\
@@ -40,10 +42,15 @@ def help_text(conf: Path, wanted: Sequence[str] = ()) -> str:
     Args:
         conf: the folder with `config.yaml`.
         wanted: groups, or beginnings of keys, to explain alone; all if empty.
+
+    Raises:
+        ConfigError: nothing has one of these names.
     """
     if not wanted:
         return "\n".join([USAGE, *_groups(conf), "", *_sections(conf, ())])
-    return "\n".join(_sections(conf, wanted)) or f"nothing is called {' or '.join(wanted)}; --help alone lists all"
+    found = "\n".join(_sections(conf, wanted))
+    require(bool(found), "--help", " ".join(wanted), "nothing is called so; --help alone lists all")
+    return found
 
 
 def _groups(conf: Path) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -56,7 +57,7 @@ class Alignment:
         self._parts += other._parts
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Means over the tokens of all processes; logs a warning where trainer and engine disagree. Empty without tokens."""
+        """Means over the tokens of all processes. Empty without tokens."""
         if not self._parts:
             return {}
         parts = torch.stack(self._parts).cpu()
@@ -79,14 +80,26 @@ class Alignment:
         num_positive, positive, num_negative, negative = by_sign
         found |= {"pos_logp": positive / num_positive} if num_positive else {}
         found |= {"neg_logp": negative / num_negative} if num_negative else {}
-        if found["alignment/diff_abs_mean"] > MISMATCH_NATS and ranks.is_main:
+        return found
+
+
+class MismatchWarning:
+    """Says that trainer and engine disagree: once, and again where they are twice as far apart."""
+
+    def __init__(self) -> None:
+        self._above = MISMATCH_NATS
+
+    def see(self, found: Mapping[str, float]) -> None:
+        """Look at the metrics of an iteration."""
+        difference = found.get("alignment/diff_abs_mean", 0.0)
+        if difference > self._above:
+            self._above = 2 * difference
             log.warning(
                 "[MISMATCH] trainer and engine differ by %.3f nats per token on average (alignment/diff_abs_mean, above %g); "
                 "rollouts of other weights (rollouts=async or replay, weight_sync.interval) add to it; see docs/troubleshooting.md",
-                found["alignment/diff_abs_mean"],
+                difference,
                 MISMATCH_NATS,
             )
-        return found
 
 
 def _std(total: float, squares: float, count: float) -> float:

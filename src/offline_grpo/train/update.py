@@ -26,7 +26,7 @@ from offline_grpo.model.scoring import BaseScoring, Scoring, prepare_for_gradien
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import TrainConfig
-from offline_grpo.train.alignment import Alignment
+from offline_grpo.train.alignment import Alignment, MismatchWarning
 from offline_grpo.train.batch import microbatches, share_of_rank, split_updates, totals_of
 from offline_grpo.train.counters import UpdateCounters
 from offline_grpo.train.schedule import LrSchedule
@@ -56,6 +56,8 @@ class Updater:
     seed: int
     failure_dir: Path
     counters: UpdateCounters = field(default_factory=UpdateCounters)
+
+    _mismatch: MismatchWarning = field(default_factory=MismatchWarning, init=False)
 
     def __post_init__(self) -> None:
         self._peak_lrs: list[float | None] = [group["lr"] for group in self.optimizer.param_groups]
@@ -91,6 +93,8 @@ class Updater:
         applied = [metrics for metrics in results if metrics is not None]
         means = {name: sum(metrics[name] for metrics in applied) / len(applied) for name in (applied[0] if applied else ())}
         means |= alignment.metrics(self.ranks)
+        if self.ranks.is_main:
+            self._mismatch.see(means)
         return means | {"num_updates": float(len(applied)), "num_updates_refused": float(len(results) - len(applied)), **self._lr_metric()}
 
     def updates_of(self, num_sequences: int) -> list[range]:

@@ -281,6 +281,8 @@ def test_wrong_requests_are_refused(model, tokenizer) -> None:
         generate(client, [[3], []], SAMPLING, group_size=1, seeds=[1, 2])
     with pytest.raises(ConfigError, match=r"max_new_tokens=62: prompt 0 has 3 tokens .* 64; use 61 or less"):
         generate(client, [[3, 4, 5]], replace(SAMPLING, max_new_tokens=62), group_size=1, seeds=[1])
+    with pytest.raises(ConfigError, match=r"max_new_tokens=1: prompt 0 has 64 tokens .* 64; leave out problems that are as long$"):
+        generate(client, [[3] * 64], replace(SAMPLING, max_new_tokens=1), group_size=1, seeds=[1])
     with pytest.raises(ValueError, match="num_completions=0"):
         generate(client, [[3]], SAMPLING, group_size=0, seeds=[1])
     with pytest.raises(ConfigError, match=r"generation\.stop=.*empty"):

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from factories import CONF
 
+from offline_grpo.errors import ConfigError
 from offline_grpo.run.help import help_text
 from offline_grpo.run.main import main
 
@@ -58,4 +59,5 @@ def test_words_choose_what_is_explained(monkeypatch, capsys):
     assert {line.strip().partition("=")[0] for line in out.splitlines() if re.match(r"  \w+\.", line)} >= {"checkpoint.enabled", "eval.ks"}
     assert "train.lr" not in out
     assert "eval.seed_base" not in out
-    assert help_text(CONF, ["nope"]) == "nothing is called nope; --help alone lists all"
+    with pytest.raises(ConfigError, match=r"^--help=nope: nothing is called so; --help alone lists all$"):
+        help_text(CONF, ["nope"])
