@@ -197,7 +197,7 @@ class EvalConfig:
             self.replicates == 1 or (self.do_sample and self.temperature != 0),
             "eval.replicates",
             self.replicates,
-            "greedy decoding (eval.do_sample=false, or a temperature of 0: generation's is eval's too) draws one completion again and again; "
+            "greedy decoding (eval.do_sample=false, or a temperature of 0: generation's is eval's too) draws one completion over and over; "
             "use eval.replicates=1 eval.ks=[1]",
         )
         require(min(self.ks, default=0) > 0, "eval.ks", self.ks, "name at least one k, and none below 1")

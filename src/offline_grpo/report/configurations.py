@@ -35,6 +35,11 @@ class Configuration:
         return [run for run in self.runs if run.is_done] or list(self.runs)
 
     @property
+    def left_out(self) -> list[SweepRun]:
+        """The runs that means are not over."""
+        return [run for run in self.runs if run not in self.best_known]
+
+    @property
     def counted(self) -> list[SweepRun]:
         """Those of which pass@1 was measured."""
         return [run for run in self.best_known if len(run.pass_at_1)]

@@ -43,7 +43,12 @@ def print_sweep(multirun_dir: Path, console: Console) -> None:
     found = configurations(runs)
     saved = save_summary(multirun_dir, runs, found)
     _print_table(found, console)
-    unfinished = [f"run {run.name}: {run.status}" for run in sorted(runs, key=lambda run: run.name) if not run.is_done]
+    left_out = {run.name for each in found for run in each.left_out}
+    unfinished = [
+        f"run {run.name}: {run.status}{', not in the mean' if run.name in left_out else ''}"
+        for run in sorted(runs, key=lambda run: run.name)
+        if not run.is_done
+    ]
     for line in [*unfinished, *map(str, saved)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -103,11 +108,11 @@ def _folded(overrides: Mapping[str, str], width: int) -> str:
 
 
 def configuration_rows(found: Sequence[Configuration]) -> list[list[str]]:
-    """Cells of CONFIGURATION_COLUMNS."""
+    """Cells of CONFIGURATION_COLUMNS; runs that the means leave out are in parentheses."""
     return [
         [
             ", ".join(f"{key}={value}" for key, value in each.overrides.items()) or ALIKE,
-            " ".join(run.name for run in each.runs),
+            " ".join(f"({run.name})" if run in each.left_out else run.name for run in each.runs),
             _interval(each.pass_at_1, each.low, each.high),
             _text(each.mean("best_pass_at_1"), ".3f"),
             _text(each.mean("reward"), ".3f"),

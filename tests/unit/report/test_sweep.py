@@ -46,6 +46,16 @@ def test_runs_are_ordered_by_final_pass_at_1_and_failures_come_last(multirun_dir
     assert (failed.name, failed.status, failed.final_pass_at_1, failed.reward, failed.minutes) == ("1", "no metrics", None, None, None)
 
 
+def test_a_run_that_the_mean_leaves_out_is_told(multirun_dir: Path) -> None:
+    make_run(multirun_dir / "3", ["task=sat", "train.lr=1e-6", "seed=1"], [0.0], num_train=1)
+    stream = io.StringIO()
+    print_sweep(multirun_dir, Console(file=stream, width=80))
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert "lr=1e-6        0 (3)  0.500          0.625  0.750   3.0" in lines
+    assert "run 2: stopped at 1/2" in lines
+    assert "run 3: stopped at 1/2, not in the mean" in lines
+
+
 def test_the_table_is_printed_and_saved_for_programs_and_people(multirun_dir: Path) -> None:
     stream = io.StringIO()
     print_sweep(multirun_dir, Console(file=stream, width=80))
