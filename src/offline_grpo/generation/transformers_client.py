@@ -57,16 +57,22 @@ class TransformersClient:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ConfigError(f"generation.batch_size={self.batch_size}: must be at least 1")
-        if "past_key_values" not in inspect.signature(self._lm.forward).parameters:
-            raise ConfigError(
-                f"generation=transformers: {type(self._lm).__name__} does not use past_key_values, "
-                "so it cannot be sampled in process; use generation=vllm_server"
-            )
+        lacks = "does not use past_key_values" if "past_key_values" not in inspect.signature(self._lm.forward).parameters else ""
+        try:
+            self._new_cache().get_seq_length()
+        except ValueError:
+            lacks = lacks or "has no layer with attention"
+        if lacks:
+            name = type(self._lm).__name__
+            raise ConfigError(f"generation=transformers: {name} {lacks}, so it cannot be sampled in process; use generation=vllm_server")
 
     @property
     def _lm(self) -> Any:
         """The transformers model, free of peft's wrapper; LoRA layers sit inside it."""
         return unwrapped(self.model)
+
+    def _new_cache(self) -> DynamicCache:
+        return DynamicCache(config=self._lm.config.get_text_config(decoder=True))
 
     def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
         """See `RolloutClient.generate`. All requests are taken at once, and those with prompts of like length are decoded together.
@@ -119,7 +125,7 @@ class TransformersClient:
         lm = self._lm
         index = torch.tensor(prompt_of_row, device=lm.device)  # [B]
         token_ids, mask = left_pad(prompts, lm.device)  # [U, P]
-        cache = DynamicCache(config=lm.config.get_text_config(decoder=True))
+        cache = self._new_cache()
         if len(prompt_of_row) > len(prompts) and token_ids.shape[1] > 1:
             self._prefill(cache, token_ids[:, :-1], mask[:, :-1])
             _keep_rows(cache, index)

@@ -11,7 +11,7 @@ from factories import generate
 from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3NextConfig, Qwen3NextForCausalLM
 from transformers.cache_utils import StaticLayer
 
 from offline_grpo.errors import ConfigError, EngineError
@@ -292,6 +292,17 @@ def test_wrong_requests_are_refused(model, tokenizer) -> None:
     assert generate(client, [], SAMPLING, group_size=2, seeds=[]) == []
     full = generate(client, [[3, 4, 5]], replace(SAMPLING, max_new_tokens=61), group_size=1, seeds=[8])
     assert 1 <= len(full[0][0].token_ids) <= 61
+
+
+def test_a_model_without_attention_is_refused(tokenizer) -> None:
+    """Of Qwen3-Next's kind; one layer with attention in four is enough."""
+    settings = {"hidden_size": 32, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "num_experts": 2}
+    settings |= {"intermediate_size": 32, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts_per_tok": 1}
+    settings |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    without, with_one = (Qwen3NextForCausalLM(Qwen3NextConfig(num_hidden_layers=n, **settings)) for n in (2, 4))
+    with pytest.raises(ConfigError, match=r"^generation=transformers: Qwen3NextForCausalLM has no layer with attention, .*=vllm_server$"):
+        TransformersClient(without, tokenizer, batch_size=4)
+    assert TransformersClient(with_one, tokenizer, batch_size=4)
 
 
 def test_yaml_supplies_every_setting() -> None:
