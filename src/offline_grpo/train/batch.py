@@ -52,7 +52,8 @@ def with_advantages(batch: TokenBatch, advantages: Sequence[float | Sequence[flo
 
 def _flat(sequences: Iterable[Iterable[float]], dtype: type[np.generic]) -> torch.Tensor:
     """Of a list, `torch.tensor` takes eight times as long, for which a GPU would wait."""
-    return torch.from_numpy(np.fromiter(chain.from_iterable(sequences), dtype))
+    with np.errstate(over="ignore"):  # what is not trained may have any number, such as 1e300
+        return torch.from_numpy(np.fromiter(chain.from_iterable(sequences), dtype))
 
 
 def totals_of(batch: TokenBatch, sequences: Sequence[int], *, max_new_tokens: int) -> BatchTotals:
