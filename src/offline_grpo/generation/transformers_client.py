@@ -57,12 +57,7 @@ class TransformersClient:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ConfigError(f"generation.batch_size={self.batch_size}: must be at least 1")
-        lacks = "does not use past_key_values" if "past_key_values" not in inspect.signature(self._lm.forward).parameters else ""
-        try:
-            self._new_cache().get_seq_length()
-        except ValueError:
-            lacks = lacks or "has no layer with attention"
-        if lacks:
+        if (lacks := self._lacks()) is not None:
             name = type(self._lm).__name__
             raise ConfigError(f"generation=transformers: {name} {lacks}, so it cannot be sampled in process; use generation=vllm_server")
 
@@ -70,6 +65,16 @@ class TransformersClient:
     def _lm(self) -> Any:
         """The transformers model, free of peft's wrapper; LoRA layers sit inside it."""
         return unwrapped(self.model)
+
+    def _lacks(self) -> str | None:
+        """What the model would need to be sampled here, and has not."""
+        if "past_key_values" not in inspect.signature(self._lm.forward).parameters:
+            return "does not use past_key_values"
+        try:
+            self._new_cache().get_seq_length()
+        except ValueError:
+            return "has no layer with attention"
+        return None
 
     def _new_cache(self) -> DynamicCache:
         return DynamicCache(config=self._lm.config.get_text_config(decoder=True))

@@ -44,7 +44,7 @@ def build(node: Mapping[str, Any], *, key: str, protocol: type | None = None, **
     except GrpoError:
         raise
     except Exception as error:  # whatever that code raises
-        if target.__module__.partition(".")[0] == __name__.partition(".")[0]:
+        if str(getattr(target, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]:
             raise  # the package's own mistake: its traceback says more
         raise ConfigError(f"{key}._target_={node['_target_']}: raised {told(error)}; HYDRA_FULL_ERROR=1 shows the traceback") from error
     if protocol is not None and not isinstance(component, protocol):
