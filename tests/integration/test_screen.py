@@ -91,7 +91,7 @@ def test_a_sweep_that_is_stopped_has_its_table_and_goes_on(cache, tmp_path):
     assert result.returncode == 143, result.stderr
     lines = result.stdout.splitlines()
     assert "1 configuration, 2 runs, best mean final pass@1 first" in lines
-    assert "run 1: stopped at 1/2" in lines
+    assert "run 1: stopped at 1/2, not in the mean" in lines
     assert {path.name for path in (tmp_path / "sweep").iterdir()} == {"0", "1", "multirun.yaml", "summary.csv", "summary.md", "sweep.png"}
     assert f"the sweep goes on with: uv run run_grpo.py resume={tmp_path}/sweep" in result.stderr.splitlines()
     first = contents(tmp_path / "sweep" / "0")
