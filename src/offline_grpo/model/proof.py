@@ -58,8 +58,8 @@ def settle_layout(scoring: Scoring, requested: Layout | None, device: torch.devi
         fault = _fault(scoring, batch, expected)
         name = type(scoring.layout).__name__.lower()
         if fault is None:
-            if faults:
-                log.info("model.layout=auto: %s, because %s", name, "; ".join(faults))
+            if requested is None:
+                log.info("model.layout=auto: %s%s", name, f", because {'; '.join(faults)}" if faults else "")
             return
         faults.append(f"{name} is wrong for {type(model).__name__}: {fault}")
         if requested is not None and name != "padded":

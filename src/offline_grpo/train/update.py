@@ -123,11 +123,14 @@ class Updater:
         logprobs = torch.zeros_like(batch.old_logprobs)  # [T]
         mine = share_of_rank(range(batch.num_sequences), batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size)
         passes = list(self._passes(mine, range(batch.num_sequences), batch))
+        scored: list[tuple[Sequence[int], Tensor]] = []  # on the device: it is not waited for between two microbatches
         for number, (sequences, counts) in enumerate(passes):
-            part = scoring.logprobs(batch.select(sequences).to(scoring.device)).cpu()
+            part = scoring.logprobs(batch.select(sequences).to(scoring.device))
             if counts:
-                logprobs[_positions(batch, sequences)] = part
+                scored.append((sequences, part))
             progress.report(number + 1, len(passes), "microbatches scored")
+        for sequences, part in scored:
+            logprobs[_positions(batch, sequences)] = part.cpu()
         self.ranks.sum_([logprobs])
         return logprobs
 

@@ -61,6 +61,14 @@ def test_old_logprobs_are_those_before_the_first_update(tmp_path, token_batch):
     assert not torch.allclose(scored.old_logprobs, updater.policy.logprobs(token_batch), atol=1e-2)
 
 
+def test_old_logprobs_do_not_depend_on_the_microbatches(tmp_path, token_batch):
+    whole, in_parts = (
+        make_updater(tmp_path, epochs=2, batch_size=size).score(token_batch).old_logprobs for size in (token_batch.num_sequences, 1)
+    )
+    assert whole.abs().sum() > 0
+    assert torch.allclose(whole, in_parts, atol=1e-5)
+
+
 def to_the_sampler(updater, **settings):
     updater.loss = replace(updater.loss, ratio_reference="rollout", entropy_coef=0.0, **settings)
     return updater
