@@ -96,7 +96,8 @@ class MismatchWarning:
             self._above = 2 * difference
             log.warning(
                 "[MISMATCH] trainer and engine differ by %.3f nats per token on average (alignment/diff_abs_mean, above %g); "
-                "rollouts of other weights (rollouts=async, atropos or replay, weight_sync.interval) add to it; see docs/troubleshooting.md",
+                "rollouts of other weights (rollouts=async, atropos or replay, weight_sync.interval) add to it; "
+                "see docs/troubleshooting.md",
                 difference,
                 MISMATCH_NATS,
             )
