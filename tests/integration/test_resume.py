@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from children import SMALL, Kill, Mishaps, metrics_of, printed, run_command, run_in_child, weights_of
+from safetensors.torch import load_file
 
 from offline_grpo.checkpoint.files import latest_checkpoint
 
@@ -174,6 +176,24 @@ def test_a_finished_run_resumed_by_path_can_be_made_longer(cache, tmp_path):
     assert run_in_child(fresh, *overrides, f"resume={run_dir}", "train.precision=bf16", "train.iterations=6") == 2
     assert "error: train.precision=bf16: the run that goes on has fp32, and its weights and masters" in printed(fresh)
     assert_same_files(run_dir, whole)
+
+
+def test_adapters_in_16_bits_go_on_from_their_fp32_masters(tmp_path):
+    overrides = [f"cache_dir={tmp_path}/cache", *SMALL, "model/lora=default", "train.precision=bf16", "train.schedule=constant"]
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    assert run_in_child(whole, *overrides) == 0, printed(whole)
+    assert run_in_child(run_dir, *overrides, "train.iterations=2") == 0, printed(run_dir)
+    assert run_in_child(tmp_path / "fresh", *overrides, f"resume={run_dir}") == 0, printed(tmp_path / "fresh")
+    assert_same_files(run_dir, whole)
+    checkpoint = latest_checkpoint(run_dir / "checkpoints")
+    assert checkpoint is not None
+    adapters = load_file(checkpoint / "adapter_model.safetensors")
+    masters = load_file(checkpoint / "trainer" / "masters.safetensors")
+    assert {tensor.dtype for tensor in adapters.values()} == {torch.bfloat16}
+    rounded = {name.replace(".default", ""): tensor.bfloat16() for name, tensor in masters.items()}
+    assert adapters.keys() == rounded.keys()
+    assert all(torch.equal(adapters[name], rounded[name]) for name in adapters)
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in masters.values())
 
 
 def test_a_command_goes_on_with_the_configuration_of_its_run(cache, tmp_path):

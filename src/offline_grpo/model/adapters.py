@@ -40,6 +40,8 @@ def adapter_dropouts(model: nn.Module) -> list[nn.Module]:
 def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter: Path | None) -> PeftModel:
     """The model with LoRA adapters on top (arXiv 2106.09685): those saved in the folder `adapter`, or new ones.
 
+    They are in the model's format, as a server has them, and not in fp32: that is what the masters are in.
+
     Raises:
         ConfigError: target modules or layers that the model does not have, or a damaged adapter.
     """
@@ -48,7 +50,7 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter
 
     if adapter is not None:
         try:
-            return PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+            return PeftModel.from_pretrained(model, str(adapter), is_trainable=True, autocast_adapter_dtype=False)
         except Exception as error:  # whatever a damaged adapter raises, in peft or safetensors
             raise ConfigError(f"{adapter}: its adapter does not fit the model ({reason_of(error)}); use another checkpoint") from error
     layers, blocks, targets = None, "", lora.target_modules
@@ -67,7 +69,7 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter
         task_type="CAUSAL_LM",
     )
     try:
-        wrapped = get_peft_model(model, peft_config)
+        wrapped = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ConfigError(f"model.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}") from error
     assert isinstance(wrapped, PeftModel)

@@ -58,7 +58,7 @@ def settle_layout(scoring: Scoring, requested: Layout | None, device: torch.devi
         fault = _fault(scoring, batch, expected)
         name = type(scoring.layout).__name__.lower()
         if fault is None:
-            if requested is None:
+            if requested is None and (faults or device.type == "cuda"):  # on a CPU it is nearly always `tree`
                 log.info("model.layout=auto: %s%s", name, f", because {'; '.join(faults)}" if faults else "")
             return
         faults.append(f"{name} is wrong for {type(model).__name__}: {fault}")
