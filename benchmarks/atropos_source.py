@@ -166,7 +166,7 @@ def main() -> None:
     }
     write_result(
         "atropos_source",
-        claim="Beyond waiting, the source of rollouts=atropos takes at most 5 % of an iteration.",
+        claim="Beyond waiting, the source of rollouts=atropos takes at most 5% of an iteration.",
         targets=[Target("source_frac", "<=", 0.05)],
         measured=measured,
         settings=vars(args) | {"train_tokens_per_s": TRAIN_TOKENS_PER_S, "vocab_size": tokenizer.vocab_size},

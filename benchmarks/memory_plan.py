@@ -284,7 +284,7 @@ def main() -> None:
     measured = {"largest_error": max(map(abs, errors.values())), "largest_part_error": largest_part_error, **errors}
     write_result(
         "memory_plan",
-        claim="The memory of a training process on a GPU is predicted to within 10 %, before any weights are loaded.",
+        claim="The memory of a training process on a GPU is predicted to within 10%, before any weights are loaded.",
         targets=[Target("largest_error", "<=", 0.10), Target("largest_part_error", "<=", 0.10)],
         settings={key: value for key, value in vars(args).items() if key != "arm"} | {"model": QWEN2_5_0_5B, "overrides": ARMS},
         measured=measured,

@@ -207,7 +207,7 @@ def main() -> None:
         targets += [Target("default_job_held_frac", "<=", 0.01), Target("files_damaged", "<=", 0), Target("rows_lost", "<=", 0)]
     write_result(
         options.out,
-        claim="Writing takes under 1 % of an iteration, reading has half the speed of pyarrow's scan, and SIGKILL loses nothing.",
+        claim="Writing takes under 1% of an iteration, reading has half the speed of pyarrow's scan, and SIGKILL loses nothing.",
         targets=targets,
         measured=measured,
         settings={**vars(options), "problems": PROBLEMS, "members": MEMBERS, "completion_tokens": COMPLETION_TOKENS, "vocab_size": VOCAB},

@@ -111,7 +111,7 @@ def main() -> None:
     }
     write_result(
         "scoring",
-        claim="scores of 100 ms each, in 8 workers, cost at most 5 % of an iteration of 256 completions",
+        claim="scores of 100 ms each, in 8 workers, cost at most 5% of an iteration of 256 completions",
         targets=[Target("overhead_frac", "<=", 0.05), Target("waited_frac", "<=", 0.05)],
         settings=vars(arguments),
         measured=measured,

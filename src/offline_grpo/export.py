@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -35,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: Sequence[str] | None = None) -> None:
     """Export, and say what was written."""
     options = parser().parse_args(arguments)
+    print("offline-grpo: loading ...", file=sys.stderr, flush=True)
     hub.need_model(options.model, "MODEL")  # before imports that take seconds
 
     from transformers.utils.logging import disable_progress_bar

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
@@ -25,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: Sequence[str] | None = None) -> None:
     """Look and print."""
     options = parser().parse_args(arguments)
+    print("offline-grpo: loading ...", file=sys.stderr, flush=True)
     hub.need_model(options.model, "MODEL")  # before imports that take seconds
     info, fits = look_at(options.model, trust=options.trust_remote_code)
     if options.json:

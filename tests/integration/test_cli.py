@@ -110,7 +110,7 @@ def test_a_sweep_leaves_a_run_for_each_value_and_a_table(tmp_path: Path, cache: 
     assert lrs == pytest.approx({"0": 0.5e-3, "1": 0.5e-4})
     assert "2 runs, best final pass@1 first" in done.stdout
     table = (sweep_dir / "summary.md").read_text()
-    assert table.startswith("| configuration | runs | pass@1 [95 %] |")
+    assert table.startswith("| configuration | runs | pass@1 [95%] |")
     assert sum(line.startswith("| train.lr=") for line in table.splitlines()) == 2
 
 

@@ -41,7 +41,7 @@ def test_numbers_are_those_of_the_built_model(config: GPT2Config | LlamaConfig, 
     assert info.num_of_embeddings == sum(p.numel() for n, p in weights.items() if "embed" in n or "wte" in n or "lm_head" in n)
     assert info.is_tied == config.tie_word_embeddings
     last = info.num_blocks - 1
-    expected = {14: ["10-13", "7-13", "2-13"], 5: ["3-4", "2-4"]}[info.num_blocks]  # 25 and 50 % rounded up; the last 12 of enough
+    expected = {14: ["10-13", "7-13", "2-13"], 5: ["3-4", "2-4"]}[info.num_blocks]  # 25 and 50% rounded up; the last 12 of enough
     assert [preset.override for preset in info.presets] == [f"train.train_layer_indices={indices}" for indices in expected]
     assert info.presets[0].num_trained == sum(in_blocks[int(expected[0].split("-")[0]) : last + 1])
     rows = 16 * sum(sum(p.shape) for name, p in weights.items() if name.startswith(prefix) and p.dim() == 2)
@@ -56,7 +56,7 @@ def test_the_page_fits_a_terminal_and_json_says_the_same(tmp_path: Path, capsys:
     found = json.loads(capsys.readouterr().out)
     assert found["presets"][0]["override"] == "train.train_layer_indices=1"
     assert [fit["name"] for fit in found["fits"]] == [
-        *("full, AdamW", "full, AdamW offload", "full, 8-bit AdamW", "full, Adafactor", "last 25 %, AdamW", "LoRA r=16, AdamW")
+        *("full, AdamW", "full, AdamW offload", "full, 8-bit AdamW", "full, Adafactor", "last 25%, AdamW", "LoRA r=16, AdamW")
     ]
     assert all(fit["room_frac"]["80"] == 0.92 for fit in found["fits"])  # everything fits, up to vLLM's own share
     info, _ = look_at(name, trust=False)

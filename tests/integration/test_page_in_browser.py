@@ -77,9 +77,9 @@ def test_the_pictures_are_there_and_fit(browser: Any, sweep: Path, width: int, d
 def test_tables_sort_by_number_and_back(page: Any) -> None:
     cells = page.locator("#results tbody td:nth-child(3)")
     assert cells.all_inner_texts() == ["0.750", "0.500", "0.250"]
-    page.get_by_role("button", name="pass@1 [95 %]").first.press("Enter")
+    page.get_by_role("button", name="pass@1 [95%]").first.press("Enter")
     assert cells.all_inner_texts() == ["0.250", "0.500", "0.750"]
-    page.get_by_role("button", name="pass@1 [95 %]").first.press("Enter")
+    page.get_by_role("button", name="pass@1 [95%]").first.press("Enter")
     assert cells.all_inner_texts() == ["0.750", "0.500", "0.250"]
 
 
@@ -104,7 +104,7 @@ def test_held_out_problems_of_a_run_are_drawn(browser: Any, tmp_path: Path) -> N
     assert [looks["plot_bgcolor"], looks["xaxis"]["mirror"]] == ["#9aa2ab", True], (
         "grey behind problems that were not asked, and a frame around those that nobody solved"
     )
-    assert page.locator("#learning p").first.inner_text().startswith("Bands are 95 % intervals over problems. Curves of")
+    assert page.locator("#learning p").first.inner_text().startswith("Bands are 95% intervals over problems. Curves of")
     assert page.wrong == []
     page.close()
 

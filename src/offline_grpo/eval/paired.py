@@ -12,7 +12,7 @@ from offline_grpo.eval.pass_at_k import INTERVAL_PERCENTILES, FloatArray
 
 @dataclass(frozen=True, slots=True)
 class PairedResult:
-    """`difference` is second minus first; `low` and `high` are its 95 % interval; `p_value` is two-sided."""
+    """`difference` is second minus first; `low` and `high` are its 95% interval; `p_value` is two-sided."""
 
     difference: float
     low: float

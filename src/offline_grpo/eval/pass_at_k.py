@@ -1,4 +1,4 @@
-"""pass@k and its relatives, each with a 95 % interval over problems.
+"""pass@k and its relatives, each with a 95% interval over problems.
 
 Every problem is answered n times (its replicates); N problems give tables of shape [N, n]. All metrics are averages over problems.
 """
@@ -55,7 +55,7 @@ def pass_at_k(num_correct: NDArray[np.int64], replicates: int, k: int) -> FloatA
 
 
 def metrics_with_intervals(table: ReplicateTable, ks: Sequence[int], *, bootstrap_samples: int, seed: int) -> dict[str, float]:
-    """All evaluation metrics; a metric `m` that varies between problems comes with its 95 % interval as `m_low` and `m_high`.
+    """All evaluation metrics; a metric `m` that varies between problems comes with its 95% interval as `m_low` and `m_high`.
 
     The interval is the percentile bootstrap over problems: it says how far the number would move had other problems been drawn from
     the same distribution. Where all problems scored alike it has no width, however few they are.

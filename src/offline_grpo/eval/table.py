@@ -12,7 +12,7 @@ WIDTH = 80
 
 
 def results_table(models: Mapping[str, str], metrics: Mapping[tuple[str, str], Metrics], ks: Sequence[int]) -> list[str]:
-    """A line for each model's name, then a row for each set and model: pass@k with 95 % intervals, for the smallest and the largest k.
+    """A line for each model's name, then a row for each set and model: pass@k with 95% intervals, for the smallest and the largest k.
 
     Args:
         models: what each short name stands for.
@@ -20,7 +20,7 @@ def results_table(models: Mapping[str, str], metrics: Mapping[tuple[str, str], M
     """
     lines = [f"{letter}  {_shortened(name, WIDTH - 3)}" for letter, name in models.items()]
     shown = [f"pass@{k}" for k in sorted({min(ks), max(ks)})]
-    lines += ["", _row("set", "problems", "", [(f"{key} [95 %]") for key in shown])]
+    lines += ["", _row("set", "problems", "", [(f"{key} [95%]") for key in shown])]
     sets = dict.fromkeys(name for _, name in metrics)
     for name in sets:
         for letter in models:

@@ -42,7 +42,7 @@ def train_line(at: str, metrics: Metrics, left: str, *, width: int) -> str:
 
 
 def eval_cells(metrics: Metrics) -> list[str]:
-    """`pass@1 0.431 [0.380, 0.490]` for each k, with its 95 % interval."""
+    """`pass@1 0.431 [0.380, 0.490]` for each k, with its 95% interval."""
     keys = sorted((key for key in metrics if key.startswith("pass@") and key[5:].isdigit()), key=lambda key: int(key[5:]))
     cells = [f"{key} {metrics[key]:.3f} [{metrics[f'{key}_low']:.3f}, {metrics[f'{key}_high']:.3f}]" for key in keys]
     return [*cells, "frozen server, not the policy"] if "sync/frozen" in metrics else cells

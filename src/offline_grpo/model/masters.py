@@ -1,7 +1,7 @@
 """fp32 masters: the weights and gradients that the optimizer sees, whatever the format that the model computes in.
 
 At the learning rates of RL an update is smaller than half a unit in the last place of most bf16 weights, so an optimizer that steps
-on bf16 weights changes few of them (84 % stay put at lr 1e-5). Here the update is added in fp32 and then rounded into the model.
+on bf16 weights changes few of them (84% stay put at lr 1e-5). Here the update is added in fp32 and then rounded into the model.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def warm_start(
 ) -> None:
     """Train in place with AdamW, linear warm-up and cosine decay; the loss is that of the shown answers and EOS alone.
 
-    `noise_frac` is the share of wrong answers in the last 40 % of the steps; before, there are none.
+    `noise_frac` is the share of wrong answers in the last 40% of the steps; before, there are none.
     """
     prompt_ids = {problem.problem_id: encode(tokenizer, problem.messages) for problem in problems}
     clean, noisy = (demonstrations(problems, noise_frac=share, seed=seed) for share in (0.0, noise_frac))

@@ -116,7 +116,7 @@ def short_overrides(found: Sequence[Configuration]) -> list[dict[str, str]]:
 
 
 def share_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """95 % interval of the mean of shares over N >= 2 runs, [N, R] -> ([R], [R]): mean ± t * s / sqrt(N), cut at 0 and 1.
+    """95% interval of the mean of shares over N >= 2 runs, [N, R] -> ([R], [R]): mean ± t * s / sqrt(N), cut at 0 and 1.
 
     Student's t with N - 1 degrees of freedom, because the spread is estimated from few runs (Student 1908, "The probable error of a mean").
     A bootstrap over two or three values has too few different resamples, and is too narrow.
@@ -133,7 +133,7 @@ def mean_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 
 def t_975(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t: from tables up to 4 degrees of freedom, then by the series of Abramowitz & Stegun 26.7.5."""
+    """The 97.5% quantile of Student's t: from tables up to 4 degrees of freedom, then by the series of Abramowitz & Stegun 26.7.5."""
     if freedom <= 4:
         return (12.7062, 4.3027, 3.1824, 2.7764)[freedom - 1]
     z = 1.959964

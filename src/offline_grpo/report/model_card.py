@@ -67,7 +67,7 @@ def _evaluation(history: History, iteration: int, config: Mapping[str, Any]) -> 
     some = next(iter(measured.values()))
     lines = [
         f"{some['tasks']:.0f} held-out problems, {some['replicates']:.0f} completions each at temperature "
-        f"{config['eval']['temperature']:g}; in brackets 95 % bootstrap intervals over problems.",
+        f"{config['eval']['temperature']:g}; in brackets 95% bootstrap intervals over problems.",
         "",
         "| | " + " | ".join(measured) + " |",
         "|---|" + "---|" * len(measured),

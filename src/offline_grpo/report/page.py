@@ -207,7 +207,7 @@ def _of_one(history: History) -> tuple[dict[str, Any], str]:
                 rose, fell = low.values[-1] > high.values[0], high.values[-1] < low.values[0]
                 verdict = verdict.replace("went", "rose" if rose else "fell" if fell else "went")
                 verdict += "" if rose or fell else " The intervals overlap, so this may be chance."
-    return {"columns": ["", "first [95 %]", "last [95 %]", "highest", "in iteration"], "rows": rows}, verdict
+    return {"columns": ["", "first [95%]", "last [95%]", "highest", "in iteration"], "rows": rows}, verdict
 
 
 def _settings(runs: Mapping[str, PageRun]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ WRONG_FILE = (GrpoError, LookupError, TypeError, ValueError, AttributeError, OSE
 MAX_VALUE = 200  # letters of a setting
 MAX_POINTS, MAX_POINTS_IN_ALL = 300, 6000  # of a curve, and of the curves of a metric over all runs
 BOOTSTRAP_SAMPLES = 1000
-PAIRED_COLUMNS = ("configuration", "difference", "95 % over problems", "p", "better on", "worse on", "95 % over seeds")
+PAIRED_COLUMNS = ("configuration", "difference", "95% over problems", "p", "better on", "worse on", "95% over seeds")
 
 
 @dataclass(frozen=True)

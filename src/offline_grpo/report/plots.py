@@ -123,7 +123,7 @@ def _pass_at_k(axes: Axes, history: History) -> None:
     """Of a mixture of tasks, pass@1 alone, with that of each task."""
     tasks = history.held_out_tasks()[: len(COLORS) - 1]
     ks = history.eval_ks()[: 1 if tasks else len(COLORS)]
-    title = "Held-out pass@1 of all and of each task" if tasks else "Held-out pass@k with 95 % interval"
+    title = "Held-out pass@1 of all and of each task" if tasks else "Held-out pass@k with 95% interval"
     num_columns = 3 if tasks or len(ks) > 4 else 4
     label(axes, title, "share of problems", legend_rows=1 if len(ks) + len(tasks) <= num_columns else 2)
     if not ks:

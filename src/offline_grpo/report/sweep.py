@@ -17,8 +17,8 @@ from offline_grpo.report.history import count
 from offline_grpo.report.summary import LABEL_WIDTH
 from offline_grpo.report.sweep_run import NUMBER_COLUMNS, SweepRun, read_run
 
-CONFIGURATION_COLUMNS = ("configuration", "runs", "pass@1 [95 %]", "best", "reward", "minutes")
-RUN_COLUMNS = ("pass@1 [95 %]", "best", "reward", "minutes", "status")
+CONFIGURATION_COLUMNS = ("configuration", "runs", "pass@1 [95%]", "best", "reward", "minutes")
+RUN_COLUMNS = ("pass@1 [95%]", "best", "reward", "minutes", "status")
 ALIKE = "all alike"
 GAP = 2
 RUNS_WIDTH = 7  # then the list of runs folds
@@ -78,7 +78,7 @@ def _print_table(found: Sequence[Configuration], console: Console) -> None:
     order = f"{'mean ' if several else ''}final {'pass@1' if any(each.counted for each in found) else 'reward'}"
     lines = [
         f"{count(len(found), 'configuration')}, {count(num_runs, 'run')}, best {order} first",
-        *(["means over runs that differ in the seed alone, with 95 % intervals"] if several else []),
+        *(["means over runs that differ in the seed alone, with 95% intervals"] if several else []),
     ]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

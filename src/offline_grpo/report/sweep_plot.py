@@ -49,7 +49,7 @@ def draw_sweep(measured: Sequence[Configuration], title: str) -> Figure:
     fit(curves, is_share=True)
     left, right = curves.dataLim.intervalx
     curves.set_xlim(left - 0.03 * (right - left or 1), right + 0.03 * (right - left or 1))
-    label(ends, "At the end, with 95 % interval over seeds", "", legend_rows=0)
+    label(ends, "At the end, with 95% interval over seeds", "", legend_rows=0)
     _ends(ends, measured, labels, colors)
     figure.text(0.2 / width, 1 - 0.3 / height, f"sweep {title}", fontsize=13, color=TEXT, va="center", fontweight="bold")
     return figure

@@ -133,7 +133,7 @@ def _on_meta(config: PretrainedConfig, trust: bool, *, with_lora: bool) -> Langu
 def _presets(of_blocks: Sequence[int]) -> Iterator[Preset]:
     """The last blocks, of which there are N; the first preset has a quarter."""
     num_blocks = len(of_blocks)
-    for name, count in (("last 25 %", ceil(num_blocks / 4)), ("last 50 %", ceil(num_blocks / 2)), ("last 12", 12)):
+    for name, count in (("last 25%", ceil(num_blocks / 4)), ("last 50%", ceil(num_blocks / 2)), ("last 12", 12)):
         if count <= num_blocks:
             first = num_blocks - count
             indices = f"{first}-{num_blocks - 1}" if count > 1 else str(first)

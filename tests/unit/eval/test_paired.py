@@ -38,7 +38,7 @@ def test_a_comparison_of_two_models() -> None:
 
 
 def test_the_interval_covers_what_it_should() -> None:
-    """Of 300 samples of 60 pairs with a mean difference of 0.1, some 95 % have it in their interval."""
+    """Of 300 samples of 60 pairs with a mean difference of 0.1, some 95% have it in their interval."""
     rng = np.random.default_rng(1)
     hits = 0
     for _ in range(300):

@@ -84,7 +84,7 @@ def test_all_metrics_of_a_hand_computed_table() -> None:
 
 
 def test_interval_of_two_problems_spans_both() -> None:
-    # Resamples of {0, 1} have means 0, 1/2, 1 with probabilities 1/4, 1/2, 1/4: both 2.5 % tails reach the ends.
+    # Resamples of {0, 1} have means 0, 1/2, 1 with probabilities 1/4, 1/2, 1/4: both 2.5% tails reach the ends.
     metrics = metrics_with_intervals(table_of([[0, 0], [1, 1]]), [1], bootstrap_samples=500, seed=1)
     assert (metrics["pass@1_low"], metrics["pass@1"], metrics["pass@1_high"]) == (0.0, 0.5, 1.0)
     # One reward 0 and one reward 1 has std 1/2, the same problem twice has none.

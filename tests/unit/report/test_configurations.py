@@ -53,7 +53,7 @@ def test_equal_configurations_are_in_the_order_of_their_runs() -> None:
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 6, 9, 19, 100])
 def test_the_quantile_of_students_t(freedom: int) -> None:
-    """Between minus and plus it lie 95 % of the density, integrated numerically."""
+    """Between minus and plus it lie 95% of the density, integrated numerically."""
     scale = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2)) if freedom < 100 else None
     if scale is None:
         scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)

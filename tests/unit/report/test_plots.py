@@ -55,7 +55,7 @@ def texts(axes: Axes) -> list[str]:
 def test_panels_axes_and_legends(tmp_path: Path) -> None:
     drawn = panels(synthetic(tmp_path, 6))
     assert {title: (axes.get_ylabel(), texts(axes)) for title, axes in drawn.items()} == {
-        "Held-out pass@k with 95 % interval": ("share of problems", ["pass@1", "pass@4"]),
+        "Held-out pass@k with 95% interval": ("share of problems", ["pass@1", "pass@4"]),
         "Training reward": ("reward", ["± std over rollouts", "mean"]),
         "Parts of the reward": ("reward", ["correct", "format"]),
         "Success rate in training": ("share of completions", []),
@@ -74,7 +74,7 @@ def test_panels_axes_and_legends(tmp_path: Path) -> None:
 def test_training_and_evaluation_share_the_axis(tmp_path: Path) -> None:
     drawn = panels(synthetic(tmp_path, 6))
     assert drawn["Training reward"].lines[0].get_xdata().tolist() == [0, 1, 2, 3, 4, 5]
-    assert drawn["Held-out pass@k with 95 % interval"].lines[0].get_xdata().tolist() == [0, 2, 4, 6]
+    assert drawn["Held-out pass@k with 95% interval"].lines[0].get_xdata().tolist() == [0, 2, 4, 6]
     assert len({axes.get_xlim() for axes in drawn.values()}) == 1
 
 

@@ -62,7 +62,7 @@ def test_the_table_is_printed_and_saved_for_programs_and_people(multirun_dir: Pa
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
     assert lines[:6] == [
         "3 configurations, 3 runs, best final pass@1 first",
-        "configuration  runs  pass@1 [95 %]  best   reward  minutes",
+        "configuration  runs  pass@1 [95%]  best   reward  minutes",
         "lr=1e-6        0     0.500          0.625  0.750   3.0",
         "lr=5e-6        2     0.750          0.750  0.500   1.5",
         "lr=1e-5        1",
@@ -80,7 +80,7 @@ def test_the_table_is_printed_and_saved_for_programs_and_people(multirun_dir: Pa
     lines = (multirun_dir / "summary.md").read_text().splitlines()
     assert lines[2] == "| train.lr=1e-6 | 0 | 0.500 | 0.625 | 0.750 | 3.0 |"
     runs = lines[6:]
-    assert runs[0] == "| run | train.lr | pass@1 [95 %] | best | reward | minutes | status |", "task is the same for all"
+    assert runs[0] == "| run | train.lr | pass@1 [95%] | best | reward | minutes | status |", "task is the same for all"
     assert runs[3] == "| 0 | 1e-6 | 0.500 [0.375, 0.625] | 0.625 | 0.750 | 3.0 | done |"
     assert runs[4] == "| 1 | 1e-5 |  |  |  |  | no metrics |"
 
@@ -123,7 +123,7 @@ def test_no_line_of_the_table_is_wider_than_the_terminal_and_nothing_is_cut(tmp_
     assert "token_truncate" in text
     assert "\u2026" not in text
     assert sum(line.count("[0.") for line in lines) == 2, "an interval for each configuration with several seeds"
-    assert "means over runs that differ in the seed alone, with 95 % intervals" in lines
+    assert "means over runs that differ in the seed alone, with 95% intervals" in lines
 
 
 def test_a_run_that_stopped_early_is_done(tmp_path: Path) -> None:

@@ -104,8 +104,8 @@ function differences() {
     marker: { color: css("--c0"), size },
   });
   const traces = [
-    dots("95 % over seeds", bars(css("--rest"), 2, (each) => each.over_seeds), 1),
-    dots("95 % over problems", bars(css("--c0"), 5, (each) => each.over_problems), 10),
+    dots("95% over seeds", bars(css("--rest"), 2, (each) => each.over_seeds), 1),
+    dots("95% over problems", bars(css("--c0"), 5, (each) => each.over_problems), 10),
   ];
   const zero = { type: "line", x0: 0, x1: 0, y0: 0, y1: 1, yref: "paper", line: { color: css("--muted"), width: 1 } };
   const yaxis = rowsOfGroups(shown.map(({ group }) => group));
@@ -139,7 +139,7 @@ function showCharts() {
   addParts("Time per iteration", PHASES, "seconds", "phases");
   const hasMemory = addParts("Memory in use on the trainer's GPU", MEMORY, "GB", "memory");
   if (!hasMemory) find("#speed").append(make("p", {}, "Memory is recorded on a GPU."));
-  if (page.paired) addChart("paired", "Thick: 95 % over problems. Thin: over seeds.", differences, { id: "forest", wide: true, rows });
+  if (page.paired) addChart("paired", "Thick: 95% over problems. Thin: over seeds.", differences, { id: "forest", wide: true, rows });
   if (page.problems) {
     const { length } = page.problems.problems;
     const forNames = page.num_runs > 1 ? 7 : 0;  // they stand upright where there are many
