@@ -12,6 +12,10 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "offline-grpo-"
 LONGEST_SOCKET_FOLDER = 107 - len("/") - 36
 """Bytes of a folder in which a socket may have a UUID for its name: the kernel allows 107 for the whole path."""
+COMPILED = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
+"""Where a server keeps what it compiles: variable, and folder in the user's cache."""
+OF_THE_SHELL = {name: os.environ[name] for name in COMPILED if name in os.environ}
+"""As they were when the run began: torch sets the second one in a process that compiles, and servers that start later would inherit it."""
 
 
 class Scratch(OwnFolder):
@@ -27,5 +31,5 @@ def temporary_folder(scratch: Path) -> dict[str, str]:
     if len(os.fsencode(folder)) > LONGEST_SOCKET_FOLDER:  # on a machine without /dev/shm
         return {}
     folder.mkdir(exist_ok=True)
-    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", user_cache("torchinductor"))
-    return {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+    compiled = {name: OF_THE_SHELL.get(name) or str(user_cache(kept)) for name, kept in COMPILED.items()}
+    return {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder), **compiled}

@@ -456,10 +456,15 @@ def test_what_is_compiled_is_there_for_the_next_run(tmp_path: Path, monkeypatch:
     )
     assert one == other
     assert [environment(api_key=key)["OFFLINE_GRPO_API_KEY"] for key in ("hush", "hush-hush")] == ["hush", "hush-hush"]
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "torch's, since it compiled in this process")
     monkeypatch.setenv("XDG_CACHE_HOME", "/of/the/user")
     monkeypatch.setattr(scratch, "LONGEST_SOCKET_FOLDER", 1000)
-    assert temporary_folder(tmp_path)["TORCHINDUCTOR_CACHE_DIR"] == "/of/the/user/offline-grpo/torchinductor"
+    monkeypatch.setattr(scratch, "OF_THE_SHELL", {})
+    kept = temporary_folder(tmp_path)
+    assert kept["TORCHINDUCTOR_CACHE_DIR"] == "/of/the/user/offline-grpo/torchinductor"
+    assert kept["TRITON_CACHE_DIR"] == "/of/the/user/offline-grpo/triton"
+    monkeypatch.setattr(scratch, "OF_THE_SHELL", {"TRITON_CACHE_DIR": "/of/the/shell"})
+    assert temporary_folder(tmp_path)["TRITON_CACHE_DIR"] == "/of/the/shell"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "gpu1.example"])
