@@ -128,11 +128,13 @@ def _result(reference: Any, overrides: list[str]) -> JobReturn:
     import ray
     from ray.exceptions import RayError
 
+    from offline_grpo.errors import reason_of
+
     try:
         result: JobReturn = ray.get(reference)
     except RayError as error:
         result = JobReturn(overrides=overrides, status=JobStatus.FAILED)
-        result.return_value = RuntimeError(f"the run has ended without a result: {str(error).splitlines()[0]}")
+        result.return_value = RuntimeError(f"the run has ended without a result: {reason_of(error)}")
     return result
 
 

@@ -37,6 +37,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("words", metavar="KEY=VALUE", nargs="*", help="see below")
     words: list[str] = parser.parse_args(arguments).words
+    for word in words:
+        if word in OWN:
+            raise ConfigError(f"{word}: needs a value, such as {word}={OWN[word]}")
     typed = dict(word.split("=", 1) for word in words if word.split("=")[0] in OWN)
     own = OWN | typed
     if own["dry_run"] not in ("true", "false"):

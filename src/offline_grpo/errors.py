@@ -78,7 +78,7 @@ class StopRequested(BaseException):
 
 def reason_of(error: BaseException) -> str:
     """The first line of another library's error, for use in our own message."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def told(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.logger.console import ConsoleLogger
 from offline_grpo.run import cli
 from offline_grpo.run.messages import ToTerminal
+from offline_grpo.run.overrides import key_of
 
 EPILOG = """
 Values with commas make several sets of problems: task=arithmetic,gsm8k. The settings of a checkpoint are those of its run; what the command
@@ -72,7 +73,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 def _refuse_idle(word: str) -> None:
     """Raise ConfigError about a setting that acts in training alone."""
-    key = word.lstrip("+~").partition("=")[0]
+    key = key_of(word)
     if key in ("eval.backend", "eval.base_url", "eval.weight_sync"):
         raise ConfigError(f"{word}: evaluations that are no part of a run ask what generation names, such as generation=vllm_server")
     if key not in OF_LOADING and re.split(r"[./]", key)[0] in OF_TRAINING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from pathlib import Path
@@ -104,8 +105,8 @@ def test_a_folder_of_datasets_and_several_runs_are_stores_too(live, cache, tmp_p
     assert weights_of(replay(both, tmp_path / "both", cache)) == weights_of(live)
 
 
-@pytest.mark.parametrize("setting", ["data.rollouts_per_problem=4", "data.shuffle=false"])
+@pytest.mark.parametrize("setting", ["data.rollouts_per_problem=4", "++data.shuffle=false"])
 def test_a_setting_that_a_replay_does_not_read_is_refused(live: Path, cache: str, tmp_path: Path, setting: str) -> None:
     words = (cache, *WORDS, "rollouts=replay", f"rollouts.path={live}", setting)
-    with pytest.raises(ConfigError, match=f"^{setting}: this source does not read it, so it would do nothing; leave it out"):
+    with pytest.raises(ConfigError, match=f"^{re.escape(setting)}: this source does not read it, so it would do nothing; leave it out"):
         app.run(compose_config(*words), tmp_path / "run", overrides=[setting])

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from offline_grpo.errors import ConfigError
-
 FloatArray = NDArray[np.float64]
 INTERVAL_PERCENTILES = (2.5, 97.5)
 
@@ -28,15 +26,6 @@ class ReplicateTable:
     num_tokens: NDArray[np.int64]  # [N, n], completion length, EOS included
 
 
-def check_ks(ks: Sequence[int], replicates: int) -> None:
-    """Raise ConfigError unless every k is in 1 .. replicates: with fewer replicates than k, pass@k cannot be estimated."""
-    if not ks:
-        raise ConfigError("eval.ks=[]: name at least one k, for example [1]")
-    for k in ks:
-        if not 1 <= k <= replicates:
-            raise ConfigError(f"eval.ks={list(ks)}: k={k} is not in 1 .. eval.replicates={replicates}; drop it or raise eval.replicates")
-
-
 def pass_at_k(num_correct: NDArray[np.int64], replicates: int, k: int) -> FloatArray:
     """The unbiased estimate of "at least one of k answers is right", for each problem.
 
@@ -47,9 +36,10 @@ def pass_at_k(num_correct: NDArray[np.int64], replicates: int, k: int) -> FloatA
         num_correct: c of each problem, [N].
 
     Raises:
-        ConfigError: k is not in 1 .. replicates.
+        ValueError: k is not in 1 .. replicates.
     """
-    check_ks([k], replicates)
+    if not 1 <= k <= replicates:
+        raise ValueError(f"k={k}: must be in 1 .. {replicates}, the number of replicates")
     by_num_correct = [1.0 - math.comb(replicates - c, k) / math.comb(replicates, k) for c in range(replicates + 1)]
     return np.array(by_num_correct)[num_correct]  # [N]
 
@@ -63,7 +53,6 @@ def metrics_with_intervals(table: ReplicateTable, ks: Sequence[int], *, bootstra
     `reward_std_all` is the population standard deviation over all N * n rewards.
     """
     num_problems, replicates = table.rewards.shape
-    check_ks(ks, replicates)
     means = _per_problem(table, ks)
     offset = table.rewards.mean()
     centred = table.rewards - offset  # so that the second moment below loses no digits to a large mean

@@ -14,7 +14,7 @@ import httpx
 from offline_grpo.engine.control import ServerControl
 from offline_grpo.engine.http import BROKEN, SAFE_TO_RETRY_STATUS, Answer, Refused, connection, describe, exchange, ssl_context
 from offline_grpo.engine.server import GRACE_S, Server
-from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.errors import EngineError
 from offline_grpo.generation.streaming import Streaming
 from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest, ServedWeights
 
@@ -66,13 +66,6 @@ class ServerClient(Streaming):
     def __init__(
         self, *, server: Server, eos_ids: Sequence[int], vocab_size: int, batch_size: int, timeout_s: float, max_retries: int
     ) -> None:
-        for name, value, is_good, rule in (
-            ("batch_size", batch_size, batch_size >= 1, "at least 1"),
-            ("timeout_s", timeout_s, timeout_s > 0, "above 0"),
-            ("max_retries", max_retries, max_retries >= 0, "0 or more"),
-        ):
-            if not is_good:
-                raise ConfigError(f"generation.{name}={value}: must be {rule}")
         super().__init__(server.base_url, batch_size)
         self.weights = ServedWeights()
         self.server = server
@@ -144,8 +137,9 @@ class ServerClient(Streaming):
             try:
                 answer = await self._unless_it_ends(exchange(http, "POST", path, timeout_s=self.timeout_s, max_bytes=max_bytes, json=body))
             except TimeoutError as error:
+                group = self.server.key.partition(".")[0]
                 raise EngineError(
-                    f"{self._url}: no answer after {self.timeout_s:g} s; raise generation.timeout_s, or look at the server"
+                    f"{self._url}: no answer after {self.timeout_s:g} s; raise {group}.timeout_s, or look at the server"
                 ) from error
             except BROKEN as error:
                 failure = describe(error)

@@ -55,8 +55,6 @@ class TransformersClient:
     engine_name: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ConfigError(f"generation.batch_size={self.batch_size}: must be at least 1")
         if (lacks := self._lacks()) is not None:
             name = type(self._lm).__name__
             raise ConfigError(f"generation=transformers: {name} {lacks}, so it cannot be sampled in process; use generation=vllm_server")
@@ -83,7 +81,7 @@ class TransformersClient:
         """See `RolloutClient.generate`. All requests are taken at once, and those with prompts of like length are decoded together.
 
         Raises:
-            ConfigError: an empty stop string, an empty prompt, or one that with `max_new_tokens` exceeds the model's context.
+            ConfigError: an empty prompt, or one that with `max_new_tokens` exceeds the model's context.
             EngineError: the model's logits were not finite.
         """
         requests = list(requests)
@@ -163,8 +161,6 @@ class TransformersClient:
         decoder_of(self._lm)(input_ids=token_ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True)
 
     def _check(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> None:
-        if "" in sampling.stop:
-            raise ConfigError(f"generation.stop={list(sampling.stop)}: an empty string is in every text; leave it out")
         context = context_length(self._lm.config)
         for index, prompt in enumerate(request.prompt_ids for request in requests):
             if len(prompt) == 0:

@@ -71,7 +71,7 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter
     try:
         wrapped = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
     except ValueError as error:
-        raise ConfigError(f"model.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"model.lora.target_modules={lora.target_modules}: {reason_of(error)}") from error
     assert isinstance(wrapped, PeftModel)
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise ConfigError(f"model.lora.target_modules={lora.target_modules}: the output head cannot be adapted; leave it out")

@@ -81,9 +81,8 @@ def check_files(model_id: str, key: str) -> None:
 
 
 def _not_loaded(key: str, model_id: str, error: Exception) -> ConfigError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     fix = "give a local model folder or a Hugging Face id that you can reach"
-    return ConfigError(f"{key}={model_id}: cannot be loaded ({reason}); {fix}")
+    return ConfigError(f"{key}={model_id}: cannot be loaded ({reason_of(error)}); {fix}")
 
 
 def context_length(config: PretrainedConfig) -> int | None:

@@ -85,7 +85,8 @@ class Arm:
 
     def _checkpoint_mb(self) -> float | None:
         """Of the newest checkpoint's weights: of adapters alone, where only they are trained."""
-        newest = max((self.history.run_dir / "checkpoints").glob("iter_*"), default=None)
+        found = (self.history.run_dir / "checkpoints").glob("iter_*")
+        newest = max(found, key=lambda path: (len(path.name), path.name), default=None)
         return None if newest is None else sum(path.stat().st_size for path in newest.glob("*.safetensors")) / 1e6
 
     @property

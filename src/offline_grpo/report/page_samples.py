@@ -40,7 +40,7 @@ def _of_run(folder: Path, budget: int, damaged: list[str]) -> Iterator[dict[str,
             except ConfigError as error:
                 damaged.append(str(error))
         return
-    for path in _evenly(sorted(folder.glob("samples/iter_*.jsonl")), budget // 4):
+    for path in _evenly(sorted(folder.glob("samples/iter_*.jsonl"), key=lambda path: (len(path.name), path.name)), budget // 4):
         try:
             for line in map(json.loads, path.read_text().splitlines()[:4]):
                 yield _sample(line, line["prompt"] or [], line["num_tokens"], [(line["completion"], line["advantage"])])

@@ -46,7 +46,7 @@ def print_sweep(multirun_dir: Path, console: Console) -> None:
     left_out = {run.name for each in found for run in each.left_out}
     unfinished = [
         f"run {run.name}: {run.status}{', not in the mean' if run.name in left_out else ''}"
-        for run in sorted(runs, key=lambda run: run.name)
+        for run in sorted(runs, key=lambda run: (len(run.name), run.name))
         if not run.is_done
     ]
     for line in [*unfinished, *map(str, saved)]:

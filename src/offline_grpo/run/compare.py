@@ -34,6 +34,7 @@ from offline_grpo.report.comparison import DONE, print_comparison, save_comparis
 from offline_grpo.run import config as conf
 from offline_grpo.run.environment import this_start
 from offline_grpo.run.interrupt import StopSignal
+from offline_grpo.run.overrides import key_of
 from offline_grpo.run.resume import quoted
 
 MODES = ("restart", "shared_vllm", "lora_hotswap", "lora_restart")
@@ -132,7 +133,7 @@ def _checked(asked: Comparison) -> list[str]:
     if len(set(asked.modes)) < len(asked.modes):
         raise ConfigError(f"modes={','.join(asked.modes)}: a mode is named twice")
     for word in asked.overrides:
-        key = word.lstrip("+~").partition("=")[0]
+        key = key_of(word)
         if key in REFUSED or key.startswith("hydra."):
             raise ConfigError(f"{word}: the comparison sets this itself; use {REFUSED.get(key, 'run_grpo.py')}")
     if asked.out.is_file() or (asked.out.is_dir() and any(asked.out.iterdir())):

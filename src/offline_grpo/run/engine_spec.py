@@ -84,9 +84,16 @@ class EngineSpec:
         return f"{self.key.partition('.')[0]}.base_url"
 
     def check_client(self) -> None:
-        """Raise ConfigError if the client's settings do not fit its constructor."""
+        """Raise ConfigError if the client's settings do not fit its constructor, or are out of range."""
         settings = {name: value for name, value in self.client_node.items() if name != "_target_"}
         check_settings(self.client_class, settings, self.key, given_at_runtime=dict.fromkeys(CLIENT_RUNTIME))
+        for name, is_good, rule in (
+            ("batch_size", lambda value: value >= 1, "must be at least 1"),
+            ("timeout_s", lambda value: value > 0, "must be above 0"),
+            ("max_retries", lambda value: value >= 0, "must be 0 or more"),
+        ):
+            if name in settings:
+                require(is_good(settings[name]), f"{self.key}.{name}", settings[name], rule)
 
 
 def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
@@ -220,8 +227,8 @@ def is_same_url(url: str, other: str) -> bool:
 
 def _evaluation_node(settings: EvalConfig, training: EngineSpec) -> Mapping[str, Any]:
     backend = settings.backend
-    if backend is None:  # training's own settings, but for the one that both groups have
-        shared = {"batch_size": settings.batch_size} if "batch_size" in training.client_node else {}
+    if backend is None:  # training's own settings, but for those that both groups have
+        shared = {name: getattr(settings, name) for name in SERVER_CLIENT_SETTINGS if name in training.client_node}
         return {**training.client_node, **shared}
     if isinstance(backend, Mapping):
         return backend

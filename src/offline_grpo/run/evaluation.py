@@ -110,19 +110,18 @@ def _file_name(letter: str, number: int, set_name: str) -> str:
 
 
 def _evaluate(letter: str, client: RolloutClient, codec: TokenizerCodec, held_out: HeldOut, records_file: Path, results: Results) -> None:
-    settings, stack = held_out.config.eval, ExitStack()
-    task = isolated(held_out.task, held_out.config, records_file.parent, stack)
-    evaluator = PassAtKEvaluator.of(
-        settings,
-        task=task,
-        problems=held_out.problems,
-        codec=codec,
-        sampling=held_out.sampling,
-        rank=0,
-        world_size=1,
-    )
+    settings = held_out.config.eval
     groups: dict[int, RolloutGroup] = {}
-    with stack, recording(records_file) as records:
+    with ExitStack() as stack, recording(records_file) as records:
+        evaluator = PassAtKEvaluator.of(
+            settings,
+            task=isolated(held_out.task, held_out.config, records_file.parent, stack),
+            problems=held_out.problems,
+            codec=codec,
+            sampling=held_out.sampling,
+            rank=0,
+            world_size=1,
+        )
         for index, group in evaluator.groups(client, cycle=CYCLE):
             groups[index] = group
             records.add(index, group)

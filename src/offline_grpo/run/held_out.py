@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -11,10 +12,12 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, open_dict
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Task
 from offline_grpo.run import config as conf
+from offline_grpo.run.overrides import key_of
 from offline_grpo.run.preflight import evaluation_sampling
 from offline_grpo.run.task_data import build_task, held_out_problems
 from offline_grpo.settings import RunConfig
@@ -41,10 +44,10 @@ def saved_overrides(run_folder: Path | None, words: Sequence[str]) -> list[str]:
     path = run_folder / ".hydra" / "overrides.yaml" if run_folder is not None else None
     if path is None or not path.exists():
         return []
-    groups = {key for key, value in (_split(word) for word in words) if (conf.folder() / key).is_dir() and value}
+    groups = _options(words).keys()
     left_out = {*OF_TRAINING_ALONE, *groups, *(("engine", "weight_sync") if "generation" in groups else ())}
     saved = yaml.safe_load(path.read_text()) or []
-    return [word for word in saved if not any(_split(word)[0] == key or _split(word)[0].startswith(f"{key}.") for key in left_out)]
+    return [word for word in saved if not any(re.match(rf"{re.escape(key)}([.@]|$)", key_of(word)) for key in left_out)]
 
 
 def held_out_sets(base: Sequence[str], words: Sequence[str]) -> list[HeldOut]:
@@ -67,11 +70,13 @@ def held_out_sets(base: Sequence[str], words: Sequence[str]) -> list[HeldOut]:
             raise ConfigError(f"{override.input_line}: sets of problems can differ in task and eval alone; give one value")
         choices.append([(f"{key}={value}", value if key == "task" else f"{key}={value}") for value in override.sweep_string_iterator()])
     with initialize_config_dir(config_dir=str(conf.folder()), version_base="1.3"):
-        return [_held_out([*base, *(word for word, _ in each)], [name for _, name in each if name]) for each in product(*choices)]
+        return [_held_out(base, [word for word, _ in each], [name for _, name in each if name]) for each in product(*choices)]
 
 
-def _held_out(overrides: list[str], names: Iterable[str]) -> HeldOut:
-    cfg = compose("config", overrides=overrides)
+def _held_out(base: Sequence[str], words: Sequence[str], names: Iterable[str]) -> HeldOut:
+    cfg = compose("config", overrides=[*base, *words])
+    if (option := _options(words).get("task")) is not None:
+        _leave_out_what_another_task_has(cfg.task, option, words)
     config = conf.typed(cfg)
     task = build_task(config.task)
     return HeldOut(
@@ -84,6 +89,18 @@ def _held_out(overrides: list[str], names: Iterable[str]) -> HeldOut:
     )
 
 
-def _split(word: str) -> tuple[str, str]:
-    key, _, value = word.lstrip("+~").partition("=")
-    return key, value
+def _leave_out_what_another_task_has(node: DictConfig, option: str, words: Sequence[str]) -> None:
+    """An `experiment` of the run may have settings of its own task, beside those of the task that `words` choose."""
+    own = {
+        *compose("config", overrides=[f"task={option}"]).task,
+        *(key.split(".")[1] for key in map(key_of, words) if key.startswith("task.")),
+    }
+    with open_dict(node):
+        for name in {*node} - own:
+            del node[name]
+
+
+def _options(words: Sequence[str]) -> dict[str, str]:
+    """The groups that `words` choose an option of."""
+    pairs = ((key_of(word), word.partition("=")[2]) for word in words)
+    return {key: value for key, value in pairs if value and (conf.folder() / key).is_dir()}

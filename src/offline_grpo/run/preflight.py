@@ -237,8 +237,8 @@ def _sampling(values: dict[str, Any], key: str) -> SamplingParams:
         ("top_k", sampling.top_k >= 0, "must be 0 (off) or more"),
         ("repetition_penalty", sampling.repetition_penalty > 0, "must be above 0; 1 switches it off"),
     ):
-        if not is_good:
-            raise ConfigError(f"{key}.{name}={getattr(sampling, name)}: {fix}")
+        require(is_good, f"{key}.{name}", getattr(sampling, name), fix)
+    require("" not in sampling.stop, f"{key}.stop", list(sampling.stop), "an empty string is in every text; leave it out")
     return sampling
 
 

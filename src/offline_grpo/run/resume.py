@@ -21,6 +21,7 @@ from offline_grpo.checkpoint.files import latest_checkpoint
 from offline_grpo.errors import ConfigError
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.run import launch, sweep_resume
+from offline_grpo.run.overrides import key_of
 from offline_grpo.run.run_dir import no_checkpoint
 
 OVERRIDE = re.compile(r"~|\+*[^-=]+=")
@@ -90,15 +91,15 @@ def _refuse_other_groups(run: Path) -> None:
 
 def typed_keys() -> set[str]:
     """What the command line sets by itself in a start with `resume=PATH`: keys, or groups as `train/loss`."""
-    return {_key(word) for word in _typed}
+    return {key_of(word) for word in _typed}
 
 
 def own_overrides(run: Path) -> list[str]:
     """The overrides that a run was composed of, without `resume`, and the search path of its configuration."""
     path = run / ".hydra" / "overrides.yaml"
     own = [str(word) for word in read_yaml(path) or []] if path.exists() else []
-    return [word for word in own if _key(word) != "resume"] + [
-        word for word in _hydra_record(run).get("overrides", {}).get("hydra", []) if _key(word) == "hydra.searchpath"
+    return [word for word in own if key_of(word) != "resume"] + [
+        word for word in _hydra_record(run).get("overrides", {}).get("hydra", []) if key_of(word) == "hydra.searchpath"
     ]
 
 
@@ -176,10 +177,6 @@ def _plain(cfg: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(plain, dict)
     return plain  # type: ignore[return-value]
-
-
-def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~")
 
 
 def _parsed(word: str) -> tuple[str, Any]:

@@ -46,10 +46,6 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    @property
-    def report(self) -> Path:
-        return self.path / "report.png"
-
     def create(self) -> None:
         """Create the folders.
 

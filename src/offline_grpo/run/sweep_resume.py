@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from offline_grpo.checkpoint.files import latest_state
 from offline_grpo.errors import ConfigError
 from offline_grpo.report.run_files import read_yaml
+from offline_grpo.run.overrides import key_of
 from offline_grpo.settings import StopWhenConfig
 from offline_grpo.train.milestones import early_stop_reason
 
@@ -38,8 +39,8 @@ def newest_alike(typed: Sequence[str]) -> Path | None:
 
     None if there is none, or if the command line says where the sweep is.
     """
-    wanted = [word for word in typed if _key(word) not in OF_ONE_START]
-    if any(_key(word) == "hydra.sweep.dir" for word in typed):
+    wanted = [word for word in typed if key_of(word) not in OF_ONE_START]
+    if any(key_of(word) == "hydra.sweep.dir" for word in typed):
         return None
     for path in sorted(ROOT.glob("*/*/multirun.yaml"), reverse=True):
         record = read_yaml(path)["hydra"]
@@ -58,15 +59,15 @@ def overrides(sweep: Path, typed: Sequence[str]) -> list[str]:
     if not _is_basic(record):
         raise ConfigError(f"resume={sweep}: its next runs depend on the earlier ones, so a search starts anew: leave resume out")
     own = recorded(record)
-    further = [word for word in typed if _key(word) not in OF_ONE_START and word not in own]
-    swept = {_key(word) for word in _swept(own)}
+    further = [word for word in typed if key_of(word) not in OF_ONE_START and word not in own]
+    swept = {key_of(word) for word in _swept(own)}
     for word in further:
-        if _key(word) in swept or _swept([word]):
+        if key_of(word) in swept or _swept([word]):
             raise ConfigError(
-                f"{word}: would number the runs of {sweep} anew; leave {_key(word)} out, or start another sweep by leaving resume out"
+                f"{word}: would number the runs of {sweep} anew; leave {key_of(word)} out, or start another sweep by leaving resume out"
             )
-    again = {_key(word) for word in further}
-    return [*(word for word in own if _key(word) not in again), *further]
+    again = {key_of(word) for word in further}
+    return [*(word for word in own if key_of(word) not in again), *further]
 
 
 def check_numbers(config: DictConfig) -> None:
@@ -86,7 +87,7 @@ def check_numbers(config: DictConfig) -> None:
         if not stored.is_file():
             continue
         had, has = (dict(word.split("=", 1) for word in some if "=" in word) for some in (read_yaml(stored), job))
-        for key in (_key(word) for word in _swept(words)):
+        for key in (key_of(word) for word in _swept(words)):
             if key in had and had[key] != has[key]:
                 raise ConfigError(
                     f"{key}={has[key]}: run {number} of {folder} has {key}={had[key]}; keep the order that the sweep was started in"
@@ -113,7 +114,7 @@ def is_finished(run: Path, train: Mapping[str, Any] | None = None) -> bool:
 def recorded(record: Mapping[str, Any]) -> list[str]:
     """The overrides that a sweep was started with, by the part `hydra` of its `multirun.yaml`."""
     words = [*record["overrides"]["task"], *record["overrides"]["hydra"]]
-    return [word for word in words if _key(word) not in OF_ONE_START]
+    return [word for word in words if key_of(word) not in OF_ONE_START]
 
 
 def _jobs(params: Mapping[str, Any] | None, words: Sequence[str]) -> list[list[str]]:
@@ -132,7 +133,3 @@ def _parsed(words: Sequence[str]) -> list[Override]:
 
 def _is_basic(record: Any) -> bool:
     return record["sweeper"]["_target_"].endswith(".BasicSweeper")
-
-
-def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~")

@@ -14,6 +14,7 @@ from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.run.lock import refuse_written
+from offline_grpo.run.overrides import key_of
 from offline_grpo.settings import RunConfig
 from offline_grpo.task.messages import prompt_key
 from offline_grpo.task.mixture import of_task
@@ -110,7 +111,7 @@ def check_data_overrides(overrides: Sequence[str], cfg: DictConfig) -> None:
         return
     read = OmegaConf.to_yaml(cfg.rollouts, resolve=False)
     for override in overrides:
-        key = override.partition("=")[0]
+        key = key_of(override)
         if key.startswith("data.") and key != "data.resample_zero_signal" and f"${{{key}}}" not in read:
             fix = "this source does not read it, so it would do nothing; leave it out, or see conf/rollouts for the source's own settings"
             raise ConfigError(f"{override}: {fix}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offline_grpo.errors import ConfigError, require
+from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.interfaces import OptimizerFactory
 from offline_grpo.model.live_bytes import allocated_bytes
 from offline_grpo.train.offload import SLOTS_BYTES
@@ -93,7 +93,7 @@ class AdamW8bit:
             importlib.import_module("bitsandbytes")
         except (ImportError, OSError, RuntimeError) as error:
             raise ConfigError(
-                f"train/optimizer=adamw_8bit: bitsandbytes cannot be used here ({str(error).splitlines()[0]}); "
+                f"train/optimizer=adamw_8bit: bitsandbytes cannot be used here ({reason_of(error)}); "
                 "install it with `uv sync` on a machine with a CUDA GPU, or use train/optimizer=adamw"
             ) from error
 

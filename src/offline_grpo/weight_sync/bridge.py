@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from offline_grpo.disk import read_regular, write_whole
-from offline_grpo.errors import EngineError
+from offline_grpo.errors import EngineError, reason_of
 
 T = TypeVar("T")
 
@@ -153,10 +153,9 @@ class Bridge:
                 handle.event_sync_required,
             )
         except (RuntimeError, OSError, ValueError) as error:  # ValueError: no base64
-            reason = str(error).splitlines()[0]
             raise EngineError(
-                f"memory of the server (pid {self.pid}) cannot be opened ({reason}): trainer and server must run on one machine, as "
-                "one user, not in separate containers, and without expandable_segments in PYTORCH_CUDA_ALLOC_CONF"
+                f"memory of the server (pid {self.pid}) cannot be opened ({reason_of(error)}): trainer and server must run on one "
+                "machine, as one user, not in separate containers, and without expandable_segments in PYTORCH_CUDA_ALLOC_CONF"
             ) from error
 
 

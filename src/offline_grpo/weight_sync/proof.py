@@ -93,8 +93,9 @@ def compare(snapshot: Snapshot, engine: ServerEngine, answers: Answers, *, versi
     if unequal:
         raise EngineError(f"{mismatch}; others are not what was pushed: {', '.join(unequal[:5])}")
     if not diff_abs_mean <= tolerance_nats:
+        group = "eval" if engine.server.key.startswith("eval.") else "weight_sync"
         raise EngineError(
-            f"{mismatch}; above weight_sync.tolerance_nats={tolerance_nats:g}: stale weights or caches, or a server that computes "
+            f"{mismatch}; above {group}.tolerance_nats={tolerance_nats:g}: stale weights or caches, or a server that computes "
             "something else (dtype, rope scaling, quantisation, logprobs returned without --logprobs-mode processed_logprobs); see "
             "docs/troubleshooting.md"
         )

@@ -26,5 +26,5 @@ def save_weights(snapshot: Snapshot, folder: Path, *, with_tokenizer: bool) -> i
         shutil.rmtree(folder, ignore_errors=True)
         raise EngineError(
             f"the weights cannot be saved to {folder} ({reason_of(error)}); make room there: /dev/shm is as large as the container's "
-            "--shm-size, and weight_sync.location=disk (reload) does without it"
+            "--shm-size, and weight_sync.location=disk (reload; eval.location for a server of evaluations) does without it"
         ) from error

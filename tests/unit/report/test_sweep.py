@@ -51,7 +51,7 @@ def test_a_run_that_the_mean_leaves_out_is_told(multirun_dir: Path) -> None:
     stream = io.StringIO()
     print_sweep(multirun_dir, Console(file=stream, width=80))
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
-    assert "lr=1e-6        0 (3)  0.500          0.625  0.750   3.0" in lines
+    assert "lr=1e-6        0 (3)  0.500         0.625  0.750   3.0" in lines
     assert "run 2: stopped at 1/2" in lines
     assert "run 3: stopped at 1/2, not in the mean" in lines
 
@@ -63,8 +63,8 @@ def test_the_table_is_printed_and_saved_for_programs_and_people(multirun_dir: Pa
     assert lines[:6] == [
         "3 configurations, 3 runs, best final pass@1 first",
         "configuration  runs  pass@1 [95%]  best   reward  minutes",
-        "lr=1e-6        0     0.500          0.625  0.750   3.0",
-        "lr=5e-6        2     0.750          0.750  0.500   1.5",
+        "lr=1e-6        0     0.500         0.625  0.750   3.0",
+        "lr=5e-6        2     0.750         0.750  0.500   1.5",
         "lr=1e-5        1",
         "run 1: no metrics",
     ]

@@ -62,6 +62,7 @@ def test_without_a_server_there_is_no_vllm(capsys: pytest.CaptureFixture[str], t
         (["modes=lora_only"], r"modes=lora_only: no such mode; choose from .*lora_hotswap"),
         (["modes=restart,restart"], "modes=restart,restart: a mode is named twice"),
         (["steps=0"], "steps=0: must be a whole number from 1"),
+        (["steps", "50"], "steps: needs a value, such as steps=50"),
         (["dry_run=yes"], "dry_run=yes: must be true or false"),
         (["train.iterations=5"], "train.iterations=5: the comparison sets this itself; use steps=N"),
         (["weight_sync=reload"], "weight_sync=reload: the comparison sets this itself; use modes=A,B"),

@@ -93,6 +93,12 @@ REFUSED = {
     "eval.weight_sync=none": r"eval.weight_sync=none: applies only to a separate evaluation server",
     f"{FOUND} weight_sync=reload eval.base_url=http://127.0.0.1:1 eval.weight_sync=none": r"eval.weight_sync=none: applies only",
     "weight_sync=none": r"weight_sync=none: is for a vLLM or SGLang server; use another generation",
+    "generation.batch_size=0": r"generation.batch_size=0: must be at least 1",
+    f"{OWN} generation.timeout_s=0": r"generation.timeout_s=0.*: must be above 0",
+    f"{OWN} generation.max_retries=-1": r"generation.max_retries=-1: must be 0 or more",
+    "generation.stop=['']": r"generation.stop=\[''\]: an empty string is in every text",
+    "eval.stop=['']": r"eval.stop=\[''\]: an empty string is in every text",
+    "eval.backend={_target_:offline_grpo.generation.transformers_client.TransformersClient,batch_size:0}": r"eval.backend.batch_size=0: must",
     "logger.console.refresh_per_s=0": r"logger.console.refresh_per_s=0: must be above 0",
 }
 

@@ -79,6 +79,13 @@ def test_the_tolerance_of_another_strategy_is_passed_on(tmp_path: Path) -> None:
     assert lora.tolerance_nats == 0.4
 
 
+def test_the_settings_of_evaluations_come_before_those_of_training(tmp_path: Path) -> None:
+    own = "eval.batch_size=3 eval.timeout_s=9 eval.max_retries=2"
+    client, _ = evaluation(f"{SERVED} {TUNED} eval.base_url={OTHER} {own}", tmp_path)
+    assert isinstance(client, VllmClient)
+    assert (client.batch_size, client.timeout_s, client.max_retries) == (3, 9, 2)
+
+
 def test_training_in_process_has_none_of_them(tmp_path: Path) -> None:
     client, sync = evaluation(f"eval.backend=vllm_server eval.base_url={DEAD}", tmp_path)
     assert isinstance(client, VllmClient)
@@ -154,7 +161,7 @@ def test_errors_name_settings_that_act(web: ScriptedServer, tmp_path: Path) -> N
     client, _ = evaluation(f"{SERVED} {TUNED} generation.timeout_s=0.1 eval.base_url={web.base_url}", tmp_path)
     assert isinstance(client, VllmClient)
     client.weights = ServedWeights(0, "policy")
-    assert "no answer after 0.1 s; raise generation.timeout_s" in ask(client)
+    assert "no answer after 0.1 s; raise eval.timeout_s" in ask(client)
 
 
 def ask(client: VllmClient) -> str:

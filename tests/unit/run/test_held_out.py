@@ -1,0 +1,49 @@
+"""Sets of held-out problems for the checkpoints of a run that chose its task in its own way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from offline_grpo.run.held_out import held_out_sets, saved_overrides
+from offline_grpo.task.arithmetic import Arithmetic
+from offline_grpo.task.countdown import Countdown
+from offline_grpo.task.mixture import Mixture
+
+MIXED = ["task=mixture", "+task@task.tasks.sums=arithmetic", "+task@task.tasks.others=arithmetic", "eval.num_ids=3"]
+
+
+def run_with(folder: Path, overrides: list[str]) -> Path:
+    """The folder of a run with these overrides, as Hydra leaves it."""
+    (folder / ".hydra").mkdir()
+    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [MIXED, ["experiment=mixture", "eval.num_ids=3"], ["experiment=sat_qwen2_5_0_5b", "eval.num_ids=3", "eval.id_seed_start=0"]],
+)
+def test_another_task_than_that_of_the_run(overrides: list[str], tmp_path: Path) -> None:
+    run = run_with(tmp_path, overrides)
+    words = ["task=countdown", "task.max_number=30"]
+    (found,) = held_out_sets(saved_overrides(run, words), words)
+    assert isinstance(found.task, Countdown)
+    assert len(found.problems) == 3
+
+
+def test_the_task_of_the_run_where_none_is_named(tmp_path: Path) -> None:
+    run = run_with(tmp_path, MIXED)
+    (found,) = held_out_sets(saved_overrides(run, []), [])
+    assert isinstance(found.task, Mixture)
+    words = ["task=arithmetic", "task.max_operand=8"]
+    (found,) = held_out_sets(saved_overrides(run, words), words)
+    assert isinstance(found.task, Arithmetic)
+
+
+def test_a_mixture_in_place_of_the_runs(tmp_path: Path) -> None:
+    run = run_with(tmp_path, ["task=countdown", "task.max_number=30"])
+    (found,) = held_out_sets(saved_overrides(run, MIXED), MIXED)
+    assert isinstance(found.task, Mixture)
