@@ -26,10 +26,10 @@ import pyarrow.dataset
 import torch
 from common import Target, alternate, write_result
 
+from offline_grpo.rollouts.store.origin import Origin
 from offline_grpo.rollouts.store.reader import checked, shards_of
 from offline_grpo.rollouts.store.recorder import Recorder
 from offline_grpo.rollouts.store.rows import groups_of
-from offline_grpo.rollouts.store.shard import Origin
 from offline_grpo.types import Completion, FinishReason, Problem, Rollout, RolloutGroup, Score
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

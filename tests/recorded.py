@@ -12,8 +12,8 @@ from factories import compose_config, make_completion
 from offline_grpo.errors import GrpoError
 from offline_grpo.interfaces import RolloutSource
 from offline_grpo.rollouts.replay import Replay
+from offline_grpo.rollouts.store.origin import Origin
 from offline_grpo.rollouts.store.recorder import Recorder
-from offline_grpo.rollouts.store.shard import Origin
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.task_data import source_node

@@ -14,6 +14,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TypeVar
 
+from offline_grpo.errors import ConfigError
+
 T = TypeVar("T")
 
 UNFINISHED = ".unfinished"
@@ -27,6 +29,12 @@ NOT_WRITABLE = {
 def user_cache(name: str) -> Path:
     """The folder for what this user's runs keep for later ones; it may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offline-grpo" / name
+
+
+def require_new(folder: Path, shown: str) -> None:
+    """Raise ConfigError if there is something in `folder`, or in its place; `shown` is the setting, as it is typed."""
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ConfigError(f"{shown}: is there already and not empty; name a new folder")
 
 
 def open_regular(path: Path) -> BufferedReader:

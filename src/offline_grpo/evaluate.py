@@ -16,10 +16,11 @@ from string import ascii_uppercase
 from rich.console import Console
 
 from offline_grpo import hub, progress
+from offline_grpo.disk import require_new
 from offline_grpo.errors import ConfigError
 from offline_grpo.logger.console import ConsoleLogger
 from offline_grpo.run import cli
-from offline_grpo.run.messages import ToTerminal
+from offline_grpo.run.log_outputs import ToTerminal
 from offline_grpo.run.overrides import key_of
 
 EPILOG = """
@@ -56,8 +57,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     for word in words:
         _refuse_idle(word)
     out = options.out or Path("outputs/evaluate") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise ConfigError(f"--out={out}: is there already and not empty; name a new folder")
+    require_new(out, f"--out={out}")
     log, console = logging.getLogger("offline_grpo"), Console(stderr=True)
     to_terminal = ToTerminal(console)
     log.setLevel(logging.INFO)

@@ -19,7 +19,7 @@ from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.logger.json_logger import JsonLogger
 from offline_grpo.report import plots
 from offline_grpo.rollouts.store import recorder
-from offline_grpo.rollouts.store.shard import file_name
+from offline_grpo.rollouts.store.origin import file_name
 from offline_grpo.run import app
 
 WORDS = (*SMALL, "train.iterations=3", "eval.interval=1", "checkpoint.save_interval=1", "checkpoint.keep_last_k=all")

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from offline_grpo.checkpoint.pretrained import ModelSource
-from offline_grpo.disk import OwnFolder
+from offline_grpo.disk import OwnFolder, require_new
 from offline_grpo.errors import CheckpointError, ConfigError, reason_of
 from offline_grpo.model.dtypes import torch_dtype
 
@@ -26,8 +26,7 @@ def export_model(source: ModelSource, out: Path, *, merge: bool, dtype: str | No
         ConfigError: `out` is in the way, or the settings contradict each other.
         CheckpointError: `out` cannot be written.
     """
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise ConfigError(f"OUT={out}: is there already and not empty; name a new folder")
+    require_new(out, f"OUT={out}")
     if source.adapter is not None and not merge and dtype is not None:
         raise ConfigError(f"--dtype={dtype}: an adapter is written as it is; use it with --merge")
     try:

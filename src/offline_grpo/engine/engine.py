@@ -14,7 +14,7 @@ from offline_grpo.types import Completion, SamplingParams, SamplingRequest
 log = logging.getLogger(__name__)
 
 
-class ServerClient(RolloutClient, Protocol):
+class AsksServer(RolloutClient, Protocol):
     """A client with an `engine_name`: it asks a server, and knows how weight sync may control that server."""
 
     server: Server
@@ -82,9 +82,9 @@ class Engine:
 class ServerEngine(Engine):
     """A server behind its client."""
 
-    client: ServerClient  # type: ignore[assignment]  # narrower than the base's
+    client: AsksServer  # type: ignore[assignment]  # narrower than the base's
 
-    def __init__(self, client: ServerClient, sampling: SamplingParams) -> None:
+    def __init__(self, client: AsksServer, sampling: SamplingParams) -> None:
         super().__init__(client, sampling)
         self.control: Any = client.control(client.server)
         """A `ServerControl`; a strategy for one kind of server may use all that this kind's control can do."""

@@ -18,9 +18,9 @@ from offline_grpo.errors import ConfigError, require
 from offline_grpo.generation.judging import Judgement
 from offline_grpo.interfaces import Task
 from offline_grpo.rollouts.on_policy import permutation
+from offline_grpo.rollouts.store.origin import FOLDER, Origin, json_hash
 from offline_grpo.rollouts.store.reader import Shard, checked, group_rows, shards_of
 from offline_grpo.rollouts.store.rows import groups_of
-from offline_grpo.rollouts.store.shard import FOLDER, Origin, json_hash
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import FinishReason, Metrics, RolloutGroup

@@ -20,7 +20,7 @@ from offline_grpo.run.describe import describe_batches, describe_data, describe_
 from offline_grpo.run.engine_spec import check_overrides
 from offline_grpo.run.environment import record_start
 from offline_grpo.run.interrupt import StopSignal
-from offline_grpo.run.messages import kept_for_log, log_to
+from offline_grpo.run.log_outputs import kept_for_log, log_to
 from offline_grpo.run.preflight import Plan, listeners, make_plan
 from offline_grpo.run.run_dir import ResumePoint, RunDir, discard_fresh, find_resume_point, remove_abandoned
 from offline_grpo.run.set_aside import describe as describe_aside

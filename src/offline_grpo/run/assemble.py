@@ -29,8 +29,8 @@ from offline_grpo.model.reference import load_reference
 from offline_grpo.placement.devices import Devices, check_devices, server_gpus, trainer_gpus
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
+from offline_grpo.rollouts.store.origin import Origin, architecture_hash, tokenizer_hash
 from offline_grpo.rollouts.store.recorder import Recorder
-from offline_grpo.rollouts.store.shard import Origin, architecture_hash, tokenizer_hash
 from offline_grpo.run import serving
 from offline_grpo.run.build import build
 from offline_grpo.run.gpu_memory import check_memory

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from offline_grpo.disk import require_new
 from offline_grpo.engine.command_line import visible
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.engine.process import ServerProcess, last_line, last_lines
@@ -136,8 +136,7 @@ def _checked(asked: Comparison) -> list[str]:
         key = key_of(word)
         if key in REFUSED or key.startswith("hydra."):
             raise ConfigError(f"{word}: the comparison sets this itself; use {REFUSED.get(key, 'run_grpo.py')}")
-    if asked.out.is_file() or (asked.out.is_dir() and any(asked.out.iterdir())):
-        raise ConfigError(f"out={asked.out}: is there already and not empty; name a new folder")
+    require_new(asked.out, f"out={asked.out}")
     conf.register()
     return list(asked.modes)
 
@@ -154,8 +153,7 @@ def _command(name: str, asked: Comparison) -> list[str]:
     words += [word for word in asked.overrides if has_lora or not word.lstrip("+").startswith(("model.lora", "model/lora"))]
     words += [f"train.iterations={asked.steps}", f"weight_sync={name}"]
     words += [f"weight_sync.interval={asked.restart_interval}"] if name in RESTARTING else []
-    with initialize_config_dir(config_dir=str(conf.folder()), version_base="1.3"):
-        config = conf.typed(compose("config", overrides=words))
+    config = conf.typed(conf.composed(words))
     if "url" in config.rollouts:
         words.append(f"rollouts.url=http://127.0.0.1:{choose_port('127.0.0.1', None, key='rollouts.url')}")
     return [sys.executable, "-m", "offline_grpo", *words, f"hydra.run.dir={quoted(asked.out / name)}"]

@@ -6,12 +6,13 @@ This module imports no torch, so that `--help`, `--cfg job` and most refusals co
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, Node, OmegaConf
 
@@ -39,6 +40,12 @@ def register() -> None:
     OmegaConf.register_new_resolver("torch_dtype", TORCH_NAMES.get, replace=True)
     OmegaConf.register_new_resolver("packaged", lambda file: str(Path(__file__).parents[1] / file), replace=True)
     ConfigStore.instance().store(name="config_schema", node=RunConfig)
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """What `run_grpo.py` would run with these overrides, after `register`. Raises Hydra's own errors for what cannot be composed."""
+    with initialize_config_dir(config_dir=str(folder()), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
 
 
 def typed(cfg: DictConfig) -> RunConfig:

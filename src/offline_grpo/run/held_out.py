@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, open_dict
 
@@ -69,12 +68,11 @@ def held_out_sets(base: Sequence[str], words: Sequence[str]) -> list[HeldOut]:
         if not (key == "task" or key.startswith(("task.", "eval."))):
             raise ConfigError(f"{override.input_line}: sets of problems can differ in task and eval alone; give one value")
         choices.append([(f"{key}={value}", value if key == "task" else f"{key}={value}") for value in override.sweep_string_iterator()])
-    with initialize_config_dir(config_dir=str(conf.folder()), version_base="1.3"):
-        return [_held_out(base, [word for word, _ in each], [name for _, name in each if name]) for each in product(*choices)]
+    return [_held_out(base, [word for word, _ in each], [name for _, name in each if name]) for each in product(*choices)]
 
 
 def _held_out(base: Sequence[str], words: Sequence[str], names: Iterable[str]) -> HeldOut:
-    cfg = compose("config", overrides=[*base, *words])
+    cfg = conf.composed([*base, *words])
     if (option := _options(words).get("task")) is not None:
         _leave_out_what_another_task_has(cfg.task, option, words)
     config = conf.typed(cfg)
@@ -92,7 +90,7 @@ def _held_out(base: Sequence[str], words: Sequence[str], names: Iterable[str]) -
 def _leave_out_what_another_task_has(node: DictConfig, option: str, words: Sequence[str]) -> None:
     """An `experiment` of the run may have settings of its own task, beside those of the task that `words` choose."""
     own = {
-        *compose("config", overrides=[f"task={option}"]).task,
+        *conf.composed([f"task={option}"]).task,
         *(key.split(".")[1] for key in map(key_of, words) if key.startswith("task.")),
     }
     with open_dict(node):

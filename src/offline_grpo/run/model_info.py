@@ -142,7 +142,6 @@ def _presets(of_blocks: Sequence[int]) -> Iterator[Preset]:
 
 def _fits(weights: str, config: PretrainedConfig, quarter: Preset, trust: bool) -> Iterator[Fit]:
     """What the memory plan says of a run with one GPU, for the longest sequences."""
-    from hydra import compose, initialize_config_dir
 
     from offline_grpo.placement.device_plan import GIB, room_for_server
     from offline_grpo.placement.memory_plan import predict
@@ -163,8 +162,7 @@ def _fits(weights: str, config: PretrainedConfig, quarter: Preset, trust: bool) 
     }
     model = ("model=hf", f"model.train_id={quoted(Path(weights))}", f"model.trust_remote_code={str(trust).lower()}")
     for name, overrides in ways.items():
-        with initialize_config_dir(config_dir=str(conf.folder()), version_base="1.3"):
-            plan = make_plan(conf.typed(compose("config", overrides=[*model, *COMMON, *overrides])))
+        plan = make_plan(conf.typed(conf.composed([*model, *COMMON, *overrides])))
         settings = {"longest_prompt": PROMPT_TOKENS, "trainers": [0], "engine_gpus": [0], "total_bytes": [GIB]}
         device, *_ = predict(memory_request(plan, config, None, **settings))
         rooms = {gb: room_for_server(device, total_bytes=int(gb * USABLE * GIB)) for gb in GPUS_GB}

@@ -20,7 +20,6 @@ from typing import Any
 
 import aiohttp
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 from tenacity import RetryError
@@ -216,8 +215,7 @@ def run_config(task: str | None, task_overrides: str) -> RunConfig:
         assert isinstance(base, DictConfig)
         base.merge_with_dotlist(words)
         return conf.typed(base)
-    with initialize_config_dir(config_dir=str(conf.folder()), version_base="1.3"):
-        return conf.typed(compose("config", overrides=[f"task={task or 'arithmetic'}", *words]))
+    return conf.typed(conf.composed([f"task={task or 'arithmetic'}", *words]))
 
 
 async def wait_for(url: str, what: str) -> None:

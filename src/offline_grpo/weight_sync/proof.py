@@ -10,7 +10,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from offline_grpo.engine.control import ServedBits
-from offline_grpo.engine.engine import ServerClient, ServerEngine
+from offline_grpo.engine.engine import AsksServer, ServerEngine
 from offline_grpo.errors import EngineError
 from offline_grpo.generation.sampler import filters
 from offline_grpo.generation.transformers_client import sampling_state
@@ -112,7 +112,7 @@ def probe_prompts(policy: Policy) -> list[list[int]]:
     return torch.randint(min(config.get_text_config().vocab_size, 1000), (PROBE_PROMPTS, length), generator=draw).tolist()
 
 
-def sample_probe(client: ServerClient, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> tuple[list[Rollout], SamplingParams]:
+def sample_probe(client: AsksServer, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> tuple[list[Rollout], SamplingParams]:
     """A completion of each prompt, and what was asked for.
 
     Args:

@@ -22,7 +22,7 @@ from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.engine import http
 from offline_grpo.engine.server import Server
-from offline_grpo.errors import ConfigError, EngineDied, EngineError
+from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.generation import server_client
 from offline_grpo.generation.server_client import ServerClient
 from offline_grpo.generation.sglang_client import SglangClient

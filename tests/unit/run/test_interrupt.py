@@ -21,7 +21,7 @@ from offline_grpo.errors import EngineError, StopRequested
 from offline_grpo.run import cli, interrupt
 from offline_grpo.run.app import ended_whole
 from offline_grpo.run.interrupt import StopSignal
-from offline_grpo.run.messages import kept_for_log
+from offline_grpo.run.log_outputs import kept_for_log
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from offline_grpo.run.preflight import make_plan
 
 OWN = "generation=vllm_server"
 FOUND = "generation=vllm_server generation.base_url=http://127.0.0.1:1"
+IN_PROCESS = "offline_grpo.generation.transformers_client.TransformersClient"
 TWO = "placement.num_engines=2"
 LISTED = "generation=vllm_server weight_sync=reload generation.base_url=[http://127.0.0.1:1,http://127.0.0.1:2]"
 REFUSED = {
@@ -98,7 +99,7 @@ REFUSED = {
     f"{OWN} generation.max_retries=-1": r"generation.max_retries=-1: must be 0 or more",
     "generation.stop=['']": r"generation.stop=\[''\]: an empty string is in every text",
     "eval.stop=['']": r"eval.stop=\[''\]: an empty string is in every text",
-    "eval.backend={_target_:offline_grpo.generation.transformers_client.TransformersClient,batch_size:0}": r"eval.backend.batch_size=0: must",
+    f"eval.backend={{_target_:{IN_PROCESS},batch_size:0}}": r"eval.backend.batch_size=0: must be",
     "logger.console.refresh_per_s=0": r"logger.console.refresh_per_s=0: must be above 0",
 }
 

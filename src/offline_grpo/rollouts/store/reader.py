@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from offline_grpo.disk import parse_json
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.rollouts.store.checking import check_values, conform
-from offline_grpo.rollouts.store.shard import FOLDER, FORMAT, KEY, Origin
+from offline_grpo.rollouts.store.origin import FOLDER, FORMAT, KEY, Origin
 
 DATASET, SPLITS = "dataset_info.json", "dataset_dict.json"
 ORIGIN_FILE = "offline_grpo.json"

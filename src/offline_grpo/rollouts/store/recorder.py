@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from offline_grpo.disk import write_whole
 from offline_grpo.interfaces import RunListener
-from offline_grpo.rollouts.store.shard import FOLDER, Origin, file_name, json_hash
+from offline_grpo.rollouts.store.origin import FOLDER, Origin, file_name, json_hash
 from offline_grpo.types import Metrics, RolloutGroup
 
 if TYPE_CHECKING:

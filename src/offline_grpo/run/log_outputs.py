@@ -1,4 +1,4 @@
-"""Sets up the log outputs of a run."""
+"""Where log lines go: the terminal, `run.log`."""
 
 from __future__ import annotations
 
