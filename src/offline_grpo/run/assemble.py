@@ -86,13 +86,7 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
         policy = _policy(plan, model_id, checkpoint, ranks, recompute)
     sharding = sharding_of(config.train.sharding, ranks)
     sharding.prepare(policy)
-    places: dict[str, Any] = {"sharding": sharding, "ranks": ranks}
-    training = serving.for_training(plan.engine, servers, plan.weight_sync, policy, sampling=plan.sampling, **places)
-    places |= {"sampling": plan.eval_sampling, "run_folder": start.run_dir.path}
-    evaluation = serving.for_evaluation(plan.eval_engine, plan.eval_weight_sync, training, policy, **places)
-    for deployment in dict.fromkeys((training, evaluation)):
-        stack.callback(deployment.close)
-        deployment.connect(policy)
+    training, evaluation = _deployments(start, plan, servers, policy, sharding, stack)
     if plan.weight_sync.requires.shares_weights and ranks.is_main:
         _settle(plan, policy)
     with progress.phase("masters"):
@@ -122,6 +116,20 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
         fills_updates=config.data.resample_zero_signal,
     )
     return loop, checkpointer.restore(checkpoint) if checkpoint is not None else None
+
+
+def _deployments(
+    start: Start, plan: Plan, servers: Sequence[Server], policy: Policy, sharding: Sharding, stack: ExitStack
+) -> tuple[Deployment, Deployment]:
+    """What training samples from and what evaluations ask, which may be the same; both know the way to the policy's weights."""
+    places: dict[str, Any] = {"sharding": sharding, "ranks": start.ranks}
+    training = serving.for_training(plan.engine, servers, plan.weight_sync, policy, sampling=plan.sampling, **places)
+    places |= {"sampling": plan.eval_sampling, "run_folder": start.run_dir.path}
+    evaluation = serving.for_evaluation(plan.eval_engine, plan.eval_weight_sync, training, policy, **places)
+    for deployment in dict.fromkeys((training, evaluation)):
+        stack.callback(deployment.close)
+        deployment.connect(policy)
+    return training, evaluation
 
 
 def _recorders(start: Start, policy: Policy, updater: Updater, origin: Origin, stack: ExitStack) -> list[RunListener]:
