@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -50,7 +51,7 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter
 
     if adapter is not None:
         try:
-            return PeftModel.from_pretrained(model, str(adapter), is_trainable=True, autocast_adapter_dtype=False)
+            return _in_its_format(PeftModel.from_pretrained(model, str(adapter), is_trainable=True), model.dtype)
         except Exception as error:  # whatever a damaged adapter raises, in peft or safetensors
             raise ConfigError(f"{adapter}: its adapter does not fit the model ({reason_of(error)}); use another checkpoint") from error
     layers, blocks, targets = None, "", lora.target_modules
@@ -69,10 +70,18 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter
         task_type="CAUSAL_LM",
     )
     try:
-        wrapped = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+        wrapped = get_peft_model(model, peft_config)
     except ValueError as error:
         raise ConfigError(f"model.lora.target_modules={lora.target_modules}: {reason_of(error)}") from error
     assert isinstance(wrapped, PeftModel)
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise ConfigError(f"model.lora.target_modules={lora.target_modules}: the output head cannot be adapted; leave it out")
+    return _in_its_format(wrapped, model.dtype)
+
+
+def _in_its_format(wrapped: PeftModel, dtype: torch.dtype) -> PeftModel:
+    """With adapters in `dtype`; peft makes them in fp32."""
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
     return wrapped

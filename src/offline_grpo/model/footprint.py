@@ -10,6 +10,7 @@ memory as its `scratch_bytes` says.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from offline_grpo.types import TokenBatch
 
 META = torch.device("meta")
 CUDA_SDPA = "offline_grpo_cuda_sdpa"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,18 @@ def measure(
 
 
 def layout_on_meta(decoder: Any, layout: Layout) -> Layout:
-    """The layout that runs there in place of `layout`, with the attention of CUDA."""
+    """The layout that runs there in place of `layout`, with the attention of CUDA; padded rows where the architecture refuses `layout`."""
     takes_kernels = decoder._supports_attention_backend  # Falcon calls no attention but its own, and is trained in padded rows
     if decoder.config._attn_implementation == "sdpa" and takes_kernels:
         decoder.config._attn_implementation = CUDA_SDPA
-    return (layout if takes_kernels else Padded()).for_memory_plan()
+    planned = layout.for_memory_plan()
+    try:
+        with torch.no_grad():
+            planned.hidden_states(decoder, batch_of(Microbatch(2, 4, 2, is_whole_update=True)))
+    except Exception as error:  # whatever an architecture raises: `settle_layout` takes another one then
+        log.debug("the memory of %s is that of padded rows (%s)", type(decoder).__name__, error)
+        return Padded()
+    return planned if takes_kernels else Padded()
 
 
 def _forward_backward(model: LanguageModel, microbatch: Microbatch, layout: Layout, head: LossHead) -> None:
@@ -183,10 +192,10 @@ def _cuda_sdpa(
 ) -> tuple[Tensor, None]:
     """The kernel that torch chooses on CUDA for causal attention, [S, L, heads, D]; on the meta device it would be the slow one.
 
-    Flash attention computes in 16 bit, with fewer key than query heads too; the memory-efficient kernel takes fp32, but as many heads only;
-    what is left for the rest keeps all scores.
+    Flash attention computes in 16 bit, with fewer key than query heads too, but values must be as wide as keys; the memory-efficient kernel
+    takes fp32 and values of any width, but as many heads only; what is left for the rest keeps all scores.
     """
-    if query.dtype in (torch.bfloat16, torch.float16):
+    if query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]:
         out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, False, scale=scaling)[0]
     elif query.shape[1] == key.shape[1]:
         out = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, True, scale=scaling)[0]
