@@ -91,10 +91,19 @@ def _failures(history: History) -> Pairs:
 def _no_updates(history: History) -> Pairs:
     updates, trained = (history.series("train", key).values for key in ("num_updates", "num_groups_trained"))
     refused = history.series("train", "num_updates_refused").values.sum()
-    if len(updates) > 0 and updates.sum() == 0 and refused == 0:
+    is_masked = history.series("train", "num_groups_masked").values.sum() > 0  # which is another finding
+    if len(updates) > 0 and updates.sum() == 0 and refused == 0 and not is_masked:
         iterations = f"{len(updates)} iteration{'s' if len(updates) > 1 else ''}"
         signal = ": the rewards of each group are all equal" if trained.sum() == 0 else ""
         yield f"no update was made in {iterations}{signal}", "see in samples/ what the reward pays for; harder or easier problems"
+
+
+def _masked(history: History) -> Pairs:
+    """Of a run with `train.mask_truncated`."""
+    masked, trained = (history.series("train", key).values for key in ("num_groups_masked", "num_groups_trained"))
+    if (total := masked.sum()) > 0.2 * (all_of := total + trained.sum()):
+        numbers = f"{total:.0f} of {all_of:.0f} groups with different rewards were not trained on"
+        yield f"{numbers}: all of their completions were cut off", "a larger generation.max_new_tokens, or train.mask_truncated=false"
 
 
 def _mismatch(history: History) -> Pairs:
@@ -121,6 +130,8 @@ def _worse(history: History) -> Pairs:
 
 def _no_signal(history: History) -> Pairs:
     groups, trained = (history.series("train", key).values for key in ("num_groups", "num_groups_trained"))
+    masked = history.series("train", "num_groups_masked").values
+    trained = trained + masked if len(masked) == len(trained) else trained
     success = trend(history, "success_rate")
     if len(groups) == len(trained) > 0:
         count = math.ceil(len(groups) / 5)
@@ -134,7 +145,9 @@ def _truncation(history: History) -> Pairs:
     cut = trend(history, "truncated_frac")
     if cut.last > 0.1:
         share = cut.last if cut.last == 1 else min(cut.last, 0.99)  # "100%" is all of them
-        yield f"{share:.0%} of the completions are cut off at last", "a larger generation.max_new_tokens, train.mask_truncated=true"
+        masks = len(history.series("train", "num_groups_masked")) > 0
+        advice = "a larger generation.max_new_tokens" + ("" if masks else ", train.mask_truncated=true")
+        yield f"{share:.0%} of the completions are cut off at last", advice
 
 
 def _entropy(history: History) -> Pairs:
@@ -190,6 +203,7 @@ def _scoring(history: History) -> Pairs:
 _CHECKS: dict[Callable[[History], Pairs], str] = {
     _failures: "scoring/num_failed",
     _no_updates: "num_updates",
+    _masked: "num_groups_masked",
     _mismatch: "alignment/diff_abs_mean",
     _worse: "pass@1",
     _no_signal: "num_groups_trained",
@@ -201,4 +215,4 @@ _CHECKS: dict[Callable[[History], Pairs], str] = {
     _waiting: "time/rollouts_wait_s",
     _scoring: "time/scoring_wait_s",
 }
-_OF_ANY_LENGTH = (_failures, _no_updates)
+_OF_ANY_LENGTH = (_failures, _no_updates, _masked)

@@ -45,9 +45,13 @@ def prepare_batch(
     metrics |= {"num_groups_replaced": float(sum(group.num_replaced for group in groups))}
     flat = [advantage for group, kept in zip(advantages, keep, strict=True) for advantage in group if kept]
     chosen = _sequences_of_groups(groups, keep)
+    if config.mask_truncated:
+        num_masked = sum(kept and _is_masked(group) for group, kept in zip(groups, keep, strict=True))
+        metrics |= {"num_groups_masked": float(num_masked), "num_groups_trained": metrics["num_groups_trained"] - num_masked}
+    batch = batch.select(chosen) if 0 < len(chosen) < batch.num_sequences else batch
     if not chosen or not bool(batch.completion_mask.any()):
         return None, per_rollout, metrics
-    batch = with_advantages(batch.select(chosen) if len(chosen) < batch.num_sequences else batch, flat)
+    batch = with_advantages(batch, flat)
     numbers = [n for group, own, kept in zip(groups, advantages, keep, strict=True) if kept for n in _numbers(group, own)]
     metrics |= {"advantage_mean": fmean(numbers), "advantage_std": pstdev(numbers)}
     metrics |= {
@@ -212,6 +216,11 @@ def _with_logprobs_of(whole: TokenBatch, batch: TokenBatch) -> TokenBatch:
 def _subtract(rewards: list[list[float]], penalties: list[float]) -> list[list[float]]:
     remaining = iter(penalties)
     return [[reward - penalty for reward, penalty in zip(group, islice(remaining, len(group)), strict=True)] for group in rewards]
+
+
+def _is_masked(group: RolloutGroup) -> bool:
+    """Whether `train.mask_truncated` leaves nothing of it."""
+    return all(rollout.finish_reason is FinishReason.LENGTH for rollout in group.rollouts)
 
 
 def _sequences_of_groups(groups: Sequence[RolloutGroup], keep: Sequence[bool]) -> list[int]:

@@ -70,7 +70,8 @@ class Updater:
         before_step: Callable[[], None] = lambda: None,
         on_own_weights: OnOwnWeights = lambda action: action(),
     ) -> dict[str, float]:
-        """Every update of an iteration on `batch` (CPU tensors, the same on every process). Returns metrics averaged over updates.
+        """Every update of an iteration on `batch` (CPU tensors, the same on every process) that has a token to train on. Returns metrics
+        averaged over updates.
 
         `batch.old_logprobs` and `ref_logprobs` are filled in by `score`, where this iteration needs them.
 
@@ -79,13 +80,14 @@ class Updater:
             on_own_weights: runs what computes the gradients of an update; again, if somebody else wrote to the weights meanwhile.
         """
         torch.manual_seed(derive_seed(self.seed, "dropout", iteration, self.ranks.rank))
-        updates = [sequences for _ in range(self.config.epochs) for sequences in self.updates_of(batch.num_sequences)]
+        split = self.updates_of(batch.num_sequences)
+        one_pass = [(sequences, totals_of(batch, sequences, max_new_tokens=self.max_new_tokens)) for sequences in split]
+        updates = self.config.epochs * [(sequences, totals) for sequences, totals in one_pass if totals.num_completion_tokens > 0]
         alignment = Alignment()
         results = []
-        for number, sequences in enumerate(updates):
+        for number, (sequences, totals) in enumerate(updates):
             progress.report(number, len(updates), "updates")
             self._set_lr()
-            totals = totals_of(batch, sequences, max_new_tokens=self.max_new_tokens)
             shares, found = on_own_weights(lambda sequences=sequences, totals=totals: self._gradients(batch, sequences, totals))
             alignment.extend(found)
             results.append(self._step(self._sum_over_ranks(shares), before_step if number == 0 else None))

@@ -74,6 +74,10 @@ def test_a_healthy_run_has_nothing_to_look_at() -> None:
             "few groups have signal at last: 5% of the groups have different rewards, and 12% of the answers are right",
         ),
         ({"truncated_frac": (0.0, 0.4)}, "37% of the completions are cut off at last"),
+        (
+            {"num_groups_masked": (10.0, 30.0), "num_groups_trained": (20.0, 0.0), "success_rate": (0.3, 0.3)},
+            "400 of 600 groups with different rewards were not trained on: all of their completions were cut off",
+        ),
         ({"entropy": (0.8, 0.0), "success_rate": (0.3, 0.5)}, "entropy has collapsed: from 0.737 to 0.0632 nats"),
         ({"entropy": (0.6, 3.0)}, "entropy grows: from 0.789 to 2.81 nats"),
         ({"clip_frac": (0.0, 0.5)}, "46% of the tokens are clipped at last"),
@@ -97,9 +101,17 @@ def test_that_nothing_was_trained_is_said_of_the_shortest_run() -> None:
     assert [finding.observation for finding in find(short)] == [
         "no update was made in 2 iterations: the rewards of each group are all equal"
     ]
+    masked = history({"num_groups_trained": (0.0, 0.0), "num_updates": (0.0, 0.0), "num_groups_masked": (2.0, 2.0)}, iterations=2)
+    (finding,) = find(masked)
+    assert finding.observation.startswith("4 of 4 groups with different rewards were not trained on")
     refused = history({"num_updates": (0.0, 0.0), "num_updates_refused": (1.0, 1.0)}, iterations=2)
     assert [finding.observation for finding in find(refused)] == ["2 updates were skipped, whose loss or gradient was not finite"]
     assert find(history({"num_updates": (1.0, 1.0)}, iterations=2)) == []
+
+
+def test_what_is_on_already_is_no_advice() -> None:
+    (finding,) = find(history({"truncated_frac": (0.0, 0.4), "num_groups_masked": (0.0, 0.0)}))
+    assert finding.advice == "a larger generation.max_new_tokens"
 
 
 def test_findings_of_several_runs_are_said_once_with_ranges() -> None:

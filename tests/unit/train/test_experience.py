@@ -114,6 +114,15 @@ def test_given_advantages_and_a_penalty_on_rewards_contradict_each_other(tmp_pat
         prepare_batch([group(TWO_TURNS, advantages=((1.0,) * 7,))], updater, updater.config)
 
 
+def test_a_group_of_truncated_completions_is_not_trained(tmp_path):
+    updater = make_updater(tmp_path, mask_truncated=True)
+    cut = [make_rollout([4], make_completion([3, 2, 5], reason=FinishReason.LENGTH), reward=reward) for reward in (0.0, 1.0)]
+    alike = [make_rollout([4], [6, 7], reward=1.0) for _ in range(2)]
+    batch, _, metrics = prepare_batch([group(*cut), group(*alike)], updater, updater.config)
+    assert batch is None, "of the other group the rewards are equal"
+    assert (metrics["num_groups_trained"], metrics["num_groups_masked"]) == (0, 1)
+
+
 def test_a_truncated_completion_pays_its_penalty_although_its_tokens_are_not_trained_on(tmp_path):
     """Its reward counts in the group's mean, with the penalty; its tokens are masked afterwards."""
     updater = make_updater(tmp_path, mask_truncated=True)

@@ -69,6 +69,20 @@ def test_old_logprobs_do_not_depend_on_the_microbatches(tmp_path, token_batch):
     assert torch.allclose(whole, in_parts, atol=1e-5)
 
 
+def test_an_update_without_a_token_to_train_on_is_left_out(tmp_path, token_batch):
+    """It would move the weights by the optimizer's momentum alone, and make the means of the metrics smaller."""
+    updater = make_updater(tmp_path, updates_per_iteration=token_batch.num_sequences, lr=1e-2)
+    expected = make_updater(tmp_path, updates_per_iteration=1, lr=1e-2)
+    only_first = token_batch.completion_mask & (token_batch.sequence_ids == 0)
+    batch = replace(token_batch, completion_mask=only_first, completion_index=None)
+    metrics = updater.run(updater.score(batch), iteration=0)
+    assert (metrics["num_updates"], updater.counters.num_updates) == (1, 1)
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    first = batch.select([0])
+    assert metrics["entropy"] == pytest.approx(expected.run(expected.score(first), iteration=0)["entropy"], abs=1e-5)
+    assert {int(state["step"]) for state in updater.optimizer.state.values()} == {1}
+
+
 def to_the_sampler(updater, **settings):
     updater.loss = replace(updater.loss, ratio_reference="rollout", entropy_coef=0.0, **settings)
     return updater
