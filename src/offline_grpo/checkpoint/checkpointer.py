@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 PARTS = "parts.pt"
 """In place of the other tensors' files, see parts.py."""
+LITTLE_BYTES = 2**20
+"""With less free than this, what torch and safetensors say of a file that they could not write means a full disk."""
 
 
 @dataclass(frozen=True)
@@ -159,12 +161,14 @@ class Checkpointer:
         try:
             return action()
         except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk as their own errors
+            is_full = not isinstance(error, OSError) and shutil.disk_usage(self.folder).free < LITTLE_BYTES
+            reason = "No space left on device" if is_full else reason_of(error)
             shutil.rmtree(self._hidden(iteration), ignore_errors=True)
             last = latest_checkpoint(self.folder)
             remains = f"the last checkpoint is intact: {last}" if last else "there is no earlier checkpoint"
             raise CheckpointError(
-                f"checkpoint of iteration {iteration} could not be written to {self.folder}: {reason_of(error)}; {remains}. "
-                "Free some space or fix the folder's permissions, then continue with resume=auto"
+                f"checkpoint of iteration {iteration} could not be written to {self.folder}: {reason}; {remains}. Free some space or fix "
+                f"the folder's permissions, then {'continue with resume=auto' if last else 'start again'}"
             ) from error
 
     def _write_into(self, folder: Path, iteration: int, owes_evaluation: bool, tensors: dict[str, Any]) -> None:

@@ -142,6 +142,22 @@ def test_full_disk_leaves_the_last_checkpoint_and_says_so(saved, tmp_path, monke
     assert {p: p.read_bytes() for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()} == before
 
 
+def test_a_full_disk_is_what_torch_does_not_call_so(saved, tmp_path, monkeypatch):
+    checkpointer, _ = saved()
+
+    def half(*args, **kwargs):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 532288 vs 532176")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(
+        CheckpointError, match=r": \[enforce fail .*; there is no earlier checkpoint\. Free some space .*, then start again$"
+    ):
+        checkpointer.write(0)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
+    with pytest.raises(CheckpointError, match=r": No space left on device; there is no earlier checkpoint\. "):
+        checkpointer.write(0)
+
+
 def test_a_folder_that_is_a_file_is_said_to_be_unwritable(saved, tmp_path):
     checkpointer, _ = saved()
     (tmp_path / "checkpoints").write_text("in the way")
