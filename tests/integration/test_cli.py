@@ -119,6 +119,7 @@ def test_a_refused_job_does_not_stop_the_sweep_but_shows_in_its_exit_code(tmp_pa
     assert done.returncode == 2
     assert re.search(r"^error in job 0 of the sweep: data.rollouts_per_problem=1: ", done.stderr, re.MULTILINE)
     assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == "1 job of the sweep failed, with an error above; a refused one has no row"
     assert [(row["run"], row["data.rollouts_per_problem"], row["status"]) for row in rows] == [("1", "4", "done")]
     assert "train_iter_000.json" in metrics_of(sweep_dir / "1")
     assert "1 run, best final pass@1 first" in done.stdout

@@ -10,6 +10,7 @@ from typing import Any
 import rich
 import yaml
 from rich.console import Console
+from rich.table import Table
 
 from offline_grpo.types import Metrics
 
@@ -23,6 +24,13 @@ def output_console() -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 80
     return console
+
+
+def print_table(console: Console, table: Table, *, least_width: int) -> None:
+    """Print it. On a console of fewer than `least_width` columns, lines fold: otherwise numbers would be cut."""
+    if console.width < least_width:
+        console = Console(file=console.file, width=least_width, force_terminal=console.is_terminal)
+    console.print(table)
 
 
 def completed_iterations(name: str, iteration: int) -> int:

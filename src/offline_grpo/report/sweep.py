@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.logger import print_table
 from offline_grpo.report.configurations import Configuration, configurations, short_overrides
 from offline_grpo.report.history import count
 from offline_grpo.report.summary import LABEL_WIDTH
@@ -22,6 +23,7 @@ RUN_COLUMNS = ("pass@1 [95%]", "best", "reward", "minutes", "status")
 ALIKE = "all alike"
 GAP = 2
 RUNS_WIDTH = 7  # then the list of runs folds
+LEAST_NAME_WIDTH = 18  # of the column `configuration`
 
 
 def sweep_table(multirun_dir: Path) -> list[SweepRun]:
@@ -67,7 +69,8 @@ def _print_table(found: Sequence[Configuration], console: Console) -> None:
     names, *rows = zip(*(column for column in columns if any(column[1:])), strict=True)  # without what was not measured
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     widths[1] = min(widths[1], RUNS_WIDTH)
-    room = console.width - sum(widths[1:]) - GAP * (len(widths) - 1)
+    others = sum(widths[1:]) + GAP * (len(widths) - 1)
+    room = max(console.width - others, LEAST_NAME_WIDTH)
     table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
     for name in names:
         folds, longest = name in ("configuration", "runs"), RUNS_WIDTH if name == "runs" else None
@@ -82,7 +85,7 @@ def _print_table(found: Sequence[Configuration], console: Console) -> None:
     ]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(table)
+    print_table(console, table, least_width=others + room)
 
 
 def save_summary(multirun_dir: Path, runs: Sequence[SweepRun], found: Sequence[Configuration]) -> list[Path]:

@@ -108,6 +108,17 @@ def test_without_evaluations_the_reward_ranks_and_its_columns_are_left_out(tmp_p
     ]
 
 
+def test_a_narrow_terminal_folds_lines_and_cuts_no_number(tmp_path: Path) -> None:
+    for i in range(4):
+        make_run(tmp_path / str(i), [f"seed={i % 2}", f"train.lr={i // 2}e-6"], [0.25, 0.5 + i / 100], num_train=2)
+    tables = []
+    for width in (40, 80):
+        stream = io.StringIO()
+        print_sweep(tmp_path, Console(file=stream, width=width))
+        tables.append([line.split() for line in stream.getvalue().splitlines() if "0e-6" in line or "1e-6" in line])
+    assert tables[0] == tables[1] != []
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_no_line_of_the_table_is_wider_than_the_terminal_and_nothing_is_cut(tmp_path: Path, width: int) -> None:
     long = ["train.loss.importance_correction=token_truncate", f"model.train_id=/models/{'long/' * 20}end"]

@@ -12,8 +12,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from offline_grpo.logger import print_table
+
 _FACTS = ("iteration", "reward", "is_correct", "finish_reason", "failure")
 COLUMNS = (*_FACTS, "group", "completion_ids")
+LEAST_WIDTH = 80
 _ROWS, _BINS = 20, 5
 
 
@@ -88,8 +91,8 @@ def print_stats(console: Console, facts: Facts) -> None:
         *([f"could not be scored, and got 0: {failed}"] if failed else []),
     ]
     console.print("\n".join(lines), markup=False, highlight=False)
-    console.print(_table("length", _length_bins(facts), facts))
-    console.print(_table("iteration", _iteration_blocks(facts), facts))
+    for table in (_table("length", _length_bins(facts), facts), _table("iteration", _iteration_blocks(facts), facts)):
+        print_table(console, table, least_width=LEAST_WIDTH)
 
 
 def _length_bins(facts: Facts) -> list[tuple[str, np.ndarray]]:
