@@ -30,11 +30,12 @@ SMALL = [
 IN_OTHER_RUNS = {
     "stopped_early",
     "kl_penalty_mean",
+    "num_groups_masked",
     "perf/gpu_memory_card_gb",
     "perf/gpu_memory_gb",
     "perf/gpu_memory_reserved_gb",
     "perf/mfu",
-}  # with train.loss.kl_placement=reward, on a GPU
+}  # with train.loss.kl_placement=reward, with train.mask_truncated, on a GPU
 
 
 @pytest.fixture(scope="module")
