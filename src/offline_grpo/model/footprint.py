@@ -115,8 +115,9 @@ def measure(
 
 def layout_on_meta(decoder: Any, layout: Layout) -> Layout:
     """The layout that runs there in place of `layout`, with the attention of CUDA; padded rows where the architecture refuses `layout`."""
-    takes_kernels = decoder._supports_attention_backend  # Falcon calls no attention but its own, and is trained in padded rows
-    if decoder.config._attn_implementation == "sdpa" and takes_kernels:
+    if not decoder._supports_attention_backend:  # Falcon calls no attention but its own, and is trained in padded rows
+        return Padded()
+    if decoder.config._attn_implementation == "sdpa":
         decoder.config._attn_implementation = CUDA_SDPA
     planned = layout.for_memory_plan()
     try:
@@ -125,7 +126,7 @@ def layout_on_meta(decoder: Any, layout: Layout) -> Layout:
     except Exception as error:  # whatever an architecture raises: `settle_layout` takes another one then
         log.debug("the memory of %s is that of padded rows (%s)", type(decoder).__name__, error)
         return Padded()
-    return planned if takes_kernels else Padded()
+    return planned
 
 
 def _forward_backward(model: LanguageModel, microbatch: Microbatch, layout: Layout, head: LossHead) -> None:

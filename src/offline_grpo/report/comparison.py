@@ -13,7 +13,7 @@ from rich.console import Console
 from offline_grpo.disk import write_whole
 from offline_grpo.errors import GrpoError
 from offline_grpo.logger.benchmark import Benchmark
-from offline_grpo.report.history import History, load_history
+from offline_grpo.report.history import History, by_number, load_history
 
 FILE = "comparison.json"
 DONE = "done"
@@ -86,7 +86,7 @@ class Arm:
     def _checkpoint_mb(self) -> float | None:
         """Of the newest checkpoint's weights: of adapters alone, where only they are trained."""
         found = (self.history.run_dir / "checkpoints").glob("iter_*")
-        newest = max(found, key=lambda path: (len(path.name), path.name), default=None)
+        newest = max(found, key=lambda path: by_number(path.name), default=None)
         return None if newest is None else sum(path.stat().st_size for path in newest.glob("*.safetensors")) / 1e6
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offline_grpo.report.history import FloatArray
+from offline_grpo.report.history import FloatArray, by_number
 from offline_grpo.report.sweep_run import SweepRun
 
 NOT_COMPARED = ("seed", "resume")
@@ -90,11 +90,11 @@ def configurations(runs: Sequence[SweepRun]) -> list[Configuration]:
     found = [
         Configuration(
             {key: value for key, value in chosen[0].overrides.items() if key not in NOT_COMPARED and (key, value) not in shared},
-            tuple(sorted(chosen, key=lambda run: (len(run.name), run.name))),
+            tuple(sorted(chosen, key=lambda run: by_number(run.name))),
         )
         for chosen in groups.values()
     ]
-    found.sort(key=lambda each: (len(each.runs[0].name), each.runs[0].name))
+    found.sort(key=lambda each: by_number(each.runs[0].name))
 
     def rank(each: Configuration) -> tuple[bool, bool, float]:
         is_unmeasured = each.pass_at_1 is None

@@ -105,6 +105,11 @@ def load_history(run_dir: Path, damaged: list[str] | None = None) -> History:
     return History(run_dir, train=dict(sorted(records["train"].items())), evals=dict(sorted(records["eval"].items())))
 
 
+def by_number(name: str) -> tuple[int, str]:
+    """The sort key of names that end in a number: `iter_999` comes before `iter_1000`."""
+    return len(name), name
+
+
 def count(number: int, noun: str) -> str:
     """`1 run`, `3 runs`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -15,7 +15,7 @@ from offline_grpo.errors import ConfigError, GrpoError, reason_of
 from offline_grpo.eval.paired import PairedResult, compare
 from offline_grpo.redaction import flat, redacted
 from offline_grpo.report.configurations import MIN_SEEDS, Configuration, mean_interval
-from offline_grpo.report.history import FloatArray, History, Series, load_history
+from offline_grpo.report.history import FloatArray, History, Series, by_number, load_history
 from offline_grpo.report.page_samples import Solved
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.report.style import smooth
@@ -57,7 +57,7 @@ def load_runs(paths: Sequence[Path], damaged: list[str]) -> dict[str, PageRun]:
 def _folders(path: Path) -> list[Path]:
     if (path / "metrics").is_dir():
         return [path]
-    found = sorted((file.parent.parent for file in path.rglob(".hydra/overrides.yaml")), key=lambda each: (len(str(each)), str(each)))
+    found = sorted((file.parent.parent for file in path.rglob(".hydra/overrides.yaml")), key=lambda each: by_number(str(each)))
     if not found:
         raise ConfigError(f"{path}: is neither a run (a folder with metrics/) nor a sweep (a folder of runs)")
     return found

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.report.history import by_number
 
 if TYPE_CHECKING:
     from offline_grpo.report.configurations import Configuration
@@ -40,7 +41,7 @@ def _of_run(folder: Path, budget: int, damaged: list[str]) -> Iterator[dict[str,
             except ConfigError as error:
                 damaged.append(str(error))
         return
-    for path in _evenly(sorted(folder.glob("samples/iter_*.jsonl"), key=lambda path: (len(path.name), path.name)), budget // 4):
+    for path in _evenly(sorted(folder.glob("samples/iter_*.jsonl"), key=lambda path: by_number(path.name)), budget // 4):
         try:
             for line in map(json.loads, path.read_text().splitlines()[:4]):
                 yield _sample(line, line["prompt"] or [], line["num_tokens"], [(line["completion"], line["advantage"])])

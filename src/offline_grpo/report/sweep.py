@@ -14,7 +14,7 @@ from rich.text import Text
 from offline_grpo.errors import ConfigError
 from offline_grpo.logger import print_table
 from offline_grpo.report.configurations import Configuration, configurations, short_overrides
-from offline_grpo.report.history import count
+from offline_grpo.report.history import by_number, count
 from offline_grpo.report.summary import LABEL_WIDTH
 from offline_grpo.report.sweep_run import NUMBER_COLUMNS, SweepRun, read_run
 
@@ -48,7 +48,7 @@ def print_sweep(multirun_dir: Path, console: Console) -> None:
     left_out = {run.name for each in found for run in each.left_out}
     unfinished = [
         f"run {run.name}: {run.status}{', not in the mean' if run.name in left_out else ''}"
-        for run in sorted(runs, key=lambda run: (len(run.name), run.name))
+        for run in sorted(runs, key=lambda run: by_number(run.name))
         if not run.is_done
     ]
     for line in [*unfinished, *map(str, saved)]:

@@ -118,8 +118,9 @@ def _exit_with(main: Callable[[], object]) -> NoReturn:
     finally:
         os.environ.pop("HYDRA_FULL_ERROR")
     if failed := len(sweep_jobs.exit_codes):
-        jobs = "1 job" if failed == 1 else f"{failed} jobs"
-        print(f"{jobs} of the sweep failed, with an error above; a refused one has no row", file=sys.stderr)
+        from offline_grpo.report.history import count
+
+        print(f"{count(failed, 'job')} of the sweep failed, with an error above; a refused one has no row", file=sys.stderr)
     sys.exit(max(sweep_jobs.exit_codes, default=0))
 
 
