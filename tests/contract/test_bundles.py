@@ -130,6 +130,20 @@ def test_what_was_held_of_an_aborted_request_is_forgotten(module: ModuleType) ->
     assert list(scheduler._held) == ["b"]
 
 
+def test_steps_whose_batch_has_more_logprobs_than_others(module: ModuleType) -> None:
+    """vLLM gives each request of a step as many columns as that one has which asks for most; what others asked for comes first."""
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.outputs import LogprobsLists
+
+    wide = LogprobsLists(np.array([[1, 7, 8]]), np.array([[-1 / 8, -2.0, -3.0]]), np.array([2]))
+    steps = [[output("a", 0)], [EngineCoreOutput("a", [1], new_logprobs=wide)], [output("a", 2, finish_reason=FinishReason.STOP)]]
+    got, _ = passed_on(module, {"a": request()}, steps)
+    [bundle] = got[-1]
+    assert bundle.new_logprobs.logprob_token_ids.tolist() == [[0], [1], [2]]
+    assert bundle.new_logprobs.logprobs.tolist() == [[0.0], [-1 / 8], [-2 / 8]]
+    assert bundle.new_logprobs.sampled_token_ranks.tolist() == [1, 2, 3]
+
+
 def test_without_logprobs(module: ModuleType) -> None:
     from vllm.v1.engine import EngineCoreOutput, FinishReason
 

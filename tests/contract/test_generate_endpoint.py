@@ -22,6 +22,7 @@ from engines import (
     PROMPTS,
     Where,
     deploy,
+    distance,
     forking_python,
     kill_engine,
     load,
@@ -307,6 +308,19 @@ def asking_all_the_time(server: Server, *, comes_back: bool = False) -> Iterator
         yield answers
         is_over = True
         asking.result()
+
+
+def test_others_may_ask_for_more_logprobs_at_the_same_time(server: Server, model_folder: Path, where: Where) -> None:
+    """Then vLLM gives every request of their steps as many, and the engine ends where ours cannot take that."""
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(generated, server, path="/generate_tokens", prompt=IDS, max_tokens=1500, ignore_eos=True)
+        wait_until(lambda: num_running(server) == 1 or asking.done())
+        wide = completed(server, prompt={"prompt_token_ids": PROMPTS[0]}, logprobs=3, max_tokens=5, ignore_eos=True, model="policy")
+        assert not asking.done()
+        [choice] = asking.result()["choices"]
+    assert len(wide[0]["token_ids"]) == 5
+    found = Completion(tuple(choice["token_ids"]), tuple(choice["logprobs"]), FinishReason.LENGTH, (0,) * 1500)
+    assert distance(load(model_folder, where), [found], PROMPTS[1:2]) < where.tolerance_nats
 
 
 @pytest.mark.parametrize("option", [pytest.param("reload", marks=pytest.mark.slow), "shared_vllm", "lora_hotswap"])

@@ -100,6 +100,8 @@ def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
     last.events = [event for output in outputs for event in output.events or ()] or None
     pieces = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
     if pieces:
-        token_ids, logprobs, ranks = (np.concatenate(fields) for fields in zip(*(piece[:3] for piece in pieces), strict=True))
-        last.new_logprobs = LogprobsLists(token_ids, logprobs, ranks)
+        width = min(piece.logprobs.shape[1] for piece in pieces)  # a step has as many columns as the request in it that wants most
+        token_ids = np.concatenate([piece.logprob_token_ids[:, :width] for piece in pieces])
+        logprobs = np.concatenate([piece.logprobs[:, :width] for piece in pieces])
+        last.new_logprobs = LogprobsLists(token_ids, logprobs, np.concatenate([piece.sampled_token_ranks for piece in pieces]))
     return last
