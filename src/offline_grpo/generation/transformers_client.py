@@ -22,6 +22,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.decoding_graph import graphed_steps, has_graphs, with_fixed_size
 from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, filters, uniforms
+from offline_grpo.generation.shared_heads import shared_heads
 from offline_grpo.model.adapters import LanguageModel, unwrapped
 from offline_grpo.model.compiling import not_compiled
 from offline_grpo.model.load import context_length
@@ -106,7 +107,7 @@ class TransformersClient:
         """Decode B rows together, each a (request, replicate)."""
         place = {index: i for i, index in enumerate(dict.fromkeys(index for index, _ in batch))}
         eos_ids = end_ids(self._lm.generation_config, self.tokenizer)  # of the model's own config, before a neutral one takes its place
-        with sampling_state(self._lm), not_compiled(self._lm), sdpa_kernel(REPEATABLE):
+        with sampling_state(self._lm), not_compiled(self._lm), sdpa_kernel(REPEATABLE), shared_heads():
             draws = self._sample(
                 [requests[index].prompt_ids for index in place],
                 [place[index] for index, _ in batch],

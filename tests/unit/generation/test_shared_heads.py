@@ -1,0 +1,76 @@
+"""Keys and values that are read once give what their copies give: against attention written out, and on every architecture of the zoo."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from architectures import ZOO
+from factories import generate
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as attend
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from offline_grpo.generation import transformers_client
+from offline_grpo.generation.shared_heads import shared_heads
+from offline_grpo.generation.transformers_client import TransformersClient
+from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.types import Completion, SamplingParams
+
+PROMPTS = [[5, 6, 7], [9], list(range(2, 22)), [3, 3, 4, 8]]
+KERNEL = "offline_grpo.generation.shared_heads.scaled_dot_product_attention"
+HAS_ATTENTION = [name for name in ZOO if "mamba" not in name]
+SHARES_HEADS = {"llama", "qwen3", "mixtral", "gemma3", "phi3", "llama4"}
+
+
+def written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Head by head. [B, L, heads, Dv]"""
+    per_key = query.shape[1] // key.shape[1]
+    outputs = []
+    for head in range(query.shape[1]):
+        scores = scale * query[:, head] @ key[:, head // per_key].transpose(1, 2)  # [B, L, S]
+        if mask is not None:
+            own = mask[:, head if mask.shape[1] > 1 else 0]
+            scores = scores.masked_fill(~own, -torch.inf) if own.dtype == torch.bool else scores + own
+        outputs.append(scores.softmax(-1) @ value[:, head // per_key])
+    return torch.stack(outputs, 2)
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "float", "per_head"])
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_attention_is_that_of_each_head_by_itself(mask: str, length: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(3, 6, length, 8), torch.randn(3, kv_heads, 11, 8)
+    value = torch.randn(3, kv_heads, 11, 5)
+    visible = torch.rand(3, 1, length, 11) < 0.6
+    visible[..., 0] = True
+    given = {"none": None, "bool": visible, "float": torch.randn(3, 1, length, 11), "per_head": torch.randn(3, 6, length, 11)}[mask]
+    module: object = type("Attention", (), {"num_key_value_groups": 6 // kv_heads, "is_causal": False})()
+    grouped = []
+    monkeypatch.setattr(KERNEL, lambda query, *rest, **how: (grouped.append(query.shape), attend(query, *rest, **how))[1])
+    with shared_heads():
+        found, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, given, scaling=0.3, dropout=0.0)
+    torch.testing.assert_close(found, written_out(query, key, value, given, 0.3), rtol=1e-5, atol=1e-6)
+    assert grouped == ([(3, kv_heads, 6 // kv_heads, 8)] if length == 1 and kv_heads < 6 and mask != "per_head" else [])
+
+
+@pytest.mark.parametrize("name", HAS_ATTENTION)
+def test_the_same_tokens_are_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ZOO[name].build().eval()
+    model.generation_config.eos_token_id = list(range(40, 45))
+
+    def drawn() -> list[list[Completion]]:
+        client = TransformersClient(model, build_char_tokenizer(128), batch_size=64)
+        return generate(client, PROMPTS, SamplingParams(max_new_tokens=12), group_size=3, seeds=[1, 100, 200, 300])
+
+    calls = []
+    monkeypatch.setattr(KERNEL, lambda *inputs, **how: (calls.append(1), attend(*inputs, **how))[1])
+    grouped = drawn()
+    monkeypatch.setattr(transformers_client, "shared_heads", nullcontext)
+    for one, other in zip(grouped, drawn(), strict=True):
+        for shared, copied in zip(one, other, strict=True):
+            assert shared.token_ids == copied.token_ids
+            assert shared.logprobs == pytest.approx(copied.logprobs, abs=1e-5)
+    assert calls or name not in SHARES_HEADS
