@@ -106,15 +106,16 @@ def test_killed_and_resumed_ends_with_the_same_files(phase, uninterrupted, cache
 
 
 FORWARD = "offline_grpo.model.scoring:Scoring.forward"
-# The 4 iterations: an evaluation of 8 answers, and in each 16 answers (SCORE), 2 scoring passes (FORWARD; policy and reference), 2 updates
-# (FORWARD and STEP each). Evaluations of 8 answers after the second and the fourth.
+# The proof of the layout of policy and reference (FORWARD twice each). The 4 iterations: an evaluation of 8 answers, and in each 16 answers
+# (SCORE), 2 scoring passes (FORWARD; policy and reference), 2 updates (FORWARD and STEP each). Evaluations of 8 answers after the second
+# and the fourth.
 AFTER_THE_THIRD = "stopping after the (updates|weight sync|record) of iteration 3"  # whatever it is when the thread says so
 STOPS = {
     # what is under way -> where the signal comes, the number of the last complete iteration, what is said
     "sampling the fourth": (Kill(SCORE, 8 + 3 * 16 + 8 + 5), 3, "stopping"),
     "before the first step of the third": (Kill(STEP, 5, "before"), 3, AFTER_THE_THIRD),
     "in the second update of the third": (Kill(STEP, 6), 3, AFTER_THE_THIRD),
-    "scoring the third": (Kill(FORWARD, 2 * 4 + 2), 2, "stopping"),
+    "scoring the third": (Kill(FORWARD, 2 * 2 + 2 * 4 + 1), 2, "stopping"),
     "in the first backward pass of the third": (Kill("offline_grpo.loss.base:PolicyGradientLoss.__call__", 5), 2, "stopping"),
     "evaluating after the second": (Kill(SCORE, 8 + 2 * 16 + 5), 2, "stopping"),
     "evaluating after the last": (Kill(SCORE, 8 + 4 * 16 + 8 + 5), 4, "stopping"),

@@ -16,6 +16,9 @@ from torch import nn
 
 from offline_grpo.model.layers import blocks_of
 
+MAX_GRAPHS = 256
+"""Of blocks of one class. Each shape of model takes two or three, and a sweep's jobs are one process; past the compiler's own limit, 8, it
+would leave the rest as it is without a word."""
 TRITON_CAPABILITY = (7, 0)
 """The oldest GPUs that Triton, and so torch.compile, has code for."""
 
@@ -33,6 +36,9 @@ def compile_blocks(model: Any) -> int:
     Raises:
         ConfigError: no blocks are found.
     """
+    import torch._dynamo.config as dynamo  # which takes a second
+
+    dynamo.recompile_limit = MAX_GRAPHS
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # what it says about what it cannot compile helps nobody here
     blocks = _blocks(model)
     for block in blocks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,6 +132,27 @@ def test_every_layout_is_right_or_refused(name: str) -> None:
             found = scoring.model.get_parameter(parameter).grad
             assert found is not None
             assert torch.allclose(found, gradient, atol=1e-4 * float(gradient.abs().max()) + noise), (layout, parameter)
+
+
+def test_on_gpus_a_sequence_is_longer_than_the_blocks_of_a_kernel() -> None:
+    """Kernels may have other code for it, as long as the model takes so many tokens."""
+    model, short, cuda = ZOO["llama"].build(), ZOO["llama"].build(max_position_embeddings=153), torch.device("cuda")
+    assert [max(prompt for prompt, _ in proof._groups(*of)) > 128 for of in ((model, cuda), (short, cuda), (model, CPU))] == [
+        True,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.usefixtures("emulated_kernel")
+@pytest.mark.parametrize("name", ["qwen3", "gpt_neo", "mpt", "qwen3_next", "lfm2", "mamba2"])
+def test_beside_a_long_sequence_faults_of_short_ones_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "_groups", lambda *_: (*proof.GROUPS, proof.LONG_GROUP))
+    scoring = scoring_of(name)
+    for layout, make in LAYOUTS.items():
+        fault = ZOO[name].wrong.get("varlen" if layout == "flash4" else layout)
+        with pytest.raises(ConfigError, match=fault) if fault is not None else nullcontext():
+            settle_layout(scoring, make(), CPU)
 
 
 @pytest.mark.parametrize("name", ZOO)

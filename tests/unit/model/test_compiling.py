@@ -12,17 +12,21 @@ from typing import Any
 import pytest
 import torch
 from architectures import ZOO
+from factories import generate, make_qwen2
 from torch import nn
 from torch._dynamo.utils import counters
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.model import compiling, proof
+from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.compiling import compile_blocks, not_compiled
 from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.proof import settle_compile
 from offline_grpo.model.scoring import Scoring
+from offline_grpo.types import SamplingParams
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -49,22 +53,39 @@ def is_compiled(scoring: Scoring) -> bool:
 
 
 @pytest.mark.parametrize(("name", "checkpointing"), [("gemma2", False), ("qwen3", True)])
-def test_one_graph_serves_all_blocks_and_all_lengths(name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_graph_serves_all_blocks_and_all_lengths(name: str, checkpointing: bool) -> None:
     scoring = scoring_of(name, checkpointing=checkpointing)
     settle_compile(scoring, True, CPU)
     assert is_compiled(scoring)
-    scoring.logprobs(proof._batch(97, CPU))
     warm = counters["stats"]["unique_graphs"]
     kinds = len(set(getattr(scoring.causal_lm.config, "layer_types", None) or ["full"]))
     assert 0 < warm <= 3 * kinds, "with gradients, checkpointed or not, and without, for each kind of block"
     for groups in (((20, (8, 3)),), ((7, (30, 2, 5)), (4, (9, 9))), ((9, (5, 5, 5, 5, 6)),)):
-        monkeypatch.setattr(proof, "GROUPS", groups)
-        batch = proof._batch(97, CPU)
+        batch = proof._batch(97, CPU, groups)
         proof._packed(scoring, batch)
         compiled = scoring.logprobs(batch)
         with not_compiled(scoring.model):
             torch.testing.assert_close(compiled, scoring.logprobs(batch), rtol=1e-4, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == warm
+
+
+def test_sampling_between_updates_compiles_nothing_anew() -> None:
+    """It replaces transformers' attention meanwhile, which compiled blocks look at again."""
+    scoring = scoring_of("qwen3")
+    settle_compile(scoring, True, CPU)
+    warm = counters["stats"]["unique_graphs"]
+    client = TransformersClient(scoring.causal_lm, build_char_tokenizer(128), batch_size=8)
+    generate(client, [[5, 6, 7]], SamplingParams(max_new_tokens=4), group_size=2, seeds=[1])
+    scoring.logprobs(proof._batch(97, CPU, proof.GROUPS))
+    assert counters["stats"]["unique_graphs"] == warm > 0
+
+
+def test_all_models_of_a_sweep_are_compiled() -> None:
+    """Its jobs are one process, and each shape has graphs of its own; past a limit the compiler would leave the rest as it is, silently."""
+    for num_models in range(1, 7):
+        scoring = Scoring(make_qwen2(vocab_size=97, intermediate_size=16 * num_models), Padded(), TiledHead(tile_width=None))
+        settle_compile(scoring, True, CPU)
+        assert counters["stats"]["unique_graphs"] == 2 * num_models, "with gradients and without"
 
 
 def test_on_the_cpu_auto_compiles_nothing() -> None:
@@ -91,6 +112,16 @@ def test_a_model_that_computes_something_else_then_is_left_as_it_is(
         settle_compile(scoring, True, CPU)
 
 
+def test_the_code_for_passes_without_gradients_is_proven_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        scale = 1.0 if torch.is_grad_enabled() else 1.5
+        return lambda *args: [out * scale if out.is_floating_point() else out for out in graph(*args)]
+
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend=wrong))
+    with pytest.raises(ConfigError, match="logprobs differ"):
+        settle_compile(scoring_of("llama"), True, CPU)
+
+
 def test_what_the_compiler_raises_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("no compiler here\nat all")
@@ -113,7 +144,7 @@ def test_gpus_without_triton_are_not_asked_to_compile(monkeypatch: pytest.Monkey
 def test_whatever_the_architecture_it_is_compiled_or_left_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "is_compiled_by_default", lambda device: True)
     scoring = scoring_of(name)
-    if proof._fault(scoring, (batch := proof._batch(97, CPU)), proof._alone(scoring, batch)) is not None:
+    if proof._fault(scoring, (batch := proof._batch(97, CPU, proof.GROUPS)), proof._alone(scoring, batch)) is not None:
         return  # not in padded rows either
     settle_compile(scoring, "auto", CPU)
     assert proof._fault(scoring, batch, proof._alone(scoring, batch)) is None
