@@ -7,15 +7,17 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import torch
+import yaml
 from factories import generate, make_policy, make_rollout
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -43,7 +45,11 @@ CPU_ARGS: dict[str, Any] = {
 FORKED_ENGINE = Path(__file__).with_name("forked_engine.py")
 PRELOADED_VLLM = Path(__file__).with_name("preloaded_vllm.py")
 CPU_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-LORA_ARGS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 2}
+LORA_ARGS: dict[str, Any] = {
+    **yaml.safe_load(Path(__file__).parents[1].joinpath("conf/weight_sync/_lora.yaml").read_text())["server_args"],
+    "max_loras": 2,
+}
+"""As runs start their servers, with room for two."""
 CONTEXT = 4096
 
 
@@ -242,6 +248,20 @@ def distance(
     """Mean |trainer - server| over the tokens of completions of `prompts`, in nats."""
     theirs = torch.cat([torch.tensor(c.logprobs) for c in completions])
     return (torch.cat(score(policy, completions, prompts, temperature=temperature)) - theirs).abs().mean().item()
+
+
+@contextmanager
+def under_way(server: Server, *requests: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, somebody else's requests to vLLM's own endpoint have begun, and will not end: they are cancelled afterwards."""
+    answers: list[Iterator[str]] = []
+    with ExitStack() as stack:
+        for body in requests:
+            asked = {"model": "policy", "max_tokens": CONTEXT - len(body["prompt"]), "ignore_eos": True, "stream": True, **body}
+            request = httpx.stream("POST", f"{server.base_url}/v1/completions", json=asked, timeout=120)
+            answers.append(stack.enter_context(request).iter_lines())
+            next(answers[-1])  # its first token
+        yield
+        assert num_running(server) == len(requests)
 
 
 def num_running(server: Server) -> float:

@@ -42,7 +42,7 @@ from offline_grpo.train.sharding import Replicas
 from offline_grpo.weight_sync import ipc, nccl, proof
 
 PORT = 1111
-OF_ITS_FOLDER = ("TMPDIR", "VLLM_RPC_BASE_PATH")
+OF_ITS_FOLDER = ("TMPDIR", "VLLM_RPC_BASE_PATH", "OFFLINE_GRPO_HAS_MEMORY")
 """Variables of a server that name the folder which it alone has."""
 
 
@@ -246,7 +246,7 @@ def _server_of_the_policy(sync: Any, seen: list[Any], sent: list[Any], folder: P
 
     def script(request: Request) -> Reply:
         seen.append((request.path, request.query, request.body))
-        if request.path == "/collective_rpc":
+        if request.path == "/collective_rpc" and request.method == "POST":
             method, kwargs = request.body["method"], request.body["kwargs"]
             if method == "reload_weights":
                 return Reply({"results": [None]})

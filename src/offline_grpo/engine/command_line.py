@@ -55,6 +55,8 @@ class CommandLine(ABC):
     package: ClassVar[str]
     essentials: ClassVar[Mapping[str, Any]]
     """Settings that a server started by hand must have to be usable by a run: `args`, `env`, and fields of the class."""
+    tells_of_memory: ClassVar[bool] = False
+    """See `Launcher`."""
     key_is_option: ClassVar[bool]
     """Whether the server takes its key as an option alone, and not from the environment."""
 

@@ -17,8 +17,9 @@ from typing import Any
 from offline_grpo import progress
 from offline_grpo.disk import OwnFolder
 from offline_grpo.engine.command_line import is_loopback
+from offline_grpo.engine.launcher import Launcher
 from offline_grpo.engine.process import POLL_S, PROGRESS_INTERVAL_S, last_line
-from offline_grpo.engine.server import Launcher, Server
+from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError, EngineDied, EngineError, GrpoError
 
 log = logging.getLogger(__name__)

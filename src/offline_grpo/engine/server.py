@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -15,6 +15,7 @@ from offline_grpo import progress
 from offline_grpo.engine.background import in_background
 from offline_grpo.engine.command_line import shown
 from offline_grpo.engine.http import HEALTH_TIMEOUT_S, ServerApi
+from offline_grpo.engine.launcher import Launcher
 from offline_grpo.engine.ports import choose_again, choose_port
 from offline_grpo.engine.process import ServerProcess
 from offline_grpo.engine.scratch import Scratch, temporary_folder
@@ -28,33 +29,6 @@ GRACE_S = 5.0
 """How long after a failed request a managed server that is ending may take to end."""
 HEALTH_INTERVAL_S = 2.0
 """How often a server is asked for its health while a request to it is open."""
-
-
-class Launcher(Protocol):
-    """How a kind of server is started: the component of the `engine` group."""
-
-    name: str
-    host: str
-    port: int | None
-    api_key: str | None
-    start_timeout_s: float
-    args: Mapping[str, Any]
-
-    def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
-        """The command line that serves `model`, with a strategy's `args` on top of the configured ones."""
-        ...
-
-    def key_args(self, folder: Path) -> list[str]:
-        """What the command line needs for a key that must not stand on it: other users can read that. May write to the private `folder`."""
-        ...
-
-    def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
-        """The environment of the command, with a strategy's `env` and the GPUs that it may see (None: those that we see)."""
-        ...
-
-    def check_installed(self) -> None:
-        """Raise ConfigError if the server's package is certainly missing."""
-        ...
 
 
 class Server:
@@ -153,7 +127,10 @@ class Server:
         log.info("starting %s: %s", self._launcher.name, shown(command))
         log_path = self.log_dir / f"server_{next(self._log_numbers)}.log"
         self.num_starts += 1
-        env = self._launcher.environment({**temporary_folder(self.scratch), **self._env}, self.gpus)
+        for file in self.scratch.glob(f"{self._memory_file.name}*"):
+            file.unlink()
+        ours = {**temporary_folder(self.scratch), "OFFLINE_GRPO_HAS_MEMORY": str(self._memory_file)}
+        env = self._launcher.environment({**ours, **self._env}, self.gpus)
         self._began_s = time.monotonic()
         self._process = ServerProcess(command, env=env, log_path=log_path, remove=self.scratch)
 
@@ -179,15 +156,32 @@ class Server:
                 raise EngineError(f"{self.key}={self.base_url}: no healthy server answers ({error}); {start_one}") from error
             return
         self.begin(model, args=args)
+        self._wait_until(lambda: self.api.answers("/health"))
         assert self._process is not None
         assert self._began_s is not None
-        began_s, self._began_s = self._began_s, None
-        what = f"{self._launcher.name} at {self.base_url}"
-        with progress.phase("start server"):
-            timeout_s = self._launcher.start_timeout_s
-            self._process.wait_until(lambda: self.api.answers("/health"), timeout_s=timeout_s, what=what, since_s=began_s)
-        seconds = time.monotonic() - began_s
+        seconds, self._began_s = time.monotonic() - self._began_s, None
         log.info("%s is ready at %s after %.0f s; its log: %s", self._launcher.name, self.base_url, seconds, self._process.log_path)
+
+    def wait_for_memory(self) -> None:
+        """Wait until a server that `begin` started has taken its GPU's memory. Before, it measures what is free: what others allocate then
+        is taken for its own, and it ends if they free something.
+
+        Raises:
+            EngineError: as `start`.
+        """
+        if self._began_s is not None:
+            self._wait_until(lambda: self._memory_file.exists() or self.api.answers("/health"))
+
+    def _wait_until(self, is_ready: Callable[[], bool]) -> None:
+        assert self._launcher is not None
+        assert self._process is not None
+        what, timeout_s = f"{self._launcher.name} at {self.base_url}", self._launcher.start_timeout_s
+        with progress.phase("start server"):
+            self._process.wait_until(is_ready, timeout_s=timeout_s, what=what, since_s=self._began_s)
+
+    @property
+    def _memory_file(self) -> Path:
+        return self.scratch / "has_memory"
 
     @property
     def is_ready(self) -> bool:
@@ -268,8 +262,9 @@ class Server:
     def stop(self) -> None:
         """Stop a managed server, and remove the scratch folder; an external server goes on."""
         if self._process is not None:
+            is_unasked = self._began_s is not None and not self.has_ended  # so its log says nothing about why the run ends
             self._process.stop()
-            if self._began_s is not None:  # nobody has asked for it yet, so its log says nothing about why the run ends
+            if is_unasked:
                 self._process.log_path.unlink(missing_ok=True)
             self._process = self._began_s = None
         if self._scratch is not None:

@@ -59,6 +59,7 @@ class VllmEngine(CommandLine):
         "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"},
         "blackwell_workaround": False,
     }
+    tells_of_memory = True
     key_is_option = False
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from offline_grpo.model.load import context_length, load_policy, load_tokenizer,
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.reference import load_reference
-from offline_grpo.placement.devices import Devices, check_devices, server_gpus, trainer_gpus
+from offline_grpo.placement.devices import Devices, check_devices, server_gpus
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
 from offline_grpo.rollouts.store.origin import Origin, architecture_hash, tokenizer_hash
@@ -78,10 +78,14 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     layouts_for(plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision))  # before a model is made
     model_id = _model_id(plan, ranks)
     serving.check_found_servers(plan, model_id, ranks)
-    recompute, predicted = check_memory(plan, model_id, longest_prompt=_check_model(plan, model_id), num_processes=ranks.world_size)
+    longest_prompt = _check_model(plan, model_id)
+    servers = _servers(start, model_id, stack, devices)  # before the memory plan, which takes seconds and no GPU
+    recompute, predicted = check_memory(plan, model_id, longest_prompt=longest_prompt, num_processes=ranks.world_size)
     stack.enter_context(told_if_out_of_memory(predicted, start.run_dir))
     checkpoint = start.resume.checkpoint if start.resume is not None else None
-    servers = _servers(start, model_id, stack, devices)
+    if serving.loads_onto_servers_gpu(plan.weight_sync, devices):
+        for server in servers:
+            ranks.on_main(server.wait_for_memory)
     with progress.step("load model", f"loading the model {checkpoint or model_id}"):
         policy = _policy(plan, model_id, checkpoint, ranks, recompute)
     sharding = sharding_of(config.train.sharding, ranks)
@@ -142,11 +146,11 @@ def _recorders(start: Start, policy: Policy, updater: Updater, origin: Origin, s
 
 
 def _servers(start: Start, model_id: str, stack: ExitStack, devices: Devices) -> list[Server]:
-    """The servers that training samples from. They start now, if they can while the policy is loaded."""
+    """The servers that training samples from. They start now, if they can before the policy is loaded."""
     plan, gpus = start.plan, server_gpus(devices)
     where: dict[str, Any] = {"gpus": gpus, "cluster": serving.cluster_of(plan, stack), "ranks": start.ranks}
     servers = serving.training_servers(plan.engine, plan.weight_sync, run_folder=start.run_dir.path, **where)
-    can_begin = serving.starts_beside_loading(plan.weight_sync, gpus=gpus, trainers=trainer_gpus(devices.trainer, devices.num_processes))
+    can_begin = serving.starts_before_the_policy(plan.engine, plan.weight_sync, devices)
     has_trained = start.resume is not None and plan.config.model.lora is None and plan.weight_sync.requires.moves != "nothing"
     model = str(start.resume.checkpoint) if start.resume is not None and has_trained else model_id
     for server in servers:

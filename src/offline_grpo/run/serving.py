@@ -18,6 +18,7 @@ from offline_grpo.interfaces import Deployment, RolloutClient, Sharding
 from offline_grpo.model.dtypes import TORCH_NAMES
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.text import end_ids
+from offline_grpo.placement.devices import Devices, server_gpus, trainer_gpus
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.build import build
 from offline_grpo.run.engine_spec import EngineSpec
@@ -92,18 +93,18 @@ def cluster_of(plan: Plan, stack: ExitStack) -> Callable[[], RayCluster] | None:
     return reserve
 
 
-def starts_beside_loading(weight_sync: WeightSync, *, gpus: Sequence[Sequence[int] | None], trainers: Sequence[int]) -> bool:
-    """Whether the servers may start while the policy is loaded.
-
-    Not on a GPU onto which the policy is loaded: vLLM takes what others allocate meanwhile for its own, and ends if they free something.
-
-    Args:
-        gpus: the servers', see `training_servers`.
-        trainers: those of the training processes.
-    """
+def starts_before_the_policy(spec: EngineSpec, weight_sync: WeightSync, devices: Devices) -> bool:
+    """Whether the servers may start before the policy is loaded."""
     needs_policy = isinstance(weight_sync, LoraRestart)  # its command line names the adapter
-    shared = {gpu for own in gpus for gpu in trainers if own is None or gpu in own}
-    return not needs_policy and (weight_sync.requires.shares_weights or not shared)
+    tells = spec.launcher is not None and spec.launcher.tells_of_memory
+    return not needs_policy and (tells or not loads_onto_servers_gpu(weight_sync, devices))
+
+
+def loads_onto_servers_gpu(weight_sync: WeightSync, devices: Devices) -> bool:
+    """Whether the policy is loaded onto a GPU of a server, and so not before that has taken its memory (`Server.wait_for_memory`)."""
+    trainers = trainer_gpus(devices.trainer, devices.num_processes)
+    is_shared = any(own is None or gpu in own for own in server_gpus(devices) for gpu in trainers)
+    return is_shared and not weight_sync.requires.shares_weights
 
 
 def for_training(

@@ -158,6 +158,15 @@ def test_a_server_that_ended_meanwhile_is_told_of_when_it_is_needed(servers: lis
         server.start("model")
 
 
+def test_the_log_of_a_server_that_ended_before_anybody_waited_stays(servers: list[Server], tmp_path: Path) -> None:
+    server = own(servers, tmp_path, Launcher(code="raise ValueError('no such model')"))
+    server.begin("model")
+    while not server.has_ended:
+        time.sleep(0.05)
+    server.stop()
+    assert "no such model" in (tmp_path / "server_0.log").read_text()
+
+
 def test_restart_has_the_same_address_and_a_log_of_its_own(servers: list[Server], tmp_path: Path) -> None:
     server = own(servers, tmp_path)
     url = server.base_url
@@ -599,3 +608,23 @@ def test_whoever_waits_for_a_death_keeps_no_actor_busy() -> None:
     assert time.monotonic() - started >= 1.2
     assert len(asked) > 1
     assert set(asked) == {("check_alive",)}
+
+
+def test_memory_is_taken_once_all_processes_of_a_server_have_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Worker:
+        parallel_config = SimpleNamespace(world_size=2)
+
+        def __init__(self, rank: int) -> None:
+            self.rank, self.configs = rank, []
+
+        def initialize_from_config(self, config: str) -> None:
+            self.configs.append(config)
+
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=Worker))
+    load_extension()._tell_when_memory_is_taken(str(tmp_path / "has_memory"))
+    workers: list[Any] = [Worker(0), Worker(1)]
+    workers[1].initialize_from_config("cache")
+    assert not (tmp_path / "has_memory").exists()
+    workers[0].initialize_from_config("cache")
+    assert (tmp_path / "has_memory").exists()
+    assert [worker.configs for worker in workers] == [["cache"]] * 2

@@ -21,9 +21,10 @@ from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.run import serving
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.preflight import make_plan
-from offline_grpo.run.serving import check_found, starts_beside_loading
+from offline_grpo.run.serving import check_found, loads_onto_servers_gpu, starts_before_the_policy
 from offline_grpo.types import SamplingParams, ServedWeights
 from offline_grpo.weight_sync.frozen import Frozen
 from offline_grpo.weight_sync.in_process import InProcess
@@ -274,16 +275,38 @@ def test_a_key_of_ones_own_is_kept_and_the_shells_cannot_replace_it() -> None:
 @pytest.mark.parametrize(
     ("weight_sync", "gpus", "trainers", "expected"),
     [
-        ("shared_vllm", [0], [0], True),  # the policy waits on the CPU
-        ("reload", [0], [0], False),
-        ("reload", [1], [0], True),
-        ("reload", None, [0], False),
-        ("reload", None, [], True),  # on the CPU
-        ("lora_hotswap", [0], [0], False),
-        ("lora_restart", [1], [0], False),  # the adapter is on the command line
+        ("shared_vllm", [0], [0], False),  # the policy waits on the CPU
+        ("reload", [0], [0], True),
+        ("reload", [1], [0], False),
+        ("reload", None, [0], True),
+        ("reload", None, [], False),  # on the CPU
+        ("lora_hotswap", [0], [0], True),
     ],
 )
-def test_a_server_starts_beside_loading_where_both_do_not_fill_one_gpu(
-    weight_sync: str, gpus: list[int] | None, trainers: list[int], expected: bool
+def test_a_policy_is_loaded_onto_a_gpu_that_a_server_uses(
+    weight_sync: str, gpus: list[int] | None, trainers: list[int], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert starts_beside_loading(strategy(weight_sync), gpus=[gpus], trainers=trainers) is expected
+    monkeypatch.setattr(serving, "server_gpus", lambda _: [gpus])
+    monkeypatch.setattr(serving, "trainer_gpus", lambda *_: trainers)
+    devices: Any = SimpleNamespace(trainer="auto", num_processes=1)
+    assert loads_onto_servers_gpu(strategy(weight_sync), devices) is expected
+
+
+@pytest.mark.parametrize(
+    ("generation", "weight_sync", "shares_gpu", "expected"),
+    [
+        ("vllm_server", "reload", True, True),  # says when it has measured the GPU's memory
+        ("sglang_server", "reload", True, False),
+        ("sglang_server", "reload", False, True),
+        ("vllm_server", "lora_hotswap", True, True),
+        ("vllm_server", "lora_restart", False, False),  # the adapter is on the command line
+    ],
+)
+def test_servers_start_before_the_policy_is_loaded_where_it_does_not_disturb_them(
+    generation: str, weight_sync: str, shares_gpu: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "server_gpus", lambda _: [[0]])
+    monkeypatch.setattr(serving, "trainer_gpus", lambda *_: [0] if shares_gpu else [1])
+    more = ["model/lora=default"] if weight_sync.startswith("lora") else ["weight_sync.pause_mode=abort"]
+    plan = make_plan(typed(compose_config(f"generation={generation}", f"weight_sync={weight_sync}", *more)))
+    assert starts_before_the_policy(plan.engine, plan.weight_sync, plan.devices(1)) is expected
