@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pyarrow.parquet as parquet
 import pytest
-from children import SMALL, in_group, metrics_of, printed, run_command, run_in_child, run_in_children, weights_of
+from children import SMALL, Kill, in_group, metrics_of, printed, run_command, run_in_child, run_in_children, weights_of
 from one_fails import one_fails
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,14 @@ def test_two_processes_follow_the_trajectory_of_one(cache: str, tmp_path: Path) 
     assert first.drop(["logprobs"]) == same.drop(["logprobs"])  # batches of other sizes round otherwise
     written = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}
     assert written == {"alone", "alone.txt", "together", "together.txt"}
+
+
+def test_the_signal_of_one_process_is_that_of_all(cache: str, tmp_path: Path) -> None:
+    """A launcher hands on the exit code of the first that ends, and a Ctrl-C may come to one of them late."""
+    run = tmp_path / "run"
+    first_alone = Kill("offline_grpo.logger.json_logger:JsonLogger.log", 2, number=signal.SIGINT)
+    assert run_in_children(2, run, *SMALL, cache, kill=first_alone) == [130, 130], printed(run)
+    assert printed(run).count("stopped by SIGINT; go on with") == 1
 
 
 @pytest.mark.slow

@@ -94,9 +94,9 @@ class Ranks:
             raise error
         return result  # type: ignore[return-value]  # rank 0 has one
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on at least one process; the same answer on all."""
-        return flag if self.world_size == 1 else any(self.gather([flag]))
+    def first(self, value: T | None) -> T | None:
+        """The value of the first process that has one; the same answer on all."""
+        return next((found for found in self.gather([value]) if found is not None), None)
 
 
 @contextmanager

@@ -138,25 +138,20 @@ class StopSignal:
             self._waits_for = before
 
     @property
-    def is_requested(self) -> bool:
-        return self._received is not None
-
-    @property
     def number(self) -> int | None:
-        """The signal that has arrived."""
+        """See `StopSignal.number` in interfaces.py."""
         return self._received
 
     def check(self) -> None:
         """Raise StopRequested if a signal has arrived."""
         if self._received is not None:
-            self.raise_now()
+            self.raise_now(self._received)
 
-    def raise_now(self) -> NoReturn:
-        """Raise StopRequested because this process, or another one of the run, received a signal."""
-        if self._received is None:
-            raise StopRequested(signal.SIGTERM)
-        self._acknowledged.wait(timeout=1)  # so that what is said next comes after it
-        raise StopRequested(self._received)
+    def raise_now(self, number: int) -> NoReturn:
+        """See `StopSignal.raise_now` in interfaces.py."""
+        if self._received is not None:
+            self._acknowledged.wait(timeout=1)  # so that what is said next comes after it
+        raise StopRequested(number)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self._received is None:
