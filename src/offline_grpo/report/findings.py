@@ -88,6 +88,16 @@ def _failures(history: History) -> Pairs:
             yield f"{total:.0f} {what}", advice
 
 
+def _servers(history: History) -> Pairs:
+    for keys, what, advice in (
+        (("sync/num_recoveries", "engines/num_restarts"), "servers lost and brought back", "the ends of server_*.log say why they died"),
+        (("sync/num_foreign_writes",), "writes by others to the served weights", "a server that nobody else has the address or the key of"),
+    ):
+        counts = (history.series("train", key).values for key in keys)  # since a process started, so each resumption begins at 0
+        if (total := sum(np.diff(values, prepend=0.0).clip(0).sum() for values in counts)) > 0:
+            yield f"{what}: {total:.0f}", advice
+
+
 def _no_updates(history: History) -> Pairs:
     updates, trained = (history.series("train", key).values for key in ("num_updates", "num_groups_trained"))
     refused = history.series("train", "num_updates_refused").values.sum()
@@ -202,6 +212,7 @@ def _scoring(history: History) -> Pairs:
 
 _CHECKS: dict[Callable[[History], Pairs], str] = {
     _failures: "scoring/num_failed",
+    _servers: "sync/num_recoveries",
     _no_updates: "num_updates",
     _masked: "num_groups_masked",
     _mismatch: "alignment/diff_abs_mean",
@@ -215,4 +226,4 @@ _CHECKS: dict[Callable[[History], Pairs], str] = {
     _waiting: "time/rollouts_wait_s",
     _scoring: "time/scoring_wait_s",
 }
-_OF_ANY_LENGTH = (_failures, _no_updates, _masked)
+_OF_ANY_LENGTH = (_failures, _servers, _no_updates, _masked)
