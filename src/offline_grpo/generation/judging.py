@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+
+import numpy as np
 
 from offline_grpo.engine.background import made_once
 from offline_grpo.errors import GrpoError, ScoreError, StopRequested, told
@@ -90,10 +92,12 @@ def checked(score: object) -> Score:
     """What a task's `score` returned, if it is a score. Raises ScoreError otherwise."""
     if not isinstance(score, Score):
         raise ScoreError(f"the task's score returned {score!r:.80}; it must be an offline_grpo.types.Score")
+    if not isinstance(score.is_correct, (bool, np.bool_)):
+        raise ScoreError(f"the task's score has is_correct={score.is_correct!r:.80}; it must be True or False")
     for name, value in (("reward", score.reward), *score.parts.items(), *score.measured.items()):
         if not isinstance(value, (int, float)) or not math.isfinite(value) or abs(value) > LARGEST:
             raise ScoreError(f"the task's score has {name}={value!r:.80}; it must be a finite number, from -{LARGEST:g} to {LARGEST:g}")
-    return score
+    return replace(score, is_correct=bool(score.is_correct))  # JSON knows no numpy
 
 
 async def _awaited(score: Awaitable[Score]) -> Score:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +87,11 @@ def text_field(row: Row, name: str, key: str) -> str:
     value = field(row, name, key)
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:  # pandas makes floats of integers beside empty cells
         value = int(value)
-    if value != value or not isinstance(value, (str, int, float)) or not str(value).strip():
+    is_number = isinstance(value, float) and math.isfinite(value)
+    text = format(Decimal(repr(value)), "f") if is_number else str(value)  # 0.00001 and not 1e-05, which no completion has
+    if not (is_number or isinstance(value, (str, int))) or not text.strip():
         raise ConfigError(f"{row.where} has no text in the field {name!r} ({key}): {shown(row.value)}")
-    return encodable(row, name, key, str(value))
+    return encodable(row, name, key, text)
 
 
 def encodable(row: Row, name: str, key: str, text: str) -> str:

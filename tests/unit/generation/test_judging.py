@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from offline_grpo.errors import ScoreError
@@ -118,6 +119,13 @@ def test_a_reward_with_which_nothing_can_be_computed_is_refused(reward: Any) -> 
     task = SimpleNamespace(score=lambda *_: Score(reward, True, {}))
     with pytest.raises(ScoreError, match=r"the task's score has reward=.*; it must be a finite number, from -1e\+30 to 1e\+30; problem"):
         judge(task, "any")
+
+
+def test_what_is_neither_right_nor_wrong_is_refused() -> None:
+    """`bool("no")` is true."""
+    with pytest.raises(ScoreError, match=r"the task's score has is_correct='no'; it must be True or False"):
+        judge(SimpleNamespace(score=lambda *_: Score(0.5, "no", {})), "any")  # type: ignore[arg-type]
+    assert judge(SimpleNamespace(score=lambda *_: Score(0.5, np.bool_(True), {})), "any").is_correct is True
 
 
 class Exits:

@@ -294,6 +294,23 @@ def test_only_duplicates_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("value", "text"), [("0.00001", "0.00001"), ("1e-7", "0.0000001"), ("1.5e+20", "150000000000000000000"), ("0.1", "0.1")]
+)
+def test_numbers_are_written_out(value, text, tmp_path):
+    """As a completion would have them, and not as 1e-05."""
+    (tmp_path / "train.jsonl").write_text(f'{{"prompt": "p", "answer": {value}}}\n{{"prompt": "q", "answer": {value}}}\n')
+    [problem] = make(tmp_path).problems(Split.TRAIN)
+    assert problem.answer == text
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_what_is_no_number_is_no_answer(value, tmp_path):
+    (tmp_path / "train.jsonl").write_text(f'{{"prompt": "p", "answer": {value}}}\n')
+    with pytest.raises(ConfigError, match="has no text in the field 'answer'"):
+        make(tmp_path).problems(Split.TRAIN)
+
+
+@pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (["task.path=@300"], 256),
