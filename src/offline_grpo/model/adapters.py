@@ -22,6 +22,10 @@ else:
     LanguageModel = Any
 
 
+ADAPTER = "default"
+"""What peft calls the one that is trained."""
+
+
 def has_adapters(model: LanguageModel) -> TypeGuard[PeftModel]:
     """Whether it is a transformers model that peft has wrapped."""
     peft = sys.modules.get("peft")  # nobody has wrapped anything without it

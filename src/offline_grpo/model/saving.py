@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from safetensors.torch import save_file
 from torch import Tensor
 
-from offline_grpo.model.adapters import has_adapters
+from offline_grpo.model.adapters import ADAPTER, has_adapters
 from offline_grpo.model.policy import Policy
 
+ADAPTER_FILE = "adapter_model.safetensors"  # as peft and vLLM call it
+OF_ADAPTER = re.compile(rf"(\.lora_\w+)\.{ADAPTER}\b")
+"""In peft's names of parameters; files do without the adapter's own."""
 MAX_FILE = "50GB"
 """transformers' own. A file is written from memory at once."""
 
 
-def save_policy(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: Path, *, with_tokenizer: bool = True) -> None:
+def save_policy(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """Write the model, or its adapter alone, and the tokenizer.
 
     Args:
@@ -42,5 +47,15 @@ def save_policy(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
         if policy.is_sharded:  # the parameters are fp32, and the file is not
             policy.causal_lm.config.dtype = policy.dtype
             policy.causal_lm.config.save_pretrained(str(folder))
-    if with_tokenizer:
-        policy.tokenizer.save_pretrained(str(folder))
+    policy.tokenizer.save_pretrained(str(folder))
+
+
+def save_adapter(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Write what servers load of an adapter, in less than half of the time that peft takes to look through the model for it.
+
+    Args, raises: see `save_policy`.
+    """
+    folder.mkdir(parents=True)
+    tensors = {"base_model.model." + OF_ADAPTER.sub(r"\1", name): tensor.contiguous() for name, tensor in weights if ".lora_" in name}
+    save_file(tensors, folder / ADAPTER_FILE)
+    policy.model.peft_config[ADAPTER].save_pretrained(str(folder))  # type: ignore[index]

@@ -8,19 +8,20 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from offline_grpo.errors import EngineError, reason_of
-from offline_grpo.model.saving import save_policy
+from offline_grpo.model.saving import save_adapter, save_policy
 from offline_grpo.weight_sync.snapshot import Snapshot
 
 
-def save_weights(snapshot: Snapshot, folder: Path, *, with_tokenizer: bool) -> int:
-    """Write the model, or its adapter alone. Returns the size in bytes.
+def save_weights(snapshot: Snapshot, folder: Path) -> int:
+    """Write the model with its tokenizer, or its adapter alone. Returns the size in bytes.
 
     Raises:
         EngineError: no room, or no permission; nothing is left behind.
     """
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        save_policy(snapshot.policy, snapshot.weights(), folder, with_tokenizer=with_tokenizer)
+        save = save_policy if snapshot.policy.lora_rank is None else save_adapter
+        save(snapshot.policy, snapshot.weights(), folder)
         return sum(path.stat().st_size for path in folder.iterdir())
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)

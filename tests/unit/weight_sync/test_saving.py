@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from architectures import ZOO
 from engines import full_weights
 from factories import make_policy, make_qwen2
 from peft import LoraConfig, get_peft_model
 from peft.utils import save_and_load
+from safetensors.torch import load_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from offline_grpo.errors import EngineError
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.saving import save_adapter, save_policy
 from offline_grpo.weight_sync.saving import save_weights
 from offline_grpo.weight_sync.snapshot import Snapshot
 
@@ -26,17 +33,35 @@ def test_adapters_are_saved_without_asking_the_hub(tmp_path: Path, monkeypatch: 
     model.name_or_path = "some/model"
     policy = make_policy(get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"])), build_char_tokenizer(64))
     policy.model.peft_config["default"].base_model_name_or_path = "some/model"
-    num_bytes = save_weights(Snapshot(policy, full_weights, None), tmp_path / "adapter", with_tokenizer=False)
+    num_bytes = save_weights(Snapshot(policy, full_weights, None), tmp_path / "adapter")
     assert {path.name for path in (tmp_path / "adapter").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     assert not (tmp_path / "adapter" / "tokenizer.json").exists()
     assert num_bytes == sum(path.stat().st_size for path in (tmp_path / "adapter").iterdir())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3_moe", "phi3", "gemma3"])
+def test_an_adapter_for_a_server_is_the_one_that_peft_saves(name: str, tmp_path: Path) -> None:
+    model: Any = ZOO[name].build()
+    targets = [*{name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)} - {"lm_head"}]
+    targets.append(next(name for name, m in model.named_modules() if isinstance(m, nn.Embedding)).rsplit(".", 1)[-1])
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=targets))
+    policy = make_policy(model, build_char_tokenizer(64))
+    for parameter in policy.trained_parameters().values():
+        parameter.data.normal_()
+    save_adapter(policy, full_weights(policy), tmp_path / "ours")
+    save_policy(policy, full_weights(policy), tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("ours", "theirs"))
+    assert len(theirs) == len(policy.trained_parameters())
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    said, saved = (json.loads((tmp_path / folder / "adapter_config.json").read_text()) for folder in ("ours", "theirs"))
+    assert {key for key in said if said[key] != saved[key]} <= {"inference_mode", "base_model_name_or_path", "auto_mapping"}
 
 
 def test_weights_replace_what_was_there(tmp_path: Path) -> None:
     policy = make_policy(make_qwen2(), build_char_tokenizer(64))
     (tmp_path / "push").mkdir()
     (tmp_path / "push" / "old").touch()
-    save_weights(Snapshot(policy, full_weights, None), tmp_path / "push", with_tokenizer=True)
+    save_weights(Snapshot(policy, full_weights, None), tmp_path / "push")
     assert {path.name for path in (tmp_path / "push").iterdir()} >= {"model.safetensors", "config.json", "tokenizer.json"}
     assert not (tmp_path / "push" / "old").exists()
 
@@ -50,5 +75,5 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(policy.model, "save_pretrained", save)
     with pytest.raises(EngineError, match=r"cannot be saved to .*push \(.*No space left on device\); make room there: /dev/shm"):
-        save_weights(Snapshot(policy, full_weights, None), tmp_path / "push", with_tokenizer=True)
+        save_weights(Snapshot(policy, full_weights, None), tmp_path / "push")
     assert not (tmp_path / "push").exists()
