@@ -81,10 +81,15 @@ def run(
     return metrics_of(folder)
 
 
+CANCELLING = ("loss_pg", "loss_total")
+"""Sums of advantages times ratios: terms of size 1, of which little remains. So rounding is measured by the terms."""
+
+
 def assert_same(left: dict[str, dict[str, float]], right: dict[str, dict[str, float]]) -> None:
     """Equal up to rounding, apart from what says how the weights travelled."""
     assert left.keys() == right.keys()
     for name, found in left.items():
         for key, value in found.items():
             if not key.startswith(("sync/", "alignment/", "mismatch/", "logprobs/inference")):
-                assert right[name][key] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, key)
+                tolerance = 1e-4 if key in CANCELLING else 1e-5
+                assert right[name][key] == pytest.approx(value, rel=1e-4, abs=tolerance), (name, key, value, right[name][key])

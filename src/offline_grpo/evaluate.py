@@ -96,7 +96,7 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Conso
     if base:
         print(f"settings of {run_folder}, and on top of them the command line's", file=sys.stderr)
     sets = held_out_sets(base, words)
-    engine_spec(sets[0].config, len(models))
+    engine_spec(sets[0].config, models.values())
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

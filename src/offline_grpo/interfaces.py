@@ -296,8 +296,11 @@ class Deployment(Protocol):
         """
         ...
 
-    def push(self, policy: Any, *, version: int) -> SyncReport:
+    def push(self, policy: Any, *, version: int, amid_requests: bool = False) -> SyncReport:
         """Serve the policy's weights, and prove that they are served. Idempotent.
+
+        Args:
+            amid_requests: samples of the last push's weights are still under way. Before it overwrites these, it does as `check_served`.
 
         Raises EngineDied where an engine that the run started has ended, EngineError where one does not serve what was pushed.
         """
@@ -439,10 +442,10 @@ class Checkpointer(Protocol):
 
 
 class StopSignal(Protocol):
-    """Whether somebody asked the run to stop: `is_requested` once a signal came."""
+    """Whether somebody asked the run to stop: `number` is that of the signal that came, None before."""
 
     @property
-    def is_requested(self) -> bool: ...
+    def number(self) -> int | None: ...
 
     def interruptible(self, allowed: bool = True) -> AbstractContextManager[None]:
         """Inside, a signal raises StopRequested at once, if `allowed`; elsewhere it waits."""
@@ -451,6 +454,6 @@ class StopSignal(Protocol):
     def hold(self, waits_for: str) -> None:
         """From here to the end of the block a signal waits for the end of what this text names."""
 
-    def raise_now(self) -> NoReturn:
-        """Raise StopRequested, also where the signal came to another process of the run."""
+    def raise_now(self, number: int) -> NoReturn:
+        """Raise StopRequested for this signal, which may have come to another process of the run."""
         ...

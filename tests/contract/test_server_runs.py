@@ -14,8 +14,20 @@ from typing import Any
 import httpx
 import pytest
 from children import metrics_of, printed
-from engines import CPU, distance, forking_python, kill_engine, load, preloaded_python, serve_again
+from engines import (
+    CPU,
+    distance,
+    forking_python,
+    kill_engine,
+    load,
+    make_server,
+    preloaded_python,
+    processes_naming,
+    save_model,
+    serve_again,
+)
 from factories import prompt_of, sampled
+from ray_machines import wait_until
 from scripted_server import Reply, Request, ScriptedServer
 from served_runs import assert_same, at, five, own_server, run
 
@@ -53,6 +65,35 @@ def test_strategies_follow_one_trajectory(server: Server, model_folder: Path, tm
     assert len(set(rewards)) > 1
     assert [reload[f"train_iter_{i:03d}.json"]["sync/version"] for i in range(3)] == [2.0, 4.0, 6.0]
     assert all(found["alignment/diff_abs_mean"] < 1e-4 for name, found in reload.items() if name.startswith("train"))
+
+
+def test_a_server_tells_when_it_has_taken_its_memory(where: object, model_folder: Path, tmp_path: Path) -> None:
+    """Where the trainer shares its GPU, it loads the policy from then on: while the server records graphs and starts to listen."""
+    server = make_server(CPU, tmp_path, python=forking_python(tmp_path))
+    try:
+        server.begin(str(model_folder))
+        server.wait_for_memory()
+        assert "KV cache size" in (log := (tmp_path / "server_0.log").read_text())
+        assert "Application startup complete" not in log
+        server.start(str(model_folder))
+    finally:
+        server.stop()
+
+
+def test_a_server_starts_before_the_memory_plan_and_ends_where_that_refuses(
+    where: object, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[int] = []
+
+    def refuse(*_: Any, **__: Any) -> None:
+        began.extend(processes_naming(str(tmp_path)))
+        raise ConfigError("train.batch_size=8: GPU 0 has 4.0 GiB")
+
+    monkeypatch.setattr(assemble, "check_memory", refuse)
+    with pytest.raises(ConfigError, match=r"^train.batch_size=8: GPU 0 has"):
+        run(tmp_path / "run", model_folder, *own_server(forking_python(tmp_path)), "weight_sync=shared_vllm")
+    assert began
+    wait_until(lambda: not processes_naming(str(tmp_path)), 10)
 
 
 @pytest.mark.slow  # six starts of a server
@@ -320,6 +361,9 @@ def test_evaluate_asks_a_server_what_it_asks_the_module(server: Server, model_fo
     assert count_requests(server) - asked == 4
     served, here = (sorted((tmp_path / name / "A-1-arithmetic.jsonl").read_text().splitlines()) for name in ("served", "here"))
     assert [json.loads(line)["replicates"][0]["text"] for line in served] == [json.loads(line)["replicates"][0]["text"] for line in here]
+    other = save_model(tmp_path / "other", tied=False)
+    with pytest.raises(ConfigError, match=rf"the server has another model than MODEL={other}: 1 of 29 tensors differ, lm_head"):
+        evaluate.run([str(other), *words, *at_server, f"--out={tmp_path / 'refused'}"])
 
 
 ASYNC = ("mode=async", "rollouts.max_staleness=4", "eval.enabled=false", "train.iterations=4", "generation.max_new_tokens=300")

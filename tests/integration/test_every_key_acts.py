@@ -485,7 +485,6 @@ LORA_ARGS = {
     "server_args.enable_lora": False,
     "server_args.max_lora_rank": 8,
     "server_args.max_loras": 2,
-    "server_args.specialize_active_lora": False,
 }
 ADAMW = {"lr": 0.1, "weight_decay": 0.5, "beta1": 0.5, "beta2": 0.5, "eps": 0.1}
 loss_effect = make_loss_effect()

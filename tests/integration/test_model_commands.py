@@ -148,6 +148,10 @@ def test_a_terminal_shows_how_far_a_set_is(
             ["@base", "@base", "generation=vllm_server", "generation.base_url=http://127.0.0.1:1"],
             "that server has one model and 2 are named",
         ),
+        (
+            ["@run", "generation=vllm_server", "generation.base_url=http://127.0.0.1:1"],
+            "MODEL is a LoRA adapter, and that server",
+        ),
         (["@base", "eval.num_ids=0"], "eval.num_ids=0"),
     ],
 )
@@ -156,7 +160,7 @@ def test_refusals_leave_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
-        evaluate.run([word.replace("@base", str(trained[1])) for word in words])
+        evaluate.run([word.replace("@base", str(trained[1])).replace("@run", str(trained[0])) for word in words])
     assert message in str(refused.value)
     assert list(tmp_path.iterdir()) == []
 

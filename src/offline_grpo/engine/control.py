@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from offline_grpo.engine.http import Answer
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError
+
+Check = Callable[[], None] | None
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,12 @@ class ServerControl(Protocol):
         """
         ...
 
-    def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
-        """Load the weights of a folder in place of those being served, and note their tag. The server is paused meanwhile."""
+    def load_weights(self, folder: str, *, tag: str, pause_mode: str, check: Check = None) -> None:
+        """Load the weights of a folder in place of those being served, and note their tag. The server is paused meanwhile.
+
+        Args:
+            check: called in between. The server goes on as it was if it raises an error.
+        """
         ...
 
     def set_tag(self, tag: str) -> None:
@@ -52,6 +59,14 @@ class ServerControl(Protocol):
 
     def served_bits(self) -> ServedBits | None:
         """Fingerprints of the weights being served; None from a kind of server that cannot compute them."""
+        ...
+
+    def same_numbers(self, sums: Mapping[str, str]) -> set[str]:
+        """Of parameters with other fingerprints, those that have the same numbers in another order, as some architectures are served.
+
+        Args:
+            sums: see `offline_grpo_fingerprint.sums`.
+        """
         ...
 
 

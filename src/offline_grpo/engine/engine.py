@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from offline_grpo.engine.control import ServerControl
+from offline_grpo.engine.http import Refused
 from offline_grpo.engine.server import Server
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.types import Completion, SamplingParams, SamplingRequest
@@ -18,6 +20,7 @@ class AsksServer(RolloutClient, Protocol):
     """A client with an `engine_name`: it asks a server, and knows how weight sync may control that server."""
 
     server: Server
+    num_asked: Counter[str]
     logprobs_are_filtered: ClassVar[bool]
 
     @staticmethod
@@ -138,7 +141,12 @@ class ServerEngine(Engine):
     @property
     def has_lost_weights(self) -> bool:
         """See `Engine.has_lost_weights`."""
-        return self.server.has_ended if self.server.is_managed else self.control.served_tag() is None
+        if self.server.is_managed:
+            return self.server.has_ended
+        try:
+            return self.control.served_tag() is None
+        except Refused:  # it notes no tags, because it takes adapters alone: these are loaded anew whatever it has
+            return False
 
 
 def engine_of(client: Any, sampling: SamplingParams) -> Engine:

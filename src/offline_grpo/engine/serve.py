@@ -79,7 +79,7 @@ def launcher(options: argparse.Namespace, others: Sequence[str], key: str | None
     args |= {name: getattr(options, name) for name in ("dtype", "gpu_memory_utilization", "max_model_len")}
     env = dict(essentials["env"])
     if options.enable_lora:
-        args |= {"enable_lora": True, "max_lora_rank": options.max_lora_rank, "max_loras": 1, "specialize_active_lora": True}
+        args |= {"enable_lora": True, "max_lora_rank": options.max_lora_rank, "max_loras": 1}
         env["VLLM_TUNED_CONFIG_FOLDER"] = LORA_KERNELS
     return VllmEngine(
         python=options.python,

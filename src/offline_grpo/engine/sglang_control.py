@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from offline_grpo.engine.control import HttpControl
+from offline_grpo.engine.control import Check, HttpControl
 from offline_grpo.engine.http import text_of
 
 IDLE_TIMEOUT_S = 60.0
@@ -28,7 +29,7 @@ class SglangControl(HttpControl):
         is_seeded = self.get("/server_info").read(lambda answer: answer["enable_deterministic_inference"])
         return None if is_seeded is True else "ignores the seeds of requests (--enable-deterministic-inference)"
 
-    def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
+    def load_weights(self, folder: str, *, tag: str, pause_mode: str, check: Check = None) -> None:
         """See `ServerControl.load_weights`; caches are cleared too.
 
         The steps are those that cannot end the server: it stops with an error when it loads weights and still has a request, or what the
@@ -36,6 +37,12 @@ class SglangControl(HttpControl):
         """
         assert pause_mode == "abort", pause_mode  # `Reload.requires` has ruled out the others
         self.post("/pause_generation", {"mode": "abort"}, timeout_s=3600)
+        try:
+            if check is not None:
+                check()
+        except BaseException:
+            self.post("/continue_generation", {})
+            raise
         self.post("/flush_cache", params={"timeout": IDLE_TIMEOUT_S}, timeout_s=IDLE_TIMEOUT_S + 10)
         self.post("/update_weights_from_disk", {"model_path": folder, "weight_version": tag}, timeout_s=3600)
         self.post("/continue_generation", {})
@@ -48,6 +55,10 @@ class SglangControl(HttpControl):
         """See `ServerControl.served_tag`."""
         found = self.get("/model_info").read(lambda answer: text_of(answer["weight_version"]))
         return None if found == NEVER_TOLD else found
+
+    def same_numbers(self, sums: Mapping[str, str]) -> set[str]:
+        """See `ServerControl.same_numbers`. SGLang computes none."""
+        return set()
 
     def served_bits(self) -> None:
         """See `ServerControl.served_bits`. SGLang computes none."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from offline_grpo.engine.control import HttpControl, ServedBits
+from offline_grpo.engine.control import Check, HttpControl, ServedBits
 from offline_grpo.engine.http import Refused, text_of
 
 
@@ -37,29 +36,35 @@ class VllmControl(HttpControl):
             return f"has no worker extension (--worker-extension-cls; {error})"
         return None
 
-    def pause(self, mode: str) -> None:
+    def pause(self, mode: str, check: Check = None) -> None:
         """Stop generating, and clear KV caches.
 
         Args:
             mode: what happens to requests in flight: "keep" goes on with them after `resume`, "wait" lets them end first, "abort" ends them
                 with what they have.
+            check: see `ServerControl.load_weights`. A server that a failed push has left paused was checked by that one.
         """
-        if not self.is_paused:
-            timeout_s = 3600 if mode == "wait" else None
-            self.post("/pause", params={"mode": mode, "clear_cache": "true"}, timeout_s=timeout_s)
-            self.is_paused = True
+        if self.is_paused:
+            return
+        timeout_s = 3600 if mode == "wait" else None
+        self.post("/pause", params={"mode": mode, "clear_cache": "true"}, timeout_s=timeout_s)
+        self.is_paused = True
+        try:
+            if check is not None:
+                check()
+        except BaseException:
+            self.resume()
+            raise
+
+    def pause_again(self, mode: str) -> None:
+        """Like `pause`, for a server that was paused and that somebody else may have resumed."""
+        self.is_paused = False
+        self.pause(mode)
 
     def resume(self) -> None:
         """Go on with what was kept and what has arrived since."""
         self.post("/resume")
         self.is_paused = False
-
-    @contextmanager
-    def paused(self, mode: str) -> Iterator[None]:
-        """Paused inside, see `pause`. After an error the server stays paused: it must not serve half-written weights."""
-        self.pause(mode)
-        yield
-        self.resume()
 
     def reset_prefix_cache(self) -> None:
         """Forget keys and values that other weights computed."""
@@ -72,12 +77,18 @@ class VllmControl(HttpControl):
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
         return self.post("/collective_rpc", body, timeout_s=timeout_s + 10).read(lambda answer: read(answer["results"][0]))
 
-    def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
-        """See `ServerControl.load_weights`."""
-        with self.paused(pause_mode):
-            self.call_worker("reload_weights", weights_path=folder)
-            self.reset_prefix_cache()
-            self.set_tag(tag)
+    def load_weights(self, folder: str, *, tag: str, pause_mode: str, check: Check = None) -> None:
+        """See `ServerControl.load_weights`. After an error the server stays paused: it must not serve half-written weights."""
+        self.pause(pause_mode, check)
+        self.call_worker("reload_weights", weights_path=folder)
+        self.reset_prefix_cache()
+        self.set_tag(tag)
+        self.resume()
+
+    def same_numbers(self, sums: Mapping[str, str]) -> set[str]:
+        """See `ServerControl.same_numbers`."""
+        found = self.call_worker("grpo_sums", names=list(sums), read=lambda answer: {name: text_of(answer[name]) for name in sums})
+        return {name for name, own in sums.items() if found[name] == own}
 
     def set_tag(self, tag: str) -> None:
         """See `ServerControl.set_tag`."""
@@ -98,6 +109,10 @@ class VllmControl(HttpControl):
     def load_adapter(self, name: str, path: str) -> None:
         """Serve the LoRA adapter of a folder under a name that was never used before."""
         self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    def adapters(self) -> set[str]:
+        """The names of those that it serves, and of the base model."""
+        return self.get("/v1/models").read(lambda answer: {text_of(model["id"]) for model in answer["data"]})
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter's name; requests in flight finish with it."""

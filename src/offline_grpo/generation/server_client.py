@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -54,6 +55,9 @@ class ServerClient(Streaming):
         batch_size: requests in flight; each asks for all completions of one prompt.
         timeout_s: for one request, from sending it to the last byte of its answer.
         max_retries: further attempts of a request; the pauses between them double, from half a second to at most ten.
+
+    Attributes:
+        num_asked: this process's requests that are under way, by the name of the weights that they ask for.
     """
 
     engine_name: ClassVar[str | None]
@@ -68,6 +72,7 @@ class ServerClient(Streaming):
     ) -> None:
         super().__init__(server.base_url, batch_size)
         self.weights = ServedWeights()
+        self.num_asked: Counter[str] = Counter()
         self.server = server
         self._eos_ids = list(eos_ids)
         self._vocab_size = vocab_size
@@ -107,23 +112,30 @@ class ServerClient(Streaming):
             self._idle.append(http)
 
     async def _complete(self, http: httpx.AsyncClient, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
-        """Sends a request again that the server aborted: a partial completion is useless."""
+        """Sends a request again that the server aborted: a partial completion is useless. What a push has aborted is no failed attempt."""
         per_completion = (
             MAX_BYTES_BESIDE + self.max_bytes_per_token * sampling.max_new_tokens + MAX_BYTES_PER_PROMPT_TOKEN * len(request.prompt_ids)
         )
         max_bytes = MAX_BYTES_BESIDE + request.num_completions * per_completion
-        for _ in range(self.max_retries + 1):
+        num_aborted = 0
+        while num_aborted <= self.max_retries:
             weights = self.weights  # read once: a push may replace them while the request is open
+            self.num_asked[weights.name] += 1
             try:
                 answer = await self._post(http, self.path, self.body(request, sampling, weights), max_bytes)
             except Refused:
                 if self.weights is weights:
                     raise
                 continue  # a push came between, and the adapter that it named is no more
+            finally:
+                self.num_asked -= Counter([weights.name])  # and without those that are 0
             completions = answer.read(lambda parsed, version=weights.version: self._completions(parsed, request, sampling, version))
             if all(completion.finish_reason is not FinishReason.ABORT for completion in completions):
                 return completions
-            await self._check_whether_it_ends(weights)
+            await self._check_whether_it_ends(
+                weights, GRACE_S
+            )  # and a push that aborts is not over: the new weights will have a new version
+            num_aborted += self.weights is weights
         raise EngineError(
             f"{self._url}: the server aborted the request, {self.max_retries + 1} times; does somebody else pause it or load weights?"
         )
@@ -148,10 +160,10 @@ class ServerClient(Streaming):
                 failure = f"status {answer.status} ({answer.reason()})"
                 continue
             if answer.status >= 500:
-                await self._check_whether_it_ends(self.weights)
+                await self._check_whether_it_ends(self.weights, self._grace_s)
             answer.check_status()
             return answer
-        await self._check_whether_it_ends(self.weights)
+        await self._check_whether_it_ends(self.weights, self._grace_s)
         raise EngineError(
             f"{self._url}: {failure}, after {self.max_retries + 1} attempts; is the server running, and {self.server.key} its address?"
         )
@@ -168,13 +180,18 @@ class ServerClient(Streaming):
                 task.cancel()
                 await asyncio.wait([task])
 
-    async def _check_whether_it_ends(self, weights: ServedWeights) -> None:
+    @property
+    def _grace_s(self) -> float:
+        """How long the death of the server may take to be noticed: nobody notices that of one that was found."""
+        return GRACE_S if self.server.is_observed else 0.0
+
+    async def _check_whether_it_ends(self, weights: ServedWeights, grace_s: float) -> None:
         """Raises EngineDied where the failure was the first sign of the server's death. A push that has ended meanwhile explains it.
 
         Args:
             weights: those that were asked.
         """
-        deadline = time.monotonic() + (GRACE_S if self.server.is_observed else 0.0)
+        deadline = time.monotonic() + grace_s
         while True:
             await asyncio.to_thread(self.server.check_alive)
             if self.weights is not weights or time.monotonic() >= deadline:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import httpx
 
-from offline_grpo.engine.http import NotFound
+from offline_grpo.engine.http import NotFound, Refused
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm_control import VllmControl
+from offline_grpo.errors import EngineDied
 from offline_grpo.generation.server_client import Choice, ServerClient
 from offline_grpo.types import Completion, SamplingParams, SamplingRequest, ServedWeights
 
@@ -78,13 +80,22 @@ class VllmClient(ServerClient):
         path = self.path
         try:
             return await super()._complete(http, request, sampling)
-        except NotFound:
-            if path == STOCK:
+        except Refused as refusal:
+            if self.weights.name:
+                await asyncio.to_thread(self._check_adapter, self.weights.name)
+            if path == STOCK or not isinstance(refusal, NotFound):
                 raise
             if self.path == TOKENS:  # else another request was told so
                 log.info("%s has no POST %s, so it is asked at %s, which is slower", self.server.base_url, TOKENS, STOCK)
                 self.path, self.max_bytes_per_token = STOCK, STOCK_BYTES_PER_TOKEN
             return await super()._complete(http, request, sampling)
+
+    def _check_adapter(self, name: str) -> None:
+        """Raises EngineDied where the server does not have it."""
+        if name not in self.control(self.server).adapters():
+            raise EngineDied(
+                f"{self.server.base_url}: the server has lost the adapter {name}: it was started anew, or it was told to unload it."
+            )
 
     def _completions(self, parsed: Any, request: SamplingRequest, sampling: SamplingParams, version: int) -> list[Completion]:
         """Greedy completions of a prompt are all alike, so one is asked for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,9 +17,9 @@ from offline_grpo import progress
 from offline_grpo.checkpoint.export import export_model
 from offline_grpo.checkpoint.pretrained import ModelSource
 from offline_grpo.disk import OwnFolder
-from offline_grpo.engine.engine import engine_of
+from offline_grpo.engine.engine import ServerEngine, engine_of
 from offline_grpo.engine.server import Server
-from offline_grpo.errors import ConfigError, require
+from offline_grpo.errors import require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.eval.paired import PairedResult, compare
 from offline_grpo.eval.records import recording
@@ -31,6 +31,7 @@ from offline_grpo.run.build import build
 from offline_grpo.run.engine_spec import EngineSpec, training_engine
 from offline_grpo.run.held_out import HeldOut
 from offline_grpo.run.isolate import isolated
+from offline_grpo.run.served_model import check_served_model
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
 from offline_grpo.train.experience import score_metrics
@@ -61,18 +62,22 @@ class Results:
         }
 
 
-def engine_spec(config: RunConfig, num_models: int) -> EngineSpec:
+def engine_spec(config: RunConfig, models: Collection[ModelSource]) -> EngineSpec:
     """What samples: the group `generation`, without the settings that say how training samples.
 
     Raises:
-        ConfigError: no such client, a server that is not installed, or one that is running for several models.
+        ConfigError: no such client, a server that is not installed, or one that is running for several models or an adapter.
     """
     names = {*SamplingParams.__dataclass_fields__, "allow_truncated_sampling"}
     spec = training_engine(config, {name: value for name, value in config.generation.items() if name not in names})
-    if spec.needs_server and spec.base_url is not None and num_models > 1:
-        raise ConfigError(
-            f"generation.base_url={spec.base_url}: that server has one model and {num_models} are named; evaluate one at a time"
+    if spec.needs_server and spec.base_url is not None:
+        several = f"that server has one model and {len(models)} are named; evaluate one at a time"
+        require(len(models) == 1, "generation.base_url", spec.base_url, several)
+        adapter = (
+            "MODEL is a LoRA adapter, and that server would answer with its base model; use generation.base_url=null, or serve the merged "
+            "model (python -m offline_grpo.export MODEL OUT) and name its folder"
         )
+        require(all(source.adapter is None for source in models), "generation.base_url", spec.base_url, adapter)
     require(len(spec.base_urls) <= 1, "generation.base_url", spec.base_url, "an evaluation asks one server; name one")
     if spec.launcher is not None:
         spec.launcher.check_installed()
@@ -86,7 +91,7 @@ def evaluate(models: Mapping[str, ModelSource], sets: Sequence[HeldOut], out: Pa
         models: by the short names that the results call them.
         out: the folder for the records and for a server's log.
     """
-    spec = engine_spec(sets[0].config, len(models))
+    spec = engine_spec(sets[0].config, models.values())
     for letter, source in models.items():
         with ExitStack() as stack:
             with progress.phase(f"load {letter}"):
@@ -159,6 +164,8 @@ def _served(source: ModelSource, held_out: HeldOut, spec: EngineSpec, out: Path)
         engine = engine_of(client, held_out.sampling)
         stack.callback(engine.stop)
         engine.start(place, {})
+        if isinstance(engine, ServerEngine) and engine.found_at is not None:
+            check_served_model(source, engine)
         yield client, TokenizerCodec(tokenizer)
 
 

@@ -200,9 +200,7 @@ class Loop:
         }
 
     def _push_now(self) -> SyncReport:
-        if isinstance(self.source, Prefetch):
-            self.deployment.check_served()  # what others wrote and was sampled from would be overwritten, and never noticed
-        return self.deployment.push(self.policy, version=self._version)
+        return self.deployment.push(self.policy, version=self._version, amid_requests=isinstance(self.source, Prefetch))
 
     def _sample(self, deployment: Deployment, share: Callable[[], list[RolloutGroup]]) -> list[RolloutGroup]:
         """The groups of all processes, each of which samples its `share`, from the weights of the last push and no others."""
@@ -254,7 +252,11 @@ class Loop:
         return result
 
     def _write(self, checkpointer: Checkpointer, iteration: int, *, owes_evaluation: bool = False) -> PendingCheckpoint:
-        return self._on_own_weights(lambda: checkpointer.write(iteration, owes_evaluation=owes_evaluation))
+        num_before = self._num_foreign_writes
+        pending = self._on_own_weights(lambda: checkpointer.write(iteration, owes_evaluation=owes_evaluation))
+        if self._num_foreign_writes > num_before:  # a server with mended weights is paused until the next push
+            self._recovering(self.deployment, self._push_now)
+        return pending
 
     def _commit_to(self, iteration: int) -> None:
         """The weights change from here on: the last place to stop before the iteration is complete."""
@@ -281,8 +283,8 @@ class Loop:
             yield
 
     def _stop_if_requested(self) -> None:
-        if self.ranks.any(self.stop.is_requested):
-            self.stop.raise_now()
+        if (number := self.ranks.first(self.stop.number)) is not None:
+            self.stop.raise_now(number)
 
     @contextmanager
     def _phase(self, name: str, iteration: int) -> Iterator[None]:

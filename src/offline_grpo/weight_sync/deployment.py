@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offline_grpo.engine.engine import Engine, ServerEngine
@@ -89,7 +89,7 @@ class Deployment:
             engine.start(*words)
             strategy.attach(engine, snapshot)
 
-    def push(self, policy: Policy, *, version: int) -> SyncReport:
+    def push(self, policy: Policy, *, version: int, amid_requests: bool = False) -> SyncReport:
         """See `Deployment.push` in interfaces.py.
 
         Raises:
@@ -98,12 +98,12 @@ class Deployment:
         """
         num_alive = len(self._alive)
         try:
-            return self._push(policy, version)
+            return self._push(policy, version, amid_requests)
         except EngineDied as death:
             if self._restarts or not 0 < len(self._alive) < num_alive:
                 raise
             log.warning("%s The push goes on without it.", death)
-        return self.push(policy, version=version)
+        return self.push(policy, version=version, amid_requests=amid_requests)
 
     def check_served(self) -> None:
         """See `Deployment.check_served` in interfaces.py."""
@@ -187,13 +187,14 @@ class Deployment:
         """Those that are alive; where that is none, all, so that the dead say why."""
         return self._alive or self.engines
 
-    def _push(self, policy: Policy, version: int) -> SyncReport:
+    def _push(self, policy: Policy, version: int, amid_requests: bool) -> SyncReport:
         started = time.perf_counter()
         self._bring_back(policy)
         snapshot, serving = self._snapshot(policy), self.engines if self._restarts else self._serving
         try:
             with self._strategy.staged(snapshot, version) as staged:
-                paused_seconds = self._strategy.deliver(serving, staged)
+                replaces = {engine: self._version for engine in serving if self._is_asked(engine)} if amid_requests else {}
+                paused_seconds = self._strategy.deliver(serving, replace(staged, replaces=replaces))
                 for engine in serving:
                     engine.client.weights = ServedWeights(staged.version, staged.name)
             self._version = staged.version
@@ -218,6 +219,9 @@ class Deployment:
         if self._spread is not None:
             self._spread.serve_from([engine.client for engine in engines])  # type: ignore[misc]  # servers
             self._spread.weights = engines[0].client.weights
+
+    def _is_asked(self, engine: Engine) -> bool:
+        return self._spread is None or engine.client in self._spread.serving
 
     def _bring_back(self, policy: Policy) -> None:
         """Start the dead again, beside the others, and prepare the path to those that are ready by now."""

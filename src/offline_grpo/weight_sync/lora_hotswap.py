@@ -18,13 +18,17 @@ from typing import Any
 
 from offline_grpo.engine.background import at_once
 from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.engine.http import NotFound, Refused
 from offline_grpo.engine.vllm import LORA_KERNELS
-from offline_grpo.errors import EngineError
+from offline_grpo.errors import EngineDied, EngineError
+from offline_grpo.weight_sync.proof import prove_base
 from offline_grpo.weight_sync.reload import StagedFolder
 from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.saving import save_weights
-from offline_grpo.weight_sync.server_sync import ServerSync
+from offline_grpo.weight_sync.server_sync import STARTED_ANEW, ServerSync
 from offline_grpo.weight_sync.snapshot import Snapshot
+
+MANY_FOLDERS = 8
 
 
 @dataclass(kw_only=True)
@@ -36,8 +40,9 @@ class LoraHotswap(ServerSync):
 
     _prefix: str = field(default_factory=lambda: f"policy-{os.getpid()}-{uuid.uuid4().hex[:6]}", init=False)
     _num_pushes: int = field(default=0, init=False)
-    _folders: list[Path] = field(default_factory=list, init=False)  # of the last two adapters, newest last
+    _folders: list[Path] = field(default_factory=list, init=False)  # newest last: vLLM reads one again whose room it has needed
     _loaded: dict[ServerEngine, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)  # names, newest last
+    _base_tags: dict[ServerEngine, str] = field(default_factory=dict, init=False)  # see `prove_base`
 
     @property
     def requires(self) -> SyncRequirements:
@@ -45,24 +50,41 @@ class LoraHotswap(ServerSync):
         return replace(lora_requirements(self.server_args), in_flight=("keep",))
 
     def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
-        """See `WeightSync.attach`. A new server has none of our adapters."""
+        """See `WeightSync.attach`. A new server has none of our adapters. One that takes nothing else cannot prove its base.
+
+        Raises:
+            ConfigError: it has another base.
+        """
         self._loaded[engine] = []
+        self._base_tags.pop(engine, None)
+        if engine.control.lacks("full") is None:
+            self._base_tags[engine] = prove_base(engine, snapshot)
 
     @contextlib.contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedFolder]:
-        """See `WeightSync.staged`. When all engines sample from the new adapter, the old one is unloaded."""
+        """See `WeightSync.staged`. When all engines sample from the new adapter, the one before the old one is unloaded: other processes of
+        the run hear of the new one a moment later."""
         self._num_pushes += 1
         name = f"{self._prefix}-{self._num_pushes}"
         folder = snapshot.host.server.scratch / name
-        num_bytes = save_weights(snapshot, folder, with_tokenizer=False)
+        num_bytes = save_weights(snapshot, folder)
+        self._folders.append(folder)
         num_tensors = len(snapshot.policy.trained_parameters())
         yield StagedFolder(version=version, name=name, num_tensors=num_tensors, num_bytes=num_bytes, folder=folder)
         for engine, names in self._loaded.items():
-            while len(names) > 1:
-                engine.control.unload_adapter(names.pop(0))
-        self._folders.append(folder)
-        while len(self._folders) > 2:  # requests in flight may still read the one before
-            shutil.rmtree(self._folders.pop(0), ignore_errors=True)
+            while len(names) > 2:
+                with contextlib.suppress(NotFound):  # somebody has started the server anew, or unloaded it
+                    engine.control.unload_adapter(names.pop(0))
+        self._remove_folders(num_bytes)
+
+    def _remove_folders(self, num_bytes: int) -> None:
+        """Of adapters that nobody asks for. The server would die of a missing one, and requests of environments and of other processes are
+        not counted here: the last ones stay."""
+        has_room = shutil.disk_usage(self._folders[-1]).free > MANY_FOLDERS * num_bytes
+        for old in self._folders[: -(MANY_FOLDERS if has_room else 2)]:
+            if not any(engine.client.num_asked[old.name] for engine in self._loaded):
+                shutil.rmtree(old, ignore_errors=True)
+                self._folders.remove(old)
 
     def deliver(self, engines: Sequence[ServerEngine], staged: StagedFolder) -> float:
         """See `WeightSync.deliver`. Requests use the adapter as soon as they carry its name."""
@@ -75,10 +97,24 @@ class LoraHotswap(ServerSync):
         return 0.0
 
     def check_served(self, engine: ServerEngine, version: int) -> None:
-        """See `WeightSync.check_served`. A server without the adapter would have refused the requests, which name it."""
+        """See `WeightSync.check_served`. Of the base: a server without the adapter would have refused the requests, which name it."""
+        if engine not in self._base_tags:
+            return
+        try:
+            found = engine.control.served_tag()
+        except Refused:  # started anew, and without the worker extension
+            del self._base_tags[engine]
+            found = None
+        if found is None:
+            raise EngineDied(f"{engine.server.base_url}: {STARTED_ANEW}")
+        if found != self._base_tags[engine]:
+            raise EngineError(
+                f"{engine.server.base_url}: somebody else has loaded weights into the server, under the adapters; nothing was learnt from "
+                "its samples. Start it again from the base model, give each run a server of its own, and go on with resume=auto"
+            )
 
     def detach(self, engine: ServerEngine) -> None:
-        """See `WeightSync.detach`. An external server forgets the last adapter, whose folder goes now."""
+        """See `WeightSync.detach`. An external server forgets the adapters, whose folders go now."""
         for name in self._loaded.pop(engine, []):
             if not engine.server.is_managed:
                 with contextlib.suppress(EngineError):

@@ -11,14 +11,15 @@ from transformers import LogitsProcessorList
 
 from offline_grpo.engine.control import ServedBits
 from offline_grpo.engine.engine import AsksServer, ServerEngine
-from offline_grpo.errors import EngineError
+from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import sums
+from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.sampler import filters
 from offline_grpo.generation.transformers_client import sampling_state
 from offline_grpo.model.load import context_length
 from offline_grpo.model.policy import Policy
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Rollout, SamplingParams, SamplingRequest, Score
-from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
+from offline_grpo.weight_sync.snapshot import Snapshot, this_run, weights_tag
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,33 @@ def compare(snapshot: Snapshot, engine: ServerEngine, answers: Answers, *, versi
     return Proof(num_equal, difference.mean().item(), diff_abs_mean, diff_max)
 
 
+def prove_base(engine: ServerEngine, snapshot: Snapshot) -> str:
+    """See that a server has the base model under the adapters, bit for bit where it can be compared.
+
+    Returns a tag: the server still has that base as long as it still has the tag.
+
+    Raises:
+        ConfigError: another base.
+    """
+    tag = engine.control.served_tag()
+    if not tag:  # and before the bits are read, so that whoever loads others meanwhile is noticed
+        tag = f"base of run {this_run()}"
+        engine.control.set_tag(tag)
+    unequal, num_compared = _compare_bits(snapshot, engine.control.served_bits())
+    if unequal:
+        parameters = {_plain_name(name): tensor for name, tensor in snapshot.weights() if _plain_name(name) in unequal}
+        reordered = engine.control.same_numbers(dict(zip(parameters, sums(list(parameters.values())), strict=True)))
+        unequal = [name for name in unequal if name not in reordered]
+    if unequal:
+        raise ConfigError(
+            f"{engine.server.key}={engine.server.base_url}: the adapters are for another base model than the server has: {len(unequal)} of "
+            f"{num_compared} tensors differ, {', '.join(unequal[:3])}; start the server from {snapshot.policy.causal_lm.name_or_path}"
+        )
+    if num_compared:
+        log.info("[OK] base model: %d of %d tensors equal bit for bit", num_compared, num_compared)
+    return tag
+
+
 def probe_prompts(policy: Policy) -> list[list[int]]:
     """The same every time, so a prefix cache that was not flushed answers from old weights and shows."""
     config = policy.causal_lm.config
@@ -164,11 +192,17 @@ def filtered_logprobs(policy: Policy, rollout: Rollout, sampling: SamplingParams
 def _compare_bits(snapshot: Snapshot, served: ServedBits | None) -> tuple[list[str], int]:
     """The names of parameters whose bits differ, and how many could be compared.
 
-    None of adapters, and of servers that hold quantised weights, parts of them, or another dtype.
+    None of adapters, and of servers that hold quantised weights, parts of them, or another dtype. Under adapters it is the base model's,
+    unless it is spread over processes.
     """
     policy = snapshot.policy
-    if served is None or policy.lora_rank is not None or served.dtype != str(policy.dtype).removeprefix("torch."):
+    if served is None or served.dtype != str(policy.dtype).removeprefix("torch."):
         return [], 0
-    trained = snapshot.fingerprints
+    trained = {_plain_name(name): bits for name, bits in snapshot.fingerprints.items()}
     names = [name for name in trained if name in served.fingerprints]
     return [name for name in names if trained[name] != served.fingerprints[name]], len(names)
+
+
+def _plain_name(name: str) -> str:
+    """Without the level that peft adds."""
+    return name.replace(".base_layer", "")

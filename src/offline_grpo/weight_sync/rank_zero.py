@@ -41,9 +41,9 @@ class RankZeroDeployment:
         self._lead(lambda: self._inner.connect(policy))
         self._follow()
 
-    def push(self, policy: Policy, *, version: int) -> SyncReport:
+    def push(self, policy: Policy, *, version: int, amid_requests: bool = False) -> SyncReport:
         """See `Deployment.push`. Every process's client then asks for the same weights."""
-        report = self._lead(lambda: self._inner.push(policy, version=version))
+        report = self._lead(lambda: self._inner.push(policy, version=version, amid_requests=amid_requests))
         self._follow()
         return report
 

@@ -64,7 +64,7 @@ class Reload(PausingSync):
         server = snapshot.host.server
         folder = (server.scratch if self.location == "memory" else server.log_dir) / f".push_{version}"
         try:
-            num_bytes = save_weights(snapshot, folder, with_tokenizer=True)
+            num_bytes = save_weights(snapshot, folder)
             num_tensors = len(list(snapshot.policy.causal_lm.parameters()))
             yield StagedFolder(version=version, num_tensors=num_tensors, num_bytes=num_bytes, folder=folder)
         finally:
@@ -73,5 +73,9 @@ class Reload(PausingSync):
     def deliver(self, engines: Sequence[ServerEngine], staged: StagedFolder) -> float:
         """See `WeightSync.deliver`."""
         started, folder, tag = time.perf_counter(), str(staged.folder), weights_tag(staged.version)
-        at_once(lambda engine: engine.control.load_weights(folder, tag=tag, pause_mode=self.pause_mode), engines)
+
+        def load(engine: ServerEngine) -> None:
+            engine.control.load_weights(folder, tag=tag, pause_mode=self.pause_mode, check=self.check_replaced(engine, staged))
+
+        at_once(load, engines)
         return time.perf_counter() - started

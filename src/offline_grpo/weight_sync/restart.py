@@ -104,7 +104,7 @@ class Restart(ServerSync):
             return 0
         self._num_saves += 1
         folder = snapshot.host.server.log_dir / "served" / str(self._num_saves)
-        num_bytes = save_weights(snapshot, folder, with_tokenizer=True)
+        num_bytes = save_weights(snapshot, folder)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         link = folder.with_name(MODEL)

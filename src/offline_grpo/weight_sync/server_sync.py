@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -14,8 +14,10 @@ from offline_grpo.errors import KEEP_OUT, ConfigError, EngineDied, EngineError, 
 from offline_grpo.weight_sync.proof import Proof, ask, compare, probe_prompts
 from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
+from offline_grpo.weight_sync.strategy import Staged
 
 PAUSE_MODES = ("keep", "wait", "abort")
+STARTED_ANEW = "the server was started anew and has none of the weights pushed to it."
 
 
 @dataclass(kw_only=True)
@@ -88,7 +90,7 @@ class ServerSync(ABC):
         """See `WeightSync.check_served`."""
         url, found, pushed = engine.server.base_url, engine.control.served_tag(), weights_tag(version)
         if found is None:
-            raise EngineDied(f"{url}: the server was started anew and has none of the weights pushed to it.")
+            raise EngineDied(f"{url}: {STARTED_ANEW}")
         if found == "":
             raise ForeignWrite(f"{url}: somebody else has loaded weights into the server; {KEEP_OUT}")
         if found != pushed:
@@ -118,3 +120,14 @@ class PausingSync(ServerSync):
     def requires(self) -> SyncRequirements:
         """See `WeightSync.requires`."""
         return replace(super().requires, in_flight=(self.pause_mode,))
+
+    def check_replaced(self, engine: ServerEngine, staged: Staged) -> Callable[[], None] | None:
+        """For a pause: has the engine what the requests that are under way were sampled from? The push overwrites what others loaded."""
+        if engine not in staged.replaces:
+            return None
+
+        def check() -> None:
+            if engine.control.served_tag() != weights_tag(staged.version):  # else the push begins anew, because another engine has died
+                self.check_served(engine, staged.replaces[engine])
+
+        return check

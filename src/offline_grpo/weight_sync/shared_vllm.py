@@ -107,6 +107,7 @@ class SharedVllm(PausingSync):
         names = self._foreign(snapshot.policy)
         if not names:
             return []
+        self._paused_at = None  # whoever wrote has probably resumed the server
         self._pause_to_write()  # until the next push, which also flushes what the server computed from the foreign weights
         if set(names) & self._frozen.keys():
             engine.control.call_worker("reload_weights", weights_path=self.recovery_model(snapshot))
@@ -159,7 +160,9 @@ class SharedVllm(PausingSync):
         assert self._engine is not None
         if self._paused_at is None:
             started = time.perf_counter()
-            self._engine.control.pause(self.pause_mode)
+            self._engine.control.pause_again(self.pause_mode)
+            if self._engine.found_at is not None:  # somebody else may have pushed, and must not find a tag on weights that are ours now
+                self._engine.control.set_tag("")
             self._paused_at = started
 
     def _pause_to_write(self) -> None:

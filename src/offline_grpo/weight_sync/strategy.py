@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from offline_grpo.weight_sync.proof import Proof
@@ -20,12 +20,14 @@ class Staged:
         version: that the engines serve afterwards.
         name: what requests must call the weights ("": the engine's base model).
         num_bytes: copied to an engine, or written once for all of them.
+        replaces: the version that an engine must still have when it is paused, for those that have requests under way. See `check_served`.
     """
 
     version: int
     name: str = ""
     num_tensors: int
     num_bytes: int
+    replaces: Mapping[Any, int] = field(default_factory=dict)
 
 
 @runtime_checkable

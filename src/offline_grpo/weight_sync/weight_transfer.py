@@ -58,7 +58,7 @@ class WeightTransfer(PausingSync):
         They are paused for the whole update: parameters have no storage between start and finish. After an error they stay paused.
         """
         started = time.perf_counter()
-        at_once(self._begin, engines)
+        at_once(lambda engine: self._begin(engine, staged), engines)
         for bucket in buckets(staged.snapshot.weights(), self.bucket_mib * 2**20):
             self.send(
                 engines,
@@ -72,8 +72,8 @@ class WeightTransfer(PausingSync):
         at_once(lambda engine: self._finish(engine, weights_tag(staged.version)), engines)
         return time.perf_counter() - started
 
-    def _begin(self, engine: ServerEngine) -> None:
-        engine.control.pause(self.pause_mode)
+    def _begin(self, engine: ServerEngine, staged: StagedWeights) -> None:
+        engine.control.pause(self.pause_mode, self.check_replaced(engine, staged))
         engine.control.post("/start_weight_update")
 
     def _finish(self, engine: ServerEngine, tag: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -26,23 +27,29 @@ from engines import (
     score,
     switch_of,
     train,
+    under_way,
 )
 from factories import generate, strategy
 from served_runs import Endless
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.engine.server import Server
-from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.errors import ConfigError, EngineDied, EngineError, ForeignWrite
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
-from offline_grpo.model.saving import save_policy
+from offline_grpo.model.saving import save_adapter, save_policy
 from offline_grpo.types import Completion, SamplingParams
-from offline_grpo.weight_sync import saving
+from offline_grpo.weight_sync import lora_hotswap, reload, saving
+from offline_grpo.weight_sync.lora_hotswap import LoraHotswap
 
 FULL = ("reload", "shared_vllm")
 NUM_TENSORS = 2 * 13 + 2
 """Two blocks of 4 matrices and biases of attention, 3 of the feed-forward, 2 norms; embeddings, norm."""
 STRATEGIES = [*FULL, "lora_hotswap", pytest.param("ipc", marks=pytest.mark.gpu)]
+
+
+ON_CPU = pytest.mark.parametrize("where", [pytest.param(CPU, id="cpu")], indirect=True, scope="session")
+"""What is about the order of requests, and not about what computes them."""
 
 
 @pytest.mark.parametrize("option", STRATEGIES)
@@ -156,11 +163,13 @@ def test_one_staging_serves_two_servers(
     sync, policy, client = connect(option, others=[second_server])
     saves: list[Path] = []
 
-    def save(policy: Policy, weights: Any, folder: Path, *, with_tokenizer: bool) -> None:
-        saves.append(folder)
-        save_policy(policy, weights, folder, with_tokenizer=with_tokenizer)
+    for name, original in (("save_policy", save_policy), ("save_adapter", save_adapter)):
 
-    monkeypatch.setattr(saving, "save_policy", save)
+        def save(policy: Policy, weights: Any, folder: Path, original: Callable[..., None] = original) -> None:
+            saves.append(folder)
+            original(policy, weights, folder)
+
+        monkeypatch.setattr(saving, name, save)
     other = sync.engines[1].client
     assert other.server.base_url != client.server.base_url
     for version in (1, 2):
@@ -257,6 +266,17 @@ def test_no_completion_is_torn(option: str, mode: str, connect: Callable[..., An
         assert lengths == [where.long] * len(PROMPTS)
 
 
+def test_an_adapter_is_served_among_requests_of_the_base_model(connect: Callable[..., Any], where: Where, model_folder: Path) -> None:
+    """In one batch with them. On a GPU vLLM records CUDA graphs for numbers of adapters, of which one must have room for both kinds."""
+    sync, policy, client = connect("lora_hotswap")
+    train(policy, seed=4, scale=0.2)
+    sync.push(policy, version=0)
+    with under_way(client.server, *({"prompt": PROMPTS[1], "seed": seed} for seed in range(4))):
+        completions = sample(client)
+    assert distance(policy, completions) < where.tolerance_nats
+    assert distance(load(model_folder, where), completions) > 3 * where.tolerance_nats  # without the adapter
+
+
 def test_requests_in_flight_finish_on_their_adapter(connect: Callable[..., Any], where: Where, model_folder: Path) -> None:
     sync, policy, client = connect("lora_hotswap")
     sync.push(policy, version=0)
@@ -266,6 +286,118 @@ def test_requests_in_flight_finish_on_their_adapter(connect: Callable[..., Any],
         switch = switch_of(completion.logprobs, score(old, [completion], [prompt])[0], score(policy, [completion], [prompt])[0], where)
         assert switch == len(completion.token_ids) == where.long
     assert distance(policy, sample(client)) < where.tolerance_nats
+
+
+@ON_CPU
+def test_an_adapter_stays_until_nobody_asks_for_it(
+    connect: Callable[..., Any], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has room for two, and reads the first one's files again when its turn comes. To miss them would be its end."""
+    sync, policy, client = connect("lora_hotswap")
+    sync.push(policy, version=0)
+    old, control = load(model_folder, CPU, lora=True), sync.engines[0].control
+    monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [])
+    monkeypatch.setattr(lora_hotswap, "MANY_FOLDERS", 2)
+    with ThreadPoolExecutor(1) as thread:
+        control.pause("keep")
+        waiting = thread.submit(sample, client)
+        while client.num_asked[client.weights.name] < len(PROMPTS):
+            assert not waiting.done()
+        for version in range(1, 5):
+            train(policy, seed=version)
+            sync.push(policy, version=version)
+        control.resume()
+        assert distance(old, waiting.result()) < CPU.tolerance_nats
+    sync.push(policy, version=5)
+    assert len([*client.server.scratch.glob("policy-*")]) == 2
+
+
+@ON_CPU
+def test_adapters_are_for_one_base(connect: Callable[..., Any], model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    first, policy, client = connect("lora_hotswap")
+    assert "[OK] base model: 28 of 28 tensors equal bit for bit" in caplog.text
+    second = deploy(strategy("lora_hotswap"), make_client(found(client.server)))
+    second.connect(load(model_folder, CPU, lora=True))
+    first.push(policy, version=0)
+    first.check_served()
+
+    for sync in (second, deploy(strategy("lora_hotswap"), make_client(found(client.server)))):
+        other = load(model_folder, CPU, lora=True)
+        other.causal_lm.get_input_embeddings().weight.data[3] *= 1.5
+        with pytest.raises(
+            ConfigError, match=r"generation.base_url=.* another base model than the server has: 1 of 28 tensors differ, model.embed_tokens"
+        ):
+            sync.connect(other)
+        sync.close()
+    first.check_served()
+    first.engines[0].control.set_tag("")  # what loading leaves; older servers with adapters cannot load
+    with pytest.raises(EngineError, match="somebody else has loaded weights into the server, under the adapters"):
+        first.check_served()
+
+
+@ON_CPU
+def test_adapters_come_back_to_a_server_that_was_started_anew(connect: Callable[..., Any]) -> None:
+    sync, policy, client = connect("lora_hotswap")
+    sync.push(policy, version=0)
+    control = sync.engines[0].control
+    control.unload_adapter(client.weights.name)
+    with pytest.raises(EngineDied, match=f"the server has lost the adapter {client.weights.name}"):
+        sample(client)
+    control.call_worker("grpo_set_tag", tag=None)
+    with pytest.raises(EngineDied, match="was started anew"):
+        sync.check_served()
+    sync.recover(policy, version=0)
+    sync.check_served()
+    assert distance(policy, sample(client)) < CPU.tolerance_nats
+
+
+@ON_CPU
+def test_whoever_takes_the_server_over_in_the_middle_of_an_update_is_stopped(connect: Callable[..., Any], model_folder: Path) -> None:
+    """And finds no tag of its own on weights that are not."""
+    sync, policy, client = connect("shared_vllm")
+    sync.push(policy, version=0)
+    train(policy, seed=1)
+    other_policy = load(model_folder, CPU)
+    other_policy.make_masters()
+    other = deploy(strategy("reload"), make_client(found(client.server)))
+    other.connect(other_policy)
+    push_other_weights(other, other_policy)
+    other.check_served()
+    assert len(sync.mend(policy)) == NUM_TENSORS
+    assert client.server.api.get("/is_paused").read(lambda answer: answer["is_paused"])
+    with pytest.raises(ForeignWrite, match="somebody else has loaded weights into the server"):
+        other.check_served()
+    sync.push(policy, version=1)
+    assert distance(policy, sample(client)) < CPU.tolerance_nats
+    other.close()
+
+
+@ON_CPU
+def test_a_push_notices_what_others_loaded_while_it_was_staged(
+    connect: Callable[..., Any], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It overwrites what requests under way have been sampled from, and with it every trace."""
+    sync, policy, client = connect("reload")
+    sync.push(policy, version=0)
+    train(policy, seed=1)
+    save = reload.save_weights
+
+    def save_and_be_late(*args: Any, **options: Any) -> int:
+        client.server.api.post(
+            "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model_folder)}, "timeout": 60}
+        )
+        return save(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reload, "save_weights", save_and_be_late)
+        with pytest.raises(ForeignWrite, match="somebody else has loaded weights into the server"):
+            sync.push(policy, version=1, amid_requests=True)
+        assert not client.server.api.get("/is_paused").read(lambda answer: answer["is_paused"])
+        sync.recover(policy, version=1)
+        sync.push(policy, version=2)  # with all requests at an end, nothing has come of it
+    assert sync.push(policy, version=3, amid_requests=True).version == 3
+    assert distance(policy, sample(client)) < CPU.tolerance_nats
 
 
 def push_other_weights(sync: Any, policy: Policy) -> None:

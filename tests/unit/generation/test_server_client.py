@@ -224,8 +224,9 @@ def test_completions_are_what_the_server_said(lab: Lab) -> None:
 ABORTED = [([5], [-0.5], "abort"), ([], [], "abort")]
 
 
-def test_what_the_server_aborts_is_asked_for_again(lab: Lab) -> None:
+def test_what_the_server_aborts_is_asked_for_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Part of a completion must not be judged as a whole one."""
+    monkeypatch.setattr(server_client, "GRACE_S", 0.0)
     replies = iter([ABORTED, [TWO[0], ABORTED[1]], TWO])
     lab.set_script(lambda _: Reply(lab.dialect.answer(next(replies))))
     [completions] = lab.ask()
@@ -234,10 +235,11 @@ def test_what_the_server_aborts_is_asked_for_again(lab: Lab) -> None:
     assert others == [first, first]
 
 
-def test_what_a_push_aborts_waits_for_the_push_alone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was in flight comes back at once, from a server that might be ending."""
+@pytest.mark.parametrize("is_observed", [True, False])
+def test_what_a_push_aborts_waits_for_the_push_alone(is_observed: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was in flight comes back at once, from a server that might be ending, and is computed again when the push has ended."""
     monkeypatch.setattr(server_client, "GRACE_S", 60.0)
-    lab.handle.is_observed = True
+    lab.handle.is_observed = is_observed
     new, all_in_flight = ServedWeights(4), threading.Barrier(8)
 
     def script(_: Request) -> Reply:
@@ -251,7 +253,8 @@ def test_what_a_push_aborts_waits_for_the_push_alone(lab: Lab, monkeypatch: pyte
     lab.client.close()
     lab.client = make_client(lab.dialect, lab.handle, batch_size=8)
     started = time.monotonic()
-    assert len(generate(lab.client, [PROMPT] * 8, SAMPLING, group_size=2, seeds=range(8))) == 8
+    groups = generate(lab.client, [PROMPT] * 8, SAMPLING, group_size=2, seeds=range(8))
+    assert {version for group in groups for completion in group for version in completion.versions} == {4}
     assert time.monotonic() - started < 30
     assert len(lab.server.requests) == 16
 
@@ -272,9 +275,25 @@ def test_a_push_may_take_away_what_a_request_names(lab: Lab) -> None:
     assert [completion.versions[0] for completion in completions] == [4, 4]
 
 
-def test_a_server_that_aborts_everything(lab: Lab) -> None:
+def test_a_server_that_aborts_everything(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client, "GRACE_S", 0.0)
     lab.answers(ABORTED)
     assert "the server aborted the request, 4 times; does somebody else pause it" in lab.error()
+
+
+def test_pushes_may_abort_a_request_as_often_as_they_like(lab: Lab) -> None:
+    """With `rollouts.in_flight=abort` a long completion meets a push in every iteration."""
+
+    def script(_: Request) -> Reply:
+        version = lab.client.weights.version
+        if version == 9:
+            return Reply(lab.dialect.answer(TWO))
+        lab.client.weights = ServedWeights(version + 1)
+        return Reply(lab.dialect.answer(ABORTED))
+
+    lab.set_script(script)
+    [completions] = lab.ask()
+    assert [completion.versions[0] for completion in completions] == [9, 9]
 
 
 def test_a_server_that_aborts_because_it_ends(lab: Lab) -> None:

@@ -31,7 +31,7 @@ class Engine:
         self.calls: list[Any] = []
         self.losses: list[EngineError] = []
 
-    def push(self, policy: Any, *, version: int) -> SyncReport:
+    def push(self, policy: Any, *, version: int, amid_requests: bool = False) -> SyncReport:
         self.calls.append(("push", policy, version))
         if self.calls.count(self.calls[-1]) <= self.num_deaths:
             raise self.error("the server has ended (exit code 1).")
@@ -154,7 +154,7 @@ def test_an_engine_that_lives_and_fails_is_not_started_again() -> None:
 def test_a_frozen_engine_has_version_0_everywhere() -> None:
     engine = Engine(0)
     engine.is_frozen = True
-    engine.push = lambda policy, *, version: SyncReport(version=0, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)  # type: ignore[method-assign]
+    engine.push = lambda policy, **_: SyncReport(version=0, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)  # type: ignore[method-assign]
     loop = make_loop(engine)
     loop._push_first()
     metrics = loop._push(force=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offline_grpo.engine.inside_vllm import offline_grpo_fingerprint as module
-from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
+from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints, sums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64]
 
@@ -77,6 +77,22 @@ def test_the_place_counts(dtype: torch.dtype, size: int) -> None:
             order = list(range(size))
             order[first], order[second] = second, first
             assert one(tensor[order]) != expected, (first, second)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_depend_on_the_numbers_alone(dtype: torch.dtype) -> None:
+    """As a server may have transposed or permuted them."""
+    tensor = random(7, 12, dtype=dtype)
+    [expected] = sums([tensor])
+    others = [tensor.T, tensor[torch.randperm(7)], torch.cat([tensor, tensor])[:7]]
+    assert sums(others) == [expected] * 3
+    for place in ((0, 0), (6, 11)):
+        other = tensor.clone()
+        other[place] = 17
+        assert sums([other]) != [expected]
+    of_size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    by_hand = sum(int(number) for number in tensor.reshape(-1).view(of_size[tensor.itemsize]))
+    assert int(expected, 16) == by_hand % 2**64
 
 
 def test_zeros_of_both_signs_differ() -> None:

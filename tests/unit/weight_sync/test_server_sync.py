@@ -8,24 +8,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from engines import deploy, full_weights
-from factories import Foreign, make_policy, make_qwen2, strategy
+from factories import Foreign, generate, make_policy, make_qwen2, strategy
 from peft import LoraConfig, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm_control import VllmControl
-from offline_grpo.errors import ConfigError, EngineDied, EngineError
+from offline_grpo.errors import ConfigError, EngineDied, EngineError, ForeignWrite
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.types import SamplingParams, ServedWeights
+from offline_grpo.weight_sync import lora_hotswap
 from offline_grpo.weight_sync.lora_hotswap import LoraHotswap, lora_requirements, room_for
 from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.requirements import check_requirements
@@ -49,10 +51,16 @@ def with_adapters(rank: int) -> Policy:
     return make_policy(get_peft_model(model, LoraConfig(r=rank, target_modules=["q_proj"])), build_char_tokenizer(64))
 
 
+def worker_result(request: Request) -> Reply:
+    """Of a worker with our extension, which holds nothing that could be compared."""
+    is_state = request.method == "POST" and request.body is not None and request.body.get("method") == "grpo_state"
+    return Reply({"results": [{"dtype": "float32", "fingerprints": {}} if is_state else None]})
+
+
 @pytest.fixture
 def web() -> Iterator[ScriptedServer]:
     def script(request: Request) -> Reply:
-        return Reply({"version": "0.32.0"} if request.path == "/version" else {"results": [None]})
+        return Reply({"version": "0.32.0"}) if request.path == "/version" else worker_result(request)
 
     with ScriptedServer(script) as server:
         yield server
@@ -131,7 +139,7 @@ def test_all_servers_load_at_the_same_time(option: str, path: str, policy: Polic
     def script(request: Request) -> Reply:
         if request.path == path:
             both.wait()
-        return Reply({"results": [None]})
+        return worker_result(request)
 
     with ScriptedServer(script) as one, ScriptedServer(script) as other:
         servers = [Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path) for web in (one, other)]
@@ -404,9 +412,10 @@ def test_a_server_that_wants_a_key_does_not_lack_endpoints(web: ScriptedServer, 
 def test_pause_mode(mode: str, web: ScriptedServer, client: VllmClient) -> None:
     control = client.control(client.server)
     assert isinstance(control, VllmControl)
-    with control.paused(mode):
-        control.pause(mode)  # it is
-        assert control.is_paused
+    control.pause(mode)
+    control.pause(mode)  # it is
+    assert control.is_paused
+    control.resume()
     assert not control.is_paused
     assert [(request.path, request.query) for request in web.requests] == [
         ("/pause", {"mode": [mode], "clear_cache": ["true"]}),
@@ -427,17 +436,41 @@ def test_shared_weights_are_fenced_before_the_server_goes_on(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fenced.append((device, [r.path for r in web.requests])))
     with sync.staged(Snapshot(policy, full_weights, engine), 3) as staged:
         sync.deliver([engine], staged)
-    assert fenced == [(policy.compute_device, ["/pause"])]
-    assert [request.path for request in web.requests] == ["/pause", "/reset_prefix_cache", "/collective_rpc", "/resume"]
+    assert fenced == [(policy.compute_device, ["/pause", "/collective_rpc"])]  # the tag of a server that was found is taken away first
+    assert [request.path for request in web.requests[2:]] == ["/reset_prefix_cache", "/collective_rpc", "/resume"]
 
 
 def test_a_server_stays_paused_after_an_error(web: ScriptedServer, client: VllmClient) -> None:
     """It would serve half-written weights."""
+    web.script = lambda request: Reply({}, status=500 if request.path == "/collective_rpc" else 200)
     control = client.control(client.server)
-    with pytest.raises(ZeroDivisionError), control.paused("keep"):
-        raise ZeroDivisionError
-    assert [request.path for request in web.requests] == ["/pause"]
+    with pytest.raises(EngineError):
+        control.load_weights("/some/folder", tag="4", pause_mode="keep")
+    assert [request.path for request in web.requests] == ["/pause", "/collective_rpc"]
     assert control.is_paused
+
+
+def test_a_server_goes_on_if_nothing_was_written(web: ScriptedServer, client: VllmClient) -> None:
+    def check() -> None:
+        raise ForeignWrite("somebody else")
+
+    control = client.control(client.server)
+    with pytest.raises(ForeignWrite):
+        control.load_weights("/some/folder", tag="4", pause_mode="keep", check=check)
+    assert [request.path for request in web.requests] == ["/pause", "/resume"]
+
+
+def test_a_server_that_a_failed_push_left_paused_is_not_checked_again(web: ScriptedServer, client: VllmClient) -> None:
+    """It has no tag then, because of that push and of nobody else, and must not go on with half of the weights."""
+    control, is_failing, checks = client.control(client.server), True, []
+    web.script = lambda request: Reply({}, status=500) if is_failing and request.path == "/collective_rpc" else worker_result(request)
+    with pytest.raises(EngineError):
+        control.load_weights("/lost/folder", tag="4", pause_mode="keep", check=lambda: checks.append("first"))
+    is_failing = False
+    control.load_weights("/some/folder", tag="4", pause_mode="keep", check=lambda: checks.append("again"))
+    assert checks == ["first"]
+    assert [request.path for request in web.requests].count("/resume") == 1
+    assert web.requests[-1].path == "/resume"
 
 
 def test_weights_are_loaded_in_a_pause(web: ScriptedServer, client: VllmClient) -> None:
@@ -470,7 +503,8 @@ def test_a_failed_call_asks_whether_the_server_died(web: ScriptedServer, client:
 
 
 def test_adapters_get_new_names_and_old_ones_go(client: VllmClient, web: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adapter of requests in flight keeps its files; the one before it does not."""
+    """The adapter of requests in flight keeps its files; the one before it does not. Both keep their names."""
+    monkeypatch.setattr(lora_hotswap, "MANY_FOLDERS", 2)
     monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [PROOF])
     deployment = deploy(strategy("lora_hotswap"), client)
     policy = with_adapters(8)
@@ -484,12 +518,98 @@ def test_adapters_get_new_names_and_old_ones_go(client: VllmClient, web: Scripte
     loaded = [body["lora_name"] for path, body in bodies if path == "/v1/load_lora_adapter"]
     assert loaded == names
     assert len(set(names)) == 4
-    assert [body["lora_name"] for path, body in bodies if path == "/v1/unload_lora_adapter"] == names[:3]
+    assert [body["lora_name"] for path, body in bodies if path == "/v1/unload_lora_adapter"] == names[:2]
     assert not any("load_inplace" in body for _, body in bodies)
     assert sorted(path.name for path in client.server.scratch.iterdir()) == sorted(names[2:])
-    assert [path for path, _ in bodies[:3]] == ["/v1/load_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+    assert [path for path, _ in bodies[:4]] == ["/v1/load_lora_adapter"] * 3 + ["/v1/unload_lora_adapter"]
     deployment.close()
-    assert web.requests[-1].body == {"lora_name": names[3]}  # its folder goes, and a server that was found stays
+    assert [request.body for request in web.requests[-2:]] == [{"lora_name": name} for name in names[2:]]  # whose folders go
+
+
+@pytest.mark.parametrize(("free", "kept"), [(10**9, 5), (1000, 2)])
+def test_folders_of_adapters_stay_for_requests_that_are_not_counted(
+    free: int, kept: int, client: VllmClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as there is room for them: those of other processes of the run, and of environments."""
+    monkeypatch.setattr(lora_hotswap, "MANY_FOLDERS", 5)
+    monkeypatch.setattr(lora_hotswap.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [PROOF])
+    deployment, policy = deploy(strategy("lora_hotswap"), client), with_adapters(8)
+    deployment.connect(policy)
+    policy.make_masters()
+    for version in range(7):
+        deployment.push(policy, version=version)
+    assert len(list(client.server.scratch.iterdir())) == kept
+
+
+def test_a_push_of_an_adapter_that_failed_leaves_no_folder_for_ever(
+    client: VllmClient, web: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora_hotswap, "MANY_FOLDERS", 2)
+    monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [PROOF])
+    deployment, policy, script = deploy(strategy("lora_hotswap"), client), with_adapters(8), web.script
+    deployment.connect(policy)
+    policy.make_masters()
+    web.script = lambda request: Reply({}, status=500) if request.path == "/v1/load_lora_adapter" else script(request)
+    for version in range(3):
+        with pytest.raises(EngineError):
+            deployment.push(policy, version=version)
+    web.script = script
+    deployment.push(policy, version=3)
+    assert len(list(client.server.scratch.iterdir())) == 2
+
+
+def test_a_server_that_was_started_anew_without_the_extension_gets_its_adapter_again(
+    client: VllmClient, web: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [PROOF])
+    deployment, policy, script = deploy(strategy("lora_hotswap"), client), with_adapters(8), web.script
+    deployment.connect(policy)
+    policy.make_masters()
+    deployment.push(policy, version=0)
+    web.script = lambda request: Reply({"detail": "Not Found"}, status=404) if request.path == "/collective_rpc" else script(request)
+    with pytest.raises(EngineDied, match="was started anew"):
+        deployment.check_served()
+    deployment.recover(policy, version=0)
+    deployment.check_served()
+
+
+def test_adapters_come_back_to_a_server_that_takes_nothing_else(
+    client: VllmClient, web: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One without the worker extension, which cannot say that it was started anew."""
+    served = {"policy"}
+
+    def script(request: Request) -> Reply:
+        body = request.body or {}
+        match request.path:
+            case "/version" | "/health":
+                return Reply({"version": "0.32.0"})
+            case "/v1/models":
+                return Reply({"data": [{"id": name} for name in served]})
+            case "/v1/load_lora_adapter" if request.method == "POST":
+                served.add(body["lora_name"])
+                return Reply({})
+            case "/generate_tokens" if body["model"] in served:
+                choice = {"token_ids": [5], "logprobs": [-1.0], "finish_reason": "length"}
+                return Reply({"prompt_token_ids": [4], "choices": [choice]})
+            case "/generate_tokens":
+                return Reply({"error": "model: not served"}, status=400)
+        return Reply({"detail": "Not Found"}, status=404)
+
+    web.script = script
+    monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [PROOF])
+    deployment, policy = deploy(strategy("lora_hotswap"), client), with_adapters(8)
+    deployment.connect(policy)
+    policy.make_masters()
+    deployment.push(policy, version=3)
+    served.clear()
+    with pytest.raises(EngineDied, match=rf"^{web.base_url}: the server has lost the adapter {client.weights.name}: it was started anew"):
+        generate(client, [[4]], SamplingParams(1), group_size=1, seeds=[0])
+    deployment.recover(policy, version=3)
+    [[completion]] = generate(client, [[4]], SamplingParams(1), group_size=1, seeds=[0])
+    assert completion.versions == (3,)
+    deployment.check_served()
 
 
 def test_sglang_needs_a_strategy_that_knows_it(tmp_path: Path, policy: Policy) -> None:

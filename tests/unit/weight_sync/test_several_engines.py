@@ -73,6 +73,7 @@ class Sync:
         self.calls = calls
         self.requires = SyncRequirements(engines=("vLLM",))
         self.served: dict[str, Exception] = {}
+        self.replaced: dict[str, int] = {}
 
     def start_model(self, _: Any) -> str:
         return "model"
@@ -97,6 +98,7 @@ class Sync:
         yield Staged(version=version, name=f"adapter-{version}", num_tensors=2, num_bytes=8)
 
     def deliver(self, engines: Sequence[ServerEngine], staged: Staged) -> float:
+        self.replaced = {engine.server.base_url: version for engine, version in staged.replaces.items()}
         for engine in engines:
             self._apply(engine)
         return 0.0
@@ -138,10 +140,10 @@ class Lab:
         self.of_connect = list(self.calls)
         self.push(1)
 
-    def push(self, version: int) -> list[str]:
+    def push(self, version: int, **options: bool) -> list[str]:
         """The calls that it makes."""
         self.calls.clear()
-        self.deployment.push(POLICY, version=version)
+        self.deployment.push(POLICY, version=version, **options)
         return list(self.calls)
 
     def check(self) -> list[str]:
@@ -195,6 +197,21 @@ def test_a_dead_engine_is_started_beside_the_others_and_serves_when_it_is_ready(
     assert [engine.client.weights.version for engine in lab.deployment.engines] == [4, 4, 4]
     assert lab.check() == ["asked a", "asked b", "asked c"]
     assert lab.deployment.metrics()["engines/num_restarts"] == 1
+
+
+def test_a_push_amid_requests_looks_at_what_those_have_that_are_asked() -> None:
+    """One that has just come back has no requests, and only the weights that it started from."""
+    lab = Lab("ab")
+    assert lab.sync.replaced == {}
+    lab.servers["b"].has_ended = True
+    replaced = []
+    for version in range(2, 6):
+        lab.push(version, amid_requests=True)
+        replaced.append(lab.sync.replaced)
+        lab.servers["b"].is_ready = version == 3
+    assert replaced == [{"a": 1}, {"a": 2}, {"a": 3}, {"a": 4, "b": 4}]
+    lab.push(6)
+    assert lab.sync.replaced == {}
 
 
 def test_one_that_is_started_again_is_not_asked_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:

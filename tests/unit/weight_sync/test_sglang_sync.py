@@ -141,6 +141,19 @@ def test_stale_weights_are_found(policy: Policy, client: SglangClient, fake: Fak
         sync.push(policy, version=1)
 
 
+def test_a_push_of_somebody_else_is_found(policy: Policy, client: SglangClient, fake: FakeSglang) -> None:
+    """Of one whose samples are under way: the server then has what it had, and goes on."""
+    sync = deploy(strategy("reload", "weight_sync.pause_mode=abort"), client)
+    sync.connect(policy)
+    sync.push(policy, version=0)
+    fake.weight_version = "9 of run somebody"
+    loaded = list(fake.loaded)
+    with pytest.raises(EngineError, match=r"has version 9 of run somebody, where 0 of run .* was pushed"):
+        sync.push(policy, version=1, amid_requests=True)
+    assert (fake.loaded, fake.is_paused) == (loaded, False)
+    assert sync.push(policy, version=1).version == 1
+
+
 def test_another_version_is_found(policy: Policy, client: SglangClient, fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = deploy(strategy("restart"), client)
     sync.connect(policy)

@@ -1,7 +1,7 @@
 """What must run inside vLLM: exports its weights, tells which rows of which tensor are which parameter, and adds them up for proofs.
 
 This folder is put on the server's PYTHONPATH, and vLLM loads the class by `--worker-extension-cls`; no file of vLLM is touched. The module
-stands alone (torch, vLLM, its neighbour in this folder), because the server may run in another environment than the trainer. Methods are
+stands alone (torch, vLLM, its neighbours in this folder), because the server may run in another environment than the trainer. Methods are
 called through POST /collective_rpc and return plain JSON types: anything else would end the server.
 """
 
@@ -20,7 +20,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import torch
-from offline_grpo_fingerprint import fingerprints
+from offline_grpo_fingerprint import fingerprints, sums
+from offline_grpo_layout import layout, plain_name
 from torch import Tensor, nn
 
 
@@ -32,6 +33,8 @@ def prepare_process() -> None:
         _keep_cpu_weights_plain()
     if os.environ.get("OFFLINE_GRPO_NEEDS_RAY") == "1":
         _stand_in_for_ray()
+    if "OFFLINE_GRPO_HAS_MEMORY" in os.environ:
+        _tell_when_memory_is_taken(os.environ["OFFLINE_GRPO_HAS_MEMORY"])
 
 
 def _end_with(guardian: int) -> None:
@@ -47,6 +50,28 @@ def _end_with(guardian: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait, name="ends with its guardian", daemon=True).start()
+
+
+def _tell_when_memory_is_taken(path: str) -> None:
+    """Make a file once vLLM has measured what is free on the GPUs and allocated its KV cache, in all processes of the server."""
+    from vllm.v1.worker.gpu_worker import Worker  # on a CPU too
+
+    initialize = Worker.initialize_from_config
+
+    @functools.wraps(initialize)
+    def initialize_and_tell(worker: Any, *args: Any, **options: Any) -> None:
+        initialize(worker, *args, **options)
+        files = [f"{path}.{rank}" for rank in range(worker.parallel_config.world_size)]
+        _make(files[worker.rank])
+        if all(map(os.path.exists, files)):
+            _make(path)
+
+    Worker.initialize_from_config = initialize_and_tell  # type: ignore[method-assign]
+
+
+def _make(path: str) -> None:
+    with open(path, "w"):
+        pass
 
 
 def _keep_cpu_weights_plain() -> None:
@@ -90,7 +115,7 @@ class WorkerExtension:
 
     def grpo_layout(self) -> list[dict[str, Any]]:
         """One entry for each checkpoint parameter: the server's tensor that holds it, and its rows there."""
-        return list(_layout(_model(self)))
+        return list(layout(_model(self)))
 
     def grpo_export(self) -> dict[str, Any]:
         """Handles of every storage that holds parameters, and where in it each tensor lies.
@@ -113,7 +138,7 @@ class WorkerExtension:
                 handles.append(_handle(storage, self._grpo_files[len(handles)] if self._grpo_files else None))
             tensors.append(
                 {
-                    "name": _plain_name(name),
+                    "name": plain_name(name),
                     "storage": storages[storage.data_ptr()],
                     "offset": parameter.storage_offset(),
                     "shape": list(parameter.shape),
@@ -147,18 +172,28 @@ class WorkerExtension:
         return loading
 
     def grpo_state(self) -> dict[str, Any]:
-        """The weights' dtype, and the fingerprint of each checkpoint parameter.
+        """The weights' dtype, and the fingerprint of each checkpoint parameter that the server has in this dtype.
 
         No fingerprints where the server holds something else than the checkpoint's parameters: parts of them, or quantised ones.
         """
-        config = self.vllm_config
-        state = {"dtype": str(config.model_config.dtype).removeprefix("torch."), "fingerprints": {}}
-        if any(_refusals(config)):
-            return state
-        tensors = {_plain_name(name): p.data for name, p in _model(self).named_parameters(remove_duplicate=False)}
-        entries = list(_layout(_model(self)))
-        views = [torch.atleast_1d(tensors[entry["tensor"]]).narrow(0, entry["row"], entry["rows"]) for entry in entries]
-        return {**state, "fingerprints": dict(zip([e["name"] for e in entries], fingerprints(views), strict=True))}
+        views = {} if any(_refusals(self.vllm_config)) else self._grpo_views()
+        dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "fingerprints": dict(zip(views, fingerprints(list(views.values())), strict=True))}
+
+    def grpo_sums(self, names: list[str]) -> dict[str, str]:
+        """Of parameters that `grpo_state` named: see `sums`."""
+        views = self._grpo_views()
+        return dict(zip(names, sums([views[name] for name in names]), strict=True))
+
+    def _grpo_views(self) -> dict[str, Tensor]:
+        """The rows that are a checkpoint parameter, by its name. Some tensors are always in fp32: state decays, gates."""
+        tensors = {plain_name(name): p.data for name, p in _model(self).named_parameters(remove_duplicate=False)}
+        of_dtype = {name: tensor for name, tensor in tensors.items() if tensor.dtype == self.vllm_config.model_config.dtype}
+        return {
+            entry["name"]: torch.atleast_1d(of_dtype[entry["tensor"]]).narrow(0, entry["row"], entry["rows"])
+            for entry in layout(_model(self))
+            if entry["tensor"] in of_dtype
+        }
 
 
 def _model(worker: Any) -> nn.Module:
@@ -178,41 +213,6 @@ def _refusals(config: Any) -> Iterator[str]:
     offload = getattr(config, "offload_config", None)
     if getattr(config.cache_config, "cpu_offload_gb", 0) or getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0):
         yield "the server keeps part of its weights on the host (cpu_offload_gb)"
-
-
-def _layout(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Fused tensors taken apart by what vLLM's own layer classes say about them. All parts are ranges of rows."""
-    packed = getattr(model, "packed_modules_mapping", {})
-    for path, module in model.named_modules(remove_duplicate=False):
-        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            prefix, _, fused = _plain_name(path).rpartition(".")
-            tensor = f"{_plain_name(path)}.{leaf}" if path else leaf
-            for name, row, rows in _parts(module, packed.get(fused, []), parameter):
-                own = ".".join(filter(None, [prefix, name or fused, leaf]))
-                shape = [rows, *parameter.shape[1:]] if parameter.dim() else []
-                yield {"name": own, "tensor": tensor, "row": row, "rows": rows, "shape": shape}
-
-
-def _parts(module: nn.Module, names: list[str], parameter: Tensor) -> Iterator[tuple[str | None, int, int]]:
-    """(name of a module in the checkpoint, first row, rows), for a tensor of `module` that may hold several."""
-    kinds = {cls.__name__ for cls in type(module).__mro__}
-    if "QKVParallelLinear" in kinds and len(names) == 3:
-        for name, part in zip(names, "qkv", strict=True):
-            yield name, module._get_shard_offset_mapping(part), module._get_shard_size_mapping(part)  # type: ignore[operator]
-    elif "MergedColumnParallelLinear" in kinds and len(names) > 1:
-        row = 0
-        for name, rows in zip(names, module.output_sizes, strict=True):  # type: ignore[arg-type]
-            yield name, row, rows
-            row += rows
-    elif "VocabParallelEmbedding" in kinds:
-        yield None, 0, module.org_vocab_size  # type: ignore[misc]  # rows beyond it are padding
-    else:
-        yield None, 0, parameter.shape[0] if parameter.dim() else 1
-
-
-def _plain_name(name: str) -> str:
-    """Without the level that vLLM's LoRA wrappers add."""
-    return name.replace(".base_layer", "")
 
 
 def _move_to_shared_memory(model: nn.Module, files: list[int]) -> None:

@@ -1,0 +1,72 @@
+"""Architectures whose weights vLLM keeps in another way than the checkpoint: what can be compared of them is found equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ZOO
+from engines import CPU, LORA_ARGS, deploy, found, make_client, make_server, preloaded_python
+from factories import make_policy, strategy
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from offline_grpo.checkpoint.pretrained import find_model
+from offline_grpo.engine.engine import engine_of
+from offline_grpo.errors import ConfigError
+from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.run.served_model import check_served_model
+from offline_grpo.types import SamplingParams
+
+pytestmark = pytest.mark.slow  # a start of a server each
+
+LINEAR = {"hidden_size": 64, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+"""Sizes that vLLM's kernels on CPUs take."""
+
+
+@contextmanager
+def served(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, args: Any = None, **sizes: Any) -> Iterator[VllmClient]:
+    """A server of a new model, saved in `folder`, as somebody sees it who found it."""
+    ZOO[name].build(**sizes).to(dtype).save_pretrained(str(folder))
+    build_char_tokenizer(128).save_pretrained(str(folder))
+    server = make_server(replace(CPU, dtype=dtype), folder.parent, args=args, python=preloaded_python(folder.parent))
+    try:
+        server.start(str(folder))
+        yield make_client(found(server))
+    finally:
+        server.stop()
+
+
+def test_matrices_that_vllm_transposes(tmp_path: Path) -> None:
+    """GPT-2's, some of them square."""
+    with served("gpt2", tmp_path / "model", args={"max_model_len": 64}) as client:
+        engine = engine_of(client, SamplingParams(1))
+        check_served_model(find_model(str(tmp_path / "model")), engine)
+        other = AutoModelForCausalLM.from_pretrained(str(tmp_path / "model"), dtype=torch.float32)
+        other.transformer.h[1].attn.c_proj.weight.data[3, 4] += 0.01
+        other.save_pretrained(str(tmp_path / "model"))
+        with pytest.raises(ConfigError, match=r"1 of 28 tensors differ, transformer.h.1.attn.c_proj.weight"):
+            check_served_model(find_model(str(tmp_path / "model")), engine)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "sizes"),
+    [
+        ("qwen3_5", torch.float32, {**LINEAR, "head_dim": 32}),  # a fused tensor of other parts than its names say
+        ("qwen3_next", torch.bfloat16, {}),  # decays in fp32 beside weights in bf16
+    ],
+)
+def test_a_base_model_of_adapters(
+    name: str, dtype: torch.dtype, sizes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served(name, tmp_path / "model", dtype=dtype, args=LORA_ARGS, **sizes) as client, caplog.at_level("INFO"):
+        model: Any = AutoModelForCausalLM.from_pretrained(str(tmp_path / "model"), dtype=dtype)
+        adapted: Any = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+        deploy(strategy("lora_hotswap"), client).connect(make_policy(adapted, build_char_tokenizer(128)))
+    assert "[OK] base model: " in caplog.text
