@@ -238,8 +238,8 @@ def main() -> None:
     targets = [Target(f"{arm}_s", "<=", 6.5) for arm in OURS if arm in found]
     if {"ours", "lora"} <= found.keys():
         phases, full = found["lora"]["phases_s"], found["ours"]["phases_s"]
-        measured |= {"lora_train_vs_full": phases["time/train_s"] / full["time/train_s"], "lora_sync_s": phases["time/sync_s"]}
-        targets += [Target("lora_train_vs_full", "<=", 1.0), Target("lora_sync_s", "<=", 0.15)]
+        measured |= {"lora_train_vs_full": phases["time/train_s"] / full["time/train_s"], "lora_push_s": phases["time/sync_push_s"]}
+        targets += [Target("lora_train_vs_full", "<=", 1.0), Target("lora_push_s", "<=", 0.15)]
     if "trl" in found:
         check_same_work(work, found, tolerance=0.5 if args.small else 0.02)  # with a vocabulary of 100, some end
         measured |= {f"{arm}_vs_trl": measured[f"{arm}_s"] / measured["trl_s"] for arm in OURS if arm in found}

@@ -1,7 +1,7 @@
 """Training throughput on stored rollouts with a skewed length distribution: our updater against TRL's GRPOTrainer.
 
     python benchmarks/replay_vs_trl.py                   # on a CPU
-    python benchmarks/replay_vs_trl.py --device cuda     # on one GPU of 80 GB, about two minutes
+    python benchmarks/replay_vs_trl.py --device cuda     # on one GPU of 80 GB, about three minutes
     python benchmarks/replay_vs_trl.py --shape tiny --completions 16 --name /tmp/tiny     # the GPU's arms on a CPU, about two minutes
 
 A model with random weights makes one update per batch of stored completions, whose lengths are geometrically distributed. The loss is dapo
@@ -89,8 +89,8 @@ ON_GPU = Setup(
     prompt_tokens=(200, 200),
     mean_length=600,
     max_length=4096,
-    trl_batch_sizes=(4,),
-    trl_recomputed_batch_sizes=(8,),
+    trl_batch_sizes=(4, 8),
+    trl_recomputed_batch_sizes=(8, 32),
     tokens_per_microbatch=(16384,),
     blocks=2,
     number_gate=0.02,  # TRL's gradient norm is a bf16 number

@@ -28,7 +28,6 @@ from common import RESULTS, Target, alternate, wait_for_device, write_result
 from hydra import compose, initialize_config_dir
 from nccl_bandwidth import broadcast_gb_s
 from omegaconf import OmegaConf
-from peft import LoraConfig, get_peft_model
 from shapes import SIZES as LARGER
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
@@ -36,6 +35,7 @@ from offline_grpo.engine.engine import engine_of
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.model.adapters import with_lora
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.model.lm_head import TiledHead
@@ -45,6 +45,7 @@ from offline_grpo.model.scoring import Scoring
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, register
+from offline_grpo.settings import LoraConfig
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 from offline_grpo.weight_sync.deployment import Deployment
@@ -268,9 +269,9 @@ def save_model(folder: Path, shape: str, dtype: str) -> Path:
 def load(folder: Path, arguments: argparse.Namespace, *, shared: bool, lora: bool) -> Policy:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=getattr(torch, arguments.dtype))
-    model = loaded.to("cpu" if shared else device)
+    model: Any = loaded.to("cpu" if shared else device)
     if lora:
-        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+        model = with_lora(model, LoraConfig(16, 32, 0.0, ["all-linear"], None), loaded.config.num_hidden_layers, adapter=None)
     return Policy(Scoring(model, Padded(), TiledHead(tile_width=None)), load_tokenizer(str(folder)), compute_device=device)
 
 

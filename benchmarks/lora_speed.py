@@ -1,0 +1,113 @@
+"""Seconds of an update of LoRA adapters against one of all weights, on one GPU, and the kernels that they spend it in.
+
+    python benchmarks/lora_speed.py             # Qwen3-0.6B's shape, random weights, bf16, rank 16 on all linear layers; about four minutes
+    python benchmarks/lora_speed.py --small     # a tiny model on the CPU; says nothing about speed
+
+256 completions of 512 tokens after prompts of 40, in microbatches of 16384 tokens, nothing recomputed: the update of the iteration that
+iteration_gpu.py measures. Blocks are compiled, layout and loss head are those that a run chooses. All arms have fp32 masters and AdamW.
+Adapters are added to their layers as peft does it, and in two other ways (lora_in_place.py): first, all must have peft's logprobs and
+gradients. Then the arms alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import Target, alternate, wait_for_device, write_result
+from lora_in_place import Folded, InPlace, add_as
+from our_trainer import make_updater
+from peft.tuners.lora import Linear
+from sampling import profiled
+from shapes import SIZES
+from train_speed import make_batch
+from transformers import AutoModelForCausalLM
+
+from offline_grpo.model.adapters import with_lora
+from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.layouts import layouts_for
+from offline_grpo.model.lm_head import TiledHead
+from offline_grpo.model.policy import Policy
+from offline_grpo.model.proof import settle_compile, settle_layout
+from offline_grpo.model.scoring import Scoring
+from offline_grpo.settings import LoraConfig
+from offline_grpo.train.update import Updater
+
+RANK = 16
+GATE = 0.01  # nats on average, and of the gradient's norm: the same model, rounded at other places
+
+
+WAYS: dict[str, Any] = {"full": None, "peft": Linear, "folded": Folded, "in_place": InPlace}
+"""Arms: all weights, and adapters that are added in one way or another."""
+
+
+def make_arm(shape: str, device: torch.device, way: Any, *, tokens_per_microbatch: int) -> Updater:
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(SIZES[shape], dtype=dtype)
+    if way is not None:
+        model = with_lora(model, LoraConfig(RANK, 2 * RANK, 0.0, ["all-linear"], None), SIZES[shape].num_hidden_layers, adapter=None)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.02)  # zeros, as new ones have, have no gradient for A
+        add_as(way, model)
+    scoring = Scoring(model, layouts_for(None, device, dtype)[0], TiledHead(tile_width=None, kept_gib=3.0))
+    settle_layout(scoring, None, device)
+    settle_compile(scoring, "auto", device)
+    policy = Policy(scoring, build_char_tokenizer(4096))
+    settings: dict[str, Any] = {"precision": precision, "tokens_per_microbatch": tokens_per_microbatch, "max_new_tokens": 512}
+    return make_updater(policy, **settings, lr=1e-6, clip_high=0.28, checkpointing=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--arms", default=",".join(WAYS), help="full and peft must be among them")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--name", default="h100/lora_speed")
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)  # the engine's logprobs are made up, and every update would say so
+    device = torch.device("cpu" if args.small else "cuda")
+    shape, completions, tokens = ("tiny", 16, 24) if args.small else ("0.6b", 256, 512)
+    batch = make_batch([tokens] * completions, prompt=40, vocab_size=SIZES[shape].vocab_size)
+    updaters = {
+        name: make_arm(shape, device, WAYS[name], tokens_per_microbatch=512 if args.small else 16384) for name in args.arms.split(",")
+    }
+    part = batch.select(range(8)).to(device)
+    logprobs = {name: updater.policy.logprobs(part) for name, updater in updaters.items() if name != "full"}
+    difference = max((found - logprobs["peft"]).abs().mean().item() for found in logprobs.values())
+    assert difference <= GATE, f"ways to add an adapter differ by {difference} nats"
+    norms = {name: updater.run(batch, iteration=0)["grad_norm"] for name, updater in updaters.items()}
+    assert all(abs(norms[name] / norms["peft"] - 1) <= GATE for name in logprobs), f"and by their gradients: {norms}"
+    arms: dict[str, Callable[[], Any]] = {name: lambda updater=updater: update(updater, batch) for name, updater in updaters.items()}
+    timings = alternate(arms, rounds=args.rounds, warmup=1)
+    measured = {f"{name}_s": timings.median_s(name) for name in arms} | {
+        f"{name}_vs_full": timings.ratio(name, "full") for name in logprobs
+    }
+    costliest = {}
+    for name, arm in arms.items():
+        found, costliest[name] = profiled(arm, 1)
+        measured |= {f"{name}_{key.removesuffix('_per_step')}": value for key, value in found.items()}
+        print(name, *costliest[name], sep="\n", flush=True)
+    write_result(
+        args.name,
+        claim="An update of LoRA adapters takes no longer than one of all weights",
+        targets=[Target("peft_vs_full", "<=", 1.0)],
+        settings=vars(args) | {"rank": RANK, "shape": shape},
+        measured=measured | {"difference_nats": difference},
+        details={"timings": timings.summary("full"), "grad_norms": norms, "costliest": costliest, "num_tokens": len(batch.token_ids)},
+    )
+
+
+def update(updater: Updater, batch: Any) -> None:
+    updater.run(batch, iteration=0)
+    wait_for_device()
+
+
+if __name__ == "__main__":
+    main()
