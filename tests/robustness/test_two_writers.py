@@ -117,7 +117,9 @@ def test_of_two_sweeps_that_start_at_once_one_runs_and_its_folder_is_refused_to_
     words = ("--multirun", cache, *WORDS, "train.iterations=2", "seed=0,1")
     with ThreadPoolExecutor() as pool, letting_go(tmp_path):
         both = [pool.submit(run_command, tmp_path, SCRIPT, *words, "resume=auto", WAITS) for _ in range(2)]
+        deadline = time.monotonic() + 120
         while not (tmp_path / "waiting").exists() or not any(command.done() for command in both):
+            assert time.monotonic() < deadline, sorted((tmp_path / "multirun").glob("*/*"))
             time.sleep(0.1)
         pid = int((tmp_path / "waiting").read_text())
         [sweep] = (tmp_path / "multirun").glob("*/*")

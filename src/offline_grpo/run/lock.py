@@ -118,10 +118,11 @@ def refuse_written(path: Path, key: str) -> None:
 
 @contextmanager
 def choosing(root: Path) -> Iterator[None]:
-    """Inside, no other process chooses the folder of this root that it goes on in."""
+    """Inside, no other process chooses the folder of this root that it goes on in. Makes the root, because two may be the first."""
     try:
+        root.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(root, os.O_RDONLY)
-    except OSError:  # nothing to choose from
+    except OSError:  # then no folder can be made in it, which is told later
         yield
         return
     try:

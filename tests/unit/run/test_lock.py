@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -140,6 +141,25 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"^hydra.run.dir=x: .*/file/run cannot be made or written \(Not a directory\); choose"):
         lock.take(tmp_path / "file" / "run", "hydra.run.dir=x")
+
+
+def test_the_first_two_of_a_root_choose_one_after_the_other(tmp_path):
+    """Which neither has made yet."""
+    root, inside, others = tmp_path / "multirun", threading.Event(), []
+
+    def choose():
+        inside.set()
+        with lock.choosing(root):
+            others.append(time.monotonic())
+
+    with lock.choosing(root):
+        second = threading.Thread(target=choose)
+        second.start()
+        inside.wait()
+        time.sleep(0.2)
+        left = time.monotonic()
+    second.join()
+    assert others[0] > left
 
 
 def test_only_the_same_configuration_is_refused_for_being_run_elsewhere(tmp_path):
