@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 import threading
 import time
 from collections.abc import Awaitable, Iterator
@@ -95,9 +94,9 @@ def checked(score: object) -> Score:
     if not isinstance(score.is_correct, (bool, np.bool_)):
         raise ScoreError(f"the task's score has is_correct={score.is_correct!r:.80}; it must be True or False")
     for name, value in (("reward", score.reward), *score.parts.items(), *score.measured.items()):
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or abs(value) > LARGEST:
+        if not (isinstance(value, (int, float)) and -LARGEST <= value <= LARGEST):  # no NaN is
             raise ScoreError(f"the task's score has {name}={value!r:.80}; it must be a finite number, from -{LARGEST:g} to {LARGEST:g}")
-    return replace(score, is_correct=bool(score.is_correct))  # JSON knows no numpy
+    return score if isinstance(score.is_correct, bool) else replace(score, is_correct=bool(score.is_correct))  # JSON knows no numpy
 
 
 async def _awaited(score: Awaitable[Score]) -> Score:
