@@ -61,8 +61,9 @@ class ServerControl(Protocol):
         """Fingerprints of the weights being served; None from a kind of server that cannot compute them."""
         ...
 
-    def same_numbers(self, sums: Mapping[str, str]) -> set[str]:
-        """Of parameters with other fingerprints, those that have the same numbers in another order, as some architectures are served.
+    def other_numbers(self, sums: Mapping[str, str]) -> list[str]:
+        """Of parameters with other fingerprints, those that do not just have the same numbers in another order, as some architectures are
+        served.
 
         Args:
             sums: see `offline_grpo_fingerprint.sums`.

@@ -56,9 +56,9 @@ class SglangControl(HttpControl):
         found = self.get("/model_info").read(lambda answer: text_of(answer["weight_version"]))
         return None if found == NEVER_TOLD else found
 
-    def same_numbers(self, sums: Mapping[str, str]) -> set[str]:
-        """See `ServerControl.same_numbers`. SGLang computes none."""
-        return set()
+    def other_numbers(self, sums: Mapping[str, str]) -> list[str]:
+        """See `ServerControl.other_numbers`. SGLang computes no sums."""
+        return list(sums)
 
     def served_bits(self) -> None:
         """See `ServerControl.served_bits`. SGLang computes none."""

@@ -85,10 +85,12 @@ class VllmControl(HttpControl):
         self.set_tag(tag)
         self.resume()
 
-    def same_numbers(self, sums: Mapping[str, str]) -> set[str]:
-        """See `ServerControl.same_numbers`."""
+    def other_numbers(self, sums: Mapping[str, str]) -> list[str]:
+        """See `ServerControl.other_numbers`."""
+        if not sums:
+            return []
         found = self.call_worker("grpo_sums", names=list(sums), read=lambda answer: {name: text_of(answer[name]) for name in sums})
-        return {name for name, own in sums.items() if found[name] == own}
+        return [name for name, own in sums.items() if found[name] != own]
 
     def set_tag(self, tag: str) -> None:
         """See `ServerControl.set_tag`."""

@@ -132,9 +132,7 @@ class ServerClient(Streaming):
             completions = answer.read(lambda parsed, version=weights.version: self._completions(parsed, request, sampling, version))
             if all(completion.finish_reason is not FinishReason.ABORT for completion in completions):
                 return completions
-            await self._check_whether_it_ends(
-                weights, GRACE_S
-            )  # and a push that aborts is not over: the new weights will have a new version
+            await self._check_whether_it_ends(weights, GRACE_S)  # the push that aborted it is not over, also of a server that was found
             num_aborted += self.weights is weights
         raise EngineError(
             f"{self._url}: the server aborted the request, {self.max_retries + 1} times; does somebody else pause it or load weights?"

@@ -36,9 +36,7 @@ def check_served_model(source: ModelSource, engine: ServerEngine) -> None:
         cast = [tensor.to(torch_dtype(served.dtype))]
         if fingerprints(cast) != [served.fingerprints[name]]:
             others |= zip([name], sums(cast), strict=True)
-    reordered = engine.control.same_numbers(others) if others else set()
-    unequal = [name for name in others if name not in reordered]
-    if unequal:
+    if unequal := engine.control.other_numbers(others):
         raise ConfigError(
             f"generation.base_url={url}: the server has another model than {KEY}={source.name}: {len(unequal)} of {num_compared} tensors "
             f"differ, {', '.join(unequal[:3])}; start it from that model, or let the evaluation start one (generation.base_url=null)"

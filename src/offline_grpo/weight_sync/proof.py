@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList
 from offline_grpo.engine.control import ServedBits
 from offline_grpo.engine.engine import AsksServer, ServerEngine
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import sums
+from offline_grpo.engine.inside_vllm.offline_grpo_layout import plain_name
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.sampler import filters
 from offline_grpo.generation.transformers_client import sampling_state
@@ -117,11 +118,8 @@ def prove_base(engine: ServerEngine, snapshot: Snapshot) -> str:
         tag = f"base of run {this_run()}"
         engine.control.set_tag(tag)
     unequal, num_compared = _compare_bits(snapshot, engine.control.served_bits())
-    if unequal:
-        parameters = {_plain_name(name): tensor for name, tensor in snapshot.weights() if _plain_name(name) in unequal}
-        reordered = engine.control.same_numbers(dict(zip(parameters, sums(list(parameters.values())), strict=True)))
-        unequal = [name for name in unequal if name not in reordered]
-    if unequal:
+    parameters = {plain_name(name): tensor for name, tensor in snapshot.weights() if plain_name(name) in unequal} if unequal else {}
+    if unequal := engine.control.other_numbers(dict(zip(parameters, sums(list(parameters.values())), strict=True))):
         raise ConfigError(
             f"{engine.server.key}={engine.server.base_url}: the adapters are for another base model than the server has: {len(unequal)} of "
             f"{num_compared} tensors differ, {', '.join(unequal[:3])}; start the server from {snapshot.policy.causal_lm.name_or_path}"
@@ -198,11 +196,6 @@ def _compare_bits(snapshot: Snapshot, served: ServedBits | None) -> tuple[list[s
     policy = snapshot.policy
     if served is None or served.dtype != str(policy.dtype).removeprefix("torch."):
         return [], 0
-    trained = {_plain_name(name): bits for name, bits in snapshot.fingerprints.items()}
+    trained = {plain_name(name): bits for name, bits in snapshot.fingerprints.items()}
     names = [name for name in trained if name in served.fingerprints]
     return [name for name in names if trained[name] != served.fingerprints[name]], len(names)
-
-
-def _plain_name(name: str) -> str:
-    """Without the level that peft adds."""
-    return name.replace(".base_layer", "")

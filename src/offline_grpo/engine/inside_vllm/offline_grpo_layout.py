@@ -44,5 +44,5 @@ def _parts(module: nn.Module, names: list[str], parameter: Tensor) -> Iterator[t
 
 
 def plain_name(name: str) -> str:
-    """Without the level that vLLM's LoRA wrappers add."""
+    """Without the level that LoRA wrappers add, vLLM's and peft's alike."""
     return name.replace(".base_layer", "")

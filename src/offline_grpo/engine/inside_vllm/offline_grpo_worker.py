@@ -17,6 +17,7 @@ import sys
 import threading
 import types
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,17 +62,12 @@ def _tell_when_memory_is_taken(path: str) -> None:
     @functools.wraps(initialize)
     def initialize_and_tell(worker: Any, *args: Any, **options: Any) -> None:
         initialize(worker, *args, **options)
-        files = [f"{path}.{rank}" for rank in range(worker.parallel_config.world_size)]
-        _make(files[worker.rank])
-        if all(map(os.path.exists, files)):
-            _make(path)
+        files = [Path(f"{path}.{rank}") for rank in range(worker.parallel_config.world_size)]
+        files[worker.rank].touch()
+        if all(file.exists() for file in files):
+            Path(path).touch()
 
     Worker.initialize_from_config = initialize_and_tell  # type: ignore[method-assign]
-
-
-def _make(path: str) -> None:
-    with open(path, "w"):
-        pass
 
 
 def _keep_cpu_weights_plain() -> None:
