@@ -86,6 +86,7 @@ def test_a_server_starts_before_the_memory_plan_and_ends_where_that_refuses(
     began: list[int] = []
 
     def refuse(*_: Any, **__: Any) -> None:
+        wait_until(lambda: bool(processes_naming(str(tmp_path))), 10)  # one that is just being executed has no command line yet
         began.extend(processes_naming(str(tmp_path)))
         raise ConfigError("train.batch_size=8: GPU 0 has 4.0 GiB")
 
