@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--name", default="h100/lora_speed")
     args = parser.parse_args()
-    logging.disable(logging.WARNING)  # the engine's logprobs are made up, and every update would say so
+    logging.getLogger("offline_grpo.train").setLevel(logging.ERROR)  # the engine's logprobs are made up, and every update would say so
     device = torch.device("cpu" if args.small else "cuda")
     shape, completions, tokens = ("tiny", 16, 24) if args.small else ("0.6b", 256, 512)
     batch = make_batch([tokens] * completions, prompt=40, vocab_size=SIZES[shape].vocab_size)

@@ -182,7 +182,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    logging.disable(logging.WARNING)  # the engine's logprobs are made up, and every update would say so
+    logging.getLogger("offline_grpo.train").setLevel(logging.ERROR)  # the engine's logprobs are made up, and every update would say so
     args = parse_args()
     if args.table:
         print_table()

@@ -47,7 +47,7 @@ def measure(args: argparse.Namespace) -> None:
     from offline_grpo.placement.ranks import Ranks
     from offline_grpo.train.fsdp2 import FullyShardedPolicy
 
-    logging.disable(logging.WARNING)  # the engine's logprobs are made up, and every update would say so
+    logging.getLogger("offline_grpo.train").setLevel(logging.ERROR)  # the engine's logprobs are made up, and every update would say so
     on_gpu = args.device == "cuda"
     ranks = Ranks(use_cpu=not on_gpu)
     device = torch.device("cuda", ranks.local_rank) if on_gpu else torch.device("cpu")

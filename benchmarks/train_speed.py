@@ -189,7 +189,7 @@ def main() -> None:
     args = parser.parse_args()
     for name in set(ARMS) - {"plain", *args.arms}:
         del ARMS[name]
-    logging.disable(logging.WARNING)  # the engine's logprobs are made up, and every update would say so
+    logging.getLogger("offline_grpo.train").setLevel(logging.ERROR)  # the engine's logprobs are made up, and every update would say so
     rng = random.Random(1)
     skewed = [min(4096, 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / 600))) for _ in range(256)]
     cases: dict[str, dict[str, Any]] = {"skewed": {"lengths": skewed, "prompt": 200, "checkpointing": False}}

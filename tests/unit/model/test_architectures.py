@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import CANNOT_SAMPLE_IN_PROCESS, ZOO
-from factories import generate, make_rollout, make_scoring
+from factories import generate, make_qwen2, make_rollout, make_scoring
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -189,6 +189,26 @@ def test_a_model_that_padded_rows_change_is_refused() -> None:
         settle_layout(scoring, None, CPU)
     with pytest.raises(ConfigError, match=r"cannot be scored in batches"):
         settle_layout(scoring, Padded(), CPU)
+
+
+def test_rounding_of_a_deep_model_is_not_taken_for_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error is above the fixed tolerance, as that of a much larger model would be; what a neighbour adds is refused all the same."""
+
+    class Leaky(Padded):
+        def hidden_states(self, decoder, batch):
+            hidden = super().hidden_states(decoder, batch)
+            return hidden + 0.1 * hidden.roll(1, 0)
+
+    deep = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "initializer_range": 0.1}
+    scoring = make_scoring(make_qwen2(**deep).to(torch.bfloat16))
+    monkeypatch.setitem(proof.LOGPROB_TOLERANCE, torch.bfloat16, 0.005)
+    settle_layout(scoring, Padded(), CPU)
+    monkeypatch.setattr(proof, "ROUNDING_FACTOR", 0.0)
+    with pytest.raises(ConfigError, match="logprobs differ"):
+        settle_layout(scoring, Padded(), CPU)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="logprobs differ"):
+        settle_layout(scoring, Leaky(), CPU)
 
 
 def test_a_gradient_that_is_wrong_is_refused() -> None:
