@@ -66,8 +66,7 @@ class MasterWeights:
 
         def accumulate(working: Tensor) -> None:
             assert working.grad is not None
-            gradient = working.grad.float()
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            master.grad = working.grad.float() if master.grad is None else master.grad.add_(working.grad)  # added in fp32, by one kernel
             working.grad = None
 
         parameter.register_post_accumulate_grad_hook(accumulate)

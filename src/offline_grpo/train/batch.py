@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from heapq import heapreplace
 from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,25 +21,25 @@ def build_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBa
         mask_truncated: leave the tokens of rollouts that hit the length limit out of the loss.
     """
     lengths = [len(r.token_ids) for r in rollouts]
-    sequence_lengths = torch.tensor(lengths)
-    sequence_ids = torch.repeat_interleave(torch.arange(len(rollouts)), sequence_lengths)  # [T]
-    starts = torch.repeat_interleave(sequence_lengths.cumsum(0) - sequence_lengths, sequence_lengths)  # [T]
-    is_trained = torch.tensor([not (mask_truncated and r.finish_reason is FinishReason.LENGTH) for r in rollouts])
+    sequence_ids = np.repeat(np.arange(len(rollouts)), lengths)  # [T]
+    starts = np.cumsum([0, *lengths])[:-1]  # [S]
+    is_trained = np.array([not (mask_truncated and r.finish_reason is FinishReason.LENGTH) for r in rollouts])
     completion_mask = _flat((r.is_sampled for r in rollouts), np.bool_) & is_trained[sequence_ids]  # [T]
-    zeros = torch.zeros(len(sequence_ids))
+    zeros = np.zeros(len(sequence_ids), np.float32)
     refs = [r.ref_logprobs for r in rollouts if r.ref_logprobs is not None]
-    return TokenBatch(
-        token_ids=_flat((r.token_ids for r in rollouts), np.int64),
-        position_ids=torch.arange(len(sequence_ids)) - starts,
-        sequence_ids=sequence_ids,
-        completion_mask=completion_mask,
-        advantages=zeros,
-        rollout_logprobs=torch.where(completion_mask, _flat((r.logprobs for r in rollouts), np.float32), zeros),
-        old_logprobs=zeros,
-        ref_logprobs=torch.where(completion_mask, _flat(refs, np.float32), zeros) if len(refs) == len(rollouts) else None,
-        temperature=torch.tensor([r.temperature for r in rollouts])[sequence_ids],
-        sequence_lengths=tuple(lengths),
-    )
+    arrays = {
+        "token_ids": _flat((r.token_ids for r in rollouts), np.int64),
+        "position_ids": np.arange(len(sequence_ids)) - starts[sequence_ids],
+        "sequence_ids": sequence_ids,
+        "completion_mask": completion_mask,
+        "advantages": zeros,
+        "rollout_logprobs": np.where(completion_mask, _flat((r.logprobs for r in rollouts), np.float32), zeros),
+        "old_logprobs": zeros,
+        "temperature": np.array([r.temperature for r in rollouts], np.float32)[sequence_ids],
+    }
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    ref_logprobs = torch.from_numpy(np.where(completion_mask, _flat(refs, np.float32), zeros)) if len(refs) == len(rollouts) else None
+    return TokenBatch(**tensors, ref_logprobs=ref_logprobs, sequence_lengths=tuple(lengths))
 
 
 def with_advantages(batch: TokenBatch, advantages: Sequence[float | Sequence[float]]) -> TokenBatch:
@@ -50,17 +51,15 @@ def with_advantages(batch: TokenBatch, advantages: Sequence[float | Sequence[flo
     return replace(batch, advantages=torch.cat(per_token) * batch.completion_mask)
 
 
-def _flat(sequences: Iterable[Iterable[float]], dtype: type[np.generic]) -> torch.Tensor:
+def _flat(sequences: Iterable[Iterable[float]], dtype: type[np.generic]) -> np.ndarray[Any, Any]:
     """Of a list, `torch.tensor` takes eight times as long, for which a GPU would wait."""
     with np.errstate(over="ignore"):  # what is not trained may have any number, such as 1e300
-        return torch.from_numpy(np.fromiter(chain.from_iterable(sequences), dtype))
+        return np.fromiter(chain.from_iterable(sequences), dtype)
 
 
 def totals_of(batch: TokenBatch, sequences: Sequence[int], *, max_new_tokens: int) -> BatchTotals:
     """The denominators of an optimizer batch made of these sequences, whichever process trains them."""
-    chosen = torch.zeros(batch.num_sequences, dtype=torch.bool)
-    chosen[list(sequences)] = True
-    num_tokens = int((batch.completion_mask & chosen[batch.sequence_ids]).sum())
+    num_tokens = int(np.count_nonzero(batch.completion_mask.numpy()[batch.positions_of(sequences)]))
     return BatchTotals(num_completion_tokens=num_tokens, num_sequences=len(sequences), max_new_tokens=max_new_tokens)
 
 

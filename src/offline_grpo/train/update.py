@@ -132,7 +132,7 @@ class Updater:
                 scored.append((sequences, part))
             progress.report(number + 1, len(passes), "microbatches scored")
         for sequences, part in scored:
-            logprobs[_positions(batch, sequences)] = part.cpu()
+            logprobs.numpy()[batch.positions_of(sequences)] = part.cpu().numpy()
         self.ranks.sum_([logprobs])
         return logprobs
 
@@ -260,9 +260,3 @@ def _seed_dropout(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
-
-
-def _positions(batch: TokenBatch, sequences: Sequence[int]) -> Tensor:
-    """Where the tokens of these sequences stand in the batch, in the order that `select` puts them: [T']."""
-    ends = torch.tensor(batch.sequence_lengths).cumsum(0).tolist()
-    return torch.cat([torch.arange(ends[s] - batch.sequence_lengths[s], ends[s]) for s in sequences])
