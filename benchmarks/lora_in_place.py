@@ -1,4 +1,4 @@
-"""Two ways to add a LoRA adapter's product to its layer's output, to compare with peft's (lora_speed.py times them).
+"""Another way to add a LoRA adapter's product to its layer's output, to compare with ours and peft's (lora_speed.py times them).
 
 peft multiplies the adapter's output by the scale, then adds it to that of the layer. Forward and backward pass both read and write an array
 of the layer's size more often than they need to: that takes longer than the adapter's small products.
@@ -14,14 +14,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 ADAPTER = "default"
-
-
-class Folded(Linear):
-    """The scale is multiplied into B, which is small."""
-
-    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        a, b, scale = parts(self)
-        return self.base_layer(x) + linear(linear(x, a), b * scale)
 
 
 class InPlace(Linear):
@@ -42,7 +34,7 @@ def parts(layer: Linear) -> tuple[Tensor, Tensor, float]:
 
 def add_as(way: type[Linear], model: nn.Module) -> int:
     """Let all of a model's adapted linear layers do it in this way. Returns their number. Dropout and the like are not for a benchmark."""
-    layers = [module for module in model.modules() if type(module) is Linear]
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
     for layer in layers:
         assert type(layer.base_layer) is nn.Linear, layer
         assert isinstance(layer.lora_dropout[ADAPTER], nn.Identity), layer

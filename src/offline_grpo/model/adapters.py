@@ -55,7 +55,7 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter
 
     if adapter is not None:
         try:
-            return _in_its_format(PeftModel.from_pretrained(model, str(adapter), is_trainable=True), model.dtype)
+            return _trained(PeftModel.from_pretrained(model, str(adapter), is_trainable=True), model.dtype)
         except Exception as error:  # whatever a damaged adapter raises, in peft or safetensors
             raise ConfigError(f"{adapter}: its adapter does not fit the model ({reason_of(error)}); use another checkpoint") from error
     layers, blocks, targets = None, "", lora.target_modules
@@ -80,11 +80,14 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter
     assert isinstance(wrapped, PeftModel)
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise ConfigError(f"model.lora.target_modules={lora.target_modules}: the output head cannot be adapted; leave it out")
-    return _in_its_format(wrapped, model.dtype)
+    return _trained(wrapped, model.dtype)
 
 
-def _in_its_format(wrapped: PeftModel, dtype: torch.dtype) -> PeftModel:
-    """With adapters in `dtype`; peft makes them in fp32."""
+def _trained(wrapped: PeftModel, dtype: torch.dtype) -> PeftModel:
+    """With adapters in `dtype`, where peft makes them in fp32, and layers that compute as a server does."""
+    from offline_grpo.model.lora_layer import fold_scales
+
+    fold_scales(wrapped)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

@@ -1,0 +1,67 @@
+"""LoRA layers whose scale is folded into B, against peft's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from factories import make_llama
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model
+from peft.tuners.lora import Linear
+
+from offline_grpo.model.adapters import with_lora
+from offline_grpo.model.lora_layer import FoldedLinear, fold_scales
+from offline_grpo.settings import LoraConfig
+
+IDS = torch.arange(3, 19).view(2, 8)
+ALPHA, RANK = 12, 8  # a scale of 1.5
+
+
+def peft_model(**settings):
+    config = PeftLoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
+    model = get_peft_model(make_llama(), config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    return model
+
+
+def logits_and_gradients(model):
+    model.zero_grad()
+    torch.manual_seed(5)  # of dropout
+    logits = model(input_ids=IDS).logits
+    logits.square().mean().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_logits_and_gradients_are_those_of_peft(dropout):
+    theirs, ours = (peft_model(lora_dropout=dropout).train() for _ in range(2))
+    assert fold_scales(ours) == 14  # seven layers in two blocks
+    (expected, expected_gradients), (found, gradients) = logits_and_gradients(theirs), logits_and_gradients(ours)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert gradients.keys() == expected_gradients.keys()
+    assert len(gradients) == 28
+    for name, gradient in expected_gradients.items():
+        assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-6), name
+
+
+def test_without_adapters_and_merged_it_is_peft_s_layer():
+    model, bare = peft_model(), make_llama()
+    fold_scales(model)
+    adapted = model(input_ids=IDS).logits
+    with model.disable_adapter():
+        assert torch.equal(model(input_ids=IDS).logits, bare(input_ids=IDS).logits)
+    assert torch.allclose(model.merge_and_unload()(input_ids=IDS).logits, adapted, atol=1e-5)
+
+
+def test_adapters_of_another_kind_are_left_alone():
+    model = peft_model(use_dora=True)
+    assert fold_scales(model) == 0
+    assert not any(isinstance(module, FoldedLinear) for module in model.modules())
+
+
+def test_a_run_trains_such_layers():
+    model = with_lora(make_llama(), LoraConfig(RANK, ALPHA, 0.0, ["all-linear"], None), 2, adapter=None)
+    assert {type(module) for module in model.modules() if isinstance(module, Linear)} == {FoldedLinear}
