@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import queue
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -161,8 +164,43 @@ def test_it_is_the_scheduler_that_vllm_would_take(module: ModuleType) -> None:
     assert not issubclass(module.SyncBundling, AsyncScheduler)
     for chosen, is_async in ((module.AsyncBundling, True), (module.SyncBundling, False)):
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module.os, "environ", {})
             patch.setattr(chosen, "__init__", lambda self, **arguments: vars(self).update(arguments))
             config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
             scheduler = module.bundling_scheduler(vllm_config=config, log_stats=True)
+            assert module.os.environ == module.IN_ONE_PIECE
         assert type(scheduler) is chosen
         assert (scheduler.vllm_config, scheduler.log_stats) == (config, True)
+
+
+def test_messages_of_bundles_arrive_as_they_were_sent(module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By vLLM's own thread. Before 0.32 it reused the memory of messages in several parts that were still on their way."""
+    zmq = pytest.importorskip("zmq")
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.serial_utils import MsgpackDecoder
+
+    for name, value in module.IN_ONE_PIECE.items():
+        monkeypatch.setenv(name, value)
+    messages: queue.Queue[Any] = queue.Queue()
+    address = f"ipc://{tmp_path}/outputs"
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.bind(address)
+        socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        engine = object.__new__(EngineCoreProc)  # the thread uses nothing else of it
+        engine.output_queue = messages
+        threading.Thread(target=engine.process_output_sockets, args=([address], None, 0), daemon=True).start()
+        for number in range(60):  # of other sizes in turn, each above the 64 KiB from which zmq does not copy
+            bundles = [
+                module.joined([output(f"generate-{i:032d}", number) for _ in range(module.BUNDLE_TOKENS)]) for i in range(128 + number % 3)
+            ]
+            messages.put((0, EngineCoreOutputs(outputs=bundles)))
+        messages.put(EngineCoreProc.ENGINE_CORE_DEAD)
+        decoder = MsgpackDecoder(EngineCoreOutputs)
+        for number in range(60):
+            parts = socket.recv_multipart(copy=False)
+            assert len(parts) == 1
+            assert len(parts[0].buffer) > 2**16
+            found = decoder.decode(parts).outputs
+            assert [one.new_token_ids for one in found] == (128 + number % 3) * [[number] * module.BUNDLE_TOKENS]
+            assert all((one.new_logprobs.logprobs == -number / 8).all() for one in found)

@@ -8,6 +8,7 @@ of vLLM is alike from 0.25 to 0.32.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
@@ -22,6 +23,11 @@ from vllm.v1.outputs import LogprobsLists
 BUNDLE_TOKENS = 32
 """More would save little, and keep the HTTP server idle until all completions end at once."""
 
+IN_ONE_PIECE = {"VLLM_MSGPACK_ZERO_COPY_THRESHOLD": str(2**30)}
+"""vLLM sends arrays from 256 bytes on, such as those of a bundle, in parts of a message of their own. It then asks zmq whether the last
+part has left, and before 0.32 wrote the next message over the first part, which may not have: the HTTP server got messages that it could
+not decode, or one twice and another one never. Arrays up to this size are within the one part that there is then."""
+
 JOINED = {"request_id", "new_token_ids", "new_logprobs", "finish_reason", "stop_reason", "events", "prefill_stats", "trace_headers"}
 JOINED |= {"num_nans_in_logits"}
 """What `joined` takes care of, or the last output has anyway."""
@@ -31,7 +37,8 @@ _not_joined = attrgetter(*OTHERS)
 
 
 def bundling_scheduler(vllm_config: Any, **others: Any) -> Any:
-    """The scheduler that vLLM would take for this configuration, with `Bundling`."""
+    """The scheduler that vLLM would take for this configuration, with `Bundling`. vLLM makes it before its thread that sends outputs."""
+    os.environ.update(IN_ONE_PIECE)
     kind = AsyncBundling if vllm_config.scheduler_config.async_scheduling else SyncBundling
     return kind(vllm_config=vllm_config, **others)
 
