@@ -26,10 +26,10 @@ def test_auto_is_right(name: str) -> None:
     scoring.logits = measure_logit_transform(scoring.causal_lm)
     settle_layout(scoring, None, CUDA)
     chosen = type(scoring.layout)
-    batch = long_batch().to(CUDA)
-    found = scoring.logprobs(batch)
-    alone = torch.cat([scoring.logprobs(batch.select([i])) for i in range(batch.num_sequences)])
-    mask = batch.completion_mask
+    batch = long_batch()
+    found = scoring.logprobs(batch.to(CUDA))
+    alone = torch.cat([scoring.logprobs(batch.select([i]).to(CUDA)) for i in range(batch.num_sequences)])
+    mask = batch.completion_mask.to(CUDA)
     error = (found - alone)[mask].square().mean().sqrt() / alone[mask].std()
     print(f"{name}: {chosen.__name__}, relative error {error:.1e}")
     assert error < 0.02
