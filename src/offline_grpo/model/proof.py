@@ -110,7 +110,12 @@ def settle_compile(scoring: Scoring, requested: bool | str, device: torch.device
         raise ConfigError(
             f"model.compile=true: does not work with {type(model).__name__} ({key}), {fault}; use model.compile=auto or false"
         )
-    log.warning("model.compile=auto: not compiled, because %s does not work then: %s", type(model).__name__, fault)
+    log.warning(
+        "model.compile=auto: not compiled, because %s does not work then: %s; the memory plan counted on compiled blocks, "
+        "so set model.compile=false if memory runs out",
+        type(model).__name__,
+        fault,
+    )
 
 
 def _groups(model: PreTrainedModel, device: torch.device) -> Sequence[Group]:
