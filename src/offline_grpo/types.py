@@ -254,7 +254,7 @@ class TokenBatch:
         import numpy as np
 
         starts = [0, *accumulate(self.sequence_lengths)]
-        return np.concatenate([np.arange(starts[s], starts[s + 1]) for s in sequences])
+        return np.concatenate([np.arange(0), *(np.arange(starts[s], starts[s + 1]) for s in sequences)])
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch on another device. From the host to a GPU nothing waits: the tensors go through pinned memory."""

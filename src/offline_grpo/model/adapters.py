@@ -87,8 +87,8 @@ def _trained(wrapped: PeftModel, dtype: torch.dtype) -> PeftModel:
     """With adapters in `dtype`, where peft makes them in fp32, and layers that compute as a server does."""
     from offline_grpo.model.lora_layer import fold_scales
 
-    fold_scales(wrapped)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    fold_scales(wrapped)
     return wrapped

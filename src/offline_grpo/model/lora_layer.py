@@ -16,7 +16,7 @@ class FoldedLinear(Linear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[..., out] for x [..., in]."""
-        if self.disable_adapters or self.merged or args or kwargs:
+        if self.disable_adapters or self.merged or self.active_adapters != [ADAPTER] or args or kwargs:
             return super().forward(x, *args, **kwargs)
         a: Any = self.lora_A[ADAPTER]
         b: Any = self.lora_B[ADAPTER]
@@ -26,9 +26,16 @@ class FoldedLinear(Linear):
 def fold_scales(model: nn.Module) -> int:
     """Let the adapted linear layers of a model do it so, in place; names and state stay as they are. Returns their number.
 
-    Layers of other kinds, and adapters with more than A and B, are left as peft made them.
+    Left as peft made them: layers of other kinds, or in another format than their adapter (a router in fp32), and adapters that have more
+    than A and B.
     """
-    layers = [module for module in model.modules() if type(module) is Linear and not module.lora_variant and not module.lora_bias[ADAPTER]]
+    layers = [module for module in model.modules() if type(module) is Linear and _is_plain(module)]
     for layer in layers:
         layer.__class__ = FoldedLinear  # it adds no state
     return len(layers)
+
+
+def _is_plain(layer: Linear) -> bool:
+    a: Any = layer.lora_A[ADAPTER]
+    base: Any = layer.get_base_layer()
+    return base.weight.dtype == a.weight.dtype and not layer.lora_variant and not layer.lora_bias[ADAPTER]

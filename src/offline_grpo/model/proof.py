@@ -10,11 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +20,7 @@ from transformers import PreTrainedModel
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout
-from offline_grpo.model.compiling import compile_blocks, is_compiled_by_default, not_compiled, uncompile_blocks
+from offline_grpo.model.compiling import compile_blocks, is_compiled_by_default, uncompile_blocks
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.scoring import Scoring, eval_mode, modes_restored, prepare_for_gradients
 from offline_grpo.types import TokenBatch
@@ -41,10 +39,9 @@ LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0
 GRADIENT_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.2}
 """Relative errors, see `_errors`. Right layouts of small models stay below 1e-6 in fp32, and below 0.006 (logprobs) and 0.03 (gradients) in
 16 bit. Wrong ones begin at 0.08."""
-ROUNDING_FACTOR = 2.0
-"""Rounding grows with a model's depth and width: right layouts of 12 blocks of Llama-3.1-8B's shape have errors of 0.025 already. Where an
-error is above its tolerance, it may still be so many times what rounding the embeddings otherwise changes. In seven models of 2 to 28
-blocks that was 1.1 to 4.3 times the error of right layouts."""
+SHALLOW_BLOCKS = 8
+"""Of models with more blocks, errors may be larger, by the square root of their number: so rounding grows. Right layouts of 4 and 12
+blocks of Llama-3.1-8B's shape have 0.015 and 0.025 in bf16; on a GPU its 32 blocks, compiled, were refused at 0.05."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +108,8 @@ def settle_compile(scoring: Scoring, requested: bool | str, device: torch.device
             f"model.compile=true: does not work with {type(model).__name__} ({key}), {fault}; use model.compile=auto or false"
         )
     log.warning(
-        "model.compile=auto: not compiled, because %s does not work then: %s; the memory plan counted on compiled blocks, "
-        "so set model.compile=false if memory runs out",
+        "model.compile=auto: not compiled, because %s does not work then: %s; the memory plan may have counted on compiled blocks: "
+        "set model.compile=false if memory runs out",
         type(model).__name__,
         fault,
     )
@@ -161,7 +158,7 @@ def _alone(scoring: Scoring, batch: TokenBatch) -> _Result:
     logprobs: list[Tensor] = []
     gradients = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
     ends = torch.tensor((0, *batch.sequence_lengths)).cumsum(0).tolist()
-    with eval_mode(scoring.model), not_compiled(scoring.model):
+    with eval_mode(scoring.model):
         for start, end in pairwise(ends):
             ids, mask = batch.token_ids[start:end], batch.completion_mask[start:end]
             logits = scoring.causal_lm(input_ids=ids[None], use_cache=False).logits[0]  # [L, V]
@@ -191,14 +188,8 @@ def _fault(scoring: Scoring, batch: TokenBatch, expected: _Result) -> str | None
         raise
     except Exception as error:  # whatever an architecture raises when it is called in a way that it does not know
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    dtype = scoring.causal_lm.dtype
-    tolerances = (LOGPROB_TOLERANCE[dtype], GRADIENT_TOLERANCE[dtype])
+    tolerances = _tolerances(scoring.causal_lm)
     errors = [_errors(result, expected) for result in (found, _Result(scored, expected.gradients))]
-    if not all(map(_are_within, errors, (tolerances, tolerances))):
-        with _rounded_otherwise(scoring.causal_lm.get_input_embeddings()):
-            rounding = _errors(_alone(scoring, batch), expected)
-        log.debug("rounding of %s: %s, errors %s", type(scoring.causal_lm).__name__, rounding, errors)
-        tolerances = tuple(max(fixed, ROUNDING_FACTOR * own) for fixed, own in zip(tolerances, rounding, strict=True))
     for result, error in zip((found.logprobs, scored), errors, strict=True):
         if not error[0] <= tolerances[0]:
             difference = (result - expected.logprobs).abs().mean()
@@ -208,20 +199,10 @@ def _fault(scoring: Scoring, batch: TokenBatch, expected: _Result) -> str | None
     return None
 
 
-@contextmanager
-def _rounded_otherwise(embeddings: nn.Module) -> Iterator[None]:
-    """Inside, each embedding is changed by what rounding it may have changed: relatively, half of the precision of its format."""
-    generator = torch.Generator().manual_seed(0)
-
-    def change(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        signs = 2 * torch.randint(2, out.shape, generator=generator).to(out) - 1
-        return out + out.detach() * signs * torch.finfo(out.dtype).eps / 2
-
-    hook = embeddings.register_forward_hook(change)
-    try:
-        yield
-    finally:
-        hook.remove()
+def _tolerances(model: PreTrainedModel) -> tuple[float, float]:
+    """What the errors of logprobs and of gradients may be."""
+    growth = math.sqrt(max(1.0, model.config.get_text_config().num_hidden_layers / SHALLOW_BLOCKS))
+    return LOGPROB_TOLERANCE[model.dtype] * growth, GRADIENT_TOLERANCE[model.dtype] * growth
 
 
 def _errors(found: _Result, expected: _Result) -> tuple[float, float]:
@@ -235,10 +216,6 @@ def _errors(found: _Result, expected: _Result) -> tuple[float, float]:
     if size == 0:  # nothing is trained, or all of it is behind a zero: what is there must be zero too
         return logprobs, 0.0 if wrong == 0 else math.inf
     return logprobs, math.sqrt(wrong / size)
-
-
-def _are_within(errors: tuple[float, float], tolerances: tuple[float, float]) -> bool:
-    return all(error <= tolerance for error, tolerance in zip(errors, tolerances, strict=True))  # not NaN
 
 
 def _probed(scoring: Scoring) -> list[nn.Parameter]:

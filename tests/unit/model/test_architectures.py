@@ -191,22 +191,29 @@ def test_a_model_that_padded_rows_change_is_refused() -> None:
         settle_layout(scoring, Padded(), CPU)
 
 
+class Leaky(Padded):
+    """Adds something of the neighbouring token."""
+
+    def hidden_states(self, decoder, batch):
+        hidden = super().hidden_states(decoder, batch)
+        return hidden + 0.1 * hidden.roll(1, 0)
+
+
 def test_rounding_of_a_deep_model_is_not_taken_for_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its error is above the fixed tolerance, as that of a much larger model would be; what a neighbour adds is refused all the same."""
-
-    class Leaky(Padded):
-        def hidden_states(self, decoder, batch):
-            hidden = super().hidden_states(decoder, batch)
-            return hidden + 0.1 * hidden.roll(1, 0)
-
-    deep = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "initializer_range": 0.1}
-    scoring = make_scoring(make_qwen2(**deep).to(torch.bfloat16))
-    monkeypatch.setitem(proof.LOGPROB_TOLERANCE, torch.bfloat16, 0.005)
+    """It is larger than a shallow model's may be; what a neighbour adds is refused all the same."""
+    scoring = make_scoring(make_qwen2(hidden_size=64, intermediate_size=96, num_hidden_layers=24).to(torch.bfloat16))
     settle_layout(scoring, Padded(), CPU)
-    monkeypatch.setattr(proof, "ROUNDING_FACTOR", 0.0)
     with pytest.raises(ConfigError, match="logprobs differ"):
+        settle_layout(scoring, Leaky(), CPU)
+    monkeypatch.setattr(proof, "SHALLOW_BLOCKS", 24)
+    with pytest.raises(ConfigError, match="differ"):
         settle_layout(scoring, Padded(), CPU)
-    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_a_shallow_model_that_rounding_changes_much_has_no_room_for_faults(name: str) -> None:
+    scoring = make_scoring(ZOO[name].build().to(torch.bfloat16))
+    settle_layout(scoring, Padded(), CPU)
     with pytest.raises(ConfigError, match="logprobs differ"):
         settle_layout(scoring, Leaky(), CPU)
 

@@ -62,6 +62,17 @@ def test_adapters_of_another_kind_are_left_alone():
     assert not any(isinstance(module, FoldedLinear) for module in model.modules())
 
 
+def test_a_layer_in_another_format_is_left_alone():
+    """As routers are that stay in fp32; peft converts what such a layer reads and writes."""
+    bare = make_llama().to(torch.bfloat16)
+    bare.model.layers[1].mlp.down_proj.float()
+    bare.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    bare.model.layers[1].mlp.register_forward_hook(lambda _, __, out: out.to(torch.bfloat16))
+    model = with_lora(bare, LoraConfig(RANK, ALPHA, 0.0, ["all-linear"], None), 2, adapter=None)
+    assert sum(isinstance(module, FoldedLinear) for module in model.modules()) == 13
+    assert model(input_ids=IDS).logits.isfinite().all()
+
+
 def test_a_run_trains_such_layers():
     model = with_lora(make_llama(), LoraConfig(RANK, ALPHA, 0.0, ["all-linear"], None), 2, adapter=None)
     assert {type(module) for module in model.modules() if isinstance(module, Linear)} == {FoldedLinear}
