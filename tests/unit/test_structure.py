@@ -77,11 +77,9 @@ def test_what_takes_seconds_is_imported_where_it_is_needed(path):
     """A default run needs none of these, and each of its starts would wait for them."""
     at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {name.split(".")[0] for name in imports(at_import)}
-    of_vllm = {f"engine/inside_vllm/offline_grpo_{name}.py" for name in ("generate", "scheduler")}  # only vLLM's own processes import them
-    allowed = (
-        {"peft"} if relative(path) == "model/lora_layer.py" else {"vllm"} if relative(path) in of_vllm else set()
-    )  # for adapters alone
-    assert names & {"peft", "bitsandbytes", "wandb", "tensorboard", "vllm"} <= allowed
+    of_vllm = (f"engine/inside_vllm/offline_grpo_{name}.py" for name in ("generate", "scheduler"))  # only vLLM's own processes import them
+    allowed = {module: {"vllm"} for module in of_vllm} | {"model/lora_layer.py": {"peft"}}  # the latter is for models with adapters
+    assert names & {"peft", "bitsandbytes", "wandb", "tensorboard", "vllm"} <= allowed.get(relative(path), set())
 
 
 @pytest.mark.parametrize("path", [*FILES, ROOT / "run_grpo.py", ROOT / "smoke_test.py"], ids=lambda path: path.name)

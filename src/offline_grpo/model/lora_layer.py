@@ -12,7 +12,7 @@ from offline_grpo.model.adapters import ADAPTER
 
 
 class FoldedLinear(Linear):
-    """peft's layer with fewer and smaller kernels: it scales an array [T, out] in the forward pass, and one in the backward pass."""
+    """peft's layer, without the two arrays [T, out] that peft scales, one in the forward and one in the backward pass."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[..., out] for x [..., in]."""
