@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import platform
 import statistics
@@ -66,6 +67,11 @@ class Timings:
             }
             for arm, seconds in self.seconds.items()
         }
+
+
+def expect_made_up_logprobs() -> None:
+    """Silences the warning about logprobs of the engine that the model does not have: of rollouts that no engine has sampled."""
+    logging.getLogger("offline_grpo.train.alignment").setLevel(logging.ERROR)
 
 
 def alternate(

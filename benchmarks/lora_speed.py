@@ -12,12 +12,11 @@ Adapters are added to their layers as peft does it, with the scale folded into B
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import Target, alternate, wait_for_device, write_result
+from common import Target, alternate, expect_made_up_logprobs, wait_for_device, write_result
 from lora_in_place import InPlace, add_as
 from our_trainer import make_updater
 from peft.tuners.lora import Linear
@@ -72,7 +71,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--name", default="h100/lora_speed")
     args = parser.parse_args()
-    logging.getLogger("offline_grpo.train").setLevel(logging.ERROR)  # the engine's logprobs are made up, and every update would say so
+    expect_made_up_logprobs()
     device = torch.device("cpu" if args.small else "cuda")
     shape, completions, tokens = ("tiny", 16, 24) if args.small else ("0.6b", 256, 512)
     batch = make_batch([tokens] * completions, prompt=40, vocab_size=SIZES[shape].vocab_size)

@@ -197,7 +197,7 @@ def predict_parts(plan: Plan, args: argparse.Namespace, config: Qwen2Config) -> 
         plan,
         config,
         config if needs_reference_copy(plan) else None,
-        longest_prompt=args.prompt_tokens,
+        prompt_tokens=(args.prompt_tokens, args.prompt_tokens),
         trainers=[0],
         engine_gpus=(),
         total_bytes=[80 * 2**30],

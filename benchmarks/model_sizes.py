@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import logging
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from typing import Any
 
 import psutil
 import torch
-from common import RESULTS, Target, write_result
+from common import RESULTS, Target, expect_made_up_logprobs, write_result
 from memory_plan import plan_of, random_batch
 from rich.console import Console
 from rich.table import Table
@@ -79,7 +78,8 @@ def predicted(plan: Any, config: PretrainedConfig, args: argparse.Namespace) -> 
     """
     total = torch.cuda.get_device_properties(0).total_memory if args.device == "cuda" else 80 * GIB
     total -= int(args.server_gib * GIB)
-    request = memory_request(plan, config, None, longest_prompt=args.prompt_tokens, trainers=[0], engine_gpus=(), total_bytes=[total])
+    prompts = (args.prompt_tokens, args.prompt_tokens)
+    request = memory_request(plan, config, None, prompt_tokens=prompts, trainers=[0], engine_gpus=(), total_bytes=[total])
     is_auto = plan.config.train.gradient_checkpointing == "auto"
     share, devices = choose_share(request) if is_auto else (request.recompute, predict(request))
     print("\n".join(describe(devices)), file=sys.stderr)
@@ -182,7 +182,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    logging.getLogger("offline_grpo.train").setLevel(logging.ERROR)  # the engine's logprobs are made up, and every update would say so
+    expect_made_up_logprobs()
     args = parse_args()
     if args.table:
         print_table()

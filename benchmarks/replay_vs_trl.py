@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import logging
 import math
 import random
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from common import Target, write_result
+from common import Target, expect_made_up_logprobs, write_result
 from our_trainer import ADAMW, make_updater
 from shapes import SIZES
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -251,7 +250,7 @@ def parse_args() -> Setup:
 
 def main() -> None:
     setup = parse_args()
-    logging.getLogger("offline_grpo.train.alignment").setLevel(logging.ERROR)  # the stored logprobs are made up
+    expect_made_up_logprobs()
     torch.set_num_threads(setup.threads or torch.get_num_threads())
     batches = stored_rollouts(setup)
     trl_candidates = [{"batch_size": size, "recomputed": False} for size in setup.trl_batch_sizes]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import random
 import statistics
@@ -23,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Target, write_result
+from common import Target, expect_made_up_logprobs, write_result
 
 GATE = 0.02  # of gradient norms, relative: bf16's rounding
 SKEWED = [min(16384, 200 + int(random.Random(i).expovariate(1 / 2000))) for i in range(256)]
@@ -47,7 +46,7 @@ def measure(args: argparse.Namespace) -> None:
     from offline_grpo.placement.ranks import Ranks
     from offline_grpo.train.fsdp2 import FullyShardedPolicy
 
-    logging.getLogger("offline_grpo.train").setLevel(logging.ERROR)  # the engine's logprobs are made up, and every update would say so
+    expect_made_up_logprobs()
     on_gpu = args.device == "cuda"
     ranks = Ranks(use_cpu=not on_gpu)
     device = torch.device("cuda", ranks.local_rank) if on_gpu else torch.device("cpu")

@@ -20,7 +20,6 @@ iteration, a pass before the first one computes the old logprobs: `scoring_ratio
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import random
 import time
@@ -30,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from common import Target, alternate, write_result
+from common import Target, alternate, expect_made_up_logprobs, write_result
 from our_trainer import make_updater
 from shapes import SIZES
 from transformers import Qwen3ForCausalLM
@@ -189,7 +188,7 @@ def main() -> None:
     args = parser.parse_args()
     for name in set(ARMS) - {"plain", *args.arms}:
         del ARMS[name]
-    logging.getLogger("offline_grpo.train").setLevel(logging.ERROR)  # the engine's logprobs are made up, and every update would say so
+    expect_made_up_logprobs()
     rng = random.Random(1)
     skewed = [min(4096, 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / 600))) for _ in range(256)]
     cases: dict[str, dict[str, Any]] = {"skewed": {"lengths": skewed, "prompt": 200, "checkpointing": False}}

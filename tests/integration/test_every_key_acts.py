@@ -629,7 +629,7 @@ def placement_effect(overrides: str) -> Any:
         patch.setattr(gpu_memory, "read_model_config", lambda *_, **__: model)
         plan = make_plan(typed(compose_config("model.device=cuda", *overrides.split())))
         try:
-            check_memory(plan, "some/model", longest_prompt=20, num_processes=1)
+            check_memory(plan, "some/model", prompt_tokens=(20, 20), num_processes=1)
             error = ""
         except ConfigError as caught:
             error = str(caught)

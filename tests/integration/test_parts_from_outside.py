@@ -352,7 +352,7 @@ def test_the_memory_plan_takes_their_word(search_path: str) -> None:
 
     def activations(*overrides: str) -> int:
         plan = make_plan(typed(compose_config(search_path, "train.batch_size=4", *overrides)))
-        request = memory_request(plan, config, None, longest_prompt=24, trainers=[0], engine_gpus=(), total_bytes=[2**40])
+        request = memory_request(plan, config, None, prompt_tokens=(24, 24), trainers=[0], engine_gpus=(), total_bytes=[2**40])
         [device] = predict(request)
         return next(part.num_bytes for part in device.parts if part.name == "activations")
 

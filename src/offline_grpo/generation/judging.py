@@ -70,14 +70,14 @@ class Judgement:
     @contextmanager
     def _named(self) -> Iterator[None]:
         """One line that names problem and completion, instead of a traceback from inside code of the user's own."""
-        about = about_completion(self._problem, self._text)
         try:
             yield
         except ScoreError as error:
-            raise ScoreError(f"{error}; {about}") from error
+            raise ScoreError(f"{error}; {about_completion(self._problem, self._text)}") from error
         except (GrpoError, StopRequested):
             raise
         except (Exception, SystemExit) as error:  # whatever that code raises
+            about = about_completion(self._problem, self._text)
             raise ScoreError(f"a completion cannot be scored, {told(error)}; {about}; HYDRA_FULL_ERROR=1 shows the traceback") from error
 
 

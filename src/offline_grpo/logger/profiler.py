@@ -30,6 +30,10 @@ class Profiler(RunListener):
     iteration: int
     _profile: Any = field(default=None, init=False)
 
+    @property
+    def _path(self) -> Path:
+        return self.output_dir / "profile" / f"iter_{self.iteration:03d}.json.gz"
+
     def phase(self, name: str, iteration: int) -> None:
         if name == "generate" and iteration == self.iteration and self._profile is None:
             import torch
@@ -43,18 +47,19 @@ class Profiler(RunListener):
         if name != "train" or iteration != self.iteration or self._profile is None:
             return
         self._profile.stop()
-        path = self.output_dir / "profile" / f"iter_{iteration:03d}.json.gz"
-        path.parent.mkdir(exist_ok=True)
-        self._profile.export_chrome_trace(str(path))
+        self._path.parent.mkdir(exist_ok=True)
+        self._profile.export_chrome_trace(str(self._path))
         for line in costliest(self._profile):
             messages.info(line)
-        messages.info("train.profile=%d: the trace is in %s; open it at https://ui.perfetto.dev", iteration + 1, path)
+        messages.info("train.profile=%d: the trace is in %s; open it at https://ui.perfetto.dev", iteration + 1, self._path)
         self._profile = None
 
     def close(self) -> None:
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
+        if not self._path.exists():
+            messages.info("train.profile=%d: there is no trace, because that iteration did not run to its end", self.iteration + 1)
 
 
 def costliest(profile: Any) -> list[str]:

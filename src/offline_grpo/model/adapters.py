@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.model.layers import blocks_of, parse_layer_indices
@@ -63,7 +64,9 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter
         layers = parse_layer_indices(lora.layer_indices, num_layers, key="model.lora.layer_indices")
         blocks, modules = blocks_of(model, num_layers)
         if targets == ["all-linear"]:  # peft combines layer indices with names alone
-            targets = sorted({name.rsplit(".", 1)[-1] for name, module in modules.named_modules() if isinstance(module, nn.Linear)})
+            targets = sorted(
+                {name.rsplit(".", 1)[-1] for name, module in modules.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+            )
     peft_config = PeftLoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
@@ -76,11 +79,23 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter
     try:
         wrapped = get_peft_model(model, peft_config)
     except ValueError as error:
+        if "lora_dropout" in str(error):
+            fix = "peft has no dropout for experts, which it adapts as whole tensors; use 0, or name layers in model.lora.target_modules"
+            raise ConfigError(f"model.lora.dropout={lora.dropout:g}: {fix}") from error
         raise ConfigError(f"model.lora.target_modules={lora.target_modules}: {reason_of(error)}") from error
     assert isinstance(wrapped, PeftModel)
-    if not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise ConfigError(f"model.lora.target_modules={lora.target_modules}: the output head cannot be adapted; leave it out")
+    _check_ends(model, lora)
     return _trained(wrapped, model.dtype)
+
+
+def _check_ends(model: PreTrainedModel, lora: LoraConfig) -> None:
+    """The loss head reads the head's own weights, and of tied embeddings that are adapted, a merged model would have another head."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(f"model.lora.target_modules={lora.target_modules}: the output head cannot be adapted; leave it out")
+    if not isinstance(embeddings, nn.Embedding) and head.weight is embeddings.weight:
+        fix = "this model's input embeddings are its output head too, and cannot be adapted; leave them out"
+        raise ConfigError(f"model.lora.target_modules={lora.target_modules}: {fix}")
 
 
 def _trained(wrapped: PeftModel, dtype: torch.dtype) -> PeftModel:

@@ -40,11 +40,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The sizes of the largest microbatch: `num_sequences` rows of `num_tokens` tokens, of which `num_completion_tokens` are scored."""
+    """The sizes of the largest microbatch: `num_sequences` rows of `num_tokens` tokens, `num_scored` of which, of all rows, are scored."""
 
     num_sequences: int
     num_tokens: int
-    num_completion_tokens: int
+    num_scored: int
     is_whole_update: bool  # no other microbatch's gradients are there while it runs
 
 
@@ -122,7 +122,7 @@ def layout_on_meta(decoder: Any, layout: Layout) -> Layout:
     planned = layout.for_memory_plan()
     try:
         with torch.no_grad():
-            planned.hidden_states(decoder, batch_of(Microbatch(2, 4, 2, is_whole_update=True)))
+            planned.hidden_states(decoder, batch_of(Microbatch(2, 4, 4, is_whole_update=True)))
     except Exception as error:  # whatever an architecture raises: `settle_layout` takes another one then
         log.debug("the memory of %s is that of padded rows (%s)", type(decoder).__name__, error)
         return Padded()
@@ -134,7 +134,7 @@ def _forward_backward(model: LanguageModel, microbatch: Microbatch, layout: Layo
     decoder, output = decoder_of(unwrapped(model)), output_embeddings(unwrapped(model))
     batch = batch_of(microbatch)
     hidden = layout.hidden_states(decoder, batch)  # [T, H]
-    at = torch.empty(microbatch.num_sequences * microbatch.num_completion_tokens, dtype=torch.int64, device=META)  # [N]
+    at = torch.empty(microbatch.num_scored, dtype=torch.int64, device=META)  # [N]
     vocab_size, hidden_size = output.weight.shape
     scratch_bytes = head.scratch_bytes(
         num_tokens=len(at), hidden_size=hidden_size, vocab_size=vocab_size, dtype=hidden.dtype, device=torch.device("cuda")

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from offline_grpo import hub
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.interfaces import Layout, LossHead
-from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
+from offline_grpo.model.adapters import LanguageModel, has_adapters, unwrapped, with_lora
 from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.layers import parse_layer_indices, recompute_only, train_only_blocks
 from offline_grpo.model.layouts import layouts_for
@@ -164,7 +164,7 @@ def load_policy(
     home = torch.device("cpu") if shares_weights else device
     model = load_causal_lm(weights, config.attn_implementation, home, dtype, trust_remote_code=config.trust_remote_code)
     model = prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing, adapter=adapter)
-    with refused_where_it_does_not_run(unwrapped(model), "model.train_id"):
+    with refused_where_it_does_not_run(model, "model.train_id"):
         scoring = Scoring(model, layouts_for(layout, device, dtype)[0], head, logits=measure_logit_transform(unwrapped(model)))
         if not shares_weights:
             settle_layout(scoring, layout, device)
@@ -202,17 +202,18 @@ def prepare(
 
 
 @contextmanager
-def refused_where_it_does_not_run(model: PreTrainedModel, key: str) -> Iterator[None]:
+def refused_where_it_does_not_run(model: LanguageModel, key: str) -> Iterator[None]:
     """One line instead of a traceback from inside the architecture."""
     try:
         yield
     except (ConfigError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever an architecture raises
-        dtype, reason = str(model.dtype).removeprefix("torch."), " ".join(str(error).split())
+        bare, reason = unwrapped(model), " ".join(str(error).split())
+        dtype, adapted = str(bare.dtype).removeprefix("torch."), "other model.lora.target_modules, " if has_adapters(model) else ""
         raise ConfigError(
-            f"{key}={model.name_or_path}: {type(model).__name__} does not run in {dtype} on {model.device} "
-            f"({type(error).__name__}: {reason}); try another train.precision, or another model"
+            f"{key}={bare.name_or_path}: {type(bare).__name__} does not run in {dtype} on {bare.device} "
+            f"({type(error).__name__}: {reason}); try {adapted}another train.precision, or another model"
         ) from error
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from offline_grpo.model.adapters import LanguageModel, has_adapters
+from offline_grpo.model.adapters import ADAPTER, LanguageModel, has_adapters
 from offline_grpo.model.logits import output_embeddings
 from offline_grpo.model.masters import MasterWeights
 from offline_grpo.model.scoring import Scoring
@@ -63,7 +64,8 @@ class Policy:
         """The highest rank of the LoRA adapters that are trained; None where the model's own weights are."""
         if not has_adapters(self.model):
             return None
-        return max(config.r for config in self.model.peft_config.values() if hasattr(config, "r"))  # type: ignore[union-attr]
+        config: Any = self.model.peft_config[ADAPTER]
+        return max([config.r, *config.rank_pattern.values()])  # experts that are one tensor with two parts have twice the rank
 
     def make_masters(self, *, offload: bool = False) -> MasterWeights:
         """Make the masters from the memory that the weights are in now. Called once, after every `WeightSync.connect`.

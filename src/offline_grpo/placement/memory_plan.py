@@ -60,7 +60,7 @@ class MemoryRequest:
     is_sharded: bool  # each process has a part of the weights (train.sharding=fsdp2)
     shares_weights: bool  # whether the first process's weights are the server's memory
     num_sequences: int  # of an iteration
-    longest_prompt: int  # in tokens
+    prompt_tokens: tuple[int, int]  # of the shortest and of the longest prompt
     max_new_tokens: int
     eval_max_new_tokens: int
     sampling_batch_size: int  # sequences that this process samples at once; 0 where a server does
@@ -148,7 +148,8 @@ def model_of(request: MemoryRequest) -> LanguageModel:
 def largest_microbatch(request: MemoryRequest) -> Microbatch:
     """A process's largest microbatch if every sequence is as long as it may get.
 
-    Example: 100 sequences of 600 tokens per update and tokens_per_microbatch=2000 are microbatches of 4 rows of 500 tokens.
+    Example: 100 sequences of 600 tokens per update and tokens_per_microbatch=2000 are microbatches of 4 rows of 500 tokens. Of these, 1,666
+    are scored if up to 500 tokens are sampled and the shortest prompts, which may come together, have 100.
     """
     train = request.train
     sequence_tokens = _sequence_tokens(request, request.max_new_tokens)
@@ -162,8 +163,11 @@ def largest_microbatch(request: MemoryRequest) -> Microbatch:
     if train.tokens_per_microbatch is not None and rows * sequence_tokens > train.tokens_per_microbatch:
         rows = ceil(train.tokens_per_microbatch / sequence_tokens)
         row_tokens = max(train.tokens_per_microbatch, sequence_tokens) // rows  # so that rows of any length add up to the limit
-    scored = max(1, min(request.max_new_tokens, row_tokens - 1))
-    return Microbatch(rows, row_tokens, scored, is_whole_update=rows * row_tokens >= of_process * sequence_tokens)
+    num_scored = rows * max(1, min(request.max_new_tokens, row_tokens - 1))
+    if train.tokens_per_microbatch is not None:
+        most = rows * row_tokens * request.max_new_tokens // (request.prompt_tokens[0] + request.max_new_tokens)
+        num_scored = min(most, of_process * request.max_new_tokens)
+    return Microbatch(rows, row_tokens, num_scored, is_whole_update=rows * row_tokens >= of_process * sequence_tokens)
 
 
 def _optimizer_parts(request: MemoryRequest, footprint: Footprint) -> tuple[Part, Part]:
@@ -211,18 +215,21 @@ def _activations_part(request: MemoryRequest, footprint: Footprint) -> Part:
 
 def _sampling_part(request: MemoryRequest, footprint: Footprint) -> Part:
     """What sampling in process needs beyond what training has given back by then: gradients and activations."""
-    config: Any = request.model_config.get_text_config()
     rows = request.sampling_batch_size
+    setting, fix = f"generation.batch_size={rows}", "lower it, which changes no sample"
+    if not rows:  # a server samples
+        return Part(SAMPLING, 0, setting, fix)
+    config: Any = request.model_config.get_text_config()
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sequence_tokens = _sequence_tokens(request, max(request.max_new_tokens, request.eval_max_new_tokens))
     layer_bytes = 2 * rows * sequence_tokens * num_kv_heads * head_dim * torch_dtype(request.train.precision).itemsize
     logits_bytes = LOGITS_COPIES * 4 * rows * config.vocab_size
-    if request.is_sharded and rows:  # in process, from weights that are gathered for it
+    if request.is_sharded:  # in process, from weights that are gathered for it
         logits_bytes += weights_bytes(request.model_config, torch_dtype(request.train.precision))
     needed = layer_bytes * (config.num_hidden_layers + 1) + logits_bytes  # a layer's cache is copied when it grows
     beyond = max(0, needed - footprint.gradients_bytes - footprint.activations_bytes)
-    return Part(SAMPLING, beyond, f"generation.batch_size={rows}", "lower it, which changes no sample")
+    return Part(SAMPLING, beyond, setting, fix)
 
 
 def _server_parts(server: ServerRequest, model_config: PretrainedConfig, total_bytes: int, num_servers: int) -> tuple[Part, Part, Part]:
@@ -242,5 +249,5 @@ def _server_parts(server: ServerRequest, model_config: PretrainedConfig, total_b
 
 def _sequence_tokens(request: MemoryRequest, max_new_tokens: int) -> int:
     """Tokens of the longest prompt and completion, or the model's context if that is less."""
-    num_tokens = request.longest_prompt + max_new_tokens
+    num_tokens = request.prompt_tokens[1] + max_new_tokens
     return min(num_tokens, context_length(request.model_config) or num_tokens)

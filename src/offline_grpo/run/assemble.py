@@ -78,9 +78,9 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     layouts_for(plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision))  # before a model is made
     model_id = _model_id(plan, ranks)
     serving.check_found_servers(plan, model_id, ranks)
-    longest_prompt = _check_model(plan, model_id)
+    prompt_tokens = _check_model(plan, model_id)
     servers = _servers(start, model_id, stack, devices)  # before the memory plan, which takes seconds and no GPU
-    recompute, predicted = check_memory(plan, model_id, longest_prompt=longest_prompt, num_processes=ranks.world_size)
+    recompute, predicted = check_memory(plan, model_id, prompt_tokens=prompt_tokens, num_processes=ranks.world_size)
     stack.enter_context(told_if_out_of_memory(predicted, start.run_dir))
     checkpoint = start.resume.checkpoint if start.resume is not None else None
     if serving.loads_onto_servers_gpu(plan.weight_sync, devices):
@@ -210,8 +210,8 @@ def _model_id(plan: Plan, ranks: Ranks) -> str:
     return ranks.on_main(prepare)
 
 
-def _check_model(plan: Plan, model_id: str) -> int:
-    """What config.json and tokenizer say against the settings, before any weights are read. Returns the longest prompt, in tokens."""
+def _check_model(plan: Plan, model_id: str) -> tuple[int, int]:
+    """What config.json and tokenizer say against the settings, before any weights are read. Returns what `check_prompts` does."""
     config = plan.config
     trust = config.model.trust_remote_code
     if trust:

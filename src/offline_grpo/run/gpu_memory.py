@@ -30,7 +30,7 @@ SHARE_KEYS = ("gpu_memory_utilization", "mem_fraction_static")  # of vLLM and SG
 DEFAULT_SHARE = 0.92  # vLLM's own
 
 
-def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processes: int) -> tuple[float, list[DevicePlan]]:
+def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], num_processes: int) -> tuple[float, list[DevicePlan]]:
     """Where `placement.check_memory` asks for it, refuse a run that the GPUs cannot hold; log the prediction.
 
     Returns the share of the blocks that are recomputed, see `train.gradient_checkpointing`: without GPUs, `auto` recomputes none. And the
@@ -38,7 +38,7 @@ def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processe
 
     Args:
         model_id: of the model to train; of it, and of a reference, the configuration alone is read.
-        longest_prompt: in tokens.
+        prompt_tokens: of the shortest and of the longest prompt.
 
     Raises:
         ConfigError: names key, value and fix.
@@ -55,7 +55,7 @@ def check_memory(plan: Plan, model_id: str, *, longest_prompt: int, num_processe
             plan,
             read_model_config(model_id, "model.train_id", **trust),
             read_model_config(model.ref_id or model_id, "model.ref_id", **trust) if needs_reference_copy(plan) else None,
-            longest_prompt=longest_prompt,
+            prompt_tokens=prompt_tokens,
             trainers=trainers,
             reference=reference_gpu(devices),
             engine_gpus=[gpu for gpus in server_gpus(devices) for gpu in gpus or ()],
@@ -83,7 +83,7 @@ def memory_request(
     model_config: PretrainedConfig,
     reference_config: PretrainedConfig | None,
     *,
-    longest_prompt: int,
+    prompt_tokens: tuple[int, int],
     trainers: Sequence[int],
     reference: int | None = None,
     engine_gpus: Sequence[int],
@@ -111,7 +111,7 @@ def memory_request(
         is_sharded=config.train.sharding == "fsdp2" and len(trainers) > 1,
         shares_weights=plan.weight_sync.requires.shares_weights,
         num_sequences=config.data.problems_per_iteration * config.data.rollouts_per_problem,
-        longest_prompt=longest_prompt,
+        prompt_tokens=prompt_tokens,
         max_new_tokens=plan.sampling.max_new_tokens,
         eval_max_new_tokens=plan.eval_sampling.max_new_tokens,
         sampling_batch_size=0 if plan.engine.needs_server else plan.engine.client_node.get("batch_size", 1),

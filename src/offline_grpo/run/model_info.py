@@ -163,7 +163,7 @@ def _fits(weights: str, config: PretrainedConfig, quarter: Preset, trust: bool) 
     model = ("model=hf", f"model.train_id={quoted(Path(weights))}", f"model.trust_remote_code={str(trust).lower()}")
     for name, overrides in ways.items():
         plan = make_plan(conf.typed(conf.composed([*model, *COMMON, *overrides])))
-        settings = {"longest_prompt": PROMPT_TOKENS, "trainers": [0], "engine_gpus": [0], "total_bytes": [GIB]}
+        settings = {"prompt_tokens": (PROMPT_TOKENS, PROMPT_TOKENS), "trainers": [0], "engine_gpus": [0], "total_bytes": [GIB]}
         device, *_ = predict(memory_request(plan, config, None, **settings))
         rooms = {gb: room_for_server(device, total_bytes=int(gb * USABLE * GIB)) for gb in GPUS_GB}
         capped = {gb: None if room is None else min(room, LARGEST_SHARE) for gb, room in rooms.items()}

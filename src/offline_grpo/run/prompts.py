@@ -19,17 +19,19 @@ MAX_LOOKED_AT = 10_000
 log = logging.getLogger(__name__)
 
 
-def check_prompts(plan: Plan, model_id: str, tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig) -> int:
-    """The longest prompt of training and evaluation, in tokens; of a source with a limit on prompt and completion, what that leaves.
+def check_prompts(plan: Plan, model_id: str, tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig) -> tuple[int, int]:
+    """How many tokens the shortest and the longest prompt of training and evaluation have. Of a source that limits prompt and completion: 0
+    and what the limit leaves.
 
     Raises:
         ConfigError: a prompt has a token that the model does not have; or prompt and `max_new_tokens` do not fit into its context.
     """
     context, vocab_size = context_length(model_config), model_config.get_text_config().vocab_size
-    longest, unreadable = 0, []
+    found: list[int] = []
+    unreadable: list[str] = []
     limit = plan.config.rollouts.get("max_token_len")  # of rollouts that others have sampled
     if limit is not None:
-        longest = max(0, min(limit, context or limit) - plan.sampling.max_new_tokens)
+        found = [0, max(0, min(limit, context or limit) - plan.sampling.max_new_tokens)]
     for key, problems, sampling in (("generation", plan.data.train, plan.sampling), ("eval", plan.data.held_out, plan.eval_sampling)):
         chosen = (problems or [])[:MAX_LOOKED_AT]
         prompts = [encode(tokenizer, problem.messages) for problem in chosen]
@@ -44,7 +46,7 @@ def check_prompts(plan: Plan, model_id: str, tokenizer: PreTrainedTokenizerBase,
                 )
             if tokenizer.unk_token_id in prompt:
                 unreadable.append(problem.messages[-1]["content"])
-        longest = max([longest, *lengths])
+        found += lengths
     if unreadable:
         log.warning(
             "model.train_id=%s: its tokenizer does not know some characters of %d prompts, such as %r, and the model reads %s for each; "
@@ -54,7 +56,7 @@ def check_prompts(plan: Plan, model_id: str, tokenizer: PreTrainedTokenizerBase,
             unreadable[0][:60],
             tokenizer.unk_token,
         )
-    return longest
+    return min(found, default=0), max(found, default=0)
 
 
 def _check_lengths(key: str, problems: Sequence[Problem], lengths: Sequence[int], max_new_tokens: int, context: int) -> None:

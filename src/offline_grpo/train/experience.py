@@ -107,7 +107,8 @@ def _reward_against_length(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     pairs = []
     for group in groups:
         rewards, lengths = [r.score.reward for r in group.rollouts], [r.num_sampled for r in group.rollouts]
-        pairs += [(reward - fmean(rewards), length - fmean(lengths)) for reward, length in zip(rewards, lengths, strict=True)]
+        mean_reward, mean_length = fmean(rewards), fmean(lengths)
+        pairs += [(reward - mean_reward, length - mean_length) for reward, length in zip(rewards, lengths, strict=True)]
     spread = sqrt(fsum(x * x for x, _ in pairs) * fsum(y * y for _, y in pairs))
     return {"reward_length_correlation": fsum(x * y for x, y in pairs) / spread} if spread > 0 else {}
 
@@ -182,8 +183,8 @@ def _numbers(group: RolloutGroup, advantages: Sequence[float | Sequence[float]])
     """A group's advantages as numbers: one per rollout, or, where there is one per token, those of the sampled tokens."""
     if group.advantages is None:
         return [advantage for advantage in advantages if isinstance(advantage, float)]
-    pairs = zip(group.advantages, group.rollouts, strict=True)
-    return [value for row, rollout in pairs for value, is_sampled in zip(row, rollout.is_sampled, strict=True) if is_sampled]
+    rows = (own for own in advantages if isinstance(own, Sequence))
+    return [number for row, rollout in zip(rows, group.rollouts, strict=True) for number in compress(row, rollout.is_sampled)]
 
 
 def _per_rollout(group: RolloutGroup, advantages: Sequence[float | Sequence[float]]) -> list[float]:

@@ -48,8 +48,9 @@ def update_flops(model: PreTrainedModel, sequence_lengths: Sequence[int]) -> flo
             continue
         active = _active_share(config) if ".experts." in name else 1.0
         per_token += active * parameter.numel() * (6 if parameter.requires_grad else 4)
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_square = 12 * config.num_hidden_layers * config.num_attention_heads * head_size / 2
+    num_heads = getattr(config, "num_attention_heads", 0)  # Mamba has none
+    head_size = getattr(config, "head_dim", None) or (config.hidden_size // num_heads if num_heads else 0)
+    per_square = 12 * config.num_hidden_layers * num_heads * head_size / 2
     return per_token * sum(sequence_lengths) + per_square * sum(length**2 for length in sequence_lengths)
 
 

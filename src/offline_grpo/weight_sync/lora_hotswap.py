@@ -90,7 +90,12 @@ class LoraHotswap(ServerSync):
         """See `WeightSync.deliver`. Requests use the adapter as soon as they carry its name."""
 
         def load(engine: ServerEngine) -> None:
-            engine.control.load_adapter(staged.name, str(staged.folder))
+            try:
+                engine.control.load_adapter(staged.name, str(staged.folder))
+            except Refused as error:
+                if "experts" not in str(error):
+                    raise
+                raise Refused(f"{error}; to adapt no experts, use model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]") from error
             self._loaded[engine].append(staged.name)
 
         at_once(load, engines)

@@ -11,6 +11,7 @@ import pytest
 from factories import compose_config
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.logger.profiler import Profiler
 from offline_grpo.run import app
 from offline_grpo.run.config import typed
 
@@ -27,6 +28,16 @@ def test_a_trace_and_the_costliest_operators(tmp_path: Path) -> None:
     assert len(costs) == 10
     assert costs == sorted(costs, reverse=True)
     assert "train.profile=2: the trace is in" in text
+    assert "there is no trace" not in text
+
+
+def test_a_run_that_does_not_reach_the_iteration_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    profiler = Profiler(tmp_path, iteration=4)
+    with caplog.at_level("INFO"):
+        profiler.phase("generate", 3)
+        profiler.log("train", {}, iteration=3)
+        profiler.close()
+    assert caplog.messages == ["train.profile=5: there is no trace, because that iteration did not run to its end"]
 
 
 @pytest.mark.parametrize("number", [0, 6])

@@ -38,7 +38,7 @@ QWEN2_BIASES = HIDDEN + 2 * KV_WIDTH
 QWEN2_SIZE = VOCAB * HIDDEN + LAYERS * (BLOCK + QWEN2_BIASES) + HIDDEN
 LLAMA_SIZE = 2 * VOCAB * HIDDEN + LAYERS * BLOCK + HIDDEN
 ROWS, TOKENS, PROMPT = 8, 48, 8
-MICROBATCH = Microbatch(ROWS, TOKENS, TOKENS - PROMPT, is_whole_update=True)
+MICROBATCH = Microbatch(ROWS, TOKENS, ROWS * (TOKENS - PROMPT), is_whole_update=True)
 LORA = LoraConfig(r=4, alpha=8.0, dropout=0.0, target_modules=["all-linear"], layer_indices=None)
 
 
@@ -134,7 +134,7 @@ def test_the_peak_is_that_of_the_same_work_on_the_cpu(config, num_passes, checkp
     with torch.device("cpu"):
         model = build_real(config, checkpointing)
     measured = peak_on_cpu(model, batch, num_passes)
-    microbatch = Microbatch(ROWS, TOKENS, TOKENS - PROMPT, is_whole_update=num_passes == 1)
+    microbatch = Microbatch(ROWS, TOKENS, ROWS * (TOKENS - PROMPT), is_whole_update=num_passes == 1)
     found = footprint(config, precision="fp32", checkpointing=checkpointing, microbatch=microbatch)
     assert found.gradients_bytes + found.activations_bytes == pytest.approx(measured, rel=0.05)
 
@@ -144,7 +144,7 @@ NONE_SET = ModelConfig("none", None, "auto", "eager", "auto", None, "auto", None
 
 @pytest.mark.parametrize("share", [1 / 3, 2 / 3])
 def test_a_share_of_the_blocks_is_recomputed_and_the_gradients_are_the_same(share):
-    sizes = {"layout": Varlen(), "attention": "sdpa", "microbatch": Microbatch(64, 128, 100, True)}
+    sizes = {"layout": Varlen(), "attention": "sdpa", "microbatch": Microbatch(64, 128, 6400, True)}
     none, some, every = (footprint(checkpointing=s, **sizes).activations_bytes for s in (0.0, share, 1.0))
     assert every < some < none
     models = [build_real(QWEN2, checkpointing=False) for _ in range(2)]
@@ -164,7 +164,7 @@ def test_compiled_blocks_keep_less_by_what_was_measured_on_an_h100():
     config = Qwen3Config(**sizes, vocab_size=512, num_hidden_layers=2)
     settings = replace(NONE_SET, attn_implementation="auto")
     model = build_on_meta(config, settings, precision="bf16", train_layer_indices=None, gradient_checkpointing=False)
-    found = saved_by_compiling(model, Microbatch(16, 1024, 824, False), Varlen())
+    found = saved_by_compiling(model, Microbatch(16, 1024, 16 * 824, False), Varlen())
     assert 28 * found / 2**30 == pytest.approx(43.6 - 32.2, rel=0.1)
 
 
@@ -201,7 +201,9 @@ def build_real(config, checkpointing):
 
 def test_activations_grow_with_the_tokens_and_shrink_with_checkpointing():
     def activations(rows, **settings):
-        return footprint(microbatch=Microbatch(rows, 128, 100, True), layout=Varlen(), attention="sdpa", **settings).activations_bytes
+        return footprint(
+            microbatch=Microbatch(rows, 128, rows * 100, True), layout=Varlen(), attention="sdpa", **settings
+        ).activations_bytes
 
     assert activations(64) == pytest.approx(2 * activations(32), rel=0.1)
     assert activations(64, checkpointing=True) < 0.6 * activations(64)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from architectures import ZOO
 from factories import compose_config
 from transformers import Qwen2Config
 
@@ -41,11 +42,11 @@ def plan_of(*overrides):
     return make_plan(typed(compose_config(*overrides)))
 
 
-def request_of(*overrides, longest_prompt=56, trainers=(0,), ref_gpu=None, engine_gpus=(0,), total=GIB * 16, num_gpus=2):
+def request_of(*overrides, prompt_tokens=(56, 56), trainers=(0,), ref_gpu=None, engine_gpus=(0,), total=GIB * 16, num_gpus=2):
     plan = plan_of(*overrides)
     reference = MODEL if needs_reference_copy(plan) else None
     gpus = {"trainers": trainers, "reference": ref_gpu, "engine_gpus": engine_gpus, "total_bytes": [total] * num_gpus}
-    return memory_request(plan, MODEL, reference, longest_prompt=longest_prompt, **gpus)
+    return memory_request(plan, MODEL, reference, prompt_tokens=prompt_tokens, **gpus)
 
 
 def predicted(*overrides, **settings):
@@ -231,25 +232,38 @@ def test_the_kv_cache_of_sampling_in_process_counts_where_it_is_more_than_traini
     assert parts(device)["KV cache of sampling, beyond gradients and activations"] == about(expected)
 
 
+def test_a_model_without_attention_is_planned_beside_its_server():
+    request = request_of("generation=vllm_server", "weight_sync=reload", "train.kl_coef=0")
+    (device,) = predict(replace(request, model_config=ZOO["mamba2"].config))
+    assert parts(device)["activations"] > 0
+
+
 @pytest.mark.parametrize(
-    ("overrides", "num_processes", "expected"),
+    ("overrides", "num_processes", "shortest", "expected"),
     [
-        # 8 problems x 4 rollouts = 32 sequences of 600 tokens, up to 500 of them sampled
-        (["train.batch_size=8"], 1, Microbatch(8, 600, 500, False)),
-        (["train.batch_size=64"], 1, Microbatch(32, 600, 500, True)),
-        (["train.batch_size=64"], 2, Microbatch(16, 600, 500, True)),
-        (["train.batch_size=64", "train.updates_per_iteration=4"], 1, Microbatch(8, 600, 500, True)),
-        (["train.batch_size=4", "train.updates_per_iteration=null", "train.grad_accum_steps=1"], 1, Microbatch(4, 600, 500, True)),
-        (["train.batch_size=4", "train.updates_per_iteration=null", "train.grad_accum_steps=3"], 2, Microbatch(4, 600, 500, False)),
-        (["train.batch_size=null", "train.tokens_per_microbatch=2000"], 1, Microbatch(4, 500, 499, False)),
-        (["train.batch_size=null", "train.tokens_per_microbatch=100"], 1, Microbatch(1, 600, 500, False)),
-        (["train.batch_size=null", "train.tokens_per_microbatch=99999"], 1, Microbatch(32, 600, 500, True)),
+        # 8 problems x 4 rollouts = 32 sequences of up to 600 tokens, up to 500 of them sampled
+        (["train.batch_size=8"], 1, 100, Microbatch(8, 600, 4000, False)),
+        (["train.batch_size=64"], 1, 100, Microbatch(32, 600, 16000, True)),
+        (["train.batch_size=64"], 2, 100, Microbatch(16, 600, 8000, True)),
+        (["train.batch_size=64", "train.updates_per_iteration=4"], 1, 100, Microbatch(8, 600, 4000, True)),
+        (["train.batch_size=4", "train.updates_per_iteration=null", "train.grad_accum_steps=1"], 1, 100, Microbatch(4, 600, 2000, True)),
+        (["train.batch_size=4", "train.updates_per_iteration=null", "train.grad_accum_steps=3"], 2, 100, Microbatch(4, 600, 2000, False)),
+        (["train.batch_size=null", "train.tokens_per_microbatch=2000"], 1, 100, Microbatch(4, 500, 1666, False)),
+        (["train.batch_size=null", "train.tokens_per_microbatch=2000"], 1, 20, Microbatch(4, 500, 1923, False)),
+        (
+            ["train.batch_size=null", "train.tokens_per_microbatch=2000", "train.updates_per_iteration=16"],
+            1,
+            0,
+            Microbatch(2, 600, 1000, True),
+        ),
+        (["train.batch_size=null", "train.tokens_per_microbatch=100"], 1, 100, Microbatch(1, 600, 500, False)),
+        (["train.batch_size=null", "train.tokens_per_microbatch=99999"], 1, 100, Microbatch(32, 600, 16000, True)),
     ],
 )
-def test_the_largest_microbatch(overrides, num_processes, expected):
+def test_the_largest_microbatch(overrides, num_processes, shortest, expected):
     data = ["data.problems_per_iteration=8", "data.rollouts_per_problem=4"]
     settings = ["model=qwen2_5_0_5b", "generation.max_new_tokens=500", "eval.max_new_tokens=500", *data, *overrides]
-    assert largest_microbatch(request_of(*settings, longest_prompt=100, trainers=range(num_processes))) == expected
+    assert largest_microbatch(request_of(*settings, prompt_tokens=(shortest, 100), trainers=range(num_processes))) == expected
 
 
 SHAPES = [(300, 70), (5, 40), (7, 3, 11), (1000,), (4096,)]

@@ -236,7 +236,7 @@ def model_folder(tmp_path_factory):
 def checked(folder, *overrides):
     plan = make_plan(typed(compose_config("model=hf", f"model.train_id={folder}", "train.precision=bf16", *overrides)))
     check_devices(plan.devices(1))
-    return check_memory(plan, folder, longest_prompt=20, num_processes=1)[0]
+    return check_memory(plan, folder, prompt_tokens=(20, 20), num_processes=1)[0]
 
 
 def test_the_prediction_is_logged_before_the_run(two_small_gpus, model_folder, caplog):

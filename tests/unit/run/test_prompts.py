@@ -19,7 +19,7 @@ def problems(*texts: str) -> list[Problem]:
     return [Problem(f"p-{i}", ({"role": "user", "content": text},), "2") for i, text in enumerate(texts)]
 
 
-def longest(train: list[Problem], *, context: int = 20, vocab_size: int | None = None, max_new_tokens: int = 4) -> int:
+def lengths(train: list[Problem], *, context: int = 20, vocab_size: int | None = None, max_new_tokens: int = 4) -> tuple[int, int]:
     data = SimpleNamespace(train=train, held_out=[])
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     plan: Any = SimpleNamespace(config=SimpleNamespace(rollouts={}), data=data, sampling=sampling, eval_sampling=sampling)
@@ -28,25 +28,27 @@ def longest(train: list[Problem], *, context: int = 20, vocab_size: int | None =
     return check_prompts(plan, "a/model", TOKENIZER, model_config)
 
 
-def test_the_longest_prompt_is_found() -> None:
+def test_the_shortest_and_the_longest_prompt_are_found() -> None:
     texts = problems("1+1=", "10+10=", "2+2=")
-    assert longest(texts) == longest(texts[1:2]) > longest(texts[:1])
-    assert longest([]) == 0
+    (short, same), (long, _) = lengths(texts[:1]), lengths(texts[1:2])
+    assert same == short < long
+    assert lengths(texts) == (short, long)
+    assert lengths([]) == (0, 0)
 
 
 def test_a_prompt_that_leaves_too_little_room_says_how_much() -> None:
-    length = longest(problems("10+10="))
+    length, _ = lengths(problems("10+10="))
     message = rf"^generation.max_new_tokens=15: .*longest prompt of {length} tokens .*context of 20; use .*={20 - length} or less$"
     with pytest.raises(ConfigError, match=message):
-        longest(problems("1+1=", "10+10="), max_new_tokens=15)
+        lengths(problems("1+1=", "10+10="), max_new_tokens=15)
 
 
 def test_prompts_that_leave_no_room_are_named_and_counted() -> None:
     message = r"^model.train_id: the prompt of problem p-2 has \d+ tokens, and the model's context is 20; leave out the 2 of 3 problems "
     with pytest.raises(ConfigError, match=message):
-        longest(problems("1+1=", "1+" * 10 + "1=", "1+" * 20 + "1="))
+        lengths(problems("1+1=", "1+" * 10 + "1=", "1+" * 20 + "1="))
 
 
 def test_a_tokenizer_of_another_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^model.train_id=a/model: its tokenizer gives token \d+ for problem p-0, and the model has 3 "):
-        longest(problems("1+1="), vocab_size=3)
+        lengths(problems("1+1="), vocab_size=3)

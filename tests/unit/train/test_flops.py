@@ -45,5 +45,12 @@ def test_of_experts_those_count_that_a_token_goes_to() -> None:
     assert 0 < 6 * experts * (1 - chosen / config.num_experts) * 10 == pytest.approx(update_flops(model, [10]) - before)
 
 
+@pytest.mark.parametrize("name", ZOO)
+def test_every_architecture_has_a_count(name: str) -> None:
+    """A mixture of experts and a model without attention too."""
+    model = ZOO[name].build()
+    assert update_flops(model, [10, 3]) >= 4 * model.get_output_embeddings().weight.numel() * 13
+
+
 def test_a_cpu_has_no_known_peak() -> None:
     assert peak_flops(torch.device("cpu")) is None

@@ -1,0 +1,69 @@
+"""Adapters that would make another model than the one that is trained, and architectures in which not every layer is an nn.Linear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from architectures import ZOO
+from factories import make_llama, make_qwen2, make_scoring
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.model.adapters import with_lora
+from offline_grpo.model.load import refused_where_it_does_not_run
+from offline_grpo.model.policy import Policy
+from offline_grpo.settings import LoraConfig
+
+
+def adapted(model: Any, *targets: str, dropout: float = 0.0, layer_indices: str | None = None) -> Any:
+    return with_lora(model, LoraConfig(8, 16, dropout, list(targets) or ["all-linear"], layer_indices), 2, adapter=None)
+
+
+def num_adapters(model: Any) -> int:
+    return sum(".lora_B" in name for name, _ in model.named_parameters())
+
+
+def test_input_embeddings_that_are_the_output_head_too_are_not_adapted() -> None:
+    """The adapter would be on the input alone, and a merged model would have it in the output too."""
+    with pytest.raises(ConfigError, match=r"^model.lora.target_modules=\['embed_tokens', 'q_proj'\]: .* leave them out"):
+        adapted(make_qwen2(), "embed_tokens", "q_proj")
+    model = adapted(make_llama(), "embed_tokens", "q_proj")  # with a head of its own
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    ids = torch.arange(3, 19)[None]
+    expected = model(input_ids=ids).logits
+    assert torch.allclose(model.merge_and_unload()(input_ids=ids).logits, expected, atol=1e-4)
+
+
+def test_experts_have_no_dropout() -> None:
+    with pytest.raises(ConfigError, match=r"^model.lora.dropout=0.1: .*use 0, or name layers in model.lora.target_modules"):
+        adapted(ZOO["mixtral"].build(), dropout=0.1)
+
+
+def test_experts_of_two_parts_have_twice_the_rank() -> None:
+    """vLLM has to have room for it."""
+    policy = Policy(make_scoring(adapted(ZOO["qwen3_moe"].build())), None)  # type: ignore[arg-type]
+    assert policy.lora_rank == 16
+    assert (
+        max(p.shape[0] for name, p in policy.model.named_parameters() if name.endswith("experts.base_layer.lora_A.default.weight"))
+        == 4 * 16
+    )
+    assert Policy(make_scoring(adapted(make_llama())), None).lora_rank == 8  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_chosen_blocks_have_the_adapters_that_all_blocks_have(name: str) -> None:
+    whole, second = num_adapters(adapted(ZOO[name].build())), num_adapters(adapted(ZOO[name].build(), layer_indices="1"))
+    assert 0 < whole == 2 * second
+
+
+def test_a_layer_that_cannot_be_adapted_is_not_blamed_on_the_model() -> None:
+    """Llama 4's router is a linear layer with two results."""
+    model = adapted(ZOO["llama4"].build())
+    with (
+        pytest.raises(ConfigError, match=r"TypeError.*; try other model.lora.target_modules, "),
+        refused_where_it_does_not_run(model, "model.train_id"),
+    ):
+        model(input_ids=torch.arange(3, 19)[None])
