@@ -5,8 +5,9 @@
 
 256 completions of 512 tokens after prompts of 40, in microbatches of 16384 tokens, nothing recomputed: the update of the iteration that
 iteration_gpu.py measures. Blocks are compiled, layout and loss head are those that a run chooses. All arms have fp32 masters and AdamW.
-Adapters are added to their layers as peft does it, with the scale folded into B as runs do it, and by products that add in place
-(lora_in_place.py): first, all must have peft's logprobs and gradients. Then the arms alternate.
+Adapters are added to their layers as peft does it, with the scale folded into B as runs do it, and in two other ways (lora_ways.py): by
+products that add in place, and with one product for layers that share their input. First, all must have peft's logprobs and gradients. Then
+the arms alternate.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from common import Target, alternate, expect_made_up_logprobs, wait_for_device, write_result
-from lora_in_place import InPlace, add_as
+from lora_ways import InPlace, SharedInput, add_as
 from our_trainer import make_updater
 from peft.tuners.lora import Linear
 from sampling import profiled
@@ -40,7 +41,7 @@ RANK = 16
 GATE = 0.01  # nats on average, and of the gradient's norm: the same model, rounded at other places
 
 
-WAYS: dict[str, Any] = {"full": None, "peft": Linear, "folded": FoldedLinear, "in_place": InPlace}
+WAYS: dict[str, Any] = {"full": None, "peft": Linear, "folded": FoldedLinear, "in_place": InPlace, "shared": SharedInput}
 """Arms: all weights, and adapters that are added in one way or another."""
 
 

@@ -1,4 +1,4 @@
-"""Another way to add a LoRA adapter's product to its layer's output, to compare with ours and peft's (lora_speed.py times them).
+"""Other ways to add a LoRA adapter's product to its layer's output, to compare with ours and peft's (lora_speed.py times them).
 
 peft multiplies the adapter's output by the scale, then adds it to that of the layer. Forward and backward pass both read and write an array
 of the layer's size more often than they need to: that takes longer than the adapter's small products.
@@ -6,6 +6,7 @@ of the layer's size more often than they need to: that takes longer than the ada
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,53 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from offline_grpo.model.lora_layer import FoldedLinear
+
 ADAPTER = "default"
+
+
+class SharedInput(FoldedLinear):
+    """Ours, and layers that read the same input, such as q, k and v, multiply it by all of their A at once."""
+
+    shared: Shared | None = None
+    place = 0
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.shared is None:
+            return super().forward(x, *args, **kwargs)
+        _, b, scale = parts(self)
+        return self.base_layer(x) + linear(self.shared(x, self.place), b * scale)
+
+
+class Shared:
+    """The product of one input with the A of several layers, each of which takes its part once."""
+
+    def __init__(self, layers: Sequence[Linear]) -> None:
+        self.layers, self.num_left = layers, 0
+        self.x: Tensor | None = None
+        self.found: Sequence[Tensor] = ()
+
+    def __call__(self, x: Tensor, place: int) -> Tensor:
+        if x is not self.x:
+            matrices = [parts(layer)[0] for layer in self.layers]
+            self.x, self.num_left = x, len(self.layers)
+            self.found = linear(x, torch.cat(matrices)).split([len(matrix) for matrix in matrices], -1)
+        found = self.found[place]
+        self.num_left -= 1
+        if self.num_left == 0:
+            self.x, self.found = None, ()
+        return found
+
+
+def share_inputs(model: nn.Module) -> None:
+    """Let the layers of each block that read the same input do so together."""
+    for module in model.modules():
+        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            layers = [getattr(module, name, None) for name in names]
+            if all(isinstance(layer, SharedInput) for layer in layers):
+                shared = Shared(layers)  # type: ignore[arg-type]
+                for place, layer in enumerate(layers):
+                    layer.shared, layer.place = shared, place  # type: ignore[union-attr]
 
 
 class InPlace(Linear):
@@ -39,6 +86,8 @@ def add_as(way: type[Linear], model: nn.Module) -> int:
         assert type(layer.base_layer) is nn.Linear, layer
         assert isinstance(layer.lora_dropout[ADAPTER], nn.Identity), layer
         layer.__class__ = way
+    if way is SharedInput:
+        share_inputs(model)
     return len(layers)
 
 
