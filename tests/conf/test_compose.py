@@ -133,6 +133,7 @@ REFUSED_WITHOUT_TORCH = {
     "+model.lora.rank=1 model/lora=default": "model.lora.rank: no such key; it may be one of r, ",
     "+some/group=x": "some/group: no such key; ",
     "+resum=x": "resum: no such key; did you mean resume?",
+    'generation=vllm_server generation.base_url="http://a/?x=1"': "(a port is at most 65535), without ? and #",
     "generation=vllm_server generation.base_url=foo": "generation.base_url=foo: must begin with http:// or https://",
     "generation=vllm_server generation.base_url=http://127.0.0.1:99999": "generation.base_url=http://127.0.0.1:99999: must begin with",
     "eval.backend=vllm_server eval.base_url=http://": "eval.base_url=http://: must begin with http:// or https:// and name a host",

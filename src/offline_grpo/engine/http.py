@@ -47,6 +47,10 @@ class Unreachable(EngineError):
     """No answer came: no connection, a broken one, or none in time."""
 
 
+class Late(Unreachable):
+    """None in time, though there is a connection, or may be one."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What came back from `url`, complete. Its text is UTF-8, as JSON is, whatever the headers say."""
@@ -164,12 +168,12 @@ class ServerApi:
         try:
             return answer.result()
         except TimeoutError:
-            failure = f"no answer within {timeout_s:g} s"
+            kind, failure = Late, f"no answer within {timeout_s:g} s"
         except BROKEN as error:
-            failure = describe(error)
+            kind, failure = Unreachable, describe(error)
         finally:
             answer.cancel()  # a signal may have ended the wait
-        raise Unreachable(f"{url_of(self._http, path)}: {failure}; is the server running, and reachable from here?")
+        raise kind(f"{url_of(self._http, path)}: {failure}; is the server running, and reachable from here?")
 
 
 async def exchange(http: httpx.AsyncClient, method: str, path: str, *, timeout_s: float, max_bytes: int, **arguments: Any) -> Answer:
@@ -221,7 +225,7 @@ def connection(
 
 def ssl_context(base_url: str) -> ssl.SSLContext | bool:
     """For `connection`; False where there is nothing to encrypt, for it takes long to make."""
-    return httpx.create_ssl_context(trust_env=False) if base_url.startswith("https:") else False
+    return httpx.create_ssl_context(trust_env=False) if httpx.URL(base_url).scheme == "https" else False  # HTTPS: too
 
 
 def authorization(api_key: str | None) -> dict[str, str]:

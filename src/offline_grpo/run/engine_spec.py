@@ -213,11 +213,13 @@ def check_url(key: str, url: str | None) -> None:
     try:
         parts = urlsplit(url)
         is_good = parts.scheme in ("http", "https") and bool(httpx.URL(url).host) and parts.port != 0
+        is_good = is_good and not parts.query and not parts.fragment  # paths are put behind it
     except (ValueError, httpx.InvalidURL):
         is_good = False
     if not is_good:
         raise ConfigError(
-            f"{key}={url}: must begin with http:// or https:// and name a host (a port is at most 65535), for example http://127.0.0.1:8000"
+            f"{key}={url}: must begin with http:// or https:// and name a host (a port is at most 65535), without ? and #, for example "
+            "http://127.0.0.1:8000"
         )
 
 

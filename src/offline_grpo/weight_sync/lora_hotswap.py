@@ -20,7 +20,7 @@ from offline_grpo.engine.background import at_once
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.http import NotFound, Refused
 from offline_grpo.engine.vllm import LORA_KERNELS
-from offline_grpo.errors import EngineDied, EngineError
+from offline_grpo.errors import EngineDied, EngineError, reason_of
 from offline_grpo.weight_sync.proof import prove_base
 from offline_grpo.weight_sync.reload import StagedFolder
 from offline_grpo.weight_sync.requirements import SyncRequirements
@@ -40,7 +40,7 @@ class LoraHotswap(ServerSync):
 
     _prefix: str = field(default_factory=lambda: f"policy-{os.getpid()}-{uuid.uuid4().hex[:6]}", init=False)
     _num_pushes: int = field(default=0, init=False)
-    _folders: list[Path] = field(default_factory=list, init=False)  # newest last: vLLM reads one again whose room it has needed
+    _names: list[str] = field(default_factory=list, init=False)  # whose folders are there, newest last
     _loaded: dict[ServerEngine, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)  # names, newest last
     _base_tags: dict[ServerEngine, str] = field(default_factory=dict, init=False)  # see `prove_base`
 
@@ -68,30 +68,41 @@ class LoraHotswap(ServerSync):
         name = f"{self._prefix}-{self._num_pushes}"
         folder = snapshot.host.server.scratch / name
         num_bytes = save_weights(snapshot, folder)
-        self._folders.append(folder)
+        self._names.append(name)
         num_tensors = len(snapshot.policy.trained_parameters())
-        yield StagedFolder(version=version, name=name, num_tensors=num_tensors, num_bytes=num_bytes, folder=folder)
+        staged = StagedFolder(version=version, name=name, num_tensors=num_tensors, num_bytes=num_bytes, folder=folder)
+        yield staged
         for engine, names in self._loaded.items():
             while len(names) > 2:
                 with contextlib.suppress(NotFound):  # somebody has started the server anew, or unloaded it
                     engine.control.unload_adapter(names.pop(0))
-        self._remove_folders(num_bytes)
+        self._remove_folders(staged)
 
-    def _remove_folders(self, num_bytes: int) -> None:
-        """Of adapters that nobody asks for. The server would die of a missing one, and requests of environments and of other processes are
-        not counted here: the last ones stay."""
-        has_room = shutil.disk_usage(self._folders[-1]).free > MANY_FOLDERS * num_bytes
-        for old in self._folders[: -(MANY_FOLDERS if has_room else 2)]:
-            if not any(engine.client.num_asked[old.name] for engine in self._loaded):
-                shutil.rmtree(old, ignore_errors=True)
-                self._folders.remove(old)
+    def _remove_folders(self, staged: StagedFolder) -> None:
+        """Of adapters that nobody asks for. A server would die of a missing one, because vLLM reads an adapter again whose room it has
+        needed, and requests of environments and of other processes are not counted here: the last ones stay."""
+        try:
+            has_room = shutil.disk_usage(staged.folder).free > MANY_FOLDERS * staged.num_bytes
+        except FileNotFoundError:  # with its server, which has died
+            return
+        for old in self._names[: -(MANY_FOLDERS if has_room else 2)]:
+            if not any(engine.client.num_asked[old] for engine in self._loaded):
+                for engine in self._loaded:
+                    shutil.rmtree(engine.server.scratch / old, ignore_errors=True)
+                self._names.remove(old)
 
     def deliver(self, engines: Sequence[ServerEngine], staged: StagedFolder) -> float:
-        """See `WeightSync.deliver`. Requests use the adapter as soon as they carry its name."""
+        """See `WeightSync.deliver`. Requests use the adapter as soon as they carry its name.
+
+        Every server reads it from its own folder: that of one that dies is deleted, and the others may need to read theirs again.
+        """
 
         def load(engine: ServerEngine) -> None:
+            folder = engine.server.scratch / staged.name
+            if folder != staged.folder:
+                _link(staged.folder, folder)
             try:
-                engine.control.load_adapter(staged.name, str(staged.folder))
+                engine.control.load_adapter(staged.name, str(folder))
             except Refused as error:
                 if "experts" not in str(error):
                     raise
@@ -124,6 +135,21 @@ class LoraHotswap(ServerSync):
             if not engine.server.is_managed:
                 with contextlib.suppress(EngineError):
                     engine.control.unload_adapter(name)
+
+
+def _link(folder: Path, other: Path) -> None:
+    """Let the other folder have the same files, which take no room a second time."""
+
+    def link(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:  # some file systems that machines share have no hard links
+            shutil.copyfile(source, target)
+
+    try:
+        shutil.copytree(folder, other, copy_function=link)
+    except OSError as error:
+        raise EngineError(f"the adapter cannot be copied from {folder} to {other} ({reason_of(error)})") from error
 
 
 def lora_requirements(server_args: Any) -> SyncRequirements:

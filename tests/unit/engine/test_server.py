@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import stat
 import sys
 import time
@@ -24,6 +25,8 @@ from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo import progress
 from offline_grpo.engine import scratch
+from offline_grpo.engine import server as server_module
+from offline_grpo.engine.http import ssl_context
 from offline_grpo.engine.ray_server import RayServer
 from offline_grpo.engine.scratch import temporary_folder
 from offline_grpo.engine.server import Server, reachable
@@ -204,6 +207,27 @@ def test_a_watched_call_ends_with_whatever_it_raises(servers: list[Server], tmp_
         server.watched(fails)
 
 
+BUSY = STAND_IN.replace(
+    "def do_GET(self):",
+    """def do_GET(self):
+        if self.path.startswith("/work"):  # nobody else is answered meanwhile
+            import time
+            time.sleep(float(self.path.removeprefix("/work/")))""",
+)
+
+
+def test_a_busy_server_has_time(servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "HEALTH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(server_module, "HEALTH_TIMEOUT_S", 0.1)
+    server = own(servers, tmp_path, Launcher(code=BUSY))
+    server.start("model")
+    assert server.watched(lambda: server.api.get("/work/0.8").status) == 200
+    server.check_healthy()  # from now on its time begins anew
+    monkeypatch.setattr(server_module, "PATIENCE_S", 0.4)
+    with pytest.raises(EngineDied, match="the server was not healthy any more and was stopped"):
+        server.watched(lambda: server.api.get("/work/60"))
+
+
 def test_death_of_a_server_that_another_process_started_is_noticed(servers: list[Server], tmp_path: Path) -> None:
     server = own(servers, tmp_path)
     server.start("model")
@@ -306,6 +330,11 @@ def test_a_found_server_is_left_alone(suffix: str, tmp_path: Path) -> None:
         assert {request.path for request in web.requests} == {"/health"}
         assert {request.headers["Authorization"] for request in web.requests} == {"Bearer k"}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_certificates_are_checked_however_the_address_is_written() -> None:
+    assert all(isinstance(ssl_context(url), ssl.SSLContext) for url in ("https://host", "HTTPS://host:8000/v1"))
+    assert ssl_context("http://https:1") is False
 
 
 @pytest.mark.parametrize("status", [503, 401, 404])

@@ -144,6 +144,22 @@ def test_what_was_recorded_is_read_again() -> None:
     assert parquet(table, {}) == parquet(table_of("train", groups, None, 7), {})
 
 
+def test_half_a_character_in_a_problem_can_be_read_again() -> None:
+    """As of a cut emoji in scraped text: the escape that JSON has for it is refused by its readers."""
+    [group] = made_groups(1)[:1]
+    assert group.problem is not None
+    messages = ({"role": "user", "content": "cut \ud83d, whole \U0001f600"},)
+    problem = replace(group.problem, messages=messages, fields={"note": "\udc00"})
+    scored = tuple(replace(rollout, score=Score(10**20, True, {"\ud800": 1.0})) for rollout in group.rollouts)
+    table = table_of("train", [RolloutGroup(problem, scored)], None, 7)
+    check_values(table, "here", vocab_size=VOCAB, context=CONTEXT)
+    [read] = groups_of(table, group_rows(table).values())
+    assert read.problem == replace(
+        problem, messages=({"role": "user", "content": "cut \\ud83d, whole \U0001f600"},), fields={"note": "\\udc00"}
+    )
+    assert read.rollouts[0].score == Score(1e20, True, {"\\ud800": 1.0})
+
+
 def test_a_store_is_found_by_any_of_its_names(store: Path) -> None:
     names = [shard.path.name for shard in shards_of(store, key="PATH")]
     assert names == ["iter_000.parquet", "iter_001.parquet", "iter_002.parquet", "iter_003.parquet", "eval_iter_003.parquet"]
@@ -188,6 +204,7 @@ HOSTILE: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
     "messages": (changed("messages", '{"role": "user"}'), "messages has .*, which is no JSON of the form that runs write"),
     "deep JSON": (changed("fields", '{"a":' + "[" * 100_000), "fields has .*, which is no JSON"),
     "parts": (changed("parts", '{"a": NaN}'), "parts has .*, which is no JSON"),
+    "a name": (lambda table: table.rename_columns([name.replace("is_s", "is_q") for name in table.column_names]), "a column 'is_qampled'"),
 }
 
 

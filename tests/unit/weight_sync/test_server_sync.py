@@ -3,6 +3,7 @@ is asked."""
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -540,6 +541,30 @@ def test_folders_of_adapters_stay_for_requests_that_are_not_counted(
     for version in range(7):
         deployment.push(policy, version=version)
     assert len(list(client.server.scratch.iterdir())) == kept
+
+
+def test_every_server_has_its_own_files_of_an_adapter(
+    client: VllmClient, web: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one that dies go with it, and vLLM reads an adapter again whose room it has needed."""
+    monkeypatch.setattr(lora_hotswap, "MANY_FOLDERS", 2)
+    monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [PROOF] * 2)
+    with ScriptedServer(web.script) as other_web:
+        server = Server(base_url=other_web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
+        other = VllmClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
+        deployment, policy = deploy(strategy("lora_hotswap"), client, other), with_adapters(8)
+        deployment.connect(policy)
+        policy.make_masters()
+        for version in range(3):
+            deployment.push(policy, version=version)
+        folders = [Path(request.body["lora_path"]) for request in other_web.requests if request.path == "/v1/load_lora_adapter"]
+        assert [folder.parent for folder in folders] == [server.scratch] * 3
+        assert sorted(server.scratch.iterdir()) == sorted(folders[1:])
+        shutil.rmtree(client.server.scratch)
+        assert {path.name for path in folders[-1].iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+        deployment.close()
+        other.close()
+        server.stop()
 
 
 def test_a_push_of_an_adapter_that_failed_leaves_no_folder_for_ever(

@@ -25,6 +25,7 @@ from offline_grpo.disk import parse_json
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.rollouts.store.checking import check_values, conform
 from offline_grpo.rollouts.store.origin import FOLDER, FORMAT, KEY, Origin
+from offline_grpo.rollouts.store.rows import SCHEMA
 
 DATASET, SPLITS = "dataset_info.json", "dataset_dict.json"
 ORIGIN_FILE = "offline_grpo.json"
@@ -85,8 +86,15 @@ class Shard:
                 table = datasets.Dataset.load_from_disk(str(self.path)).data.table
             else:
                 with pq.ParquetFile(self.path, memory_map=True, page_checksum_verification=True) as file:
+                    self._check_names(file.schema_arrow.names)
                     table = file.read(columns)
         return conform(table, self.path, columns)
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        """Of a run's file: no checksum covers the names, and a column that may be missing would count as missing under another one."""
+        unknown = [name for name in names if name not in SCHEMA.names]
+        if unknown and self.origin is not None:
+            raise ConfigError(f"{self.path}: has a column {unknown[0]!r}, which no run writes; the file is damaged, or a newer version's")
 
     @contextmanager
     def _told(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ and compresses to almost nothing.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from pydantic_core import from_json
 from offline_grpo.disk import utf8
 from offline_grpo.types import FinishReason, Problem, Rollout, RolloutGroup, Score
 
+_HALVES = re.compile("[\ud800-\udfff]")
 TOKENS, LOGPROBS = pa.list_(pa.int32()), pa.list_(pa.float32())
 
 
@@ -97,10 +99,15 @@ def _problem(group: RolloutGroup) -> dict[str, Any]:
         return dict.fromkeys(("problem_id", "messages", "answer", "fields"))
     return {
         "problem_id": utf8(problem.problem_id),
-        "messages": json.dumps([dict(message) for message in problem.messages]),
+        "messages": _json([dict(message) for message in problem.messages]),
         "answer": utf8(problem.answer),
-        "fields": json.dumps(dict(problem.fields), default=str),
+        "fields": _json(dict(problem.fields)),
     }
+
+
+def _json(value: object) -> str:
+    """JSON without escapes for halves of surrogate pairs, which its readers refuse: its strings have what `utf8` makes of them."""
+    return _HALVES.sub(lambda half: f"\\\\u{ord(half[0]):04x}", json.dumps(value, ensure_ascii=False, default=str))
 
 
 def _row(group: RolloutGroup, index: int) -> dict[str, Any]:
@@ -118,11 +125,11 @@ def _row(group: RolloutGroup, index: int) -> dict[str, Any]:
         "temperature": rollout.temperature,
         "finish_reason": rollout.finish_reason,
         "text": utf8(str(rollout.text)),
-        "reward": rollout.score.reward,
-        "parts": json.dumps(dict(rollout.score.parts)),
+        "reward": float(rollout.score.reward),  # Arrow takes no large integers for one
+        "parts": _json(dict(rollout.score.parts)),
         "is_correct": rollout.score.is_correct,
         "failure": rollout.score.failure,
-        "measured": json.dumps(dict(rollout.score.measured)) if rollout.score.measured else None,
+        "measured": _json(dict(rollout.score.measured)) if rollout.score.measured else None,
         "advantages": None if group.advantages is None else group.advantages[index][start:],
         "zero_advantage": rollout.zero_advantage,
     }
