@@ -33,7 +33,7 @@ def user_cache(name: str) -> Path:
 
 def require_new(folder: Path, shown: str) -> None:
     """Raise ConfigError if there is something in `folder`, or in its place; `shown` is the setting, as it is typed."""
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+    if os.path.isfile(folder) or (os.path.isdir(folder) and any(folder.iterdir())):
         raise ConfigError(f"{shown}: is there already and not empty; name a new folder")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -47,8 +48,8 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """Evaluate, print the table, and leave results.json and a file of records for each model and set."""
-    options = parser().parse_args(arguments)
-    names = [word for word in options.words if "=" not in word or Path(word).exists()]
+    options = parser().parse_intermixed_args(arguments)
+    names = [word for word in options.words if "=" not in word or os.path.exists(word)]
     words = [word for word in options.words if word not in names]
     if not names:
         raise ConfigError("MODEL: none is named; give a checkpoint, a run, a model folder or a Hugging Face id")

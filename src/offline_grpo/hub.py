@@ -27,8 +27,16 @@ for _name in ("httpx", "httpx2"):  # they log every request
 
 
 def is_model_id(name: str) -> bool:
-    """Whether a model of this name is looked for on the Hub: it is no local path, and does not look like one."""
-    return not Path(name).exists() and not name.startswith(("/", ".", "~")) and name.count("/") <= 1
+    """Whether a model of this name is looked for on the Hub: it is no local path, does not look like one, and may be an id."""
+    if os.path.exists(name) or name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        return False
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def need_model(name: str, key: str) -> None:
@@ -40,7 +48,7 @@ def need_model(name: str, key: str) -> None:
     Raises:
         ConfigError: a local file; or the Hub cannot be reached, and the cache does not have the model's config.json.
     """
-    require(not Path(name).is_file(), key, name, "is a file; give the folder of a model, or a Hugging Face id")
+    require(not os.path.isfile(name), key, name, "is a file; give the folder of a model, or a Hugging Face id")
     if is_model_id(name):
         from huggingface_hub import try_to_load_from_cache
 

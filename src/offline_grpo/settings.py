@@ -130,13 +130,9 @@ class TrainConfig:
         self._check_batch_arithmetic()
 
     def _check_batch_arithmetic(self) -> None:
-        require(
-            (self.batch_size is None) != (self.tokens_per_microbatch is None),
-            "train.batch_size",
-            self.batch_size,
-            "set exactly one of train.batch_size (sequences per microbatch) and "
-            f"train.tokens_per_microbatch (={self.tokens_per_microbatch}); null switches one off",
-        )
+        other = f"train.tokens_per_microbatch (={self.tokens_per_microbatch})"
+        fix = f"set exactly one of train.batch_size (sequences per microbatch) and {other}; null switches one off"
+        require((self.batch_size is None) != (self.tokens_per_microbatch is None), "train.batch_size", self.batch_size, fix)
         require(
             (self.updates_per_iteration is None) != (self.grad_accum_steps is None),
             "train.grad_accum_steps",
@@ -291,10 +287,13 @@ class RunConfig:
 
     @property
     def planned_updates(self) -> int:
-        """Updates of an iteration in which no group is dropped, and the most there can be; what the learning-rate schedule counts with."""
-        train, sequences = self.train, self.data.problems_per_iteration * self.data.rollouts_per_problem
-        if train.grad_accum_steps is None:
-            assert train.updates_per_iteration is not None
-            return min(train.updates_per_iteration, sequences) * train.epochs
-        assert train.batch_size is not None
-        return -(-sequences // (train.batch_size * train.grad_accum_steps)) * train.epochs
+        """See `planned_updates`."""
+        return planned_updates(self.train, self.data)
+
+
+def planned_updates(train: Any, data: Any) -> int:
+    """Updates of an iteration in which no group is dropped, and the most there can be; what the learning-rate schedule counts with."""
+    sequences = data.problems_per_iteration * data.rollouts_per_problem
+    if train.grad_accum_steps is None:
+        return min(train.updates_per_iteration, sequences) * train.epochs
+    return -(-sequences // (train.batch_size * train.grad_accum_steps)) * train.epochs

@@ -153,6 +153,9 @@ def test_a_terminal_shows_how_far_a_set_is(
             "MODEL is a LoRA adapter, and that server",
         ),
         (["@base", "eval.num_ids=0"], "eval.num_ids=0"),
+        (["@base", "--out", "here", "eval.num_ids=0"], "eval.num_ids=0"),
+        (["@base", f"train.precision_of={'x' * 300}"], "x: acts in training alone"),
+        (["@base", f"--out={'x' * 300}"], "xxx: cannot be made (File name too long)"),
     ],
 )
 def test_refusals_leave_nothing(

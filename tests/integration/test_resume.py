@@ -216,6 +216,9 @@ def test_a_command_goes_on_with_the_configuration_of_its_run(cache, tmp_path):
     assert [start.get("after_iteration") for start in starts] == [None, 2]
     assert starts[1]["changes"]["train.iterations"] == [2, 4]
     assert yaml.safe_load((run_dir / ".hydra" / "config_first.yaml").read_text())["train"]["iterations"] == 2
+    refused = run_command(tmp_path, ROOT / "run_grpo.py", cache, *words, f"hydra.run.dir='{run_dir}'", "resume=auto", "train.lr=-1")
+    assert refused.returncode == 2
+    assert yaml.safe_load((run_dir / ".hydra" / "config.yaml").read_text()) == config
 
 
 def test_a_run_that_stops_early_stops_there_after_a_kill_too(cache, tmp_path):

@@ -133,6 +133,20 @@ def test_a_sweep_whose_jobs_were_all_refused_leaves_no_folder(job: Path, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("exit_code", "kept"), [(2, "before"), (1, "after")])
+def test_refused_settings_do_not_stay_on_record(job: Path, exit_code: int, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_jobs, "exit_codes", [])
+    HydraConfig.instance().cfg.hydra.overrides = {"task": []}  # type: ignore[union-attr]
+    record, callback = job / "multirun.yaml", SweepJobs()
+    record.write_text("before")
+    (job / "0").mkdir()
+    callback.on_multirun_start(HydraConfig.instance().cfg)  # type: ignore[arg-type]
+    record.write_text("after")
+    record_failure(exit_code)
+    callback.on_multirun_end(HydraConfig.instance().cfg)  # type: ignore[arg-type]
+    assert record.read_text() == kept
+
+
 def test_lines_of_parallel_jobs_have_their_number() -> None:
     stream = io.StringIO()
     lines = NumberedLines(stream, 3)

@@ -20,6 +20,7 @@ from huggingface_hub import constants
 from scripted_server import Reply, ScriptedServer
 
 from offline_grpo import hub
+from offline_grpo.checkpoint.pretrained import find_model
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.load import read_model_config
 from offline_grpo.run.config import typed
@@ -167,3 +168,11 @@ def test_nobody_asks_where_nothing_is_downloaded(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.need_model("some/model", "MODEL")
     hub.need_dataset("some/rows", "task.path", "")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, f"some/{'x' * 300}", "two words"])
+def test_what_is_no_id_is_not_asked_for(name: str) -> None:
+    """A name may be longer than that of any file."""
+    hub.need_model(name, "MODEL")
+    with pytest.raises(ConfigError, match=f"^MODEL={name}: no such folder; give a local model folder or a Hugging Face id"):
+        find_model(name)

@@ -109,7 +109,7 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
         CheckpointError: a checkpoint of another format, or a damaged one.
     """
     folder = Path(name).expanduser()
-    is_run = (folder / "checkpoints").is_dir()
+    is_run = os.path.isdir(folder / "checkpoints")
     if is_run:
         best = folder / "checkpoints" / BEST
         found = best if best.exists() else latest_checkpoint(folder / "checkpoints")
@@ -118,7 +118,7 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
         folder = found
     checkpoint = folder.resolve() if is_run or os.path.lexists(folder / "trainer") else None
     state = verified_state(checkpoint, key=KEY) if checkpoint is not None else None
-    place = str(checkpoint or folder) if folder.exists() else name
+    place = str(checkpoint or folder) if os.path.exists(folder) else name
     hub.need_model(place, KEY)
     check_files(place, KEY)
     base = _base_of_adapter(place)

@@ -270,3 +270,14 @@ def _control_loop() -> asyncio.AbstractEventLoop:
     """One for the life of the process, because a connection belongs to the loop that it was opened in. Threads that make the first calls
     at the same time, as to several servers, get the same one."""
     return start_loop("control of servers")
+
+
+def plain_url(url: str) -> str:
+    """The URL without a trailing slash and without `/v1`."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def reachable(host: str) -> str:
+    """Where a server that binds `host` is found from this machine."""
+    host = "127.0.0.1" if host in ("0.0.0.0", "") else "::1" if host == "::" else host
+    return f"[{host}]" if ":" in host else host

@@ -14,7 +14,7 @@ import psutil
 from offline_grpo import progress
 from offline_grpo.engine.background import in_background
 from offline_grpo.engine.command_line import shown
-from offline_grpo.engine.http import HEALTH_TIMEOUT_S, Late, ServerApi
+from offline_grpo.engine.http import HEALTH_TIMEOUT_S, Late, ServerApi, plain_url, reachable
 from offline_grpo.engine.launcher import Launcher
 from offline_grpo.engine.ports import choose_again, choose_port
 from offline_grpo.engine.process import ServerProcess
@@ -225,10 +225,8 @@ class Server:
             raise EngineDied(f"the server at {self.base_url}, which another process of this run started, has ended.")
 
     def check_healthy(self) -> None:
-        """Raise EngineDied if a managed server has ended or is unhealthy: one whose engine has died ends only when its requests have.
-
-        One that is late may be busy: vLLM's has one thread, which writes long answers too. So it has `PATIENCE_S`.
-        """
+        """Raise EngineDied if a managed server has ended or is unhealthy: one whose engine has died ends only when its requests have. One
+        that answers late has `PATIENCE_S`: vLLM's has one thread, which long answers keep busy too."""
         self.check_alive()
         if self._process is None:
             return
@@ -300,14 +298,3 @@ def _has_ended(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def plain_url(url: str) -> str:
-    """The URL without a trailing slash and without `/v1`."""
-    return url.rstrip("/").removesuffix("/v1")
-
-
-def reachable(host: str) -> str:
-    """Where a server that binds `host` is found from this machine."""
-    host = "127.0.0.1" if host in ("0.0.0.0", "") else "::1" if host == "::" else host
-    return f"[{host}]" if ":" in host else host

@@ -102,7 +102,8 @@ class ConsoleLogger(RunListener):
         """Draw the last state and restore the terminal and its cursor. Safe to call twice."""
         live, self._live = self._live, None
         if live is not None:
-            is_done = self._num_done >= self._num_iterations or "stopped_early" in self._train
+            is_early = "stopped_early" in {**self._train, **(self._eval[1] if self._eval is not None else {})}
+            is_done = self._num_done >= self._num_iterations or is_early
             self._phase = FINAL_PHASES[0] if is_done else FINAL_PHASES[1]
             self._progress = {}
             live.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,10 +58,11 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
     Raises:
         ConfigError: no such folder or hub id, no configuration in it, or it needs code that must not be executed.
     """
-    if not Path(model_id).exists() and not hub.is_model_id(model_id):
+    if not os.path.exists(model_id) and not hub.is_model_id(model_id):
         raise ConfigError(f"{key}={model_id}: no such folder; give a local model folder or a Hugging Face id")
     check_files(model_id, key)
-    if (Path(model_id) / "adapter_config.json").exists() and not (Path(model_id) / "config.json").exists():
+    has_adapter, has_config = (os.path.exists(Path(model_id) / name) for name in ("adapter_config.json", "config.json"))
+    if has_adapter and not has_config:
         fix = f"merge it with its base first: python -m offline_grpo.export {model_id} FOLDER"
         raise ConfigError(f"{key}={model_id}: is a peft adapter, and no whole model; {fix}")
     try:
@@ -75,7 +77,7 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
 def check_files(model_id: str, key: str) -> None:
     """Raise ConfigError if a local folder has what is neither file nor folder: reading it could wait for ever."""
     folder = Path(model_id)
-    for path in folder.iterdir() if (folder / "config.json").exists() else ():
+    for path in folder.iterdir() if os.path.exists(folder / "config.json") else ():
         if not (path.is_file() or path.is_dir()):
             raise ConfigError(f"{key}={model_id}: {path.name} is a pipe, a device or a broken link; take another copy of the model")
 

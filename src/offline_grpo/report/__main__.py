@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out", type=Path, help="where the page goes; default: report.html in the folder, of several in the working directory"
     )
     parser.add_argument("--benchmark", action="store_true", help="of a run, print the BENCHMARK SUMMARY of the Atropos trainer instead")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         with ending_with_reader():
             _show(options)

@@ -60,7 +60,8 @@ def run_of(history: History, name: str) -> SweepRun:
     _, seconds = history.phase_seconds()
     total_s = sum(float(values.sum()) for values in seconds.values())  # without starts: the first run of a process waits for its imports
     num_done = max(history.train, default=-1) + 1
-    stopped_early = num_done > 0 and "stopped_early" in history.train[num_done - 1]
+    last = [records.get(num_done - 1, {}) for records in (history.train, history.evals)]  # of an evaluation that was owed, the latter
+    stopped_early = num_done > 0 and any("stopped_early" in metrics for metrics in last)
     return SweepRun(
         name=name,
         overrides=_read_overrides(run_dir),

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from offline_grpo.engine.command_line import CommandLine
+from offline_grpo.engine.http import plain_url
 from offline_grpo.engine.launcher import Launcher
-from offline_grpo.engine.server import plain_url
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.generation.server_client import ServerClient
 from offline_grpo.run.build import build, check_settings, resolve

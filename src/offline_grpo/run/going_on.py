@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -18,9 +19,12 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.run import launch, resume
 from offline_grpo.run.preflight import fresh_schedule
 from offline_grpo.run.run_dir import ResumePoint, RunDir, changed_keys
-from offline_grpo.settings import RunConfig
-from offline_grpo.train.milestones import early_stop_reason
+from offline_grpo.settings import RunConfig, planned_updates
+from offline_grpo.train.milestones import early_stop_reason, stopping_settings
 
+RECORDS = ("config.yaml", "overrides.yaml", "hydra.yaml")
+ACCEPTED = "accepted"
+"""Folder in `.hydra/` with a copy of its files, as they were when the run went on last."""
 FIXED = {
     "model.train_id": "its weights are those of another model",
     "model.tiny": "its weights are those of another model",
@@ -54,21 +58,30 @@ def checked(point: ResumePoint, config: RunConfig, plain: Mapping[str, Any]) -> 
             "give more, or resume=RUN/checkpoints/iter_NNN, an earlier one"
         )
     typed = resume.typed_keys()
-    schedule = fresh_schedule(config)
+    schedule = replace(fresh_schedule(config), num_updates=_planned_end(point, config))
     if not is_finished(point, config):
         schedule = schedule.continuing(
             point.state.lr_schedule,
             point.state.counters.num_updates,
-            restart=bool(typed & {"train.lr", "train.optimizer.lr"}),
+            restart=not {"train.lr", "train.optimizer.lr"}.isdisjoint(typed | changes.keys()),  # a sweep's jobs know nothing typed
             warms_up="train.warmup_steps" in typed,
         )
     return replace(point, changes=changes, lr_schedule=schedule)
 
 
+def _planned_end(point: ResumePoint, config: RunConfig) -> int:
+    """The update at which the run will end, if it makes as many in each iteration from now on as its settings plan."""
+    state = point.state
+    before = OmegaConf.create({key: state.config[key] for key in ("train", "data")})
+    if planned_updates(before.train, before.data) != config.planned_updates:
+        return state.counters.num_updates + max(0, config.train.iterations - point.num_done) * config.planned_updates
+    return state.lr_schedule.num_updates + (config.train.iterations - before.train.iterations) * config.planned_updates
+
+
 def is_finished(point: ResumePoint, config: RunConfig) -> bool:
     """Whether there is nothing left to do."""
     is_over = point.num_done >= config.train.iterations or early_stop_reason(point.state.milestones, config.train.stop_when) is not None
-    return is_over and not point.state.owes_evaluation
+    return is_over and not (point.state.owes_evaluation and config.eval.enabled)
 
 
 def describe(point: ResumePoint, config: RunConfig) -> list[str]:
@@ -87,7 +100,9 @@ def describe(point: ResumePoint, config: RunConfig) -> list[str]:
 def describe_finished(point: ResumePoint, config: RunConfig) -> str:
     """That a run is finished, how it is made longer, and how another one is started."""
     schedule = point.state.lr_schedule
-    further = [f"train.iterations={2 * config.train.iterations}"]
+    further = [f"train.stop_when.{name}=null" for name in stopping_settings(point.state.milestones, config.train.stop_when)]
+    if point.num_done >= config.train.iterations:
+        further.append(f"train.iterations={2 * config.train.iterations}")
     if schedule(point.state.counters.num_updates) == 0:
         further.append(f"train.lr={config.train.lr:g}")
     early = early_stop_reason(point.state.milestones, config.train.stop_when)
@@ -103,6 +118,19 @@ def command(path: Path, *overrides: str) -> str:
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
     return shlex.join([*launch.typed_command(), f"resume={resume.quoted(path)}", *overrides])
+
+
+@contextmanager
+def kept_record(run: Path) -> Iterator[None]:
+    """At the end, `.hydra/` says what the last start did that was not refused, and that had something to do. Hydra writes there before
+    anything of ours looks at the settings."""
+    try:
+        yield
+    finally:
+        folder = run / ".hydra"
+        for name in RECORDS if launch.is_main() else ():
+            if (folder / ACCEPTED / name).exists():
+                shutil.copy(folder / ACCEPTED / name, folder / name)
 
 
 def where(run_dir: RunDir) -> str:
@@ -128,11 +156,19 @@ def record(run_dir: RunDir, cfg: DictConfig, overrides: Sequence[str], point: Re
         start["set_aside"] = str(aside.relative_to(run_dir.path))
     with (folder / "starts.yaml").open("a") as file:
         yaml.safe_dump([start], file, sort_keys=False)
-    if point is None or not point.changes:
-        return
+    if point is not None and point.changes:
+        _record_changes(folder, cfg, overrides)
+    (folder / ACCEPTED).mkdir(exist_ok=True)
+    for name in RECORDS:
+        if (folder / name).exists():
+            shutil.copy(folder / name, folder / ACCEPTED / name)
+
+
+def _record_changes(folder: Path, cfg: DictConfig, overrides: Sequence[str]) -> None:
     content = {"config": OmegaConf.to_yaml(cfg), "overrides": OmegaConf.to_yaml([w for w in overrides if not w.startswith("resume=")])}
     for name, text in content.items():
-        path, first = folder / f"{name}.yaml", folder / f"{name}_first.yaml"
-        if path.exists() and not first.exists():
-            shutil.copy(path, first)
+        path, first, before = folder / f"{name}.yaml", folder / f"{name}_first.yaml", folder / ACCEPTED / f"{name}.yaml"
+        before = before if before.exists() else path  # Hydra has written the new one already, if the run's folder was named
+        if before.exists() and not first.exists():
+            shutil.copy(before, first)
         path.write_text(text)

@@ -18,6 +18,7 @@ from offline_grpo.interfaces import Task
 from offline_grpo.run import config as conf
 from offline_grpo.run.overrides import key_of
 from offline_grpo.run.preflight import evaluation_sampling
+from offline_grpo.run.resume import search_path
 from offline_grpo.run.task_data import build_task, held_out_problems
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import Problem, SamplingParams
@@ -39,14 +40,16 @@ class HeldOut:
 
 
 def saved_overrides(run_folder: Path | None, words: Sequence[str]) -> list[str]:
-    """The overrides of the run that wrote a checkpoint, but for those that do not matter or that `words` replace."""
+    """The overrides of the run that wrote a checkpoint, but for those that do not matter or that `words` replace, and the folders in which
+    they were found."""
     path = run_folder / ".hydra" / "overrides.yaml" if run_folder is not None else None
     if path is None or not path.exists():
         return []
     groups = _options(words).keys()
     left_out = {*OF_TRAINING_ALONE, *groups, *(("engine", "weight_sync") if "generation" in groups else ())}
     saved = yaml.safe_load(path.read_text()) or []
-    return [word for word in saved if not any(re.match(rf"{re.escape(key)}([.@]|$)", key_of(word)) for key in left_out)]
+    folders = [] if _search_path(words) else search_path(path.parent.parent)  # Hydra reads one
+    return folders + [word for word in saved if not any(re.match(rf"{re.escape(key)}([.@]|$)", key_of(word)) for key in left_out)]
 
 
 def held_out_sets(base: Sequence[str], words: Sequence[str]) -> list[HeldOut]:
@@ -74,7 +77,7 @@ def held_out_sets(base: Sequence[str], words: Sequence[str]) -> list[HeldOut]:
 def _held_out(base: Sequence[str], words: Sequence[str], names: Iterable[str]) -> HeldOut:
     cfg = conf.composed([*base, *words])
     if (option := _options(words).get("task")) is not None:
-        _leave_out_what_another_task_has(cfg.task, option, words)
+        _leave_out_what_another_task_has(cfg.task, option, words, _search_path([*base, *words]))
     config = conf.typed(cfg)
     task = build_task(config.task)
     return HeldOut(
@@ -87,15 +90,19 @@ def _held_out(base: Sequence[str], words: Sequence[str], names: Iterable[str]) -
     )
 
 
-def _leave_out_what_another_task_has(node: DictConfig, option: str, words: Sequence[str]) -> None:
+def _leave_out_what_another_task_has(node: DictConfig, option: str, words: Sequence[str], folders: Sequence[str]) -> None:
     """An `experiment` of the run may have settings of its own task, beside those of the task that `words` choose."""
     own = {
-        *conf.composed([f"task={option}"]).task,
+        *conf.composed([*folders, f"task={option}"]).task,
         *(key.split(".")[1] for key in map(key_of, words) if key.startswith("task.")),
     }
     with open_dict(node):
         for name in {*node} - own:
             del node[name]
+
+
+def _search_path(words: Sequence[str]) -> list[str]:
+    return [word for word in words if key_of(word) == "hydra.searchpath"]
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:

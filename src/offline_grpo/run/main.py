@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from offline_grpo.run import cli, config, ray_trainers, resume, sweep_jobs, sweep_resume
+from offline_grpo.run import cli, config, going_on, ray_trainers, resume, sweep_jobs, sweep_resume
 from offline_grpo.run.config import as_plain
 from offline_grpo.run.help import help_text
 from offline_grpo.run.run_dir import RunDir
@@ -22,11 +22,15 @@ config.register()  # at import, because processes that a sweep's launcher starts
 def job(cfg: DictConfig) -> float | None:
     """Run once. Returns the last held-out pass@1, which sweepers maximise."""
     with sweep_jobs.numbered_lines():
-        return cli.run_job(lambda: _run(cfg))
+        return cli.run_job(lambda: _run(cfg, Path(HydraConfig.get().runtime.output_dir)))
 
 
-def _run(cfg: DictConfig) -> float | None:
-    folder = Path(HydraConfig.get().runtime.output_dir)
+def _run(cfg: DictConfig, folder: Path) -> float | None:
+    with going_on.kept_record(folder):
+        return _start(cfg, folder)
+
+
+def _start(cfg: DictConfig, folder: Path) -> float | None:
     is_of_sweep = cfg.resume == "auto" and HydraConfig.get().mode is RunMode.MULTIRUN
     is_finished = is_of_sweep and sweep_resume.is_finished(folder, as_plain(cfg)["train"])
     if is_finished:

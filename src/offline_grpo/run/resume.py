@@ -15,6 +15,7 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from offline_grpo.checkpoint.files import latest_checkpoint
@@ -60,8 +61,7 @@ def arguments(words: Sequence[str]) -> list[str]:
     _typed[:] = [word for word in typed if OVERRIDE.match(word)]
     _refuse_other_groups(run)
     own = own_overrides(run)
-    if "--config-dir" not in options and (folder := _config_dir(run)) is not None:
-        options += ["--config-dir", folder]
+    options += _config_dir(_hydra_record(run), words)
     return [*options, *_without(own, _typed), *typed, f"hydra.run.dir={quoted(run)}", "hydra.output_subdir=null"]
 
 
@@ -72,6 +72,7 @@ def _of_sweep(sweep: Path, words: Sequence[str]) -> list[str]:
     if not {"-m", "--multirun"} & set(options):
         options.append("--multirun")
     own = sweep_resume.overrides(sweep, typed)
+    options += _config_dir(read_yaml(sweep / "multirun.yaml")["hydra"], words)
     if launch.is_main():
         print(f"going on with the sweep in {sweep}; leave resume out to start another one", flush=True)
     return [*options, *own, "resume=auto", f"hydra.sweep.dir={quoted(sweep)}"]
@@ -101,6 +102,13 @@ def own_overrides(run: Path) -> list[str]:
     return [word for word in own if key_of(word) != "resume"] + [
         word for word in _hydra_record(run).get("overrides", {}).get("hydra", []) if key_of(word) == "hydra.searchpath"
     ]
+
+
+def search_path(run: Path) -> list[str]:
+    """The folders that `--config-dir` and `hydra.searchpath` added for a run, as an override for those who compose without its options."""
+    sources = [source for source in _sources(_hydra_record(run)) if "command-line" in source["provider"]]
+    folders = ",".join(quoted(f"{source['schema']}://{source['path']}") for source in sources)
+    return [f"hydra.searchpath=[{folders}]"] if folders else []
 
 
 def own_configuration(cfg: DictConfig) -> DictConfig:
@@ -134,12 +142,13 @@ def merged(stored: dict[str, Any], before: Mapping[str, Any], now: Mapping[str, 
     return stored
 
 
-def quoted(path: Path) -> str:
-    """A path as the value of an override, for Hydra."""
+def quoted(path: Path | str) -> str:
+    """A path, or any other text, as the value of an override: bare where Hydra reads that as the same text, which `true` is not."""
     text = str(path)
-    if re.fullmatch(r"[\w/.:+@%-]+", text):
+    is_plain = re.fullmatch(r"[\w/.:+@%-]+", text, re.ASCII) is not None
+    if is_plain and OverridesParser.create().parse_override(f"key={text}").value() == text:
         return text
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return QuotedString(text, Quote.single).with_quotes()
 
 
 _ABSENT: Any = object()
@@ -197,7 +206,13 @@ def _hydra_record(run: Path) -> Mapping[str, Any]:
     return yaml.safe_load(path.read_text())["hydra"] if path.exists() else {}
 
 
-def _config_dir(run: Path) -> str | None:
-    """The `--config-dir` that a run was started with."""
-    sources = _hydra_record(run).get("runtime", {}).get("config_sources", [])
-    return next((source["path"] for source in sources if source["provider"] == "command-line"), None)
+def _sources(record: Mapping[str, Any]) -> list[Mapping[str, str]]:
+    return record.get("runtime", {}).get("config_sources", [])
+
+
+def _config_dir(record: Mapping[str, Any], words: Sequence[str]) -> list[str]:
+    """The option `--config-dir` that a run or a sweep was started with; none where `words` have it, or it had none."""
+    if any(word in ("--config-dir", "-cd") or word.startswith("--config-dir=") for word in words):
+        return []
+    folder = next((source["path"] for source in _sources(record) if source["provider"] == "command-line"), None)
+    return [] if folder is None else ["--config-dir", folder]

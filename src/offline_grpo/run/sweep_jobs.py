@@ -15,9 +15,10 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from offline_grpo.errors import GrpoError
+from offline_grpo.errors import ConfigError, GrpoError
 from offline_grpo.run.run_dir import discard_fresh
 
+RECORD = "multirun.yaml"
 FAILED = ".failed_jobs"
 """Folder in that of a sweep, while it lasts: a file for each job that failed, with its exit code. Jobs may be other processes."""
 
@@ -35,11 +36,15 @@ def record_failure(exit_code: int) -> None:
 
 class SweepJobs(Callback):
     """Enabled in `conf/config.yaml`. Refuses a sweep that cannot go on in its folder. Reads the exit codes where the sweep was started, and
-    removes the folder of one that ran no job."""
+    removes the folder of one that ran no job. Where a job refuses what a sweep is to go on with, its record stays as it was."""
+
+    _record: bytes | None = None
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         from offline_grpo.run import cli, sweep_resume
 
+        path = Path(config.hydra.sweep.dir) / RECORD
+        self._record = path.read_bytes() if path.is_file() else None  # Hydra writes it next
         try:
             sweep_resume.check_numbers(config)
         except GrpoError as error:
@@ -49,6 +54,8 @@ class SweepJobs(Callback):
         folder = Path(config.hydra.sweep.dir)
         exit_codes.extend(int(path.read_text()) for path in (folder / FAILED).glob("*"))
         shutil.rmtree(folder / FAILED, ignore_errors=True)
+        if self._record is not None and ConfigError.exit_code in exit_codes:
+            (folder / RECORD).write_bytes(self._record)
         if exit_codes:
             discard_fresh(folder)
 

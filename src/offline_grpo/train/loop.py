@@ -107,7 +107,7 @@ class Loop:
         with self._interruptible():
             metrics = self._evaluate(evaluation, iteration)
         self.milestones.see(metrics, iteration)
-        self._log({"eval": metrics}, iteration)
+        self._log({"eval": {**metrics, **self.milestones.early_end(iteration, self.config.iterations)}}, iteration)
 
     def _iterate(self, iteration: int) -> None:
         self._seconds, self._card_bytes, self._flops = {}, 0, 0.0
@@ -134,8 +134,7 @@ class Loop:
             pending = None
             if self.checkpointer is not None and (self.save_due(iteration) or is_milestone or stopped is not None):
                 pending = self._write(self.checkpointer, iteration, owes_evaluation=stopped is not None)
-        if self.milestones.stop_reason is not None and number < self.config.iterations:
-            metrics |= {"stopped_early": 1.0}
+        metrics |= self.milestones.early_end(iteration, self.config.iterations)
         metrics |= time_metrics(self._seconds, metrics) | self._start_metrics
         metrics |= gpu_memory(self.policy.compute_device, self._card_bytes)
         metrics |= utilisation(self._flops, self._seconds["train"], self.policy.compute_device, self.ranks.world_size)

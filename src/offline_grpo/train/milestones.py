@@ -89,6 +89,10 @@ class Milestones:
             return f"no better {watch.key} than {watch.best:.4g} ({when}) in {count}, train.stop_when.patience={patience}"
         return None
 
+    def early_end(self, iteration: int, num_iterations: int) -> dict[str, float]:
+        """The metric by which a record says that the run ended after this iteration, before its time; none where it goes on."""
+        return {"stopped_early": 1.0} if self.stop_reason is not None and iteration + 1 < num_iterations else {}
+
     def state_dict(self) -> dict[str, Watch]:
         """For the checkpoint."""
         return {name: replace(watch) for name, watch in self._watches.items()}
@@ -109,6 +113,15 @@ def early_stop_reason(saved: Mapping[str, Watch], stop_when: StopWhenConfig) -> 
     milestones = Milestones(None, stop_when)
     milestones.load_state_dict(saved)
     return milestones.stop_reason
+
+
+def stopping_settings(saved: Mapping[str, Watch], stop_when: StopWhenConfig) -> list[str]:
+    """Which of `threshold` and `patience` would stop that run without the other one: it goes on without all of these."""
+    alone = {
+        "threshold": replace(stop_when, patience=None),
+        "patience": replace(stop_when, threshold=None),
+    }
+    return [name for name, config in alone.items() if early_stop_reason(saved, config) is not None]
 
 
 def watched_metrics(config: RunConfig, names: Sequence[str]) -> dict[str, str]:

@@ -26,10 +26,10 @@ from scripted_server import Reply, Request, ScriptedServer
 from offline_grpo import progress
 from offline_grpo.engine import scratch
 from offline_grpo.engine import server as server_module
-from offline_grpo.engine.http import ssl_context
+from offline_grpo.engine.http import reachable, ssl_context
 from offline_grpo.engine.ray_server import RayServer
 from offline_grpo.engine.scratch import temporary_folder
-from offline_grpo.engine.server import Server, reachable
+from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import EXTENSION_FOLDER, VllmEngine
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
 

@@ -162,6 +162,14 @@ def test_the_cursor_comes_back_however_the_run_ends(iteration: int, early: dict[
     assert output.rindex(SHOW_CURSOR) > output.rindex(last_word)
 
 
+def test_an_owed_evaluation_that_ends_the_run_ends_it_well() -> None:
+    logger, stream = logger_on(terminal=True)
+    logger.start({}, 2)
+    logger.log("eval", EVAL | {"stopped_early": 1.0}, iteration=0)
+    logger.close()
+    assert stream.getvalue().rindex("done") > 0
+
+
 def test_close_before_start_is_harmless() -> None:
     logger, stream = logger_on(terminal=True)
     logger.close()

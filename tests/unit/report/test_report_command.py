@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,12 @@ def test_the_folder_of_a_sweep_has_its_table(killed: Path, to_a_file: io.StringI
     assert main([str(killed.parent)]) == 0
     assert "run 0: stopped at 1/10" in to_a_file.getvalue()
     assert all(len(line) <= 80 or str(killed.parent) in line for line in to_a_file.getvalue().splitlines())
+
+
+def test_options_may_stand_among_folders(killed: Path, to_a_file: io.StringIO, tmp_path: Path) -> None:
+    other = shutil.copytree(killed, tmp_path / "other")
+    assert main([str(killed), "--out", str(tmp_path / "page.html"), str(other)]) == 0
+    assert (tmp_path / "page.html").exists()
 
 
 @pytest.mark.parametrize(

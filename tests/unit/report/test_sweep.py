@@ -137,9 +137,11 @@ def test_no_line_of_the_table_is_wider_than_the_terminal_and_nothing_is_cut(tmp_
     assert "means over runs that differ in the seed alone, with 95% intervals" in lines
 
 
-def test_a_run_that_stopped_early_is_done(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["train", "eval"])
+def test_a_run_that_stopped_early_is_done(tmp_path: Path, name: str) -> None:
+    """Its last iteration says so, or the evaluation that this one owed."""
     make_run(tmp_path / "0", ["task=sat"], [0.25, 0.75], num_train=1)
-    path = tmp_path / "0" / "metrics" / "train_iter_000.json"
+    path = tmp_path / "0" / "metrics" / f"{name}_iter_000.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"stopped_early": 1.0}))
     [run] = sweep_table(tmp_path)
     assert run.is_done

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from factories import CONF
 
 from offline_grpo.run.held_out import held_out_sets, saved_overrides
 from offline_grpo.task.arithmetic import Arithmetic
@@ -47,3 +48,20 @@ def test_a_mixture_in_place_of_the_runs(tmp_path: Path) -> None:
     run = run_with(tmp_path, ["task=countdown", "task.max_number=30"])
     (found,) = held_out_sets(saved_overrides(run, MIXED), MIXED)
     assert isinstance(found.task, Mixture)
+
+
+@pytest.mark.parametrize("provider", ["command-line", "hydra.searchpath in command-line"])
+def test_a_task_in_a_folder_that_the_run_was_started_with(provider: str, tmp_path: Path) -> None:
+    """By `--config-dir` or by `hydra.searchpath`."""
+    mine = tmp_path / "my, own conf"
+    (mine / "task").mkdir(parents=True)
+    (mine / "task" / "mine.yaml").write_text((CONF / "task" / "countdown.yaml").read_text())
+    run = run_with(tmp_path, ["task=mine", "task.max_number=30", "eval.num_ids=3", f"hydra.searchpath=['file://{mine}']"])
+    sources = [{"path": str(CONF), "schema": "file", "provider": "main"}, {"path": str(mine), "schema": "file", "provider": provider}]
+    (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"config_sources": sources}}}))
+    (found,) = held_out_sets(saved_overrides(run, []), [])
+    assert isinstance(found.task, Countdown)
+    (found,) = held_out_sets(saved_overrides(run, ["task=mine"]), ["task=mine"])
+    assert isinstance(found.task, Countdown)
+    typed = ["hydra.searchpath=[file:///other]"]
+    assert saved_overrides(run, typed) == ["task=mine", "task.max_number=30", "eval.num_ids=3"], "Hydra reads one"

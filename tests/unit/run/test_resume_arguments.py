@@ -3,6 +3,7 @@
 import pytest
 import yaml
 from checkpoints import make_checkpoint, state_of
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.run import resume
@@ -70,3 +71,26 @@ def test_only_what_was_typed_changes_the_stored_configuration():
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
 def test_the_flag_of_a_sweep_may_stand_among_overrides(flag: str) -> None:
     assert resume.arguments(["train.lr=1e-5", flag, "seed=1,2"]) == [flag, "train.lr=1e-5", "seed=1,2"]
+
+
+PLAIN = ["/home/me/outputs/2026-01-31/12-00-00", "a.b:c+d@e%f", "trueish", "1/2"]
+HOSTILE = [
+    *("/home/j\u00fcrgen/run", "\u65e5\u672c", "a run", " a", "a,b", "a=b", "[a]", "{a:1}", "f(x)", "~a", "a\tb", "a#b"),
+    *("true", "False", "null", "NULL", "12", "-3", "1e3", "1.5", "1_000", "inf", "nan"),
+    *("it's", 'say "a"', "a\\b", "a\\\\b", "a\\", "a\\\\", "\\'", "a\\'b\\\\'c\\", "'", "''", "\\"),
+]
+
+
+@pytest.mark.parametrize("text", [*PLAIN, *HOSTILE])
+def test_hydra_reads_a_folder_as_it_is(text):
+    word = resume.quoted(text)
+    value = OverridesParser.create().parse_override(f"resume={word}").value()
+    assert (type(value), value) == (str, text)
+    assert (word == text) == (text in PLAIN)
+
+
+@pytest.mark.parametrize("typed", [["--config-dir", "/other"], ["--config-dir=/other"], ["-cd", "/other"]])
+def test_a_typed_config_dir_replaces_that_of_the_run(run, typed):
+    words = resume.arguments([*typed, f"resume='{run}'"])
+    assert words[: len(typed)] == typed
+    assert "/my/conf" not in words

@@ -3,7 +3,7 @@
 import pytest
 
 from offline_grpo.settings import StopWhenConfig
-from offline_grpo.train.milestones import Milestones, early_stop_reason
+from offline_grpo.train.milestones import Milestones, early_stop_reason, stopping_settings
 
 NEVER = StopWhenConfig("pass@1", None, None)
 
@@ -58,6 +58,7 @@ def test_a_run_stops_early(stop_when: StopWhenConfig, values: list[float], stops
     assert early_stop_reason(state, StopWhenConfig("m", 2.0, None)) is None, "with another goal it would go on"
     assert early_stop_reason(state, NEVER) is None
     assert early_stop_reason({}, stop_when) is None
+    assert stopping_settings(state, stop_when) == (["threshold"] if "threshold" in reason or "reached" in reason else ["patience"])
 
 
 @pytest.mark.parametrize("cut", range(6))

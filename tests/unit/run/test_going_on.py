@@ -1,0 +1,79 @@
+"""Whether a run that shall go on is finished, and what is suggested then."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import config_of, state_of
+from factories import compose_config
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from offline_grpo.run import going_on
+from offline_grpo.run.config import typed
+from offline_grpo.run.run_dir import ResumePoint, RunDir
+from offline_grpo.settings import RunConfig
+from offline_grpo.train.milestones import Watch
+from offline_grpo.train.schedule import LrSchedule
+
+REACHED = Watch("pass@1", best=0.9, best_iteration=1, last=0.9)
+NO_BETTER = Watch("pass@1", best=0.5, best_iteration=0, last=0.5, num_since_best=3)
+BOTH = Watch("pass@1", best=0.9, best_iteration=0, last=0.9, num_since_best=3)
+
+
+def point_of(path: Path, iteration: int, **state: Any) -> ResumePoint:
+    return ResumePoint(RunDir(path), path / "checkpoints" / f"iter_{iteration:03d}", state_of(iteration, config=config_of(), **state))
+
+
+def config_with(*words: str) -> RunConfig:
+    return typed(compose_config("train.iterations=10", *words))
+
+
+def suggested(point: ResumePoint, config: RunConfig) -> list[str]:
+    line = going_on.describe_finished(point, config)
+    words = line.partition("longer: ")[2].partition("; anew")[0].split()
+    return [word for word in words if word.startswith("train.")]
+
+
+@pytest.mark.parametrize(
+    ("iteration", "watch", "words"),
+    [
+        (1, REACHED, ["train.stop_when.threshold=null"]),
+        (1, NO_BETTER, ["train.stop_when.patience=null"]),
+        (1, BOTH, ["train.stop_when.threshold=null", "train.stop_when.patience=null"]),
+        (9, REACHED, ["train.stop_when.threshold=null", "train.iterations=20"]),
+        (9, None, ["train.iterations=20"]),
+    ],
+)
+def test_a_finished_run_does_what_is_suggested(iteration: int, watch: Watch | None, words: list[str], tmp_path: Path) -> None:
+    stop_when = ("train.stop_when.threshold=0.8", "train.stop_when.patience=2")
+    point = point_of(tmp_path, iteration, milestones={} if watch is None else {"stop_when": watch})
+    assert going_on.is_finished(point, config_with(*stop_when))
+    assert suggested(point, config_with(*stop_when)) == words
+    assert not going_on.is_finished(point, config_with(*stop_when, *words))
+    for i in range(len(words)):
+        assert going_on.is_finished(point, config_with(*stop_when, *words[:i], *words[i + 1 :])), "no word too many"
+
+
+def test_a_learning_rate_is_suggested_only_where_it_has_ended(tmp_path: Path) -> None:
+    ended = LrSchedule(kind="linear", num_updates=10, warmup_steps=0)
+    config = config_with("train.lr=1e-5", "train.stop_when.threshold=0.8")
+    assert suggested(point_of(tmp_path, 9, lr_schedule=ended), config) == ["train.iterations=20", "train.lr=1e-05"]
+    early = point_of(tmp_path, 1, lr_schedule=ended, milestones={"stop_when": REACHED})
+    assert suggested(early, config) == ["train.stop_when.threshold=null"]
+
+
+def test_an_evaluation_is_owed_only_by_runs_that_evaluate(tmp_path: Path) -> None:
+    point = point_of(tmp_path, 9, owes_evaluation=True)
+    assert not going_on.is_finished(point, config_with())
+    assert going_on.is_finished(point, config_with("eval.enabled=false"))
+    assert not going_on.is_finished(point, config_with("eval.enabled=false", "train.iterations=11"))
+
+
+@pytest.mark.parametrize("name", ["true", "jürgen's run"])
+def test_the_command_names_the_folder_as_hydra_reads_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    word = shlex.split(going_on.command(tmp_path / name))[-1]
+    assert OverridesParser.create().parse_override(word).value() == name

@@ -1,0 +1,69 @@
+"""The learning rate of a run that goes on with other settings: to the end of what it plans from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints import state_of
+from factories import compose_config
+
+from offline_grpo.run.config import as_plain, typed
+from offline_grpo.run.going_on import checked
+from offline_grpo.run.preflight import fresh_schedule
+from offline_grpo.run.run_dir import ResumePoint, RunDir
+from offline_grpo.train.counters import UpdateCounters
+from offline_grpo.train.schedule import LrSchedule
+
+RUN = ("train.iterations=6", "train.updates_per_iteration=4", "data.problems_per_iteration=8")
+
+
+def stopped(folder: Path, *overrides: str, num_updates: int = 12, schedule: LrSchedule | None = None) -> ResumePoint:
+    """After three iterations with these settings."""
+    cfg = compose_config(*overrides)
+    counters = UpdateCounters(num_updates=num_updates)
+    state = state_of(2, config=as_plain(cfg), lr_schedule=schedule or fresh_schedule(typed(cfg)), counters=counters)
+    return ResumePoint(RunDir(folder), folder / "checkpoints" / "iter_002", state)
+
+
+def schedule_of(point: ResumePoint, *overrides: str) -> LrSchedule:
+    cfg = compose_config(*overrides)
+    found = checked(point, typed(cfg), as_plain(cfg)).lr_schedule
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "num_left"),
+    [
+        ("train.updates_per_iteration=1", 3),
+        ("train.updates_per_iteration=8", 24),
+        ("train.epochs=2", 24),
+        ("data.rollouts_per_problem=2 data.problems_per_iteration=1", 6),
+    ],
+)
+def test_another_number_of_updates_ends_where_the_run_ends(change: str, num_left: int, tmp_path: Path) -> None:
+    found = schedule_of(stopped(tmp_path, *RUN), *RUN, *change.split())
+    assert found(12) == pytest.approx(0.5)
+    assert found(12 + num_left - 1) == pytest.approx(0.5 / num_left)
+    assert found(12 + num_left) == 0
+
+
+def test_what_goes_on_after_that_is_the_same(tmp_path: Path) -> None:
+    other = (*RUN, "train.updates_per_iteration=1")
+    first = schedule_of(stopped(tmp_path, *RUN), *other)
+    assert schedule_of(stopped(tmp_path, *other, num_updates=13, schedule=first), *other) == first
+    longer = schedule_of(stopped(tmp_path, *other, num_updates=13, schedule=first), *other, "train.iterations=10")
+    assert longer.num_updates == first.num_updates + 4
+
+
+def test_updates_that_were_left_out_change_nothing(tmp_path: Path) -> None:
+    """Where an iteration had no groups to learn from."""
+    assert schedule_of(stopped(tmp_path, *RUN, num_updates=9), *RUN) == fresh_schedule(typed(compose_config(*RUN)))
+
+
+def test_a_job_of_a_sweep_begins_anew_with_another_learning_rate(tmp_path: Path) -> None:
+    """It has not been typed there, but for the sweep."""
+    ended = stopped(tmp_path, *RUN, "train.iterations=3")
+    found = schedule_of(ended, *RUN, "train.lr=1e-4")
+    assert (found(12), found(24)) == (1.0, 0.0)
