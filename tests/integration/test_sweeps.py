@@ -133,10 +133,13 @@ def test_a_sweep_whose_jobs_were_all_refused_leaves_no_folder(job: Path, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("exit_code", "kept"), [(2, "before"), (1, "after")])
-def test_refused_settings_do_not_stay_on_record(job: Path, exit_code: int, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("words", "exit_code", "kept"), [([], 2, "before"), ([], 1, "after"), (["seed=0,1"], 2, "after")])
+def test_settings_that_all_jobs_refuse_do_not_stay_on_record(
+    job: Path, words: list[str], exit_code: int, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sweep_jobs, "exit_codes", [])
-    HydraConfig.instance().cfg.hydra.overrides = {"task": []}  # type: ignore[union-attr]
+    sweeper = {"_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper", "params": None}
+    HydraConfig.instance().cfg.hydra.update({"overrides": {"task": words}, "sweeper": sweeper})  # type: ignore[union-attr]
     record, callback = job / "multirun.yaml", SweepJobs()
     record.write_text("before")
     (job / "0").mkdir()

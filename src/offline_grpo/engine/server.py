@@ -16,6 +16,7 @@ from offline_grpo.engine.background import in_background
 from offline_grpo.engine.command_line import shown
 from offline_grpo.engine.http import HEALTH_TIMEOUT_S, Late, ServerApi, plain_url, reachable
 from offline_grpo.engine.launcher import Launcher
+from offline_grpo.engine.patience import Patience
 from offline_grpo.engine.ports import choose_again, choose_port
 from offline_grpo.engine.process import ServerProcess
 from offline_grpo.engine.scratch import Scratch, temporary_folder
@@ -29,8 +30,6 @@ GRACE_S = 5.0
 """How long after a failed request a managed server that is ending may take to end."""
 HEALTH_INTERVAL_S = 2.0
 """How often a server is asked for its health while a request to it is open."""
-PATIENCE_S = 30.0
-"""How long a server may be too busy to say how it is."""
 
 
 class Server:
@@ -73,7 +72,7 @@ class Server:
         self._process: ServerProcess | None = None
         self._watched_pid: int | None = None
         self._scratch: Scratch | None = None
-        self._late_since_s: float | None = None  # since when its health is asked in vain
+        self._patience = Patience()
         self._began_s: float | None = None  # while a server that `begin` started is not waited for yet
         self.num_starts = 0
         self.api_key = api_key if launcher is None else launcher.api_key
@@ -134,7 +133,7 @@ class Server:
             file.unlink()
         ours = {**temporary_folder(self.scratch), "OFFLINE_GRPO_HAS_MEMORY": str(self._memory_file)}
         env = self._launcher.environment({**ours, **self._env}, self.gpus)
-        self._began_s, self._late_since_s = time.monotonic(), None
+        self._began_s, self._patience = time.monotonic(), Patience()
         self._process = ServerProcess(command, env=env, log_path=log_path, remove=self.scratch)
 
     def _command(self, model: str, args: Mapping[str, Any] | None) -> list[str]:
@@ -226,17 +225,16 @@ class Server:
 
     def check_healthy(self) -> None:
         """Raise EngineDied if a managed server has ended or is unhealthy: one whose engine has died ends only when its requests have. One
-        that answers late has `PATIENCE_S`: vLLM's has one thread, which long answers keep busy too."""
+        that answers late has time (see `Patience`): vLLM's has one thread, which long answers keep busy too."""
         self.check_alive()
         if self._process is None:
             return
         asked_s = time.monotonic()
         try:
             self.api.get("/health", timeout_s=HEALTH_TIMEOUT_S)
-            self._late_since_s = None
+            self._patience.well()
         except Late:
-            self._late_since_s = asked_s if self._late_since_s is None else self._late_since_s
-            if time.monotonic() - self._late_since_s > PATIENCE_S:
+            if self._patience.is_over(asked_s=asked_s, now_s=time.monotonic()):
                 self._process.end_unhealthy()
         except EngineError:
             self._process.end_unhealthy()

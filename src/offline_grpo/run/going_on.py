@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +15,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from offline_grpo.checkpoint.files import latest_checkpoint
+from offline_grpo.disk import write_whole
 from offline_grpo.errors import ConfigError
 from offline_grpo.run import launch, resume
 from offline_grpo.run.preflight import fresh_schedule
@@ -64,7 +65,7 @@ def checked(point: ResumePoint, config: RunConfig, plain: Mapping[str, Any]) -> 
             point.state.lr_schedule,
             point.state.counters.num_updates,
             restart=not {"train.lr", "train.optimizer.lr"}.isdisjoint(typed | changes.keys()),  # a sweep's jobs know nothing typed
-            warms_up="train.warmup_steps" in typed,
+            warms_up="train.warmup_steps" in typed | changes.keys(),
         )
     return replace(point, changes=changes, lr_schedule=schedule)
 
@@ -127,10 +128,15 @@ def kept_record(run: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        folder = run / ".hydra"
-        for name in RECORDS if launch.is_main() else ():
-            if (folder / ACCEPTED / name).exists():
-                shutil.copy(folder / ACCEPTED / name, folder / name)
+        with suppress(OSError):  # of a disk that is full or gone something else will be told
+            _copy_records(run / ".hydra" / ACCEPTED, run / ".hydra")
+
+
+def _copy_records(folder: Path, other: Path) -> None:
+    for name in RECORDS if launch.is_main() else ():
+        content = (folder / name).read_bytes() if (folder / name).exists() else None
+        if content is not None and not ((other / name).exists() and (other / name).read_bytes() == content):
+            write_whole(other / name, content)
 
 
 def where(run_dir: RunDir) -> str:
@@ -159,9 +165,7 @@ def record(run_dir: RunDir, cfg: DictConfig, overrides: Sequence[str], point: Re
     if point is not None and point.changes:
         _record_changes(folder, cfg, overrides)
     (folder / ACCEPTED).mkdir(exist_ok=True)
-    for name in RECORDS:
-        if (folder / name).exists():
-            shutil.copy(folder / name, folder / ACCEPTED / name)
+    _copy_records(folder, folder / ACCEPTED)
 
 
 def _record_changes(folder: Path, cfg: DictConfig, overrides: Sequence[str]) -> None:

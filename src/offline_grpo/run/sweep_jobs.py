@@ -15,6 +15,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from offline_grpo.disk import write_whole
 from offline_grpo.errors import ConfigError, GrpoError
 from offline_grpo.run.run_dir import discard_fresh
 
@@ -36,7 +37,7 @@ def record_failure(exit_code: int) -> None:
 
 class SweepJobs(Callback):
     """Enabled in `conf/config.yaml`. Refuses a sweep that cannot go on in its folder. Reads the exit codes where the sweep was started, and
-    removes the folder of one that ran no job. Where a job refuses what a sweep is to go on with, its record stays as it was."""
+    removes the folder of one that ran no job. Where all jobs refuse what a sweep is to go on with, its record stays as it was."""
 
     _record: bytes | None = None
 
@@ -51,11 +52,15 @@ class SweepJobs(Callback):
             cli.leave(error)  # Hydra makes warnings of a callback's exceptions
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        from offline_grpo.run import sweep_resume
+
         folder = Path(config.hydra.sweep.dir)
-        exit_codes.extend(int(path.read_text()) for path in (folder / FAILED).glob("*"))
+        found = [int(path.read_text()) for path in (folder / FAILED).glob("*")]
+        exit_codes.extend(found)
         shutil.rmtree(folder / FAILED, ignore_errors=True)
-        if self._record is not None and ConfigError.exit_code in exit_codes:
-            (folder / RECORD).write_bytes(self._record)
+        all_refused = set(found) == {ConfigError.exit_code} and len(found) == sweep_resume.num_jobs(config)
+        if all_refused and self._record is not None:
+            write_whole(folder / RECORD, self._record)
         if exit_codes:
             discard_fresh(folder)
 

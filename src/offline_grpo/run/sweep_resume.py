@@ -70,6 +70,15 @@ def overrides(sweep: Path, typed: Sequence[str]) -> list[str]:
     return [*(word for word in own if key_of(word) not in again), *further]
 
 
+def num_jobs(config: DictConfig) -> int | None:
+    """How many jobs a sweep has, None for a search.
+
+    Args:
+        config: composed for the sweep, with `hydra`.
+    """
+    return len(list(_jobs(config.hydra.sweeper.params, config.hydra.overrides.task))) if _is_basic(config.hydra) else None
+
+
 def check_numbers(config: DictConfig) -> None:
     """That the runs in the folder of a sweep that goes on have the numbers of today's jobs.
 

@@ -24,7 +24,7 @@ from inside_vllm import load_extension
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo import progress
-from offline_grpo.engine import scratch
+from offline_grpo.engine import patience, scratch
 from offline_grpo.engine import server as server_module
 from offline_grpo.engine.http import reachable, ssl_context
 from offline_grpo.engine.ray_server import RayServer
@@ -223,9 +223,18 @@ def test_a_busy_server_has_time(servers: list[Server], tmp_path: Path, monkeypat
     server.start("model")
     assert server.watched(lambda: server.api.get("/work/0.8").status) == 200
     server.check_healthy()  # from now on its time begins anew
-    monkeypatch.setattr(server_module, "PATIENCE_S", 0.4)
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.4)
     with pytest.raises(EngineDied, match="the server was not healthy any more and was stopped"):
         server.watched(lambda: server.api.get("/work/60"))
+
+
+def test_a_late_answer_of_long_ago_does_not_count() -> None:
+    waits = patience.Patience()
+    assert [waits.is_over(asked_s=at, now_s=at + 5) for at in (0, 7, 14, 21, 28)] == [False, False, False, False, True]
+    assert not waits.is_over(asked_s=100, now_s=105)
+    assert not waits.is_over(asked_s=107, now_s=112)
+    waits.well()
+    assert not waits.is_over(asked_s=135, now_s=140)
 
 
 def test_death_of_a_server_that_another_process_started_is_noticed(servers: list[Server], tmp_path: Path) -> None:

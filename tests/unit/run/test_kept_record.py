@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
+import pytest
 from factories import compose_config
 
+from offline_grpo.errors import ConfigError
 from offline_grpo.run import going_on
 from offline_grpo.run.going_on import kept_record
 from offline_grpo.run.run_dir import RunDir
@@ -39,3 +42,16 @@ def test_only_a_start_that_goes_on_is_on_record(tmp_path: Path) -> None:
     start(tmp_path, "fourth", is_refused=False)
     start(tmp_path, "fifth", is_refused=True)
     assert texts(tmp_path) == {"fourth"}
+
+
+def test_a_disk_that_is_full_does_not_hide_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(tmp_path, "first", is_refused=False)
+    write(tmp_path, "second")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(going_on, "write_whole", full)
+    with pytest.raises(ConfigError, match="refused"), kept_record(tmp_path):
+        raise ConfigError("refused")
+    assert texts(tmp_path) == {"second"}

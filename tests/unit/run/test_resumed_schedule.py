@@ -67,3 +67,5 @@ def test_a_job_of_a_sweep_begins_anew_with_another_learning_rate(tmp_path: Path)
     ended = stopped(tmp_path, *RUN, "train.iterations=3")
     found = schedule_of(ended, *RUN, "train.lr=1e-4")
     assert (found(12), found(24)) == (1.0, 0.0)
+    warm = schedule_of(ended, *RUN, "train.lr=1e-4", "train.warmup_steps=4")
+    assert [warm(update) for update in (12, 15)] == [0.25, 1.0]
