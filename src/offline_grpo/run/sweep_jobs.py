@@ -58,8 +58,8 @@ class SweepJobs(Callback):
         found = [int(path.read_text()) for path in (folder / FAILED).glob("*")]
         exit_codes.extend(found)
         shutil.rmtree(folder / FAILED, ignore_errors=True)
-        all_refused = set(found) == {ConfigError.exit_code} and len(found) == sweep_resume.num_jobs(config)
-        if all_refused and self._record is not None:
+        is_refused = set(found) == {ConfigError.exit_code}
+        if self._record is not None and is_refused and len(found) == sweep_resume.num_jobs(config):
             write_whole(folder / RECORD, self._record)
         if exit_codes:
             discard_fresh(folder)
