@@ -11,8 +11,8 @@ import numpy as np
 from offline_grpo.report.history import FloatArray, by_number
 from offline_grpo.report.sweep_run import SweepRun
 
-NOT_COMPARED = ("seed", "resume")
-"""Overrides that make no other configuration."""
+NOT_COMPARED = ("seed", "resume", "logger", "samples", "cache_dir")
+"""Keys, and groups, whose overrides make no other configuration: they change nothing that is learnt."""
 MIN_SEEDS = 3
 """Of a band around a curve: with two, Student's t has one degree of freedom, and the band hides all curves."""
 
@@ -84,12 +84,12 @@ def configurations(runs: Sequence[SweepRun]) -> list[Configuration]:
     """
     groups: dict[tuple[tuple[str, str], ...], list[SweepRun]] = {}
     for run in runs:
-        key = tuple(sorted((key, value) for key, value in run.overrides.items() if key not in NOT_COMPARED))
+        key = tuple(sorted((key, value) for key, value in run.overrides.items() if _is_compared(key)))
         groups.setdefault(key, []).append(run)
     shared = set.intersection(*(set(key) for key in groups)) if len(groups) > 1 else set()
     found = [
         Configuration(
-            {key: value for key, value in chosen[0].overrides.items() if key not in NOT_COMPARED and (key, value) not in shared},
+            {key: value for key, value in chosen[0].overrides.items() if _is_compared(key) and (key, value) not in shared},
             tuple(sorted(chosen, key=lambda run: by_number(run.name))),
         )
         for chosen in groups.values()
@@ -105,6 +105,10 @@ def configurations(runs: Sequence[SweepRun]) -> list[Configuration]:
         )
 
     return sorted(found, key=rank)
+
+
+def _is_compared(key: str) -> bool:
+    return key.lstrip("+~").split(".")[0] not in NOT_COMPARED
 
 
 def short_overrides(found: Sequence[Configuration]) -> list[dict[str, str]]:
