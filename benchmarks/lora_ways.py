@@ -14,9 +14,8 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from offline_grpo.model.adapters import ADAPTER
 from offline_grpo.model.lora_layer import FoldedLinear
-
-ADAPTER = "default"
 
 
 class SharedInput(FoldedLinear):
