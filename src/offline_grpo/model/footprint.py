@@ -98,6 +98,7 @@ def measure(
         static_bytes = live.now
         for _ in range(1 if microbatch.is_whole_update else 2):
             _forward_backward(model, microbatch, layout, head)
+            masters.accumulate()
         gradients_bytes = live.now - static_bytes
     activations_bytes = live.peak - static_bytes - gradients_bytes
     if saved_by_compiling:

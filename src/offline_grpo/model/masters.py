@@ -16,12 +16,16 @@ from offline_grpo.model.host_memory import HostTensors
 CHUNK_ELEMENTS = 1 << 24
 """What is compared at once: few launches on a GPU, and temporaries of at most 48 MiB for 16-bit weights."""
 
+SMALL_ELEMENTS = 1 << 20
+"""Of parameters up to this size, such as norms and LoRA adapters, gradients are added together: the host takes longer to launch one
+addition than a GPU takes to do it, and there are hundreds."""
+
 
 class MasterWeights:
     """Pairs each trained parameter of a model with an fp32 master. A parameter that is fp32 already is its own master.
 
-    The gradient of every backward pass is added to the master's fp32 gradient at once, so accumulation over microbatches
-    loses nothing and 16-bit gradients are freed as soon as they exist.
+    The gradient of every backward pass is added to the master's fp32 gradient, so accumulation over microbatches loses nothing:
+    a large one as soon as it exists, which frees the 16-bit one, and the small ones by `accumulate` after the pass.
 
     Args:
         separate: give fp32 parameters a master too, because something else reads their memory while the optimizer steps.
@@ -50,6 +54,7 @@ class MasterWeights:
         if offload:
             device = next((p.device for p in self._working.values()), torch.device("cpu"))
             self.host = HostTensors({name: p.shape for name, p in self._working.items()}, device)
+        self._small: list[tuple[nn.Parameter, nn.Parameter]] = []  # parameters of the model whose gradients wait, and their masters
         self.parameters: dict[str, nn.Parameter] = {name: self._master_of(name, p, separate) for name, p in self._working.items()}
         self.values: dict[str, Tensor] = (
             self.host.views if self.host is not None else {name: p.detach() for name, p in self.parameters.items()}
@@ -63,6 +68,9 @@ class MasterWeights:
             return parameter
         else:
             master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+        if parameter.numel() <= SMALL_ELEMENTS:
+            self._small.append((parameter, master))
+            return master
 
         def accumulate(working: Tensor) -> None:
             assert working.grad is not None
@@ -71,6 +79,25 @@ class MasterWeights:
 
         parameter.register_post_accumulate_grad_hook(accumulate)
         return master
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add the small gradients that a backward pass has left to those of their masters. To be called after each pass."""
+        left = [(working, master) for working, master in self._small if working.grad is not None]
+        if not left:
+            return
+        flat = torch.cat([working.grad.flatten() for working, _ in left]).float()  # type: ignore[union-attr]
+        parts = flat.split([working.numel() for working, _ in left])
+        sums, added = [], []
+        for (working, master), part in zip(left, parts, strict=True):
+            working.grad = None
+            if master.grad is None:
+                master.grad = part.view_as(master)
+            else:
+                sums.append(master.grad)
+                added.append(part.view_as(master))
+        if sums:
+            torch._foreach_add_(sums, added)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -154,6 +154,7 @@ class Updater:
             output = self.loss(stats, part, totals)
             with self.policy.scoring.attention(part):
                 self.scaler.scale(output.loss if counts else output.loss * 0.0).backward()
+            self.policy.masters.accumulate()
             if counts:
                 alignment.add(part, stats.logprobs)
                 for name, share in output.metrics.items():

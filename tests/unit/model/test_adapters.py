@@ -63,7 +63,7 @@ def test_a_layer_that_cannot_be_adapted_is_not_blamed_on_the_model() -> None:
     """Llama 4's router is a linear layer with two results."""
     model = adapted(ZOO["llama4"].build())
     with (
-        pytest.raises(ConfigError, match=r"TypeError.*; try other model.lora.target_modules, "),
+        pytest.raises(ConfigError, match=r"AttributeError.*; try other model.lora.target_modules, "),
         refused_where_it_does_not_run(model, "model.train_id"),
     ):
         model(input_ids=torch.arange(3, 19)[None])

@@ -100,7 +100,7 @@ def test_lora_trains_the_adapters_alone():
 def test_chosen_blocks_are_trained_alone():
     found = footprint(layers="1-2")
     assert found.gradients_bytes == about(4 * 2 * (BLOCK + QWEN2_BIASES))
-    assert found.masters_bytes == found.gradients_bytes
+    assert found.masters_bytes == about(found.gradients_bytes)  # which are fewer, larger pieces of memory
 
 
 def peak_on_cpu(model, batch, num_passes):

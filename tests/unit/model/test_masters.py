@@ -21,6 +21,8 @@ def steps(parameters, layer, masters, num_steps=20, lr=1e-6):
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
     for _ in range(num_steps):
         layer(torch.ones(1, 16, dtype=layer.weight.dtype)).float().sum().backward()
+        if masters is not None:
+            masters.accumulate()
         optimizer.step()
         optimizer.zero_grad()
         if masters is not None:
@@ -45,18 +47,36 @@ def test_masters_move_where_bf16_weights_do_not():
     assert (layer.weight != before).float().mean() > 0.5
 
 
-def test_gradients_accumulate_in_fp32():
+@pytest.mark.parametrize("small_elements", [0, 16, 256], ids=["at once", "the bias waits", "both wait"])
+def test_gradients_accumulate_in_fp32(monkeypatch, small_elements):
+    monkeypatch.setattr(masters_module, "SMALL_ELEMENTS", small_elements)
     layer = model(torch.bfloat16)
     masters = MasterWeights(layer.named_parameters())
     big, small = torch.full((1, 16), 256.0).bfloat16(), torch.full((1, 16), 1.0).bfloat16()
-    layer(big).float().sum().backward()
-    for _ in range(3):
-        layer(small).float().sum().backward()
+    for x in (big, small, small, small):
+        layer(x).float().sum().backward()
+        masters.accumulate()
     gradient = masters.parameters["weight"].grad
     assert gradient is not None
     assert gradient.dtype == torch.float32
     assert torch.equal(gradient, torch.full_like(gradient, 259.0))  # bf16 has no 259: it would stay at 256
+    bias_gradient = masters.parameters["bias"].grad
+    assert bias_gradient is not None
+    assert torch.equal(bias_gradient, torch.full((16,), 4.0))
     assert layer.weight.grad is None
+    assert layer.bias.grad is None
+
+
+def test_what_a_pass_does_not_reach_keeps_its_gradient():
+    """As experts do that no token of a microbatch went to."""
+    layers = nn.ModuleDict({name: model(torch.bfloat16) for name in ("a", "b")})
+    masters = MasterWeights(layers.named_parameters())
+    for name in ("a", "b", "b"):
+        layers[name](torch.ones(1, 16).bfloat16()).float().sum().backward()
+        masters.accumulate()
+    gradients = {name: p.grad for name, p in masters.parameters.items()}
+    assert torch.equal(gradients["a.weight"], torch.ones(16, 16))
+    assert torch.equal(gradients["b.weight"], torch.full((16, 16), 2.0))
 
 
 def test_an_fp32_model_is_its_own_master():
