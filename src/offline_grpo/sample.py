@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     if options.n < 1:
         raise ConfigError(f"-n={options.n}: must be at least 1")
-    if options.temperature < 0:
-        raise ConfigError(f"--temperature={options.temperature}: must be 0 or more")
+    if not 0 <= options.temperature < math.inf:  # nan is neither
+        raise ConfigError(f"--temperature={options.temperature}: must be a number, 0 or more")
     if options.raw and options.system is not None:
         raise ConfigError("--system: there are no messages with --raw; put the text into the prompt")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt

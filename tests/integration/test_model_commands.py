@@ -211,7 +211,8 @@ def test_sampling(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
     for words, message in (
         ([base, "  "], "PROMPT: is empty"),
         ([base, "x", "-n", "0"], "-n=0: must be at least 1"),
-        ([base, "x", "--temperature=-1"], "--temperature=-1.0: must be 0 or more"),
+        ([base, "x", "--temperature=-1"], "--temperature=-1.0: must be a number, 0 or more"),
+        ([base, "x", "--temperature=nan"], "--temperature=nan: must be a number, 0 or more"),
         ([base, "x", "--raw", "--system=y"], "--system: there are no messages with --raw"),
         ([base, "1" * 600], "--max-new-tokens=-"),
         ([base, "1", "--max-new-tokens=9999"], "--max-new-tokens=9999: must be 1 to"),

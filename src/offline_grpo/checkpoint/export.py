@@ -27,16 +27,19 @@ def export_model(source: ModelSource, out: Path, *, merge: bool, dtype: str | No
         CheckpointError: `out` cannot be written.
     """
     require_new(out, f"OUT={out}")
+    if out.resolve() == Path.cwd():  # it is replaced, and a shell in it would be nowhere
+        raise ConfigError(f"OUT={out}: is the folder that you are in; name a new folder")
     if source.adapter is not None and not merge and dtype is not None:
         raise ConfigError(f"--dtype={dtype}: an adapter is written as it is; use it with --merge")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with OwnFolder(out.parent, ".exporting-") as scratch:
+        parent = out.resolve().parent
+        parent.mkdir(parents=True, exist_ok=True)
+        with OwnFolder(parent, ".exporting-") as scratch:
             hidden = scratch / "model"
             hidden.mkdir()
             _write(source, hidden, merge=merge, dtype=dtype)
             (hidden / "README.md").write_text(card)
-            hidden.replace(out)
+            hidden.replace(out.resolve())  # a link stays a link
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk as their own errors
         raise CheckpointError(f"OUT={out}: could not be written ({reason_of(error)}); nothing is left there") from error
 

@@ -50,6 +50,19 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(IDS).logits.float()
 
 
+def test_a_link_to_an_empty_folder_stays_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = find_model(str(checkpoint(tmp_path / "run" / "checkpoints" / "iter_000", make_qwen2())))
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    export_model(source, tmp_path / "link", merge=True, dtype=None, card="card")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "disk" / "README.md").read_text() == "card"
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConfigError, match=r"OUT=\.: is the folder that you are in"):
+        export_model(source, Path("."), merge=True, dtype=None, card="card")
+
+
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt2", "cohere"])
 def test_a_merged_adapter_is_the_policy(name: str, tmp_path: Path) -> None:
     policy = adapted(tmp_path, ZOO[name].build())
