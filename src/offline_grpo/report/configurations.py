@@ -56,7 +56,7 @@ class Configuration:
 
     @property
     def low(self) -> float | None:
-        """Lower end of its interval; None with one run, or without a spread to estimate it from."""
+        """Lower end of its interval; None with one run, without a spread to estimate it from, or if a seed was run twice."""
         return self._bound(0)
 
     @property
@@ -66,7 +66,7 @@ class Configuration:
 
     def _bound(self, end: int) -> float | None:
         values = np.array([run.final_pass_at_1 for run in self.counted], dtype=np.float64)
-        if len(set(values)) < 2:
+        if len(set(values)) < 2 or not have_own_seeds(self.counted):
             return None
         return float(share_interval(values[:, None])[end][0])
 
@@ -117,6 +117,11 @@ def short_overrides(found: Sequence[Configuration]) -> list[dict[str, str]]:
     leaves = [key.rpartition(".")[2] for key in keys]
     names = {key: leaf if leaves.count(leaf) == 1 else key for key, leaf in zip(keys, leaves, strict=True)}
     return [{names[key]: value for key, value in each.overrides.items()} for each in found]
+
+
+def have_own_seeds(runs: Sequence[SweepRun]) -> bool:
+    """Whether no seed was run twice. Repetitions say nothing about other seeds: an interval over them would be too narrow."""
+    return len({run.overrides.get("seed") for run in runs}) == len(runs)
 
 
 def share_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:

@@ -21,7 +21,7 @@ from offline_grpo.disk import utf8, write_whole
 from offline_grpo.report.configurations import Configuration, configurations, short_overrides
 from offline_grpo.report.findings import LEAST_ITERATIONS, find, shared
 from offline_grpo.report.history import History, count
-from offline_grpo.report.page_data import WRONG_FILE, PageRun, all_curves, finite, load_runs, paired
+from offline_grpo.report.page_data import WRONG_FILE, PageRun, all_curves, all_parts, finite, load_runs, paired
 from offline_grpo.report.page_samples import samples_of, solved, solved_by_configuration, solved_over_time
 from offline_grpo.report.run_files import about
 from offline_grpo.report.summary import duration, with_interval
@@ -111,7 +111,7 @@ def content(runs: Mapping[str, PageRun], title: str, damaged: list[str]) -> dict
     held_out = {f"eval/pass@{k}": (f"Held-out pass@{k}", "share of problems") for k in sorted({*ks[:1], *ks[-1:]})}
     tasks = sorted({task for run in runs.values() for task in run.history.held_out_tasks()})[:MAX_TASKS]
     held_out |= {f"eval/task/{task}/pass@1": (f"Held-out pass@1 of {task}", "share of problems") for task in tasks}
-    known = {name: solved(run.history.run_dir, damaged) for name, run in runs.items()} if len(groups) > 1 else {}
+    known = {name: solved(run.history, damaged) for name, run in runs.items()} if len(groups) > 1 else {}
     results, verdict = _of_many(groups) if len(runs) > 1 else _of_one(next(iter(runs.values())).history)
     return {
         "title": title,
@@ -123,6 +123,7 @@ def content(runs: Mapping[str, PageRun], title: str, damaged: list[str]) -> dict
         "findings": _findings(runs),
         "not_judged": _not_judged(runs),
         "curves": all_curves(found, runs),
+        "parts": all_parts(found, runs),
         "charts": CHARTS | {"learning": held_out | CHARTS["learning"]},
         "paired": paired(groups, runs, known),
         "problems": solved_by_configuration(groups, known)
@@ -174,15 +175,13 @@ def _of_many(groups: Sequence[tuple[str, Configuration]]) -> tuple[dict[str, Any
     """Table and verdict of several runs."""
     cells = configuration_rows([group for _, group in groups])
     rows = [[name, *row[1:]] for (name, _), row in zip(groups, cells, strict=True)]
-    measured = [row for row in rows if row[2]]
-    ends = (
-        [f"the highest is {measured[0][2]}, of {measured[0][0]}", f"the lowest {measured[-1][2]}, of {measured[-1][0]}"] if measured else []
-    )
-    verdict = (
-        f"pass@1 on held-out problems at the end: {', '.join(ends[: len(measured)])}."
-        if ends
-        else "No run has evaluated held-out problems."
-    )
+    scores = [(group.pass_at_1, row) for (_, group), row in zip(groups, rows, strict=True) if group.pass_at_1 is not None]
+    measured = [row for score, row in sorted(scores, key=lambda each: -each[0]) if math.isfinite(score)]
+    if not measured:
+        verdict = "No run has evaluated held-out problems."
+    else:
+        ends = [f"the highest is {measured[0][2]}, of {measured[0][0]}", f"the lowest {measured[-1][2]}, of {measured[-1][0]}"]
+        verdict = f"pass@1 on held-out problems at the end: {', '.join(ends[: len(measured)])}."
     return {"columns": CONFIGURATION_COLUMNS, "rows": rows}, verdict
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.report.history import by_number
+from offline_grpo.report.history import History, by_number
 
 if TYPE_CHECKING:
     from offline_grpo.report.configurations import Configuration
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 MAX_SAMPLES, MAX_CHARS, MAX_TOKENS = 300, 4000, 600
 MAX_EVALUATIONS, MAX_PROBLEMS = 100, 200
+SEPARATOR = "\0"
 Solved = Mapping[str, Counter[bool]]
-"""Held-out problem -> how many of its answers are right, and wrong."""
+"""Held-out problem (id, SEPARATOR, what it asks as a hash) -> how many of its answers are right, and wrong."""
 FACTS = ("iteration", "problem_id", "answer", "reward", "is_correct", "advantage", "finish_reason")
 
 
@@ -111,7 +113,7 @@ def solved_over_time(folder: Path, damaged: list[str]) -> dict[str, Any] | None:
     names, tables = [], []
     for shard in _evenly(_shards(folder, "eval"), MAX_EVALUATIONS):
         if counts := _solved(shard, damaged):
-            names.append("before" if "init" in shard.path.stem else str(int(shard.path.stem.rpartition("_")[2]) + 1))
+            names.append(str(_completed(shard)) if _completed(shard) else "before")
             tables.append(counts)
     return _heat_map(names, tables)
 
@@ -141,21 +143,41 @@ def _heat_map(columns: Sequence[str], tables: Sequence[Solved]) -> dict[str, Any
     rows = {problem: [table.get(problem) for table in shares] for problem in asked}
     hardest = sorted(rows, key=lambda problem: (sum(share or 0.0 for share in rows[problem]), problem))
     shown = _evenly(hardest, MAX_PROBLEMS)
-    return {"columns": columns, "problems": [_shortened(each)[:60] for each in shown], "share": [rows[each] for each in shown]}
+    return {
+        "columns": columns,
+        "problems": [_shortened(each.partition(SEPARATOR)[0])[:60] for each in shown],
+        "share": [rows[each] for each in shown],
+    }
 
 
-def solved(folder: Path, damaged: list[str]) -> Solved:
-    """What was solved in the last evaluation on record."""
-    return next((_solved(shard, damaged) for shard in _shards(folder, "eval")[-1:]), {})
+def solved(history: History, damaged: list[str]) -> Solved:
+    """What was solved in the evaluation that the last pass@1 on record is of; nothing where the store does not have it."""
+    steps = history.series("eval", "pass@1").steps
+    shards = [shard for shard in _shards(history.run_dir, "eval") if _completed(shard) in steps[-1:]]
+    return next((_solved(shard, damaged) for shard in shards), {})
+
+
+def _completed(shard: Shard) -> int:
+    """Iterations before this evaluation."""
+    return 0 if "init" in shard.path.stem else int(shard.path.stem.rpartition("_")[2]) + 1
 
 
 def _solved(shard: Shard, damaged: list[str]) -> Solved:
+    """Problems are told apart by what they ask, too: in two runs of a sweep, `eval-7` may be two problems."""
     found: dict[str, Counter[bool]] = {}
     try:
-        columns = shard.table(["problem_id", "is_correct"]).to_pydict()
+        table = shard.table(["problem_id", "messages", "answer", "is_correct"])
     except ConfigError as error:
         damaged.append(str(error))
         return found
-    for problem, is_correct in zip(columns["problem_id"], columns["is_correct"], strict=True):
-        found.setdefault(str(problem), Counter())[is_correct] += 1
+    messages = table["messages"].combine_chunks().dictionary_encode()  # one text for all of a group
+    texts = messages.dictionary.to_pylist()
+    columns = (table["problem_id"], messages.indices, table["answer"], table["is_correct"])
+    names: dict[Any, str] = {}
+    for *asked, is_correct in zip(*(column.to_pylist() for column in columns), strict=True):
+        if tuple(asked) not in names:
+            problem, text, answer = asked
+            content = repr((None if text is None else texts[text], answer))
+            names[tuple(asked)] = f"{problem}{SEPARATOR}{hashlib.sha256(content.encode(errors='surrogatepass')).hexdigest()}"
+        found.setdefault(names[tuple(asked)], Counter())[is_correct] += 1
     return found

@@ -66,6 +66,59 @@ def test_a_sweep_is_compared_in_pairs(tmp_path: Path) -> None:
     assert not any("low" in curve for curve in data["curves"]["train/reward_mean"])  # of two seeds: they are drawn themselves
 
 
+def test_pairs_are_of_the_evaluation_that_is_shown_and_of_the_same_problems(tmp_path: Path) -> None:
+    """A kill between the store and the metrics leaves the former without the latter; ids may be those of other problems."""
+    for number, loss in enumerate(("grpo", "killed", "other")):
+        make_run(tmp_path / str(number), loss=loss, solved=3 if loss == "other" else 1)
+    (tmp_path / "1" / "metrics" / "eval_iter_011.json").unlink()
+    store = tmp_path / "2" / "rollouts" / "eval_iter_011.parquet"
+    table = pq.read_table(store)
+    pq.write_table(table.set_column(table.column_names.index("answer"), "answer", pa.array(["5"] * len(table))), store)
+    rows = {row[0]: row[1:3] for row in data_of(tmp_path)["paired"]["rows"]}
+    assert rows == {"train/loss=other": ["+0.500", "other problems"], "train/loss=killed": ["-0.250", "not on record"]}
+
+
+def test_the_first_run_that_was_evaluated_is_the_baseline(tmp_path: Path) -> None:
+    for number, loss in enumerate(("died", "grpo", "dapo")):
+        make_run(tmp_path / str(number), loss=loss, solved=number)
+    for path in (tmp_path / "0" / "metrics").glob("eval_*"):
+        path.unlink()
+    assert data_of(tmp_path)["paired"]["baseline"] == "train/loss=grpo"
+    for path in tmp_path.glob("*/metrics/eval_*"):
+        path.unlink()
+    assert data_of(tmp_path)["paired"] is None
+
+
+def test_the_verdict_names_the_extremes_although_unfinished_runs_come_last(tmp_path: Path) -> None:
+    for number, (loss, solved) in enumerate([("grpo", 2), ("dapo", 1), ("unfinished", 4)]):
+        run = make_run(tmp_path / str(number), loss=loss, solved=solved)
+    config = run / ".hydra" / "config.yaml"
+    config.write_text(config.read_text().replace("iterations: 12", "iterations: 20"))
+    data = data_of(tmp_path)
+    assert [row[0] for row in data["results"]["rows"]][-1] == "train/loss=unfinished"
+    assert "the highest is 1.000, of train/loss=unfinished, the lowest 0.250, of train/loss=dapo" in data["verdict"]
+
+
+@pytest.mark.parametrize("num_runs", [1, 2])
+def test_the_parts_of_an_iteration_add_up(num_runs: int, tmp_path: Path) -> None:
+    """However many iterations there are, and however seldom a part is there."""
+    for number in range(num_runs):
+        run = make_run(tmp_path / str(number), iterations=1, loss=f"loss{number}")
+        for index in range(1000):
+            metrics = {"time/iteration_s": 4.0, "time/generate_s": 3.0} | ({"time/eval_s": 10.0} if index % 10 == 9 else {})
+            metrics |= {"perf/gpu_memory_gb": 2.0 + index % 2}
+            (run / "metrics" / f"train_iter_{index:03d}.json").write_text(json.dumps(metrics))
+    parts = data_of(tmp_path if num_runs > 1 else tmp_path / "0")["parts"]
+    assert list(parts["phases"]["y"]) == ["generate", "eval"]
+    generate, evaluate = parts["phases"]["y"].values()
+    if num_runs > 1:
+        assert (generate, evaluate, parts["memory"]) == ([3.0, 3.0], [1.0, 1.0], {"x": None, "y": {"gpu_memory": [2.5, 2.5]}})
+    else:
+        assert len(parts["phases"]["x"]) == len(generate) == len(evaluate) == 300
+        assert sum(evaluate) / 300 == pytest.approx(1.0, rel=0.1)
+        assert set(generate) == {3.0}
+
+
 def test_held_out_problems_are_followed_through_training(tmp_path: Path) -> None:
     run = make_run(tmp_path, solved=1)
     assert data_of(tmp_path)["problems"] is None  # one evaluation
@@ -146,6 +199,25 @@ def test_three_seeds_have_a_band(tmp_path: Path) -> None:
     half = 4.30265 / 3**0.5  # t with two degrees of freedom; the standard deviation of 1, 2, 3 is 1
     assert curve["y"][0] == 2.0
     assert (curve["low"][0], curve["high"][0]) == (pytest.approx(2 - half, abs=1e-3), pytest.approx(2 + half, abs=1e-3))
+
+
+def test_repetitions_of_a_seed_have_no_band(tmp_path: Path) -> None:
+    for number in range(3):
+        make_run(tmp_path / str(number), seed=0, solved=number)
+    data = data_of(tmp_path)
+    assert not any("low" in curve for curve in data["curves"]["eval/pass@1"])
+    assert "[" not in data["verdict"]
+
+
+def test_an_interval_is_smoothed_with_its_curve(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for index in range(200):
+        share = 0.9 if index == 100 else 0.1
+        metrics = {"pass@1": share, "pass@1_low": share - 0.05, "pass@1_high": share + 0.05}
+        (run / "metrics" / f"eval_iter_{index:03d}.json").write_text(json.dumps(metrics))
+    [line] = data_of(run)["curves"]["eval/pass@1"]
+    assert max(line["y"]) < 0.5
+    assert all(low < y < high for low, y, high in zip(line["low"], line["y"], line["high"], strict=True))
 
 
 def test_a_sweep_tells_its_settings(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 // Draws the pictures, each when it comes into sight: a page of many runs has more than a browser draws in a second.
 
 const AHEAD = "500px";
-const PHASES = ["generate", "train", "sync", "eval", "checkpoint"].map((name) => [name, `train/time/${name}_s`]);
-const MEMORY = ["gpu_memory", "gpu_memory_reserved", "gpu_memory_card"].map((name) => [name, `train/perf/${name}_gb`]);
 const charts = new Map(), stale = new Set(), inSight = new Set();  // charts: where each is drawn -> what gives its traces and layout
 
 let firstSeen;
@@ -71,23 +69,14 @@ function curves(key, unit) {
 }
 
 // Parts of a whole: over the iterations of a run, or their means for each configuration. With `below`, each includes the one before.
-function stacked(parts, unit, below) {
-  const isOne = page.num_runs === 1, names = page.groups.map((group) => plain(group.name));
-  const points = (key) => page.curves[key].map(({ x, y, runs: [run] }) => run && (isOne ? run : { x: x ?? run.x, y: y ?? run.y }));
-  const mean = (key, group) => {
-    const at = page.curves[key].findIndex((line) => line.group === group);
-    if (at < 0) return 0;
-    const every = page.curves["train/time/iteration_s"]?.find((line) => line.group === group);
-    const { y } = points(key)[at], all = below || !every ? y.length : (every.y ?? every.runs[0].y).length;
-    return y.reduce((sum, value) => sum + value, 0) / all;
-  };
-  const values = (key) => (isOne ? points(key)[0].y : names.map((_, group) => mean(key, group)));
-  const traces = parts.map(([name, key], i) => {
-    const under = below && i ? values(parts[i - 1][1]) : [], width = values(key).map((value, at) => Math.max(value - (under[at] ?? 0), 0));
-    const place = isOne ? { x: points(key)[0].x.map((x) => x + 1), y: width } : { x: width, y: names, orientation: "h" };
+function stacked({ x, y }, unit, below) {
+  const names = page.groups.map((group) => plain(group.name)), parts = Object.entries(y);
+  const traces = parts.map(([name, values], i) => {
+    const under = below && i ? parts[i - 1][1] : [], width = values.map((value, at) => Math.max(value - (under[at] ?? 0), 0));
+    const place = x ? { x, y: width } : { x: width, y: names, orientation: "h" };
     return { type: "bar", name, marker: { color: css(`--c${i}`) }, ...place };
   });
-  if (isOne) return [traces, layout("iteration", unit, { barmode: "stack" })];
+  if (x) return [traces, layout("iteration", unit, { barmode: "stack" })];
   return [traces, layout(`${unit}, mean`, "", { barmode: "stack", yaxis: rowsOfGroups([...page.groups.keys()]) })];
 }
 
@@ -131,13 +120,13 @@ function problems() {
 
 function showCharts() {
   const rows = page.num_runs > 1 ? page.groups.length : 0;
-  const addParts = (title, parts, unit, id) => {
-    const known = parts.filter(([, metric]) => page.curves[metric]), legend = key(...known.map(([name]) => name));
-    if (known.length) addChart("speed", title, () => stacked(known, unit, id === "memory"), { id, wide: true, rows, legend });
-    return known.length;
+  const addParts = (title, unit, id) => {
+    const parts = page.parts[id], names = Object.keys(parts.y), below = id === "memory";
+    if (names.length) addChart("speed", title, () => stacked(parts, unit, below), { id, wide: true, rows, legend: key(...names) });
+    return names.length;
   };
-  addParts("Time per iteration", PHASES, "seconds", "phases");
-  const hasMemory = addParts("Memory in use on the trainer's GPU", MEMORY, "GB", "memory");
+  addParts("Time per iteration", "seconds", "phases");
+  const hasMemory = addParts("Memory in use on the trainer's GPU", "GB", "memory");
   if (!hasMemory) find("#speed").append(make("p", {}, "Memory is recorded on a GPU."));
   if (page.paired) addChart("paired", "Thick: 95% over problems. Thin: over seeds.", differences, { id: "forest", wide: true, rows });
   if (page.problems) {
