@@ -113,7 +113,7 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Conso
             (out / "results.json").write_text(json.dumps(redacted(record), indent=1) + "\n")
         discard_fresh(out)  # if no problem was asked
         if out.exists():
-            _print(named, sets[0].config.eval.ks, results, out)
+            _print(named, {each.name: each.config.eval.ks for each in sets}, results, out)
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def _live(console: Console) -> Iterator[None]:
             display.close()
 
 
-def _print(models: dict[str, str], ks: Sequence[int], results: object, out: Path) -> None:
+def _print(models: dict[str, str], ks: dict[str, Sequence[int]], results: object, out: Path) -> None:
     from offline_grpo.eval.table import comparison_lines, results_table, truncation_lines
     from offline_grpo.run.evaluation import Results
 

@@ -124,6 +124,13 @@ def test_the_table_fits_80_columns(
     assert lines[-1] == f"files  {folder.relative_to(tmp_path)}"
 
 
+def test_sets_may_differ_in_their_k(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate.run([str(trained[1]), "eval.ks=[1],[1,4]", "eval.num_ids=2", f"--out={tmp_path}/out"])
+    [heading, first, second] = capsys.readouterr().out.splitlines()[2:5]
+    assert re.findall(r"pass@\d", heading) == ["pass@1", "pass@4"]
+    assert [line.split()[0] + " " + str(line.count("[0")) for line in (first, second)] == ["eval.ks=[1] 1", "eval.ks=[1,4] 2"]
+
+
 def test_a_terminal_shows_how_far_a_set_is(
     trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

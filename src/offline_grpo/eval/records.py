@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from offline_grpo.disk import write_whole
+from offline_grpo.disk import utf8, write_whole
 from offline_grpo.types import RolloutGroup
 
 
@@ -39,14 +39,15 @@ class Records:
 
     def add(self, index: int, group: RolloutGroup) -> None:
         """Write the problem's line."""
-        self._file.write(json.dumps(record_of(index, group), ensure_ascii=False) + "\n")
+        self._file.write(utf8(json.dumps(record_of(index, group), ensure_ascii=False)) + "\n")
         self._file.flush()
 
 
 @contextmanager
 def recording(path: Path) -> Iterator[Records]:
     """Lines come in the order in which engines answer; where the block ends well they are put into the order of the problems."""
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         yield Records(file)
-    lines = sorted(path.read_text().splitlines(keepends=True), key=lambda line: json.loads(line)["index"])
+    with path.open(encoding="utf-8") as file:  # `str.splitlines` would end lines inside a text too, at U+2028
+        lines = sorted(file, key=lambda line: json.loads(line)["index"])
     write_whole(path, "".join(lines))

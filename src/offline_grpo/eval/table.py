@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 from offline_grpo.eval.paired import PairedResult
@@ -11,33 +12,39 @@ from offline_grpo.types import Metrics
 WIDTH = 80
 
 
-def results_table(models: Mapping[str, str], metrics: Mapping[tuple[str, str], Metrics], ks: Sequence[int]) -> list[str]:
+def results_table(models: Mapping[str, str], metrics: Mapping[tuple[str, str], Metrics], ks: Mapping[str, Sequence[int]]) -> list[str]:
     """A line for each model's name, then a row for each set and model: pass@k with 95% intervals, for the smallest and the largest k.
+
+    Sets whose short names are the same have numbers, and a line for each name at the end. More than two k are told two at a time.
 
     Args:
         models: what each short name stands for.
         metrics: (model, set) -> metrics.
+        ks: set -> its k.
     """
     lines = [f"{letter}  {_shortened(name, WIDTH - 3)}" for letter, name in models.items()]
-    shown = [f"pass@{k}" for k in sorted({min(ks), max(ks)})]
-    lines += ["", _row("set", "problems", "", [(f"{key} [95%]") for key in shown])]
-    sets = dict.fromkeys(name for _, name in metrics)
-    for name in sets:
-        for letter in models:
-            if (letter, name) in metrics:
-                found = metrics[letter, name]
-                cells = [f"{found[key]:.3f} [{found[f'{key}_low']:.3f}, {found[f'{key}_high']:.3f}]" for key in shown]
-                lines.append(_row(_shortened(name, 18), f"{found['tasks']:.0f}", letter, cells))
-    return lines
+    labels = {name: _shortened(name, 18) for _, name in metrics}
+    legend: list[str] = []
+    if len(set(labels.values())) < len(labels):
+        labels = {name: f"{number}" for number, name in enumerate(labels, 1)}
+        legend = ["", *(line for name, label in labels.items() for line in _wrapped(f"{label}  {name}"))]
+    shown = [f"pass@{k}" for k in sorted({k for name in labels for k in (min(ks[name]), max(ks[name]))})]
+    for keys in (shown[i : i + 2] for i in range(0, len(shown), 2)):
+        lines += ["", _row("set", "problems", "", [f"{key} [95%]" for key in keys])]
+        for name, label in labels.items():
+            for letter in models:
+                found = metrics.get((letter, name), {})
+                if any(key in found for key in keys):
+                    cells = [f"{found[k]:.3f} [{found[f'{k}_low']:.3f}, {found[f'{k}_high']:.3f}]" if k in found else "" for k in keys]
+                    lines.append(_row(label, f"{found['tasks']:.0f}", letter, cells))
+    return lines + legend
 
 
 def comparison_lines(first: str, comparisons: Mapping[tuple[str, str], PairedResult]) -> list[str]:
-    """What the paired tests say, two lines for each."""
+    """What the paired tests say, two lines for each, or more if its name is long."""
     lines = []
     for (letter, name), found in comparisons.items():
-        lines.append(
-            f"{letter} - {first} on {_shortened(name, 40)}: {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}], {p_text(found)}"
-        )
+        lines += _wrapped(f"{letter} - {first} on {name}: {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}], {p_text(found)}")
         lines.append(f"    better on {found.num_better} and worse on {found.num_worse} of {found.num_problems} problems")
     return lines
 
@@ -50,14 +57,19 @@ def p_text(found: PairedResult) -> str:
 def truncation_lines(metrics: Mapping[tuple[str, str], Any], limit: float = 0.2) -> list[str]:
     """A warning for every model and set of which many completions had no room to end."""
     return [
-        f"{letter} on {_shortened(name, 30)}: {found['truncated_frac']:.0%} of the completions were cut; raise eval.max_new_tokens"
+        line
         for (letter, name), found in metrics.items()
         if found["truncated_frac"] > limit
+        for line in _wrapped(f"{letter} on {name}: {found['truncated_frac']:.0%} of the completions were cut; raise eval.max_new_tokens")
     ]
 
 
 def _row(name: str, num_problems: str, letter: str, cells: Sequence[str]) -> str:
     return f"{name:<18} {num_problems:>8}  {letter:<2}" + "".join(f"  {cell:<22}" for cell in cells).rstrip()
+
+
+def _wrapped(text: str) -> list[str]:
+    return wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _shortened(text: str, width: int) -> str:

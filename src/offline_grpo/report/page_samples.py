@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +45,9 @@ def _of_run(folder: Path, budget: int, damaged: list[str]) -> Iterator[dict[str,
         return
     for path in _evenly(sorted(folder.glob("samples/iter_*.jsonl"), key=lambda path: by_number(path.name)), budget // 4):
         try:
-            for line in map(json.loads, path.read_text().splitlines()[:4]):
-                yield _sample(line, line["prompt"] or [], line["num_tokens"], [(line["completion"], line["advantage"])])
+            with path.open(encoding="utf-8") as file:  # `str.splitlines` would end lines inside a text too, at U+2028
+                for line in map(json.loads, islice(file, 4)):
+                    yield _sample(line, line["prompt"] or [], line["num_tokens"], [(line["completion"], line["advantage"])])
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             damaged.append(f"{path}: cannot be read ({error!r:.80})")
 

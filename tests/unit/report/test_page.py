@@ -9,12 +9,16 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from factories import make_completion
 from report_folders import HOSTILE, make_run
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.report import page as page_module
 from offline_grpo.report.__main__ import main
 from offline_grpo.report.page import save_page
+from offline_grpo.rollouts.store.origin import Origin
+from offline_grpo.rollouts.store.rows import parquet, table_of
+from offline_grpo.types import Rollout, RolloutGroup, Score
 
 
 @pytest.fixture(autouse=True)
@@ -306,6 +310,34 @@ def test_samples_come_from_files_where_nothing_was_recorded(tmp_path: Path) -> N
     data = data_of(run)
     assert [sample["pieces"] for sample in data["samples"]] == [[["5", None]]]
     assert "samples/iter_001.jsonl: cannot be read" in data["damaged"][0]
+
+
+def test_samples_of_files_may_have_any_letters(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for path in (run / "rollouts").iterdir():
+        path.unlink()
+    text = "a\u2028b\u2029c\x85d"
+    line = {"iteration": 0, "problem_id": "p", "prompt": None, "answer": None, "completion": text, "reward": 1.0, "advantage": None}
+    line |= {"is_correct": True, "finish_reason": None, "num_tokens": 1}
+    (run / "samples").mkdir()
+    (run / "samples" / "iter_000.jsonl").write_text((json.dumps(line, ensure_ascii=False) + "\n") * 5, encoding="utf-8")
+    data = data_of(run)
+    assert [sample["pieces"] for sample in data["samples"]] == [[[text, None]]] * 4
+    assert not data["damaged"]
+
+
+@pytest.mark.parametrize("model", ["./model", "damaged"])
+def test_completions_are_shown_where_their_tokenizer_cannot_be_read(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run", iterations=1)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    completion = make_completion((1, 2), (-0.5, -0.5))
+    rollout = Rollout.of_one_turn((1,), completion, temperature=1.0, text="written", score=Score(1.0, True, {}))
+    table = table_of("train", [RolloutGroup(None, (rollout,), ((0.0, 0.5, -0.5),))], [[0.5]], 0)
+    origin = Origin(model, "a", "b", {"seed": 0}, 0, "c")
+    (run / "rollouts" / "iter_000.parquet").write_bytes(parquet(table, origin.to_metadata()))
+    assert [sample["pieces"] for sample in data_of(run)["samples"]] == [[["written", 0.5]]]
 
 
 def test_torch_is_not_imported() -> None:

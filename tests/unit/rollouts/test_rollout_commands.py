@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -12,9 +13,10 @@ import datasets
 import pyarrow.parquet as pq
 import pytest
 from atroposlib.api.server import ScoredData
+from factories import make_completion
 from recorded import CONTEXT, ORIGIN, VOCAB, made_groups, make_replay, replayed, write_store
 from rich.console import Console
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.models import WordLevel
 
 from offline_grpo.errors import ConfigError
@@ -24,14 +26,16 @@ from offline_grpo.rollouts.store.export import scored_data
 from offline_grpo.rollouts.store.reader import Shard
 from offline_grpo.rollouts.store.rows import parquet, table_of
 from offline_grpo.rollouts.store.show import show_groups
-from offline_grpo.types import RolloutGroup, Score
+from offline_grpo.types import FinishReason, Problem, Rollout, RolloutGroup, Score
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a model whose tokens are called t0, t1, ..."""
     folder = tmp_path_factory.mktemp("store")
-    Tokenizer(WordLevel({f"t{token}": token for token in range(VOCAB)}, "t0")).save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(WordLevel({f"t{token}": token for token in range(VOCAB)}, "t0"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
     return write_store(folder / "run", origin=replace(ORIGIN, model=str(folder)))
 
 
@@ -78,6 +82,53 @@ def test_tokens_are_coloured_by_their_advantages_and_nothing_reaches_the_termina
         text = captured.get()
         assert "\x1b]0" not in text
         assert all(part in text for part in expected), text
+
+
+def shown(tmp_path: Path, rollout: Rollout, *, model: str, full: bool, problem: Problem | None = None) -> str:
+    """What a terminal of 80 columns gets about one completion, with its colours."""
+    table = table_of("train", [RolloutGroup(problem, (rollout,), ((0.0,) * 3 + (1.0,) * (len(rollout.token_ids) - 3),))], [[0.5]], 0)
+    (tmp_path / "x.parquet").write_bytes(parquet(table, replace(ORIGIN, model=model).to_metadata()))
+    console = Console(force_terminal=True, color_system="truecolor", width=80)
+    with console.capture() as captured:
+        show_groups(console, Shard(tmp_path / "x.parquet"), table, 1, full=full)
+    return captured.get()
+
+
+def written(ids: tuple[int, ...], text: str) -> Rollout:
+    completion = make_completion(ids, (-0.5,) * len(ids), FinishReason.STOP)
+    return Rollout.of_one_turn((1, 2, 3), completion, temperature=1.0, text=text, score=Score(1.0, True, {}))
+
+
+@pytest.mark.parametrize("text", ["naïve café", "答案是四十二", "yes 🎉 no"])
+def test_characters_of_several_tokens_are_whole(text: str, tmp_path: Path) -> None:
+    """A token for each byte, as byte-level tokenizers have for rare letters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ids = tuple(tokenizer.encode(text).ids)
+    assert len(ids) == len(text.encode())
+    told = shown(tmp_path, written(ids, text), model=str(tmp_path), full=False)
+    assert text in re.sub(r"\x1b\[[\d;]*m", "", told)
+    assert f"\x1b[38;2;90;180;90m{text[-1]}\x1b[0m" in told, "each has a colour of its own"
+    assert "\ufffd" in shown(tmp_path, written(tuple(tokenizer.encode("é").ids)[:1], text), model=str(tmp_path), full=False)
+
+
+def test_full_leaves_nothing_out(tmp_path: Path) -> None:
+    problem = Problem("p", ({"role": "user", "content": "q" * 400 + "MIDDLE" + "q" * 400},), "a" * 400 + "OF" + "a" * 400, {})
+    rollout = written((1, 2), "c" * 400 + "ALL" + "c" * 400)
+    for full in (True, False):
+        text = re.sub(r"\x1b\[[\d;]*m|\s", "", shown(tmp_path, rollout, model="first/model", full=full, problem=problem))
+        assert [part in text for part in ("qMIDDLEq", "aOFa", "cALLc")] == [full] * 3
+
+
+@pytest.mark.parametrize("model", ["./model", "../model", "outputs/", "damaged"])
+def test_the_text_is_shown_where_the_tokenizer_cannot_be_read(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "tokenizer.json").write_text("{}")
+    assert "what it wrote" in shown(tmp_path, written((1, 2), "what it wrote"), model=model, full=False)
 
 
 def test_stats_count_what_was_recorded(store: Path, tmp_path: Path, printed) -> None:

@@ -39,18 +39,20 @@ def show_groups(console: Console, shard: Shard, table: pa.Table, count: int, *, 
         name = "" if first["problem_id"] is None else f", problem {visible(first['problem_id'])}"
         when = "before training" if iteration == -1 else f"iteration {iteration + 1}"
         console.rule(Text(f"{phase}, {when}, group {number + 1}{name}: {len(members)} completions"), align="left", style="dim")
-        console.print(Group(*_prompt(first), *(_answer(member, tokenizer, full=full) for member in (members if full else _ends(members)))))
+        console.print(
+            Group(*_prompt(first, full=full), *(_answer(member, tokenizer, full=full) for member in (members if full else _ends(members))))
+        )
 
 
 def _ends(members: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [members[0], members[-1]] if len(members) > 1 else list(members)
 
 
-def _prompt(row: Mapping[str, Any]) -> Iterator[Table]:
+def _prompt(row: Mapping[str, Any], *, full: bool) -> Iterator[Table]:
     for message in from_json(row["messages"]) if row["messages"] is not None else ():
-        yield _line(message["role"], Text(visible(message["content"])))
+        yield _line(message["role"], Text(_printable(message["content"], full=full)))
     if row["answer"]:
-        yield _line("answer", Text(visible(row["answer"])))
+        yield _line("answer", Text(_printable(row["answer"], full=full)))
 
 
 def _answer(row: Mapping[str, Any], tokenizer: Tokenizer | None, *, full: bool) -> Table:
@@ -62,17 +64,33 @@ def _answer(row: Mapping[str, Any], tokenizer: Tokenizer | None, *, full: bool) 
     facts += [] if row["failure"] is None else [f"not scored: {row['failure']}"]
     text = Text.assemble(("  ".join(facts) + "\n", "bold"))
     if tokenizer is None:
-        return _line("correct" if row["is_correct"] else "wrong", text.append(visible(row["text"]), _colour(row["advantage"] or 0.0)))
+        text.append(_printable(row["text"], full=full), _colour(row["advantage"] or 0.0))
+        return _line("correct" if row["is_correct"] else "wrong", text)
     advantages = row["advantages"] or [row["advantage"] or 0.0] * len(row["completion_ids"])
     sampled = row["is_sampled"] or [True] * len(advantages)
-    tokens = list(zip(row["completion_ids"], advantages, sampled, strict=True))
-    for place, (token, advantage, is_sampled) in enumerate(tokens):
+    tokens = list(zip(_pieces(tokenizer, row["completion_ids"]), advantages, sampled, strict=True))
+    for place, (piece, advantage, is_sampled) in enumerate(tokens):
         if not full and len(tokens) > _SHOWN and not (place < _SHOWN // 2 or place >= len(tokens) - _SHOWN // 2):
             text.append(" ... " if place == _SHOWN // 2 else "")
             continue
-        piece = tokenizer.decode([token], skip_special_tokens=False)
-        text.append(visible(piece), _colour(advantage) if is_sampled else "dim italic")
+        text.append(_printable(piece, full=full), _colour(advantage) if is_sampled else "dim italic")
     return _line("correct" if row["is_correct"] else "wrong", text)
+
+
+def _pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
+    """The text of each token; a character that several tokens make up comes with the last of them, and the others are empty."""
+    before, start = 0, 0  # the tokens in between are told, and decoded again: what a token reads as depends on the one before
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[before:end], skip_special_tokens=False)
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
+            yield ""
+            continue
+        yield text[len(tokenizer.decode(ids[before:start], skip_special_tokens=False)) :]
+        before, start = start, end
+
+
+def _printable(text: str, *, full: bool) -> str:
+    return "".join(map(visible, text)) if full else visible(text)  # of a single letter `visible` leaves nothing out
 
 
 def _colour(advantage: float) -> str:
@@ -91,9 +109,12 @@ def _line(label: str, text: Text) -> Table:
 
 @cache
 def tokenizer_of(model: str) -> Tokenizer | None:
-    """The model's tokenizer, if this machine has it; nothing is downloaded."""
+    """The model's tokenizer, if this machine has it and it can be read; nothing is downloaded."""
     local = Path(model) / "tokenizer.json"
-    found = local if local.is_file() else None
-    if found is None and not Path(model).is_absolute() and model.count("/") == 1:
-        found = try_to_load_from_cache(model, "tokenizer.json")
-    return Tokenizer.from_file(str(found)) if isinstance(found, (str, Path)) else None
+    try:
+        found = local if local.is_file() else None
+        if found is None and not Path(model).is_absolute() and model.count("/") == 1:
+            found = try_to_load_from_cache(model, "tokenizer.json")
+        return Tokenizer.from_file(str(found)) if isinstance(found, (str, Path)) else None
+    except Exception:  # of a damaged file `tokenizers` raises no other class; ./model, seen from another folder, is no name on the Hub
+        return None

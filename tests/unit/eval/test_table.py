@@ -1,0 +1,55 @@
+"""The text of an evaluation: which k and sets it shows, and that no name makes a line of more than 80 columns."""
+
+import re
+
+from offline_grpo.eval.paired import PairedResult
+from offline_grpo.eval.table import comparison_lines, results_table, truncation_lines
+from offline_grpo.types import Metrics
+
+LONG = "gsm8k " + "task.operations=[+,-,*] " * 3 + "x" * 100 + " eval.temperature=0.5"
+
+
+def found(*ks: int) -> Metrics:
+    values = {f"pass@{k}{end}": k / 10 for k in ks for end in ("", "_low", "_high")}
+    return {"tasks": 4.0, "truncated_frac": 1.0, **values}
+
+
+def test_sets_without_a_k_have_a_blank_cell() -> None:
+    metrics = {("A", "both"): found(1, 4), ("A", "one"): found(1)}
+    lines = results_table({"A": "m"}, metrics, {"both": [1, 4], "one": [1]})
+    assert re.findall(r"pass@\d", lines[2]) == ["pass@1", "pass@4"]
+    assert lines[3].split()[:3] == ["both", "4", "A"]
+    assert re.findall(r"(\d\.\d+) \[", lines[3]) == ["0.100", "0.400"]
+    assert re.findall(r"(\d\.\d+) \[", lines[4]) == ["0.100"]
+    assert len(lines) == 5
+
+
+def test_many_k_are_told_two_at_a_time() -> None:
+    metrics = {("A", "few"): found(1, 2), ("A", "many"): found(1, 2, 4, 8)}
+    lines = results_table({"A": "m"}, metrics, {"few": [1, 2], "many": [8, 4, 2, 1]})
+    assert [re.findall(r"pass@\d", line) for line in lines if line.startswith("set")] == [["pass@1", "pass@2"], ["pass@8"]]
+    assert [line.split()[0] for line in lines if "[0" in line] == ["few", "many", "many"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_sets_of_the_same_short_name_are_numbered() -> None:
+    names = [f"{task} eval.temperature=0.5" for task in ("gsm8k", "math")]
+    lines = results_table({"A": "m"}, {("A", name): found(1) for name in names}, {name: [1] for name in names})
+    assert [line.split()[0] for line in lines[3:5]] == ["1", "2"]
+    assert lines[5:] == ["", "1  gsm8k eval.temperature=0.5", "2  math eval.temperature=0.5"]
+
+
+def test_long_names_are_wrapped() -> None:
+    names = [LONG, LONG.replace("gsm8k", "math")]
+    metrics = {(letter, name): found(1, 4) for name in names for letter in "AB"}
+    compared = {("B", name): PairedResult(-0.1234, -0.2345, -0.0123, 0.00001, 1000, 100, 200) for name in names}
+    for lines in (
+        results_table({"A": LONG, "B": LONG}, metrics, {name: [1, 4] for name in names}),
+        comparison_lines("A", compared),
+        truncation_lines(metrics),
+    ):
+        assert max(map(len, lines)) <= 80
+        assert [sum(f"{task} task.operations" in line for line in lines) for task in ("gsm8k", "math")] != [0, 0], (
+            "names keep their beginning"
+        )
+    assert "p < 0.0001" in "\n".join(comparison_lines("A", compared))
