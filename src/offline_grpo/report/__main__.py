@@ -14,7 +14,7 @@ from offline_grpo.logger import output_console
 from offline_grpo.logger.benchmark import Benchmark, mode_of
 from offline_grpo.report import comparison
 from offline_grpo.report.history import load_history
-from offline_grpo.report.run_files import read_yaml
+from offline_grpo.report.run_files import read_part
 from offline_grpo.report.summary import LABEL_WIDTH, print_summary
 from offline_grpo.report.sweep import print_runs, print_sweep
 
@@ -57,7 +57,7 @@ def _show(options: argparse.Namespace) -> None:
 
         print_runs([run.result for run in load_runs(options.folders, damaged=[]).values()], console)
         _page(options.folders, out, console)
-    elif (folder / "metrics").is_dir():
+    elif (folder / "metrics").is_dir() or (folder / ".hydra" / "overrides.yaml").is_file():
         try:
             _report(folder, console, benchmark=options.benchmark)
         finally:  # the page shows what can be read
@@ -65,6 +65,8 @@ def _show(options: argparse.Namespace) -> None:
                 _page([folder], out, console)
     elif (folder / comparison.FILE).is_file():
         comparison.print_comparison(folder, console)
+    elif (folder / ".hydra" / "config.yaml").is_file():
+        raise _no_metrics(folder)
     elif any(folder.rglob(".hydra/overrides.yaml")):
         try:
             print_sweep(folder, console)
@@ -72,6 +74,10 @@ def _show(options: argparse.Namespace) -> None:
             _page([folder], out, console)
     else:
         raise ConfigError(f"{folder}: is neither a run (a folder with metrics/) nor a sweep (a folder of runs)")
+
+
+def _no_metrics(run_dir: Path) -> ConfigError:
+    return ConfigError(f"{run_dir}: has no metrics yet, so there is nothing to report; try again after an iteration")
 
 
 def _failed(message: str, exit_code: int) -> int:
@@ -90,9 +96,9 @@ def _report(run_dir: Path, console: Console, *, benchmark: bool) -> None:
 
     history = load_history(run_dir)
     if not history.train and not history.evals:
-        raise ConfigError(f"{run_dir}: has no metrics yet, so there is nothing to report")
+        raise _no_metrics(run_dir)
     if benchmark:
-        mode = mode_of(read_yaml(run_dir / ".hydra" / "config.yaml"))
+        mode = read_part(run_dir / ".hydra" / "config.yaml", mode_of)
         console.print("\n".join(Benchmark.of(history.train.values()).summary(mode)), markup=False, highlight=False, soft_wrap=True)
         return
     print_summary(history, console)

@@ -42,7 +42,7 @@ class Configuration:
     @property
     def counted(self) -> list[SweepRun]:
         """Those of which pass@1 was measured."""
-        return [run for run in self.best_known if len(run.pass_at_1)]
+        return [run for run in self.best_known if run.final_pass_at_1 is not None]
 
     def mean(self, name: str) -> float | None:
         """The mean of a result of SweepRun over `best_known`; None where it was not measured."""

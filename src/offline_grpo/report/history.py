@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,12 @@ class Series:
 
     def __len__(self) -> int:
         return len(self.values)
+
+    def best(self) -> int | None:
+        """The index of the first highest value that is finite; None without one."""
+        ranked = np.where(np.isfinite(self.values), self.values, -np.inf)
+        index = int(ranked.argmax()) if len(ranked) else 0
+        return index if len(ranked) and np.isfinite(ranked[index]) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +97,7 @@ def load_history(run_dir: Path, damaged: list[str] | None = None) -> History:
         damaged: takes what is wrong with files that cannot be read, which are skipped too.
 
     Raises:
-        GrpoError: a file is not a JSON object, and `damaged` is None.
+        GrpoError: a file is not a JSON object of numbers, and `damaged` is None.
     """
     records: dict[str, dict[int, Metrics]] = {"train": {}, "eval": {}}
     for path in (run_dir / "metrics").glob("*.json"):
@@ -98,11 +106,11 @@ def load_history(run_dir: Path, damaged: list[str] | None = None) -> History:
             iteration = -1 if match["iteration"] is None else int(match["iteration"])
             try:
                 records[match["name"]][iteration] = _read(path)
-            except (GrpoError, OSError) as error:
+            except GrpoError as error:
                 if damaged is None:
                     raise
                 damaged.append(str(error))
-    return History(run_dir, train=dict(sorted(records["train"].items())), evals=dict(sorted(records["eval"].items())))
+    return History(run_dir, train=_measured(records["train"]), evals=_measured(records["eval"]))
 
 
 def by_number(name: str) -> tuple[int, str]:
@@ -115,14 +123,26 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def _measured(records: Mapping[int, Metrics]) -> dict[int, Metrics]:
+    """In order, without metrics that are finite nowhere, of which there is nothing to draw."""
+    known = {key for metrics in records.values() for key, value in metrics.items() if math.isfinite(value)}
+    return {i: {key: value for key, value in metrics.items() if key in known} for i, metrics in sorted(records.items())}
+
+
 def _read(path: Path) -> Metrics:
+    """NaN and infinity pass: the JSON of others has them where a run has diverged."""
     try:
         metrics = json.loads(path.read_bytes())
-    except ValueError as error:
+    except OSError as error:
+        raise GrpoError(f"{path}: cannot be read ({error.strerror}); fix its permissions, delete it, or restore the run folder") from error
+    except (ValueError, RecursionError) as error:
         raise GrpoError(f"{path}: is not JSON ({error}); delete it, or restore the run folder") from error
     if not isinstance(metrics, dict):
         raise GrpoError(f"{path}: holds a {type(metrics).__name__}, not an object of metrics; delete it, or restore the run folder")
     for key, value in metrics.items():
-        if value is not None and not isinstance(value, (int, float)):
-            raise GrpoError(f"{path}: {key}={value!r:.40} is no number; delete it, or restore the run folder")
+        if not isinstance(value, (int, float)):
+            shown = "null" if value is None else f"{value!r:.40}"
+            raise GrpoError(f"{path}: {key}={shown} is no number; delete the file, or restore the run folder")
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            raise GrpoError(f"{path}: {key}={value!r:.40} is too large a number; delete the file, or restore the run folder")
     return metrics

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
-from contextlib import suppress
+import sys
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, GrpoError
 
 
 class SweepSummary(Callback):
@@ -34,5 +34,11 @@ class SweepSummary(Callback):
         from offline_grpo.logger import output_console
         from offline_grpo.report.sweep import print_sweep
 
-        with suppress(ConfigError):  # no job started a run, and each has reported why
+        try:
             print_sweep(self._folder, output_console())
+        except ConfigError:  # no job started a run, and each has reported why
+            pass
+        except BrokenPipeError:  # the reader's end, which `ending_with_reader` tells from others
+            raise
+        except (GrpoError, OSError) as error:  # the runs have ended as they have, whatever becomes of their table
+            print(f"error: the sweep has no table: {error}; then run python -m offline_grpo.report {self._folder}", file=sys.stderr)

@@ -46,13 +46,11 @@ def summary_lines(history: History, *, width: int) -> list[str]:
 def _result(history: History, name: str, key: str, label: str) -> str:
     """`pass@1  0.512 [0.479, 0.547]  0.917 [0.895, 0.938]  0.920 (90)`; of training the first, last and best iteration."""
     values, low, high = (history.series(name, f"{key}{end}") for end in ("", "_low", "_high"))
-    best = int(values.values.argmax())
-    step = values.steps[best] + (name == "train")  # in the iteration that begins there
+    index = values.best()
+    best = "" if index is None else f"{values.values[index]:.3f} ({values.steps[index] + (name == 'train'):.0f})"  # which begins there
     first = with_interval(values, low, high, 0) if values.steps[0] == 0 else ""
     last = with_interval(values, low, high, -1) if values.steps[-1] > 0 or name == "train" else ""
-    return label.ljust(LABEL_WIDTH) + "  ".join(
-        [first.ljust(RESULT_WIDTH), last.ljust(RESULT_WIDTH), f"{values.values[best]:.3f} ({step:.0f})"]
-    )
+    return label.ljust(LABEL_WIDTH) + "  ".join([first.ljust(RESULT_WIDTH), last.ljust(RESULT_WIDTH), best])
 
 
 def with_interval(values: Series, low: Series, high: Series, index: int) -> str:

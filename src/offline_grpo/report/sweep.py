@@ -16,7 +16,7 @@ from offline_grpo.logger import print_table
 from offline_grpo.report.configurations import Configuration, configurations, short_overrides
 from offline_grpo.report.history import by_number, count
 from offline_grpo.report.summary import LABEL_WIDTH
-from offline_grpo.report.sweep_run import NUMBER_COLUMNS, SweepRun, read_run
+from offline_grpo.report.sweep_run import NUMBER_COLUMNS, SweepRun, read_or_say
 
 CONFIGURATION_COLUMNS = ("configuration", "runs", "pass@1 [95%]", "best", "reward", "minutes")
 RUN_COLUMNS = ("pass@1 [95%]", "best", "reward", "minutes", "status")
@@ -35,7 +35,7 @@ def sweep_table(multirun_dir: Path) -> list[SweepRun]:
     run_dirs = sorted(path.parent.parent for path in multirun_dir.rglob(".hydra/overrides.yaml"))
     if not run_dirs:
         raise ConfigError(f"{multirun_dir}: contains no runs (folders with .hydra/overrides.yaml); give the folder of a --multirun")
-    runs = [read_run(run_dir, run_dir.relative_to(multirun_dir).as_posix()) for run_dir in run_dirs]
+    runs = [read_or_say(run_dir, run_dir.relative_to(multirun_dir).as_posix()) for run_dir in run_dirs]
     return sorted(runs, key=lambda run: (run.final_pass_at_1 is None, -(run.final_pass_at_1 or 0.0), -(run.reward or 0.0)))
 
 

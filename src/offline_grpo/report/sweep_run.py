@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from offline_grpo.errors import GrpoError
 from offline_grpo.report.history import History, Series, load_history
-from offline_grpo.report.run_files import read_yaml
+from offline_grpo.report.run_files import read_part
 
 NUMBER_COLUMNS = ("pass@1", "pass@1_low", "pass@1_high", "best_pass@1", "reward_mean", "minutes")  # of summary.csv
 
 
 @dataclass(frozen=True, slots=True)
 class SweepRun:
-    """A result that was not measured is None."""
+    """A result that was not measured, or is not finite, is None."""
 
     name: str
     overrides: dict[str, str]
@@ -36,7 +41,8 @@ class SweepRun:
 
     @property
     def best_pass_at_1(self) -> float | None:
-        return float(self.pass_at_1.values.max()) if len(self.pass_at_1) else None
+        best = self.pass_at_1.best()
+        return None if best is None else float(self.pass_at_1.values[best])
 
     @property
     def numbers(self) -> tuple[float | None, ...]:
@@ -53,8 +59,23 @@ def read_run(run_dir: Path, name: str) -> SweepRun:
     return run_of(load_history(run_dir), name)
 
 
+def read_or_say(run_dir: Path, name: str) -> SweepRun:
+    """The same for a table. A run with a damaged file costs the others nothing: its status says what is wrong, and it has no results."""
+    try:
+        return read_run(run_dir, name)
+    except GrpoError as error:
+        overrides: dict[str, str] = {}
+        with suppress(GrpoError):  # the same error, or one is enough
+            overrides = _read_overrides(run_dir)
+        return SweepRun(name, overrides, f"damaged: {error}", Series(np.empty(0), np.empty(0)), None, None, None, None)
+
+
 def run_of(history: History, name: str) -> SweepRun:
-    """See `read_run`; the metrics are read already."""
+    """The run whose metrics are read already.
+
+    Raises:
+        GrpoError: another file of it cannot be read.
+    """
     run_dir = history.run_dir
     final_low, final_high = (_last(history.series("eval", f"pass@1_{end}").values) for end in ("low", "high"))
     _, seconds = history.phase_seconds()
@@ -70,23 +91,23 @@ def run_of(history: History, name: str) -> SweepRun:
         final_low=final_low,
         final_high=final_high,
         reward=_last(history.series("train", "reward_mean").values),
-        minutes=total_s / 60 if seconds else None,
+        minutes=total_s / 60 if seconds and math.isfinite(total_s) else None,
     )
 
 
 def _last(values: Sequence[float] | Any) -> float | None:
-    return float(values[-1]) if len(values) else None
+    return float(values[-1]) if len(values) and math.isfinite(values[-1]) else None
 
 
 def _status(run_dir: Path, num_done: int) -> str:
     """`done`, `stopped at 3/10`, or `no metrics` for a run that never finished an iteration."""
     if num_done == 0:
         return "no metrics"
-    wanted = read_yaml(run_dir / ".hydra" / "config.yaml")["train"]["iterations"]
+    wanted = read_part(run_dir / ".hydra" / "config.yaml", lambda config: int(config["train"]["iterations"]))
     return "done" if num_done >= wanted else f"stopped at {num_done}/{wanted}"
 
 
 def _read_overrides(run_dir: Path) -> dict[str, str]:
     """`["train.lr=1e-6", "task=sat"]` -> {"train.lr": "1e-6", "task": "sat"}; `~key` deletes and has no value."""
-    overrides = read_yaml(run_dir / ".hydra" / "overrides.yaml") or []
+    overrides = read_part(run_dir / ".hydra" / "overrides.yaml", lambda found: list(found or []))
     return {key: value for key, _, value in (str(override).partition("=") for override in overrides)}

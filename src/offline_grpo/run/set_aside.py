@@ -18,7 +18,7 @@ from offline_grpo.run.run_dir import ResumePoint, RunDir
 FOLDER = "set_aside"
 ITERATION = re.compile(r"(?:^|_)(?:iter_(?P<number>\d+)|init)(?=\.|$)")
 """In the names of files and folders that belong to an iteration: `iter_004`, `eval_iter_004.json`, `eval_init.json`."""
-OF_THE_WHOLE = ("report.png", "wandb_run_id")
+OF_THE_WHOLE = ("report.png", "report.html", "wandb_run_id")
 """What describes a history as a whole. Without its id, the new one is a run of its own in W&B."""
 
 

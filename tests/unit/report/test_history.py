@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,24 @@ def test_a_run_without_metrics_is_empty(tmp_path: Path) -> None:
     assert (dict(history.train), dict(history.evals)) == ({}, {})
 
 
-@pytest.mark.parametrize("content", ["{", "[1]"])
+@pytest.mark.parametrize("content", ["{", "[1]", "", "[" * 100_000, '{"a": null}', '{"a": "1"}', '{"a": 1' + "0" * 400 + "}"])
 def test_a_broken_record_is_named(tmp_path: Path, content: str) -> None:
     write(tmp_path, {})
     (tmp_path / "metrics" / "train_iter_000.json").write_text(content)
     with pytest.raises(GrpoError, match=r"train_iter_000\.json"):
         load_history(tmp_path)
+
+
+def test_a_record_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics" / "train_iter_000.json").mkdir(parents=True)
+    with pytest.raises(GrpoError, match=r"train_iter_000\.json: cannot be read \(Is a directory\)"):
+        load_history(tmp_path)
+
+
+def test_what_is_not_finite_is_never_best_and_a_metric_that_is_finite_nowhere_is_none(tmp_path: Path) -> None:
+    lost = {"pass@1": math.nan, "pass@4": math.nan}
+    write(tmp_path, {"eval_init": {"pass@1": 0.5, "pass@4": math.inf}, "eval_iter_000": lost, "eval_iter_001": {"pass@1": math.inf}})
+    history = load_history(tmp_path)
+    assert history.eval_ks() == [1]
+    assert (len(history.series("eval", "pass@1")), history.series("eval", "pass@1").best()) == (3, 0)
+    assert history.series("eval", "pass@4").best() is None

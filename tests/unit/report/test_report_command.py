@@ -52,6 +52,39 @@ def test_the_folder_of_a_sweep_has_its_table(killed: Path, to_a_file: io.StringI
     assert all(len(line) <= 80 or str(killed.parent) in line for line in to_a_file.getvalue().splitlines())
 
 
+@pytest.mark.parametrize("kept", ["overrides.yaml", "config.yaml"])
+def test_a_run_without_metrics_is_no_sweep(killed: Path, kept: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(killed / "metrics")
+    for path in (killed / ".hydra").iterdir():
+        if path.name != kept:
+            path.unlink()
+    assert main([str(killed)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {killed}: has no metrics yet")
+    assert not list(killed.glob("summary.*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.yaml", b"", "is empty"),
+        ("config.yaml", b"\xff\xfe", "cannot be read ('utf-8' codec"),
+        ("config.yaml", b"model: [\n  a: b\n", "cannot be read (while parsing"),
+        ("hydra.yaml", b"", "is empty"),
+        ("hydra.yaml", b"hydra:\n  run: {}\n", "is incomplete (KeyError('runtime'))"),
+        ("hydra.yaml", b"- 1\n", "is incomplete (TypeError("),
+    ],
+)
+def test_what_hydra_stored_is_damaged(killed: Path, name: str, content: bytes, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (killed / ".hydra" / "config.yaml").write_text("{model: {train_id: a/b}, train: {iterations: 10, lr: 1e-6}}")
+    (killed / ".hydra" / "hydra.yaml").write_text("hydra: {runtime: {choices: {task: sat, model: hf, train/loss: grpo}}}")
+    (killed / ".hydra" / name).write_bytes(content)
+    assert main([str(killed)]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {killed}/.hydra/{name}: {message}")
+    assert line.endswith("; restore it from a copy of the run folder")
+
+
 def test_options_may_stand_among_folders(killed: Path, to_a_file: io.StringIO, tmp_path: Path) -> None:
     other = shutil.copytree(killed, tmp_path / "other")
     assert main([str(killed), "--out", str(tmp_path / "page.html"), str(other)]) == 0

@@ -1,4 +1,5 @@
 import io
+import math
 from pathlib import Path
 
 from rich.console import Console
@@ -83,3 +84,8 @@ def test_a_run_without_evaluation_or_metrics() -> None:
 def test_a_run_that_was_only_evaluated_before_training() -> None:
     lines = printed(History(Path("/runs/four"), {}, {-1: EVALS[-1]}))
     assert "pass@1          0.200 [0.100, 0.300]                        0.200 (0)" in lines
+
+
+def test_a_reward_that_is_not_finite_is_not_the_best() -> None:
+    train = {i: {"reward_mean": value} for i, value in enumerate((0.25, math.nan, math.inf))}
+    assert "training reward 0.250                 inf                   0.250 (1)" in printed(History(Path("/r"), train, {}))

@@ -1,6 +1,7 @@
 import csv
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, GrpoError
 from offline_grpo.report.hydra_callback import SweepSummary
 from offline_grpo.report.sweep import print_sweep, sweep_table
 
@@ -147,6 +148,26 @@ def test_a_run_that_stopped_early_is_done(tmp_path: Path, name: str) -> None:
     assert run.is_done
 
 
+@pytest.mark.parametrize("name", [".hydra/config.yaml", "metrics/train_iter_000.json"])
+def test_a_damaged_run_is_named_and_the_others_have_their_table(multirun_dir: Path, name: str) -> None:
+    path = multirun_dir / "2" / name
+    path.write_bytes(b"")
+    stream = io.StringIO()
+    print_sweep(multirun_dir, Console(file=stream, width=80))
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert "lr=1e-6        0     0.500         0.625  0.750   3.0" in lines
+    assert [line for line in lines if line.startswith(f"run 2: damaged: {path}: is ") and line.endswith("the run folder")]
+    assert all((multirun_dir / saved).is_file() for saved in ("summary.csv", "summary.md", "sweep.png"))
+
+
+def test_a_run_whose_last_pass_at_1_is_not_finite_comes_last(multirun_dir: Path) -> None:
+    path = multirun_dir / "0" / "metrics" / "eval_iter_001.json"
+    path.write_text(json.dumps({"pass@1": math.nan}))
+    first, *others = sweep_table(multirun_dir)
+    assert first.name == "2"
+    assert [(run.final_pass_at_1, run.best_pass_at_1) for run in others if run.name == "0"] == [(None, 0.625)]
+
+
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"contains no runs.*multirun"):
@@ -160,3 +181,19 @@ def test_the_hydra_callback_prints_the_table_of_its_sweep(multirun_dir: Path, ca
     assert capsys.readouterr().out == ""
     callback.on_multirun_end(config)
     assert "3 runs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [GrpoError("run 0 is odd"), OSError(28, "No space left on device", "summary.csv")])
+def test_the_hydra_callback_reports_a_failure_in_one_line(
+    multirun_dir: Path, error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr("offline_grpo.report.sweep.print_sweep", fail)
+    callback, config = SweepSummary(), OmegaConf.create({"hydra": {"sweep": {"dir": str(multirun_dir)}}})
+    callback.on_multirun_start(config)
+    callback.on_multirun_end(config)
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: the sweep has no table: {error}; then run python -m offline_grpo.report {multirun_dir}"
+    ]

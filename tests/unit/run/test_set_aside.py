@@ -16,7 +16,15 @@ from offline_grpo.run.set_aside import describe, set_aside
 
 def make_run(path: Path) -> RunDir:
     """Twelve iterations, saved and evaluated after 4, 8 and 12; the last checkpoint is the best."""
-    files = ["report.png", "wandb_run_id", "run.log", "failed_batch_iter_009.pt", "metrics/eval_init.json", "samples/eval_init.jsonl"]
+    files = [
+        "report.png",
+        "report.html",
+        "wandb_run_id",
+        "run.log",
+        "failed_batch_iter_009.pt",
+        "metrics/eval_init.json",
+        "samples/eval_init.jsonl",
+    ]
     for i in range(12):
         files += [f"metrics/train_iter_{i:03d}.json", f"samples/iter_{i:03d}.jsonl"]
         files += [f"metrics/eval_iter_{i:03d}.json", f"checkpoints/iter_{i:03d}/config.json"] if i % 4 == 3 else []
@@ -44,7 +52,8 @@ def test_what_comes_after_an_earlier_checkpoint_moves_and_is_whole(tmp_path):
     assert aside == tmp_path / "set_aside" / "start_002"
     assert describe(aside, point(7)) == f"set aside in {aside}: what an earlier start wrote after iteration 8"
     assert files(aside) == {
-        *("checkpoints/iter_011/config.json", "metrics/eval_iter_011.json", "failed_batch_iter_009.pt", "report.png", "wandb_run_id"),
+        *("checkpoints/iter_011/config.json", "metrics/eval_iter_011.json", "failed_batch_iter_009.pt"),
+        *("report.png", "report.html", "wandb_run_id"),
         *(f"metrics/train_iter_{i:03d}.json" for i in range(8, 12)),
         *(f"samples/iter_{i:03d}.jsonl" for i in range(8, 12)),
         *("checkpoints/best",),
@@ -72,7 +81,7 @@ def test_records_after_the_newest_checkpoint_stay_unless_something_has_changed(t
     assert set_aside(run, point(7), 2) is None
     assert files(tmp_path) == before
     aside = set_aside(run, point(7, lr=(1, 2)), 2)
-    assert len(files(aside)) == 4 + 4 + 1 + 3
+    assert len(files(aside)) == 4 + 4 + 1 + 4
     assert list(load_history(tmp_path).train) == list(range(8))
 
 
@@ -119,8 +128,8 @@ def test_killed_after_any_move_the_rest_is_a_run_that_goes_on(tmp_path, monkeypa
         assert recorded == list(range(len(recorded)))
         set_aside(run, point(saved[-1], lr=(1, 2)), 3)
         assert list(load_history(run.path).train) == list(range(saved[-1] + 1))
-        assert len([name for name in files(run.path) if not name.endswith("best")]) == 3 + 1 + 2 + 12 * 2 + 3 * 2
-    assert count == 2 + 8 + 8 + 2 + 1 + 2 + 1
+        assert len([name for name in files(run.path) if not name.endswith("best")]) == 4 + 1 + 2 + 12 * 2 + 3 * 2
+    assert count == 2 + 8 + 8 + 2 + 1 + 3 + 1
 
 
 def test_what_cannot_be_moved_is_told(tmp_path):
