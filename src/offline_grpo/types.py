@@ -126,7 +126,7 @@ class Score:
     reward: float
     is_correct: bool
     parts: Mapping[str, float]
-    failure: str | None = None  # why it is 0, if the code that judges it failed: one of FAILURES
+    failure: str | None = None  # why it is 0 or less, if the code that judges it failed: one of FAILURES
     measured: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -79,6 +79,17 @@ class Judgement:
         except (Exception, SystemExit) as error:  # whatever that code raises
             about = about_completion(self._problem, self._text)
             raise ScoreError(f"a completion cannot be scored, {told(error)}; {about}; HYDRA_FULL_ERROR=1 shows the traceback") from error
+
+
+def scores_of(judgements: Sequence[Judgement]) -> list[Score]:
+    """The scores of a group, as soon as all are there.
+
+    A score that failed is 0, or that of the worst completion whose score is below 0: a policy would learn to make code fail that
+    punishes.
+    """
+    scores = [judgement.result() for judgement in judgements]
+    least = min((score.reward for score in scores if score.failure is None), default=0.0)
+    return [score if score.failure is None else replace(score, reward=min(0.0, least)) for score in scores]
 
 
 def about_completion(problem: Problem, text: str) -> str:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from offline_grpo import progress
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.generation.judging import Judgement
+from offline_grpo.generation.judging import Judgement, scores_of
 from offline_grpo.interfaces import Task
 from offline_grpo.rollouts.on_policy import permutation
 from offline_grpo.rollouts.store.origin import FOLDER, Origin, json_hash
@@ -204,8 +204,8 @@ class Replay:
         if group.problem is None:
             raise ConfigError("rollouts.rescore=true: these rollouts were recorded without their problems; use false")
         judgements = [Judgement(self.task, group.problem, str(rollout.text)) for rollout in group.rollouts]
-        pairs = zip(group.rollouts, judgements, strict=True)
-        return RolloutGroup(group.problem, tuple(replace(rollout, score=judgement.result()) for rollout, judgement in pairs))
+        pairs = zip(group.rollouts, scores_of(judgements), strict=True)
+        return RolloutGroup(group.problem, tuple(replace(rollout, score=score) for rollout, score in pairs))
 
 
 def _shards(path: str | Sequence[str] | None) -> list[Shard]:

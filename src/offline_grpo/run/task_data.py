@@ -16,6 +16,7 @@ from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.run.lock import refuse_written
 from offline_grpo.run.overrides import key_of
 from offline_grpo.settings import RunConfig
+from offline_grpo.task.lazy_problems import MANY
 from offline_grpo.task.messages import prompt_key
 from offline_grpo.task.mixture import of_task
 from offline_grpo.task.near_duplicates import NearDuplicate, near_duplicates
@@ -133,7 +134,7 @@ def train_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
     first = config.data.train_seed_start
     count = config.data.num_train_seeds
     if count is None:
-        last = len(available) if len(available) <= MAX_PROBLEMS else first + ENDLESS_TASK_PROBLEMS
+        last = len(available) if len(available) < MANY else first + ENDLESS_TASK_PROBLEMS
         return _slice(available, range(first, last), "data.train_seed_start", first)
     return _slice(available, range(first, first + count), "data.num_train_seeds", count)
 

@@ -99,3 +99,20 @@ def test_a_failure_of_the_engine_is_raised_where_it_happens() -> None:
     with pytest.raises(EngineError, match="broken"):
         sample_in_order(client, Listening(), Characters(), DRAWS, SAMPLING, group_size=1)
     assert client.is_closed
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"), [((-1.0, -3.0), -3.0), ((1.0, 2.0), 0.0), ((), 0.0)], ids=["punished", "rewarded", "alone"]
+)
+def test_a_score_that_fails_is_no_better_than_the_worst_of_its_group(others: Sequence[float], expected: float) -> None:
+    """With rewards below 0, a policy would learn to make the code fail that scores."""
+
+    class Failing(Listening):
+        def score(self, problem: Problem, text: str) -> Score:
+            self.seen.append((problem.problem_id, text))
+            number = len(self.seen) - 1
+            return Score(others[number], False, {}) if number < len(others) else Score(0.0, False, {}, "timeout")
+
+    [group] = sample_in_order(Reversed(), Failing(), Characters(), DRAWS[:1], SAMPLING, group_size=len(others) + 1)
+    assert [rollout.score.reward for rollout in group.rollouts] == [*others, expected]
+    assert group.rollouts[-1].score.failure == "timeout"

@@ -30,7 +30,7 @@ class IsolatedTask:
     """A `Task` like `task`, whose `score` is async and asks `scorers`.
 
     Code that takes longer than `timeout_s`, needs more than `memory_mib`, ends its process or raises costs a score of 0 that says so
-    (`Score.failure`); of each cause the first one is told.
+    (`Score.failure`), or less, see `judging.scores_of`; of each cause the first one is told.
     """
 
     def __init__(self, task: Task, scorers: Asked, settings: ScoringConfig) -> None:
@@ -65,7 +65,8 @@ class IsolatedTask:
             "raised": f"failed: {answer['reason']}",
         }[failure]
         log.warning(
-            "the code that scores %s; %s. It got the reward 0, as all will that fail like this: scoring/num_failed_%s counts them.%s",
+            "the code that scores %s; %s. It got the reward 0, or the least of its group if that is below 0, as all will that fail like "
+            "this: scoring/num_failed_%s counts them.%s",
             what,
             about_completion(problem, text),
             failure,
