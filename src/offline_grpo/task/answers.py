@@ -15,7 +15,11 @@ MAX_SYMBOLS = 8
 MAX_FORMULA_SYMBOLS = 14
 """The same for formulas, which have more of them; what they may contain is limited in other ways."""
 
+MAX_NESTED_POWER = 4
+"""The same for powers of brackets within brackets, multiplied with each other: `((x+1)^2)^2` has 4."""
+
 _NUMBER_TAIL_CHARS = 1000
+_JOINED_DIGITS = r"[0-9]+(?:(?:-[0-9]+)+|/[0-9]+/[0-9]+)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +71,15 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number of a text, such as `-1,234.5`, or None. Digits inside a word (`m2`) do not count as a number."""
+    """The last number of a text, such as `-1,234.5`, or None: without a currency sign after the minus sign, and `.5` as `0.5`.
+
+    Digits inside a word (`m2`) do not count as a number, nor do those after the point that ends a sentence.
+    """
+    tail = re.sub(r"-\\?[$€£](?=[0-9.])", "-", text[-_NUMBER_TAIL_CHARS:].replace("\N{MINUS SIGN}", "-"))
     number = r"(?<![A-Za-z0-9.])-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"
-    numbers = re.findall(number, text[-_NUMBER_TAIL_CHARS:])
-    return numbers[-1] if numbers else None
+    fraction = r"(?:^|(?<=[\s=:~≈$€£*(\[{])|(?<![A-Za-z0-9.)\]}])(?=-)|(?<=-))-?\.[0-9]+(?!\.?[0-9])"
+    numbers = re.findall(f"{number}|{fraction}", tail)
+    return re.sub(r"^(-?)\.", r"\g<1>0.", numbers[-1]) if numbers else None
 
 
 def is_same_number(reference: str, answer: str) -> bool:
@@ -78,8 +87,10 @@ def is_same_number(reference: str, answer: str) -> bool:
 
     Currency signs, per cent signs and trailing words are treated as units and ignored. math-verify does the comparison. A few characters
     can make it hang (a tower of powers, a factorial, nested parentheses), and its own timeout works only in the main thread. So it gets
-    only short arithmetic without powers; any other answer counts as unequal.
+    only short arithmetic without powers; any other answer counts as unequal. Dates, scores and telephone numbers are compared as text.
     """
+    if _is_joined_digits(reference):
+        return _plain_words(reference) == _plain_words(answer)
     import math_verify
 
     # None switches off the signal-based timeout.
@@ -109,15 +120,17 @@ def marked_answer(text: str) -> str | None:
 
 def is_same_latex(reference: str, text: str) -> bool:
     r"""True if math-verify finds the answer of a completion (see `marked_answer`; without a mark, its last formula) to equal a reference in
-    LaTeX, or they are the same words.
+    LaTeX, or they are the same words. A date, score or telephone number must be the same text.
 
     It may take for ever, or all memory: to be called where the process can be killed.
     """
-    import math_verify
-
     marked = marked_answer(text)
     if marked is not None and _plain_words(reference) == _plain_words(marked):
         return True
+    if _is_joined_digits(reference):
+        return marked is None and re.findall(_JOINED_DIGITS, text)[-1:] == [_plain_words(reference)]
+    import math_verify
+
     found = _parse_latex(text if marked is None else rf"\boxed{{{marked}}}")
     return math_verify.verify(_parse_latex(rf"\boxed{{{reference}}}"), found, timeout_seconds=None)
 
@@ -130,7 +143,7 @@ def is_same_value(reference: str, answer: str) -> bool:
     """
     if _plain_words(reference) == _plain_words(answer):
         return True
-    if max(len(reference), len(answer)) > MAX_ANSWER_CHARS:
+    if max(len(reference), len(answer)) > MAX_ANSWER_CHARS or _is_joined_digits(reference):
         return False
     return is_same_number(reference, answer) or _is_same_formula(reference, answer)
 
@@ -143,6 +156,11 @@ def _is_same_formula(reference: str, answer: str) -> bool:
     import math_verify
 
     return math_verify.verify(parsed[0], parsed[1], timeout_seconds=None)
+
+
+def _is_joined_digits(reference: str) -> bool:
+    """True for dates, scores and telephone numbers, such as `2020-01-05`, `3-2` and `01/05/2020`: as arithmetic, many would be equal."""
+    return re.fullmatch(_JOINED_DIGITS, _plain_words(reference)) is not None
 
 
 def _plain_words(answer: str) -> str:
@@ -213,5 +231,18 @@ def _is_short_formula(plain: str) -> bool:
     powers = re.findall(r"(?<=[0-9])\^(?:-?[0-9]|\{-?[0-9]{1,2}\})(?![0-9^])", compact)
     powers += re.findall(r"(?<=[A-Za-z])\^(?:-?[0-9A-Za-z]|\{-?[0-9A-Za-z]\})(?![0-9^])", compact)
     powers += re.findall(r"(?<=[)}\]])\^(?:[1-4]|\{-?[1-4]\})(?![0-9^])", compact)
-    is_small = "**" not in compact and len(powers) == compact.count("^")
+    is_small = "**" not in compact and len(powers) == compact.count("^") and _nested_power(compact) <= MAX_NESTED_POWER
     return is_formula and is_small and len(re.findall(symbol, plain)) <= MAX_FORMULA_SYMBOLS
+
+
+def _nested_power(compact: str) -> int:
+    """The largest product of the powers of brackets that contain each other, to which their content is multiplied out."""
+    inner = [1]  # for each bracket that is open, the largest product within it
+    for match in re.finditer(r"[(\[{]|[)\]}](?:\^\{?-?([1-4]))?", compact):
+        if match[0] in "([{":
+            inner.append(1)
+            continue
+        product = int(match[1] or 1) * inner.pop()
+        inner = inner or [1]
+        inner[-1] = max(inner[-1], product)
+    return max(inner)

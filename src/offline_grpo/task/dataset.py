@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
 from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.reward.functions import Rewards, load_rewards
+from offline_grpo.reward.functions import GIVEN, Rewards, load_rewards
 from offline_grpo.task.answers import is_same_latex, is_same_number, is_same_value, last_boxed, last_number, marked_answer, reference_answer
 from offline_grpo.task.row_task import RowTask
-from offline_grpo.task.rows import Row, messages_or_text, text_field
-from offline_grpo.types import Problem, Score
+from offline_grpo.task.rows import Row, messages_or_text, shown, text_field
+from offline_grpo.types import Message, Problem, Score
 
 ANSWER_KINDS = ("auto", "math", "text", "regex")
 
@@ -81,11 +81,18 @@ class Dataset(RowTask):
         elif self.prompt_template is not None:
             fix = "is for prompts of text, and here they are lists of messages; set it to null"
             raise ConfigError(f"task.prompt_template={self.prompt_template!r}: {fix} ({row.where} field {self.prompt_field})")
-        fields = {str(key): value for key, value in row.value.items() if key not in (self.prompt_field, self.answer_field)}
+        # The prompt and the answer too, unless reward functions are given them under these names anyway.
+        given = {self.prompt_field, self.answer_field} & {*GIVEN}
+        fields = {str(key): value for key, value in row.value.items() if key not in given}
         problem = Problem(problem_id, self.messages(row, prompt), self._answer(row), fields)
         if self._rewards is not None:
             self._rewards.check(problem)
         return problem
+
+    def asked_by(self, row: Row, problem: Problem) -> Sequence[Message]:
+        """See `RowTask.asked_by`."""
+        prompt = messages_or_text(row, self.prompt_field, "task.prompt_field")
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
     def _answer(self, row: Row) -> str:
         if self.answer_field is None or (self._rewards is not None and row.value.get(self.answer_field) is None):
@@ -99,9 +106,9 @@ class Dataset(RowTask):
         if self.answer_kind == "regex":
             try:
                 re.compile(answer)
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:  # too large a number of repeats, too many brackets
                 raise ConfigError(
-                    f"{row.where} has no regular expression in the field {self.answer_field!r} ({error}): {answer!r}"
+                    f"{row.where} has no regular expression in the field {self.answer_field!r} ({error}): {shown(answer)}"
                 ) from error
         return answer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -10,7 +11,7 @@ from functools import cached_property, partial
 from math import isfinite
 from typing import Any, ClassVar, cast
 
-from offline_grpo.errors import ConfigError, require
+from offline_grpo.errors import ConfigError, ScoreError, require
 from offline_grpo.task.answers import last_tagged
 from offline_grpo.task.lazy_problems import LazyProblems
 from offline_grpo.task.messages import asked, check_system_prompt
@@ -81,7 +82,11 @@ class ReasoningGym:
         return LazyProblems(partial(self._problem, split), range(self._num(split)))
 
     def score(self, problem: Problem, text: str) -> Score:
-        """See the table of the class. The generator makes the problem again, because its scorer wants to see it."""
+        """See the table of the class. The generator makes the problem again, because its scorer wants to see it.
+
+        Raises:
+            ScoreError: it made another problem than the one that was asked.
+        """
         block = last_tagged(text, "answer")
         parts = {"correct": 0.0 if block is None else self._correctness(problem, block.content.strip()), "format": 0.0}
         if block is not None:
@@ -92,6 +97,13 @@ class ReasoningGym:
         split, _, index = problem.problem_id.partition("-")
         items = self._items(Split(split), self._level(Split(split), int(index)))
         item = items[int(index)]
+        if not any(item["question"] in message["content"] for message in problem.messages):
+            seed = os.environ.get("PYTHONHASHSEED")
+            raise ScoreError(
+                f"task=reasoning_gym, task.name={self.name}: made again to be scored, problem {problem.problem_id} is not the one that was "
+                f"asked, as with generators whose problems depend on how Python orders sets (PYTHONHASHSEED={seed or 'random'}); set "
+                "PYTHONHASHSEED=0 in the environment of the run, which makes the problems the same in every process and after a resume"
+            )
         try:
             correctness = float(items.score_answer(answer, item))
         except Exception:  # whatever a scorer raises at an answer that it cannot read

@@ -26,7 +26,7 @@ class RowTask(ABC):
     Args:
         path, name, train_split: see `rows.read_split`.
         eval_split: the split to evaluate on; None is `test` or `validation`, or without these `eval_frac` of the rows of `train_split`,
-            those whose prompts come first in the order of a fixed hash.
+            those whose prompts come first in the order of a fixed hash, each prompt once.
         system_prompt: the system message, or None for no system message.
 
     Raises:
@@ -52,6 +52,10 @@ class RowTask(ABC):
     def problem_of(self, problem_id: str, row: Row) -> Problem:
         """The problem of a row. Raises ConfigError where the row is malformed."""
 
+    def asked_by(self, row: Row, problem: Problem) -> Sequence[Message]:
+        """What the row itself says, without what settings add to it: these must not change which rows are held out."""
+        return problem.messages if self.system_prompt is None else problem.messages[1:]
+
     def problems(self, split: Split) -> Sequence[Problem]:
         """All problems of a split, in the order of the data."""
         return self._splits[split]
@@ -70,16 +74,21 @@ class RowTask(ABC):
 
     @cached_property
     def _splits(self) -> Mapping[Split, Sequence[Problem]]:
-        train = self._load(self.train_split, Split.TRAIN)
+        rows, train = self._load(self.train_split, Split.TRAIN)
         spec = self.eval_split or held_out_split(self.path, self.name)
         if spec is not None:
-            return {Split.TRAIN: train, Split.EVAL: self._load(spec, Split.EVAL)}
-        chosen = self._first_in_hash_order([_hash_of(problem.messages) for problem in train])
-        parts: dict[Split, list[Problem]] = {split: [] for split in Split}
-        for problem in train:
-            parts[Split.EVAL if _hash_of(problem.messages) in chosen else Split.TRAIN].append(problem)
-        log.info("held out: %d of %d rows, without a split for it (task.eval_frac=%s)", len(parts[Split.EVAL]), len(train), self.eval_frac)
-        return parts
+            return {Split.TRAIN: train, Split.EVAL: self._load(spec, Split.EVAL)[1]}
+        hashes = [_hash_of(self.asked_by(row, problem)) for row, problem in zip(rows, train, strict=True)]
+        chosen = self._first_in_hash_order(hashes)
+        held_out: dict[str, Problem] = {}  # each prompt once: copies would count as independent answers
+        for key, problem in zip(hashes, train, strict=True):
+            if key in chosen:
+                held_out.setdefault(key, problem)
+        left = [problem for key, problem in zip(hashes, train, strict=True) if key not in chosen]
+        log.info("held out: %d of %d rows, without a split for it (task.eval_frac=%s)", len(held_out), len(train), self.eval_frac)
+        if copies := len(train) - len(left) - len(held_out):
+            log.info("left out, of training too: %d copies of prompts that are held out", copies)
+        return {Split.TRAIN: left, Split.EVAL: list(held_out.values())}
 
     def _first_in_hash_order(self, hashes: Sequence[str]) -> set[str]:
         """The prompts that are held out. All rows with the same prompt are on the same side, whatever their order and whatever is added."""
@@ -88,7 +97,7 @@ class RowTask(ABC):
             raise ConfigError(f"task.path={self.path}: has {len(different)} prompt to train on and to evaluate on; it needs 2 or more")
         return set(different[: max(1, round(self.eval_frac * len(different)))])
 
-    def _load(self, spec: str, split: Split) -> list[Problem]:
+    def _load(self, spec: str, split: Split) -> tuple[list[Row], list[Problem]]:
         rows = read_split(self.path, self.name, spec, f"task.{split}_split")
         problems = [self.problem_of(f"{split}-{row.index}", row) for row in rows]
         if pairs := _contradictions(problems):
@@ -97,7 +106,7 @@ class RowTask(ABC):
                 "right for one is wrong for the other",
                 *(len(pairs), split, spec, *pairs[0]),
             )
-        return problems
+        return rows, problems
 
 
 def _contradictions(problems: Sequence[Problem]) -> list[tuple[str, str]]:

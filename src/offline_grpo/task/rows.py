@@ -6,7 +6,7 @@ import csv
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -87,8 +87,10 @@ def text_field(row: Row, name: str, key: str) -> str:
     value = field(row, name, key)
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:  # pandas makes floats of integers beside empty cells
         value = int(value)
-    is_number = isinstance(value, float) and math.isfinite(value)
-    text = format(Decimal(repr(value)), "f") if is_number else str(value)  # 0.00001 and not 1e-05, which no completion has
+    is_number = isinstance(value, (float, Decimal)) and math.isfinite(value)
+    text = format(Decimal(str(value)), "f") if is_number else str(value)  # 0.00001 and not 1e-05, which no completion has
+    if isinstance(value, Decimal) and "." in text:  # its column has the same number of digits after the point in each row
+        text = text.rstrip("0").rstrip(".")
     if not (is_number or isinstance(value, (str, int))) or not text.strip():
         raise ConfigError(f"{row.where} has no text in the field {name!r} ({key}): {shown(row.value)}")
     return encodable(row, name, key, text)
@@ -138,8 +140,13 @@ def shown(value: Any) -> str:
 
 def _local_source(path: str) -> Path | None:
     """The local file or folder at `path`, or None if `path` is a Hub id."""
-    local = Path(path).expanduser()
-    if local.exists():
+    try:
+        local = Path(path).expanduser()
+        exists = local.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long, a folder that may not be read, an unknown ~user
+        fix = "set it to a local file or folder, or to a Hub id"
+        raise ConfigError(f"task.path={path}: cannot be looked for ({reason_of(error)}); {fix}") from error
+    if exists:
         return local
     if local.suffix in SUFFIXES or path.startswith(("/", "./", "../", "~")):
         raise ConfigError(f"task.path={path} does not exist (looked for {local.absolute()})")
@@ -221,6 +228,7 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, strict=True)
         try:
+            _refuse_twice(file, reader.fieldnames or ())
             for number, value in enumerate(reader, start=1):
                 where = f"task.path: {file}, row {number},"
                 if None in value or None in value.values():
@@ -233,6 +241,13 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
             raise ConfigError(
                 f"task.path: {file}, line {_first_line_of_other_encoding(file)}, is not UTF-8; save the file as UTF-8"
             ) from error
+
+
+def _refuse_twice(file: Path, names: Sequence[str]) -> None:
+    """Raise ConfigError for a column that occurs twice, of which rows would have the last one. Those without a name have no use."""
+    twice = next((name for name in names if name.strip() and names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"task.path: {file} has more than one column {twice!r}; rename or remove all but one")
 
 
 def _first_line_of_other_encoding(file: Path) -> int:
@@ -250,16 +265,31 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
     from pyarrow import parquet
 
     try:
-        values = parquet.ParquetFile(file).read().to_pylist()
+        table = parquet.ParquetFile(file).read()
+        names = table.column_names
+        _refuse_twice(file, names)
+        columns = [_as_written(column.to_pylist(), str(column.type)) for column in table.columns]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"task.path: {file} has text that is not UTF-8 ({error}); write the file again with UTF-8 text") from error
     except pyarrow.ArrowException as error:
         raise ConfigError(f"task.path: {file} is not a readable parquet file: {error}") from error
-    for number, value in enumerate(values, start=1):
-        yield f"task.path: {file}, row {number},", value
+    for number, values in enumerate(zip(*columns, strict=True), start=1):
+        yield f"task.path: {file}, row {number},", dict(zip(names, values, strict=True))
+
+
+def _as_written(values: list[Any], kind: str) -> list[Any]:
+    """Numbers of a column with less precision than Python's, with the digits that they were written with: 0.1, not 0.10000000149."""
+    import numpy
+
+    narrow = {"float": numpy.float32, "float32": numpy.float32, "halffloat": numpy.float16, "float16": numpy.float16}.get(kind)
+    return values if narrow is None else [None if value is None else float(str(narrow(value))) for value in values]
 
 
 def _hub_rows(path: str, name: str | None, split: str, key: str) -> list[tuple[str, Any]]:
     data = _from_hub(path, name, f"{key}={split}", lambda datasets: datasets.load_dataset(path, name, split=split))
-    return [(f"task.path={path} ({name}, {split}), row {number},", dict(value)) for number, value in enumerate(data, start=1)]
+    kinds = {column: str(getattr(feature, "dtype", "")) for column, feature in (getattr(data, "features", None) or {}).items()}
+    rows = ({column: _as_written([value], kinds.get(column, ""))[0] for column, value in row.items()} for row in data)
+    return [(f"task.path={path} ({name}, {split}), row {number},", row) for number, row in enumerate(rows, start=1)]
 
 
 def _from_hub(path: str, name: str | None, what: str, ask: Any) -> Any:

@@ -1,11 +1,15 @@
 """Data sets as other people write them."""
 
 import json
+import logging
 import subprocess
 import sys
 from collections import Counter
+from decimal import Decimal
+from types import SimpleNamespace
 
 import datasets
+import numpy
 import pandas
 import pyarrow
 import pyarrow.parquet
@@ -17,7 +21,7 @@ from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_data
 from offline_grpo.run.task_data import task_data
-from offline_grpo.task.answers import is_same_value
+from offline_grpo.task.answers import is_same_latex, is_same_number, is_same_value
 from offline_grpo.task.dataset import is_right
 from offline_grpo.types import Split
 
@@ -70,9 +74,28 @@ def test_held_out_rows_do_not_depend_on_their_order(tmp_path):
     assert not both[0] & both[1]  # rows with the same prompt are on the same side
 
 
-def str_messages(problem):
-    from types import SimpleNamespace
+OLD_SPLIT = ["train-1", "train-13", "train-29", "train-35"]
 
+
+@pytest.mark.parametrize("settings", [{}, {"system_prompt": "Think."}, {"prompt_template": "{prompt} Answer:"}])
+def test_held_out_rows_do_not_depend_on_settings(tmp_path, settings):
+    """A run with another system prompt or template would otherwise be evaluated on what an earlier one has trained on."""
+    task = make(write_jsonl(tmp_path / "my.jsonl", ROWS), **settings)
+    assert [problem.problem_id for problem in task.problems(Split.EVAL)] == OLD_SPLIT
+
+
+def test_a_held_out_prompt_is_asked_once(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    task = make(write_jsonl(tmp_path / "my.jsonl", ROWS + [ROWS[1]] * 50 + [ROWS[0]]))
+    assert [problem.problem_id for problem in task.problems(Split.EVAL)] == OLD_SPLIT
+    trained = Counter(problem.messages[0]["content"] for problem in task.problems(Split.TRAIN))
+    assert trained[ROWS[1]["prompt"]] == 0
+    assert trained[ROWS[0]["prompt"]] == 2
+    assert "held out: 4 of 91 rows" in caplog.text
+    assert "left out, of training too: 50 copies of prompts that are held out" in caplog.text
+
+
+def str_messages(problem):
     return SimpleNamespace(messages=str(problem.messages))
 
 
@@ -126,6 +149,8 @@ REFUSED = [
     ('{"prompt": [{"role": "user", "content": [{"type": "text"}]}], "answer": 1}', {}, "a message must have role and content, both text"),
     ('{"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "1"}], "answer": 1}', {}, "must have the role user"),
     ('{"prompt": "q", "answer": "("}', {"answer_kind": "regex"}, "has no regular expression in the field 'answer'"),
+    ('{"prompt": "q", "answer": "a{99999999999}"}', {"answer_kind": "regex"}, "has no regular expression in the field 'answer'"),
+    (json.dumps({"prompt": "q", "answer": "(" * 5000 + ")" * 5000}), {"answer_kind": "regex"}, "has no regular expression .{,250}$"),
     ('{"prompt": "q", "answer": 1}', {}, "has 1 prompt to train on and to evaluate on; it needs 2 or more"),
     ('{"prompt": "q", "answer": 1}', {"answer_field": None}, "task.answer_field=None: name the field"),
     ('{"prompt": "q", "answer": 1}', {"answer_kind": "exact"}, "task.answer_kind=exact: must be one of auto, math, text, regex"),
@@ -148,6 +173,7 @@ def test_what_cannot_be_used_is_named(tmp_path, line, settings, message):
     [
         (b"prompt,answer\nq\n", "row 1, has not as many cells as the header"),
         (b"prompt,answer\nq,1,2\n", "row 1, has not as many cells as the header"),
+        (b"prompt,answer,answer\nq,1,2\n", "has more than one column 'answer'; rename or remove all but one"),
         (b'prompt,answer\n"q,1\n', "is not valid CSV"),
         ("prompt,answer\nq,1\nWie groß?,1\n".encode("latin-1"), "line 3, is not UTF-8; save the file as UTF-8"),
         (b"prompt;answer\nq;1\n", "has no such field; it has prompt;answer; separate the columns with commas"),
@@ -157,6 +183,60 @@ def test_a_broken_csv_is_named(tmp_path, content, message):
     (tmp_path / "my.csv").write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         make(tmp_path / "my.csv").problems(Split.TRAIN)
+
+
+def write_columns(file, names, *columns):
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays([pyarrow.array(column) for column in columns], names=names), file)
+    return file
+
+
+def test_columns_that_cannot_be_used_are_named(tmp_path):
+    twice = write_columns(tmp_path / "twice.parquet", ["prompt", "answer", "answer"], ["a", "b"], [1, 2], [3, 4])
+    with pytest.raises(ConfigError, match=r"twice.parquet has more than one column 'answer'"):
+        make(twice).problems(Split.TRAIN)
+    offsets, latin = pyarrow.array([0, 1, 2], pyarrow.int32()).buffers()[1], pyarrow.py_buffer(b"a\xff")
+    text = pyarrow.StringArray.from_buffers(2, offsets, latin)
+    with pytest.raises(ConfigError, match=r"latin.parquet has text that is not UTF-8 .*; write the file again with UTF-8 text"):
+        make(write_columns(tmp_path / "latin.parquet", ["prompt", "answer"], text, [1, 2])).problems(Split.TRAIN)
+    (tmp_path / "unnamed.csv").write_text("prompt,answer,,\na,1,,\nb,2,,\n")
+    assert len(make(tmp_path / "unnamed.csv").problems(Split.TRAIN)) == 1
+
+
+@pytest.mark.parametrize("path", ["a" * 300 + ".jsonl", "/tmp/" + "a" * 300, "~nobody-has-this-name/my.jsonl"])
+def test_a_path_that_cannot_be_looked_for_is_named(path):
+    with pytest.raises(ConfigError, match=r"^task.path=.* cannot be looked for \(.*\); set it to a local file or folder, or to a Hub id$"):
+        make(path).problems(Split.TRAIN)
+
+
+NARROW = [
+    (pyarrow.array([1234.56, 0.1, 2, None], pyarrow.float32()), ["1234.56", "0.1", "2"]),
+    (pyarrow.array(numpy.array([0.1, 2.7, 3], numpy.float16)), ["0.1", "2.7", "3"]),
+    (pyarrow.array([Decimal("1.50"), Decimal("200.00"), Decimal("-0.05")]), ["1.5", "200", "-0.05"]),
+]
+
+
+@pytest.mark.parametrize(("answers", "expected"), NARROW, ids=["float32", "float16", "decimal"])
+def test_numbers_have_the_digits_that_they_were_written_with(tmp_path, monkeypatch, answers, expected):
+    file = write_columns(tmp_path / "my.parquet", ["prompt", "answer"], [f"q{i}" for i in range(len(answers))], answers)
+    assert [problem.answer for problem in make(file, eval_split="train[:1]", train_split="train[:3]").problems(Split.TRAIN)] == expected
+    table = pyarrow.parquet.read_table(file)
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: datasets.Dataset(table))
+    hub = make("somebody/numbers", eval_split="train[:1]", train_split="train[:3]")
+    assert [problem.answer for problem in hub.problems(Split.TRAIN)] == expected
+
+
+def asks_for_both(completion, question=None, solution=None):
+    return float((question, solution) == ("1+1?", "2"))
+
+
+def test_reward_functions_get_the_prompt_and_the_answer_under_their_own_names(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "my_rewards", SimpleNamespace(asks_for_both=asks_for_both))
+    file = write_jsonl(tmp_path / "my.jsonl", [{"question": "1+1?", "solution": "2"}])
+    fields = {"prompt_field": "question", "answer_field": "solution"}
+    task = make(file, eval_split="train", reward="my_rewards:asks_for_both", **fields)
+    [problem] = task.problems(Split.TRAIN)
+    assert task.score(problem, "x").reward == 1.0
+    assert make(write_jsonl(file, ROWS)).problems(Split.TRAIN)[0].fields == {"level": 0}  # `prompt` and `answer` are given anyway
 
 
 def test_csv_of_a_spreadsheet(tmp_path):
@@ -179,6 +259,16 @@ RIGHT = [
     ("auto", "Paris", "<answer>paris</answer>"),
     ("auto", "72", "48 + 24 is 72 apples."),
     ("auto", "72", "think\n#### 72"),
+    ("auto", "-5", "The answer is \N{MINUS SIGN}5"),
+    ("auto", "-5", "The answer is -$5."),
+    ("auto", "0.5", "It is .5"),
+    ("auto", "2020-01-05", r"\boxed{2020-01-05}"),
+    ("math", "2020-01-05", "It was on 2020-01-05."),
+    ("math", "3-2", r"\boxed{ 3-2 }"),
+    ("auto", "1/2", r"\boxed{0.5}"),
+    ("auto", "3 - 2", r"\boxed{1}"),
+    ("auto", "x-1", r"\boxed{-1+x}"),
+    ("auto", "10^{-3}", r"\boxed{0.001}"),
     ("text", "A", "A\n"),
     ("text", "x = 1", r"\boxed{x = 1}"),
     ("regex", r"(?i)\bparis\b", "It is PARIS."),
@@ -190,6 +280,12 @@ WRONG = [
     ("auto", "x", "y"),
     ("auto", "1/2", "2"),
     ("auto", "72", r"72, so \boxed{71}"),
+    ("auto", "5", "The answer is \N{MINUS SIGN}5"),
+    ("auto", "5", "The answer is -$5."),
+    ("auto", "5", "It is .5"),
+    ("auto", "2014", "It was 2020.2014"),
+    ("math", "2020-01-05", "It was on 2021-01-06."),
+    ("math", "2020-01-05", "2014"),
     ("text", "A", "a"),
     ("text", "1.0", "1"),
     ("regex", "^yes$", "yes and no"),
@@ -199,6 +295,16 @@ WRONG = [
 @pytest.mark.parametrize(("kind", "reference", "text"), [*RIGHT, *WRONG])
 def test_answers_are_compared(kind, reference, text):
     assert is_right(kind, reference, text) is ((kind, reference, text) in RIGHT)
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer"),
+    [("2020-01-05", "2021-01-06"), ("01/05/2020", "02/10/2020"), ("$3-2$", "2-1"), ("3-2", "1"), ("555-1234", "556-1235")],
+)
+def test_dates_scores_and_telephone_numbers_are_text(reference, answer):
+    for compare in (is_same_value, is_same_number, is_same_latex):
+        assert compare(reference, rf"\boxed{{{reference}}}" if compare is is_same_latex else reference)
+        assert not compare(reference, rf"\boxed{{{answer}}}" if compare is is_same_latex else answer)
 
 
 def test_references_are_read_from_solutions(tmp_path):
@@ -224,6 +330,8 @@ HOSTILE = [
     "(" * 40 + "x" + ")" * 40,
     "\\sqrt{" * 12 + "2" + "}" * 12,
     "((x+y+z+n)^4+(x-y)^4)^4+(x+1)^4",
+    "(((a+b+c+d+e+f)^4)^4)^4",
+    "{[(a+b+c+d+e+f)^{4}]^{-3}+1}^4",
     "\\frac{1}{" * 6 + "x" + "}" * 6,
 ]
 

@@ -149,6 +149,17 @@ def test_last_number():
     assert last_number("5-3") == "3"
     assert last_number("x = -3") == "-3"
     assert last_number("Python3") is None
+    assert last_number("\N{MINUS SIGN}3") == "-3"
+    assert last_number("-$1,234.5") == "-1,234.5"
+    assert last_number(r"-\$3") == "-3"
+    assert last_number("$10-$3") == "3"
+    assert last_number("it is -.5") == "-0.5"
+    assert last_number("$.50.") == "0.50"
+    assert last_number("x-.5") == "0.5"
+    assert last_number("It is done.5") is None
+    assert last_number("(7).5") == "7"
+    assert last_number("version 1.2.3") == "1.2"
+    assert last_number("7 .2.3") == "7"
 
 
 HOSTILE = [
