@@ -87,6 +87,18 @@ async def misbehaves_later(answer):
     return 0.5 * misbehaves(answer, "")
 
 
+def runs_a_loop(answer):
+    """Not async itself; 0.5, or what misbehaves there does."""
+    if answer == "old way":
+        return asyncio.get_event_loop().run_until_complete(misbehaves_later(answer))
+    return asyncio.run(misbehaves_later(answer))
+
+
+def sometimes_awaited(answer):
+    """Async where the answer is `later`; otherwise it runs an event loop of its own."""
+    return misbehaves_later(answer) if answer == "later" else runs_a_loop(answer)
+
+
 def expensive(completion):
     """Takes 150 MiB, then half a second, then raises."""
     kept.append(bytearray(150 * 2**20))

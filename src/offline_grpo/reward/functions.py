@@ -7,6 +7,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -19,6 +20,9 @@ GIVEN = ("prompt", "completion", "answer", "messages", "problem_id")
 """What every reward function may ask for by the names of its parameters, beside the other fields of the row."""
 
 FORM = "def my_function(prompt, completion, answer), which returns a number, True or False, or a dict of numbers"
+
+TOLERANCE = 1e-9
+"""By how much a reward may miss the threshold: weights such as 0.7, 0.2 and 0.1 do not add up to exactly 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +55,17 @@ class RewardFunction:
         prompt = problem.messages[-1]["content"] if problem.messages else ""
         own = {"prompt": prompt, "completion": text, "answer": problem.answer, "problem_id": problem.problem_id}
         given: dict[str, Any] = {**problem.fields, **own, "messages": [dict(message) for message in problem.messages]}
-        return self.function(**{name: value for name, value in given.items() if self.accepted is None or name in self.accepted})
+        taken = {name: value for name, value in given.items() if self.accepted is None or name in self.accepted}
+        return self.function(**deepcopy(taken))  # it may change what it gets, which is also the next call's
 
     def parts(self, value: Any) -> dict[str, float]:
         """What the function returned as weighted parts of the reward: NAME, or NAME/KEY for a dict.
 
         Raises:
-            ScoreError: it is no number, or not a finite one.
+            ScoreError: it is no number, or not a finite one, or an empty dict.
         """
-        values = {f"{self.name}/{key}": number for key, number in value.items()} if isinstance(value, Mapping) else {self.name: value}
+        is_dict = isinstance(value, Mapping) and len(value) > 0
+        values = {f"{self.name}/{key}": number for key, number in value.items()} if is_dict else {self.name: value}
         return {name: self.weight * self._number(number) for name, number in values.items()}
 
     def _number(self, value: Any) -> float:
@@ -76,7 +82,7 @@ class RewardFunction:
 class Rewards:
     """Reward functions whose weighted values are added up.
 
-    A completion counts as correct (success_rate, pass@k) if its reward is at least `threshold`.
+    A completion counts as correct (success_rate, pass@k) if its reward is at least `threshold`, or less by no more than rounding.
     """
 
     functions: tuple[RewardFunction, ...]
@@ -105,8 +111,12 @@ class Rewards:
     def _sum(self, values: Sequence[Any]) -> Score:
         pairs = zip(self.functions, values, strict=True)
         parts = {name: part for function, value in pairs for name, part in function.parts(value).items()}
-        reward = sum(parts.values())
-        return Score(reward=reward, is_correct=reward >= self.threshold, parts=parts)
+        try:
+            reward = math.fsum(parts.values())
+        except (OverflowError, ValueError):  # beyond all floats, which is refused where the score is checked
+            reward = math.nan
+        is_correct = reward >= self.threshold - TOLERANCE * max(1.0, abs(self.threshold))
+        return Score(reward=reward, is_correct=is_correct, parts=parts)
 
 
 def load_rewards(setting: Any, threshold: float) -> Rewards:

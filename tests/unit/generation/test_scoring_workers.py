@@ -139,6 +139,26 @@ def test_async_scores_fail_alone(caplog):
         task.close()
 
 
+def test_a_score_that_is_not_async_may_run_an_event_loop_itself():
+    task = isolated("bad_rewards:runs_a_loop", workers=1)
+    try:
+        for kind, expected in {"old way": 0.5, "fine": 0.5, "raises": "raised", "exits": "raised", "waits": "timeout"}.items():
+            assert outcome(judge(task, kind)) == expected, kind
+    finally:
+        task.close()
+
+
+def test_async_scores_go_on_beside_one_that_runs_an_event_loop_itself():
+    task = isolated("bad_rewards:sometimes_awaited", workers=1)
+    try:
+        began = time.monotonic()
+        judgements = [judge(task, kind) for kind in ["later"] * 8 + ["fine", "later", "raises", "fine"]]
+        assert [outcome(j) for j in judgements] == [*[0.5] * 10, "raised", 0.5]
+        assert time.monotonic() - began < 8 * 0.5  # what those that are awaited take one after the other
+    finally:
+        task.close()
+
+
 @pytest.mark.parametrize("kind", ["exits", "leaks"])
 def test_the_one_score_beside_another_that_ends_its_worker_is_not_to_blame(kind):
     task = isolated("bad_rewards:misbehaves_later", workers=1)

@@ -22,6 +22,19 @@ class Several:
     def item(self): raise ValueError("can only convert an array of size 1")
     def __repr__(self): return "array([1., 2.])"
 def several(completion): return Several()
+def empty(completion): return {}
+def one(completion): return 1.0
+def two(completion): return True
+def three(completion): return 1
+def parts(completion): return {"a": 0.7, "b": 0.2, "c": 0.1}
+def most(completion): return 0.999999
+def grows(seen, messages):
+    seen["texts"].append("more")
+    messages[0]["content"] += "?"
+    return len(seen["texts"]) + len(messages[0]["content"])
+def grows_too(**fields):
+    fields["seen"]["texts"].append("more")
+    return len(fields["seen"]["texts"])
 """
 PROBLEM = Problem("train-3", ({"role": "user", "content": "2+2="},), "4", {"level": 2})
 
@@ -51,12 +64,33 @@ def test_functions_are_weighted_and_added_up(mine):
     assert not Judgement(scored(setting, threshold=3.6), PROBLEM, "4").result().is_correct
 
 
+@pytest.mark.parametrize(("weights", "threshold"), [((0.7, 0.2, 0.1), 1.0), ((0.7, 0.1), 0.8), ((700.0, 299.9999999), 1000.0)])
+def test_parts_that_miss_the_threshold_by_rounding_alone_are_correct(mine, weights, threshold):
+    setting = [{"fn": f"{mine}:{name}", "weight": w} for name, w in zip(("one", "two", "three"), weights, strict=False)]
+    assert scored(setting, threshold).score(PROBLEM, "").is_correct
+    assert scored(f"{mine}:parts", 1.0).score(PROBLEM, "").is_correct
+    assert not scored([{"fn": f"{mine}:most", "weight": threshold}], threshold).score(PROBLEM, "").is_correct
+
+
+def test_parts_beyond_all_floats_are_refused(mine):
+    with pytest.raises(ScoreError, match="the task's score has reward=nan"):
+        Judgement(scored([{"fn": f"{mine}:{name}", "weight": 1.7e308} for name in ("one", "two")]), PROBLEM, "").result()
+
+
+def test_a_function_that_changes_what_it_gets_changes_it_for_no_other_call(mine):
+    problem = Problem("train-3", ({"role": "user", "content": "2+2="},), "4", {"seen": {"texts": []}})
+    rewards = load_rewards([f"{mine}:grows", f"{mine}:grows_too"], 1.0)
+    assert [rewards.score(problem, "").parts for _ in range(2)] == [{"grows": 6.0, "grows_too": 1.0}] * 2
+    assert (problem.fields, problem.messages[0]["content"]) == ({"seen": {"texts": []}}, "2+2=")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("fails", r"ZeroDivisionError: division by zero \(mine_.*\.py, line 8, in fails\); problem train-3, completion 'hm'"),
         ("nothing", r":nothing returned None; .*; problem train-3, completion 'hm'"),
         ("text", r":text returned 'good'; .*; problem train-3"),
+        ("empty", r":empty returned \{\}; it must be like .*; problem train-3"),
         ("nan", r":nan returned nan; .*; problem train-3"),
         ("big", r":big returned 1000+; it must be like .*; problem train-3"),
         ("several", r":several returned array\(\[1., 2.\]\); it must be like .*; problem train-3"),

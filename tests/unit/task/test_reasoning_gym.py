@@ -1,6 +1,12 @@
 """Generators of Reasoning Gym: their own answers earn everything, whatever a model writes costs nothing but the reward."""
 
+import os
+import pickle
+import re
+import subprocess
+import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 from factories import compose_config
@@ -104,6 +110,36 @@ def test_levels_need_their_order():
 def test_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         make(*overrides).problems(Split.TRAIN)
+
+
+HERE = """
+import pickle, sys
+task, problem = pickle.load(sys.stdin.buffer)
+problem = problem or task.problems("train")[0]
+try:
+    outcome = task.score(problem, f"<answer>{problem.answer}</answer>").reward
+except Exception as error:
+    outcome = f"{type(error).__name__}: {error}"
+sys.stdout.buffer.write(pickle.dumps((problem, outcome)))
+"""
+
+
+def in_a_process(hash_seed, task, problem=None):
+    """A problem, or the task's first one if there is none, and what its own answer earns in a process whose sets have this order."""
+    asking = pickle.dumps((task, problem))
+    environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+    return pickle.loads(subprocess.run([sys.executable, "-c", HERE], input=asking, env=environment, stdout=-1, check=True).stdout)
+
+
+def test_a_problem_that_is_made_again_differently_is_not_scored():
+    """The polynomials of `polynomial_multiplication` have variables from a set."""
+    task = make("task.name=polynomial_multiplication", "task.system_prompt=Think.", "task.num_train=4")
+    problem, earned = in_a_process("0", task)
+    assert earned == 1.1
+    framed = replace(problem, messages=({"role": "user", "content": f"Solve it: {problem.messages[-1]['content']} Go on."},))
+    assert [in_a_process("0", task, each)[1] for each in (problem, framed)] == [1.1, 1.1]
+    message = r"ScoreError: task=reasoning_gym, task\.name=polynomial_multiplication: .*problem train-0 .*=1\); set PYTHONHASHSEED=0 "
+    assert re.match(message, in_a_process("1", task, problem)[1])
 
 
 def test_without_the_library(monkeypatch):

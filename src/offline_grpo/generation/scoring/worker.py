@@ -13,10 +13,10 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from offline_grpo.errors import ScoreError, place_of, reason_of, told
 from offline_grpo.generation.judging import checked
@@ -30,6 +30,8 @@ MAX_CHILDREN = 16
 
 _TRACEBACK_CHARS = 8000
 _PACKAGE = str(Path(__file__).parents[2])
+
+T = TypeVar("T")
 
 
 def run(connection: socket.socket, output: int, setup: Setup) -> None:
@@ -46,17 +48,14 @@ def run(connection: socket.socket, output: int, setup: Setup) -> None:
         connection.sendall(line({"broken": told(error), "traceback": _traceback(error)}))
         signal.pause()  # until it is killed
         raise
-    loop = asyncio.new_event_loop()
-    serving = loop.create_task(_Worker(task, setup.timeout_s).serve(connection))
-    while not serving.done():
-        with suppress(SystemExit, KeyboardInterrupt):  # of a task that a score has made: asyncio leaves its loop, and all that it awaits
-            loop.run_until_complete(serving)
+    _Worker(task, setup.timeout_s).serve(connection)
 
 
 def _alone_with(connection: socket.socket, output: int) -> socket.socket:
     """Keep the connection, standard input (empty) and output, and nothing else that the parent has open."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
+    asyncio.set_event_loop_policy(None)  # or asyncio.get_event_loop() would be the parent's
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -83,22 +82,32 @@ class _Worker:
     def __init__(self, task: Task, timeout_s: float) -> None:
         self._task, self._timeout_s = task, timeout_s
         self._awaited: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
 
-    async def serve(self, connection: socket.socket) -> None:
+    def serve(self, connection: socket.socket) -> None:
         """Score what is asked, until the other side goes."""
-        reader, self._writer = await asyncio.open_connection(sock=connection)
+        reader, self._writer = self._result(asyncio.open_connection(sock=connection))
         self._writer.write(line({"ready": True}))
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                await self._answer(await read_frame(reader))
+                self._answer(self._result(read_frame(reader)))
 
-    async def _answer(self, request: Request) -> None:
+    def _result(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """What it returns; async scores go on meanwhile. The loop runs at no other time: a score that is not async may run one itself."""
+        waiting = self._loop.create_task(coroutine)
+        while not waiting.done():
+            # of a task that a score has made: asyncio leaves its loop, and all that it awaits
+            with suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_until_complete(waiting)
+        return waiting.result()
+
+    def _answer(self, request: Request) -> None:
         pid = os.getpid()
         try:
             score = self._task.score(request.problem, request.text)
             if inspect.isawaitable(score):
                 self._say(request, {"awaits": True}, pid)
-                waiting = asyncio.create_task(self._await(request, score, pid))
+                waiting = self._loop.create_task(self._await(request, score, pid))
                 self._awaited.add(waiting)
                 waiting.add_done_callback(self._awaited.discard)
                 return
