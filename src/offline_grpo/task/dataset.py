@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.reward.functions import GIVEN, Rewards, load_rewards
 from offline_grpo.task.answers import is_same_latex, is_same_number, is_same_value, last_boxed, last_number, marked_answer, reference_answer
+from offline_grpo.task.row_files import shown
 from offline_grpo.task.row_task import RowTask
-from offline_grpo.task.rows import Row, messages_or_text, shown, text_field
+from offline_grpo.task.rows import Row, messages_or_text, text_field
 from offline_grpo.types import Message, Problem, Score
 
 ANSWER_KINDS = ("auto", "math", "text", "regex")

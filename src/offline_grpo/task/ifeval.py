@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.task.answers import tagged_blocks
 from offline_grpo.task.instructions import CHECKS, follows, problem_with, variants
+from offline_grpo.task.row_files import shown
 from offline_grpo.task.row_task import RowTask
-from offline_grpo.task.rows import Row, field, shown, text_field
+from offline_grpo.task.rows import Row, field, text_field
 from offline_grpo.types import Problem, Score
 
 MEASURES = ("prompt_strict", "instruction_strict", "prompt_loose", "instruction_loose")
