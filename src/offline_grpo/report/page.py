@@ -176,7 +176,7 @@ def _of_many(groups: Sequence[tuple[str, Configuration]]) -> tuple[dict[str, Any
     cells = configuration_rows([group for _, group in groups])
     rows = [[name, *row[1:]] for (name, _), row in zip(groups, cells, strict=True)]
     scores = [(group.pass_at_1, row) for (_, group), row in zip(groups, rows, strict=True) if group.pass_at_1 is not None]
-    measured = [row for score, row in sorted(scores, key=lambda each: -each[0]) if math.isfinite(score)]
+    measured = [row for _, row in sorted(scores, key=lambda each: -each[0])]
     if not measured:
         verdict = "No run has evaluated held-out problems."
     else:
