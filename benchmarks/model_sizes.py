@@ -10,7 +10,7 @@ tokens, 200 of them the prompt) in microbatches of 8192 tokens. The weights stan
 cache and the rest of its share. An arm that the memory plan refuses is not run.
 
     peak       the most that was in tensors (torch.cuda.max_memory_allocated)   card    in use on the card, beside the simulated server,
-    predicted  by the plan, without CUDA context                                        as the driver counts it, at the end
+    plan       what the memory plan predicts, without CUDA context                      as the driver counts it, at the end
     step       seconds of the optimizer's step and of publishing the weights    host    resident memory of the process
 """
 
@@ -52,7 +52,14 @@ from offline_grpo.run.run_dir import RunDir
 from offline_grpo.train.sharding import Replicas
 
 ARMS = {"full": (), "offload": ("train.optimizer.offload=true",), "lora": ("model/lora=default",)}
-COLUMNS = ("peak_gib", "card_gib", "predicted_gib", "host_gib", "tok_s", "step_s")
+COLUMNS = {
+    "peak_gib": "peak, GiB",
+    "card_gib": "card, GiB",
+    "predicted_gib": "plan, GiB",
+    "host_gib": "host, GiB",
+    "tok_s": "tok/s",
+    "step_s": "step, s",
+}
 ROUNDS = 2
 
 
@@ -154,13 +161,17 @@ def run_arm_in_child(args: argparse.Namespace, arm: str) -> dict[str, Any]:
 
 
 def print_table() -> None:
-    table = Table("model", "arm", *COLUMNS)
+    table = Table("model", "arm", *COLUMNS.values())
     for path in sorted((RESULTS / "h100").glob("model_sizes_*.json")):
         result = json.loads(path.read_text())
         for arm, found in result["details"].items():
             note = "refused" if "refused" in found else found.get("error", "")
             server = f" + {result['settings']['server_gib']:g} GiB" if result["settings"]["server_gib"] else ""
-            table.add_row(result["settings"]["size"], arm + server, *(f"{found[c]:.1f}" if c in found else note for c in COLUMNS))
+            table.add_row(
+                result["settings"]["size"],
+                arm + server,
+                *(f"{found[c]:,.{0 if c == 'tok_s' else 2}f}" if c in found else note for c in COLUMNS),
+            )
     Console().print(table)
 
 

@@ -39,6 +39,7 @@ def compile_blocks(model: Any) -> int:
     import torch._dynamo.config as dynamo  # which takes a second
 
     dynamo.recompile_limit = MAX_GRAPHS
+    dynamo.specialize_float = True  # or each block makes tensors of its norms' epsilons and its adapters' scales whenever it runs
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # what it says about what it cannot compile helps nobody here
     blocks = _blocks(model)
     for block in blocks:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from offline_grpo.interfaces import Layout, LossHead
-from offline_grpo.model.adapters import LanguageModel, adapter_dropouts, has_adapters, unwrapped
+from offline_grpo.model.adapters import LanguageModel, adapters_off, unwrapped
 from offline_grpo.model.logits import LogitTransform, decoder_of, output_embeddings
 from offline_grpo.types import TokenBatch, TokenStats
 
@@ -101,8 +101,7 @@ class BaseScoring:
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """See `Scoring.logprobs`."""
-        assert has_adapters(self.adapted.model)
-        with self.adapted.model.disable_adapter():
+        with adapters_off(self.adapted.model):
             return self.adapted.logprobs(batch)
 
 
@@ -111,20 +110,23 @@ def prepare_for_gradients(model: nn.Module, *, adapter_dropout: bool = True) -> 
 
     The rest stays in eval mode. The sampler has no dropout, so the scores that are compared with its logprobs must have none either.
     """
-    model.eval()
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.training = True
-    for dropout in adapter_dropouts(model):
-        dropout.train(adapter_dropout)
+    for name, module in model.named_modules():
+        trains = getattr(module, "gradient_checkpointing", False) or (adapter_dropout and ".lora_dropout" in name)
+        if module.training != trains:  # to set a module's attribute takes much longer than to read it
+            module.training = trains
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Dropout off inside, the previous modes back afterwards."""
-    with modes_restored(model):
-        model.eval()
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
         yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @contextmanager

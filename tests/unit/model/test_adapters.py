@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ZOO
+from architectures import ZOO, long_batch
 from factories import make_llama, make_qwen2, make_scoring
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.adapters import with_lora
 from offline_grpo.model.load import refused_where_it_does_not_run
 from offline_grpo.model.policy import Policy
+from offline_grpo.model.scoring import BaseScoring
 from offline_grpo.settings import LoraConfig
 
 
@@ -35,6 +36,26 @@ def test_input_embeddings_that_are_the_output_head_too_are_not_adapted() -> None
     ids = torch.arange(3, 19)[None]
     expected = model(input_ids=ids).logits
     assert torch.allclose(model.merge_and_unload()(input_ids=ids).logits, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt2"])
+def test_switched_off_adapters_leave_the_base_model(name: str) -> None:
+    """Experts have one layer of peft's inside another."""
+    base = make_scoring(ZOO[name].build()).logprobs(long_batch())
+    model = adapted(ZOO[name].build())
+    for parameter_name, parameter in model.named_parameters():
+        if ".lora_" in parameter_name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    scoring = make_scoring(model)
+    expected = scoring.logprobs(long_batch())
+    assert not torch.allclose(expected, base, atol=1e-2)
+    assert torch.equal(BaseScoring(scoring).logprobs(long_batch()), base)
+    assert torch.equal(scoring.logprobs(long_batch()), expected), "and they are back"
+
+
+def test_what_cannot_be_adapted_is_named_with_what_can() -> None:
+    with pytest.raises(ConfigError, match=r"Target module Qwen3MoeExperts.* only the following .*Linear"):
+        adapted(ZOO["qwen3_moe"].build(), "experts")
 
 
 def test_experts_have_no_dropout() -> None:

@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.model import compiling, proof
+from offline_grpo.model.adapters import with_lora
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.compiling import compile_blocks, not_compiled
 from offline_grpo.model.layouts.padded import Padded
@@ -26,6 +27,7 @@ from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.proof import settle_compile
 from offline_grpo.model.scoring import Scoring
+from offline_grpo.settings import LoraConfig
 from offline_grpo.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -67,6 +69,19 @@ def test_one_graph_serves_all_blocks_and_all_lengths(name: str, checkpointing: b
         with not_compiled(scoring.model):
             torch.testing.assert_close(compiled, scoring.logprobs(batch), rtol=1e-4, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == warm
+
+
+def test_a_block_that_runs_makes_no_tensors_of_its_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epsilons of norms and scales of adapters, which the compiler would take for sizes that may change."""
+    scoring = scoring_of("qwen3")
+    scoring.model = with_lora(scoring.causal_lm, LoraConfig(4, 8, 0.0, ["all-linear"], None), 2, adapter=None)
+    settle_compile(scoring, True, CPU)
+    calls: list[object] = []
+    make = torch._as_tensor_fullprec
+    monkeypatch.setattr(torch, "_as_tensor_fullprec", lambda value: calls.append(value) or make(value))
+    proof._packed(scoring, proof._batch(97, CPU, proof.GROUPS))
+    assert is_compiled(scoring)
+    assert not calls
 
 
 def test_sampling_between_updates_compiles_nothing_anew() -> None:
