@@ -147,7 +147,7 @@ def main() -> None:
 
     arms: dict[str, Callable[[], object]] = {
         "source": whole,
-        "received": feed.next,
+        "received": lambda: feed.next(1),
         "parsed": lambda: from_json(body),
         "parsed by json": lambda: json.loads(body),
         "decoded": lambda: [decode(tokenizer, ids) for ids in decoding],

@@ -47,6 +47,10 @@ class Unreachable(EngineError):
     """No answer came: no connection, a broken one, or none in time."""
 
 
+class TooLarge(EngineError):
+    """An answer of more bytes than it can need."""
+
+
 class Late(Unreachable):
     """None in time, though there is a connection, or may be one."""
 
@@ -195,7 +199,7 @@ async def exchange(http: httpx.AsyncClient, method: str, path: str, *, timeout_s
         async for part in response.aiter_raw():
             body += part
             if len(body) > max_bytes:
-                raise EngineError(f"{url}: the answer has more than the {max_bytes} bytes that it can need; is that the right server?")
+                raise TooLarge(f"{url}: the answer has more than the {max_bytes} bytes that it can need; is that the right server?")
     return Answer(url, response.status_code, body)
 
 

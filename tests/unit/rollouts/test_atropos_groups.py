@@ -199,6 +199,16 @@ def test_missing_logprobs_are_told_from_a_malformed_group() -> None:
         read({**pair(1, inference_logprobs=None), "masks": [[-100], [-100]]})
 
 
+@pytest.mark.parametrize("empty", [[], [[], []]])
+def test_empty_fields_are_missing(empty: list[list[float]]) -> None:
+    """Environments of atroposlib that do not set them send a list for no sequence, or an empty one for each."""
+    found = read(pair(1, advantages=empty, ref_logprobs=empty, overrides=[], images=[], messages=[], group_overrides={}))
+    assert found.advantages is None
+    assert [rollout.ref_logprobs for rollout in found.rollouts] == [None, None]
+    with pytest.raises(MissingLogprobs):
+        read(pair(1, advantages=[], inference_logprobs=empty))
+
+
 @pytest.mark.parametrize("ratio_reference", ["old", "rollout"])
 def test_the_worst_numbers_that_are_let_through_leave_updates_finite(ratio_reference: str, tmp_path: Path) -> None:
     updater = make_updater(tmp_path, updates_per_iteration=1, max_bad_updates=1)

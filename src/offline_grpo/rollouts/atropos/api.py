@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from offline_grpo.engine.http import Answer, Refused, ServerApi, Unreachable, text_of
+from offline_grpo.engine.http import SAFE_TO_RETRY_STATUS, Answer, Refused, ServerApi, TooLarge, Unreachable, text_of
 from offline_grpo.errors import EngineError
 
 T = TypeVar("T")
@@ -62,12 +62,22 @@ class NotRegistered(EngineError):
     """The API knows no trainer: it was started anew, or reset."""
 
 
+class _Http(ServerApi):
+    """What a proxy says for an API that is away is no answer of the API's."""
+
+    def _call(self, *args: Any, **options: Any) -> Answer:
+        answer = super()._call(*args, **options)
+        if answer.status in SAFE_TO_RETRY_STATUS:
+            raise Unreachable(f"{answer.url}: status {answer.status} from a proxy; is run-api running behind it?")
+        return answer
+
+
 class AtroposApi:
     """Calls to the API at `url`. Each raises what `ServerApi.get` does."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._http = ServerApi(self.url, None, timeout_s=TIMEOUT_S, keep_alive_s=0)
+        self._http = _Http(self.url, None, timeout_s=TIMEOUT_S, keep_alive_s=0)
 
     def answers(self) -> bool:
         """Whether something answers."""
@@ -101,7 +111,10 @@ class AtroposApi:
             EngineError: also where the batch is lost: see the top of this file, or larger than `max_tokens` can make it.
         """
         limit = max_tokens * MAX_BYTES_PER_TOKEN + (num_sequences + 1) * MAX_BYTES_PER_SEQUENCE
-        answer = self._http.get("/batch", timeout_s=BATCH_TIMEOUT_S, max_bytes=limit)
+        try:
+            answer = self._http.get("/batch", timeout_s=BATCH_TIMEOUT_S, max_bytes=limit)
+        except TooLarge as error:
+            raise EngineError(f"{error} If it is: environments must not send distill_* or other long fields, which are not read") from error
         if len(answer.body) > MAX_BYTES_PER_SEQUENCE:
             return answer
         found: Any = answer.read(lambda found: (found["batch"], found.get("status")))

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 
 from offline_grpo import progress
@@ -18,8 +19,6 @@ HEALTH_INTERVAL_S = 2.0
 REPORT_INTERVAL_S = 10.0
 STUCK_S = 20.0
 """How long groups may be in the queue and no batch come of it, before their sizes are looked at."""
-MAX_HELD = 8
-"""Batches that are taken from the API at once. Environments stop at three, unless they are told otherwise."""
 MAX_RESETS = 10
 
 log = logging.getLogger(__name__)
@@ -28,8 +27,9 @@ log = logging.getLogger(__name__)
 class Feed:
     """Hands out the batches of one API, to which it is registered as `registration`.
 
-    The API forms all batches that it has groups for at once, and hands out the newest first. They are taken together and turned round,
-    unread. What is taken and not trained on is lost where the process is killed; environments sample more.
+    The API forms all batches that it has groups for at once, and hands out the newest first. They are all taken, and turned round, unread:
+    environments stop at three, unless they are told otherwise. What is taken and not trained on is lost where the process is killed;
+    environments sample more.
 
     Args:
         look_after: is called every two seconds of a wait. Raises EngineDied where the engine that environments ask has ended: they would
@@ -52,6 +52,7 @@ class Feed:
         self._num_environments = 0
         self._last_check_s = self._last_report_s = self._since_s = self._count_after_s = 0.0
         self.num_polls = self.num_lost = self.queue_size = 0
+        self.was_known = True
 
     def connect(self, timeout_s: float, *, take_over: bool) -> None:
         """Wait for the API, register, and begin to poll, which lets environments register.
@@ -71,8 +72,11 @@ class Feed:
         except EngineError as error:
             raise ConfigError(f"rollouts.url={self._api.url}: no Atropos API that works ({error}); start one with run-api") from error
 
-    def next(self) -> Answer:
+    def next(self, iteration: int) -> Answer:
         """The oldest batch; waits for one as long as it takes.
+
+        Args:
+            iteration: the step at which environments begin, if the API has to be told again.
 
         Raises:
             EngineDied: see `look_after`.
@@ -80,6 +84,7 @@ class Feed:
             ConfigError: another trainer has taken the API over, or groups in its queue are of a size that no batch can be made of.
         """
         self._begin_to_wait()
+        self._registration = replace(self._registration, starting_step=iteration)
         pause_s = FIRST_PAUSE_S
         while not self._held:
             try:
@@ -118,8 +123,9 @@ class Feed:
         if not self._fetch():
             return
         step, self.queue_size = self._api.status()
-        for _ in range(min(step - self._step, MAX_HELD) - 1):
-            self._fetch()
+        for _ in range(step - self._step - 1):
+            if not self._fetch():
+                break
         self._step = step
         owner = self._api.owner()
         if not owner.is_nobody and not self._is_ours(owner):
@@ -147,7 +153,7 @@ class Feed:
             owner = self._api.owner()
             if owner.is_nobody:
                 self._api.register(self._registration)
-                owner = self._api.owner()
+                owner, self.was_known = self._api.owner(), False
             if self._is_ours(owner):
                 break
             if not owner.is_nobody and not take_over:
@@ -215,12 +221,23 @@ class Feed:
             raise self._foreign(owner)
 
     def _check_sizes(self) -> None:
+        """Sizes that can never fill a batch end the run; of those that may not, which it cannot see, it warns."""
         size, batch_size = self._api.largest_group(), self._registration.batch_size
         if size and batch_size % size != 0:
             raise ConfigError(
                 f"data.rollouts_per_problem: the queue of {self._api.url} has a group of {size} sequences, and no batch of {batch_size} "
                 f"(data.problems_per_iteration x data.rollouts_per_problem) can be made of those; make it a multiple of the environments' "
                 "group_size, and restart run-api, whose queue keeps the group"
+            )
+        if size and 2 * self.queue_size >= batch_size and "sizes" not in self._told:  # a group has two sequences at least
+            self._told.add("sizes")
+            log.warning(
+                "the queue of %s has %d groups, and no batch of %d sequences came of them. If this lasts, their sizes are the reason: "
+                "smaller groups wait until they add up to the largest one exactly; give all environments the same group_size, and "
+                "restart run-api",
+                self._api.url,
+                self.queue_size,
+                batch_size,
             )
 
     def _check_now_and_then(self) -> bool:

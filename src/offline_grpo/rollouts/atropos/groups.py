@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import compress, repeat
 from operator import ne
@@ -88,6 +88,10 @@ class _Group:
     generation_params: _Settings | None = None
     overrides: list[_Settings | None] | None = None
     group_overrides: _Settings | None = None
+
+
+OPTIONAL = ("inference_logprobs", "advantages", "ref_logprobs", "overrides")
+"""Of each sequence or token. Environments of atroposlib send an empty list where they have none."""
 
 
 def _validator() -> SchemaValidator:
@@ -216,7 +220,8 @@ class GroupReader:
 
 def _parsed(raw: Any) -> _Group:
     try:
-        return _VALIDATOR.validate_python(raw)
+        group = _VALIDATOR.validate_python(raw)
+        return replace(group, **{name: None for name in OPTIONAL if group.tokens and not any(getattr(group, name) or ())})
     except ValidationError as error:
         [first, *_] = error.errors(include_url=False, include_context=False, include_input=False)
         is_number = first["type"] in ("finite_number", "greater_than_equal", "less_than_equal")

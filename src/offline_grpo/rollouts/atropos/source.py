@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from pydantic_core import from_json
 
-from offline_grpo.engine.http import Answer
+from offline_grpo.engine.http import Answer, printable
 from offline_grpo.errors import require
 from offline_grpo.interfaces import RolloutClient, TextCodec
 from offline_grpo.rollouts.atropos.api import AtroposApi, Registration
@@ -23,6 +23,9 @@ from offline_grpo.rollouts.atropos.processes import Processes, Surroundings
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import Metrics, RolloutGroup, SamplingParams
 
+USELESS = 10
+"""Batches in a row without a group that can be trained on, after which it is said, and said again."""
+
 log = logging.getLogger(__name__)
 
 
@@ -31,7 +34,8 @@ class Atropos:
     """A `RolloutSource` that is the trainer of an Atropos API. The first process asks it; the others contribute nothing.
 
     An iteration has the `problems_per_iteration * group_size` sequences that the API makes a batch of; where groups were dropped, those of
-    the next batch fill it up. What it trains on is not repeated by a run that goes on from an earlier checkpoint.
+    the next batch fill it up, as far as they are small enough. What it trains on is not repeated by a run that goes on from an earlier
+    checkpoint.
 
     Args:
         max_token_len: of a sequence; the model's `context` is another limit.
@@ -71,6 +75,8 @@ class Atropos:
     _num_dropped: Counter[Reason] = field(default_factory=Counter, init=False)
     _wait_s: float = field(default=0.0, init=False)
     _told: set[Reason] = field(default_factory=set, init=False)
+    _told_num_steps: int = field(default=0, init=False)
+    _num_useless: int = field(default=0, init=False)  # batches in a row
 
     needs_problems: ClassVar[bool] = False
 
@@ -94,7 +100,8 @@ class Atropos:
         if self.rank != 0:
             return
         folder = self.run_folder
-        self._name = (state or {}).get("registration") or f"{folder.parent.name}-{folder.name}-{secrets.token_hex(4)}"[-128:]
+        own_name = printable(f"{folder.parent.name}-{folder.name}-{secrets.token_hex(4)}"[-128:])  # as the API's answers are read
+        self._name = (state or {}).get("registration") or own_name
         if self.client.engine_name is None:
             log.warning("generation samples in this process, so environments get no new weights; use generation=vllm_server")
         registration = Registration(
@@ -119,6 +126,11 @@ class Atropos:
             look_after=lambda: self._look_after(api),
         )
         self._feed.connect(self.connect_timeout_s, take_over=self.take_over)
+        told = (state or {}).get("num_steps", self.num_steps)
+        if self._feed.was_known and told != self.num_steps:
+            fix = "restart run-api and its environments where they end at that step"
+            log.warning("the API still tells environments num_steps=%d, and rollouts.num_steps is %d now; %s", told, self.num_steps, fix)
+        self._told_num_steps = told
         if self.environment is not None:
             self._processes.start_environment(self._surroundings())
 
@@ -136,9 +148,9 @@ class Atropos:
         self._wait_s = 0.0
         while sum(len(group.rollouts) for group in self._groups) < self._batch_size:
             began = time.perf_counter()
-            answer = self._feed.next()
+            answer = self._feed.next(iteration)
             self._wait_s += time.perf_counter() - began
-            self._read(self._feed, answer)
+            self._see(self._read(self._feed, answer))
         chosen: list[RolloutGroup] = []
         room = self._batch_size
         while self._groups and len(self._groups[0].rollouts) <= room:
@@ -162,8 +174,9 @@ class Atropos:
         }
 
     def state_dict(self) -> Mapping[str, Any]:
-        """See `RolloutSource.state_dict`: the name by which the API knows the run."""
-        return {"registration": self._name}
+        """See `RolloutSource.state_dict`: the name by which the API knows the run, and what environments are told of its length."""
+        is_old = self._feed is not None and self._feed.was_known
+        return {"registration": self._name, "num_steps": self._told_num_steps if is_old else self.num_steps}
 
     def close(self) -> None:
         """See `RolloutSource.close`. An API that the run found keeps the registration, for the run that goes on from its checkpoint."""
@@ -198,8 +211,16 @@ class Atropos:
             max_new_tokens=self.sampling.max_new_tokens,
         )
 
-    def _read(self, feed: Feed, answer: Answer) -> None:
-        """Add the usable groups of a batch to those that are held."""
+    def _see(self, num_usable: int) -> None:
+        """Warn again and again while nothing comes that can be trained on: the run waits, and may look busy."""
+        self._num_useless = 0 if num_usable else self._num_useless + 1
+        if self._num_useless and self._num_useless % USELESS == 0:
+            dropped = ", ".join(f"{count} groups dropped as {reason}" for reason, count in self._num_dropped.items())
+            log.warning("nothing in the last %d batches can be trained on (%s)", self._num_useless, dropped or "all were lost")
+
+    def _read(self, feed: Feed, answer: Answer) -> int:
+        """Add the usable groups of a batch to those that are held. Returns how many there were."""
+        before = len(self._groups)
         reader = GroupReader(
             decode=self.codec.decode,
             vocab_size=self.vocab_size,
@@ -213,7 +234,7 @@ class Atropos:
                 raise TypeError("no list of groups")
         except (ValueError, TypeError, LookupError) as error:
             feed.lose(f"{answer.url}: a malformed answer ({str(error)[:200]})")
-            return
+            return 0
         groups.reverse()
         while groups:  # so that each is freed when it has been read
             raw = groups.pop()
@@ -224,3 +245,4 @@ class Atropos:
                 if dropped.reason not in self._told:
                     self._told.add(dropped.reason)
                     log.warning("dropped a group (rollouts/num_dropped_%s counts, this is said once): %s", dropped.reason, dropped)
+        return len(self._groups) - before
