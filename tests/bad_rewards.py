@@ -135,6 +135,13 @@ def _spawns():
     os._exit(0)
 
 
+def _keeps_a_helper():
+    """1.0 if what a shell has left running is still there a second later."""
+    shell = subprocess.run(["sh", "-c", f"sleep {STRAY_S} >&2 & echo $!"], stdout=subprocess.PIPE)
+    time.sleep(1)
+    return float(os.path.exists(f"/proc/{int(shell.stdout)}"))
+
+
 def _prints():
     print("printed by a reward")
     print("and to stderr", file=sys.stderr)

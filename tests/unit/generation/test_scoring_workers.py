@@ -128,6 +128,16 @@ def test_nothing_that_a_score_started_outlives_it(judged):
     assert judged[3] == []
 
 
+def test_what_a_sound_worker_has_started_outlives_another_worker():
+    task = isolated("bad_rewards:misbehaves", workers=2)
+    try:
+        judgements = [judge(task, kind) for kind in ("keeps_a_helper", "dies")]
+        assert [outcome(judgement) for judgement in judgements] == [1.0, "crashed"]
+    finally:
+        task.close()
+    assert gone(strays())
+
+
 def test_async_scores_fail_alone(caplog):
     """One that blocks its worker, or kills it, costs those nothing that the worker awaits meanwhile."""
     task = isolated("bad_rewards:misbehaves_later", workers=2, timeout_s=1.5)  # thirty times what a sound one takes

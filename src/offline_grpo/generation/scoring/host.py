@@ -26,7 +26,6 @@ import psutil
 from offline_grpo.generation.scoring import worker as worker_process
 from offline_grpo.generation.scoring.messages import LINE_BYTES, Request, Setup, failed, frame, line, read_frame, read_line
 
-PR_SET_CHILD_SUBREAPER = 36
 START_S = 300.0
 """For a worker to build the task: it may import a lot."""
 GRACE_S = 1.0
@@ -39,8 +38,8 @@ PRINTED_BYTES = 10 * 2**20
 
 def main() -> None:
     """See the text of this file."""
-    if sys.platform == "linux":  # processes that workers leave behind become our children
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if sys.platform == "linux":  # processes that workers leave behind when they end become our children
+        ctypes.CDLL(None).prctl(worker_process.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     asyncio.run(_serve(socket.socket(fileno=0)))
 
 
@@ -251,7 +250,7 @@ class _Host:
                     self._end(worker, "crashed", f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}")
 
     def _sweep(self) -> None:
-        """Kill what workers have left behind that are no more."""
+        """Kill what workers have left behind that are no more. (What those leave behind that live is theirs: see `worker._alone_with`.)"""
         left = [child for child in psutil.Process().children() if child.pid not in self._workers]
         for child in left:
             _kill_below(child)

@@ -25,6 +25,7 @@ from offline_grpo.interfaces import Task
 from offline_grpo.types import Score
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 MAX_CHILDREN = 16
 """A worker whose scores have left more processes behind is replaced."""
 
@@ -59,6 +60,7 @@ def _alone_with(connection: socket.socket, output: int) -> socket.socket:
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what its shells leave behind stays its own: see `host._Host._sweep`
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
