@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from factories import compose_config, make_completion
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from offline_grpo.errors import GrpoError
 from offline_grpo.interfaces import RolloutSource
@@ -51,6 +52,16 @@ def made_groups(iteration: int) -> list[RolloutGroup]:
 
 def _reason(index: int) -> FinishReason:
     return FinishReason.LENGTH if index == 2 else FinishReason.STOP
+
+
+def byte_tokenizer(folder: Path) -> Tokenizer:
+    """A token for each byte, as byte-level tokenizers have for rare letters; saved as the one of the model in `folder`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
 
 
 def write_store(run_folder: Path, *, iterations: int = 4, origin: Origin = ORIGIN) -> Path:

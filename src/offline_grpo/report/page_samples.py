@@ -90,18 +90,17 @@ def _sample(row: Mapping[str, Any], messages: Sequence[Mapping[str, str]], num_t
 def _pieces(row: Mapping[str, Any], model: str | None) -> list[tuple[str, float | None]]:
     """The completion in stretches of tokens with the same advantage; None for those that the model did not write."""
     advantages, is_sampled, ids = row["advantages"], row["is_sampled"], row["completion_ids"]
-    tokenizer = None
-    if model is not None and (advantages is not None or is_sampled is not None):
-        from offline_grpo.rollouts.store.show import tokenizer_of
+    if model is None or (advantages is None and is_sampled is None):
+        return [(row["text"], row["advantage"])]
+    from offline_grpo.rollouts.store.show import pieces, tokenizer_of
 
-        tokenizer = tokenizer_of(model)
+    tokenizer = tokenizer_of(model)
     if tokenizer is None:
         return [(row["text"], row["advantage"])]
-    each = zip(ids, advantages or [row["advantage"]] * len(ids), is_sampled or [True] * len(ids), strict=True)
-    tokens = [(token, advantage if sampled else None) for token, advantage, sampled in each]
-    stretches = groupby(tokens[:MAX_TOKENS], key=lambda token: token[1])
-    pieces = [(tokenizer.decode([i for i, _ in part], skip_special_tokens=False), advantage) for advantage, part in stretches]
-    return pieces + ([(f" … {len(ids) - MAX_TOKENS:,} more tokens", None)] if len(ids) > MAX_TOKENS else [])
+    each = zip(pieces(tokenizer, ids), advantages or [row["advantage"]] * len(ids), is_sampled or [True] * len(ids), strict=True)
+    tokens = [(text, advantage if sampled else None) for text, advantage, sampled in islice(each, MAX_TOKENS) if text]
+    stretches = [("".join(text for text, _ in part), advantage) for advantage, part in groupby(tokens, key=lambda token: token[1])]
+    return stretches + ([(f" … {len(ids) - MAX_TOKENS:,} more tokens", None)] if len(ids) > MAX_TOKENS else [])
 
 
 def _shortened(text: str) -> str:

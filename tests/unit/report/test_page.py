@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from factories import make_completion
+from recorded import byte_tokenizer
 from report_folders import HOSTILE, make_run
 
 from offline_grpo.errors import ConfigError
@@ -324,6 +325,18 @@ def test_samples_of_files_may_have_any_letters(tmp_path: Path) -> None:
     data = data_of(run)
     assert [sample["pieces"] for sample in data["samples"]] == [[[text, None]]] * 4
     assert not data["damaged"]
+
+
+def test_characters_of_several_tokens_are_whole_where_each_token_has_an_advantage(tmp_path: Path) -> None:
+    """The advantages change within the letter of two bytes, which comes with its last one; the length ends within that of four."""
+    run, text = make_run(tmp_path / "run", iterations=1), "né" + "🎉" * 150
+    ids = tuple(byte_tokenizer(tmp_path).encode(text).ids)
+    rollout = Rollout.of_one_turn((1,), make_completion(ids, (-0.5,) * len(ids)), temperature=1.0, text=text, score=Score(1.0, True, {}))
+    advantages = (0.0, 0.5, 0.5, *(-0.5,) * (len(ids) - 2))
+    table = table_of("train", [RolloutGroup(None, (rollout,), (advantages,))], [[0.5]], 0)
+    (run / "rollouts" / "iter_000.parquet").write_bytes(parquet(table, Origin(str(tmp_path), "a", "b", {"seed": 0}, 0, "c").to_metadata()))
+    [sample] = data_of(run)["samples"]
+    assert sample["pieces"] == [["n", 0.5], ["é" + "🎉" * 149, -0.5], [" … 3 more tokens", None]]
 
 
 @pytest.mark.parametrize("model", ["./model", "damaged"])

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from atroposlib.api.server import ScoredData
 from factories import make_completion
-from recorded import CONTEXT, ORIGIN, VOCAB, made_groups, make_replay, replayed, write_store
+from recorded import CONTEXT, ORIGIN, VOCAB, byte_tokenizer, made_groups, make_replay, replayed, write_store
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
 from offline_grpo.errors import ConfigError
@@ -101,12 +101,7 @@ def written(ids: tuple[int, ...], text: str) -> Rollout:
 
 @pytest.mark.parametrize("text", ["naïve café", "答案是四十二", "yes 🎉 no"])
 def test_characters_of_several_tokens_are_whole(text: str, tmp_path: Path) -> None:
-    """A token for each byte, as byte-level tokenizers have for rare letters."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = byte_tokenizer(tmp_path)
     ids = tuple(tokenizer.encode(text).ids)
     assert len(ids) == len(text.encode())
     told = shown(tmp_path, written(ids, text), model=str(tmp_path), full=False)

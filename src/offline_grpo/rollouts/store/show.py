@@ -68,7 +68,7 @@ def _answer(row: Mapping[str, Any], tokenizer: Tokenizer | None, *, full: bool) 
         return _line("correct" if row["is_correct"] else "wrong", text)
     advantages = row["advantages"] or [row["advantage"] or 0.0] * len(row["completion_ids"])
     sampled = row["is_sampled"] or [True] * len(advantages)
-    tokens = list(zip(_pieces(tokenizer, row["completion_ids"]), advantages, sampled, strict=True))
+    tokens = list(zip(pieces(tokenizer, row["completion_ids"]), advantages, sampled, strict=True))
     for place, (piece, advantage, is_sampled) in enumerate(tokens):
         if not full and len(tokens) > _SHOWN and not (place < _SHOWN // 2 or place >= len(tokens) - _SHOWN // 2):
             text.append(" ... " if place == _SHOWN // 2 else "")
@@ -77,7 +77,7 @@ def _answer(row: Mapping[str, Any], tokenizer: Tokenizer | None, *, full: bool) 
     return _line("correct" if row["is_correct"] else "wrong", text)
 
 
-def _pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
+def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
     """The text of each token; a character that several tokens make up comes with the last of them, and the others are empty."""
     before, start = 0, 0  # the tokens in between are told, and decoded again: what a token reads as depends on the one before
     for end in range(1, len(ids) + 1):
