@@ -43,7 +43,7 @@ def make_run(
 def make_settings(folder: Path, *, iterations: int, seed: int, loss: str) -> None:
     """What Hydra stores about a run."""
     config = {
-        "train": {"iterations": iterations, "lr": 1e-3},
+        "train": {"iterations": iterations, "lr": 1e-3, "loss": {"_target_": loss}},
         "seed": seed,
         "model": {"train_id": None},
         "logger": {"api_key": "secret-key"},

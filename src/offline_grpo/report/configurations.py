@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from offline_grpo.report.history import FloatArray, by_number
+from offline_grpo.report.run_files import WITHOUT_EFFECT
 from offline_grpo.report.sweep_run import SweepRun
 
-NOT_COMPARED = ("seed", "resume", "logger", "samples", "cache_dir")
-"""Keys, and groups, whose overrides make no other configuration: they change nothing that is learnt."""
+NOT_COMPARED = ("seed", *WITHOUT_EFFECT)
+"""Keys, and groups, that make no other configuration."""
 MIN_SEEDS = 3
 """Of a band around a curve: with two, Student's t has one degree of freedom, and the band hides all curves."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """Runs with the same overrides but for the seed.
+    """Runs with the same settings but for the seed.
 
     Args:
-        overrides: those in which the sweep's configurations differ; all of them where there is only one.
+        overrides: those in which the sweep's configurations differ, all of them where there is only one; of configurations with the same
+            overrides, the settings in which these differ.
         runs: sorted by name.
     """
 
@@ -79,22 +81,14 @@ class Configuration:
 
 
 def configurations(runs: Sequence[SweepRun]) -> list[Configuration]:
-    """Group runs by all overrides except NOT_COMPARED: best mean pass@1 first, of equal ones that of the lower
+    """Group runs by all settings except NOT_COMPARED: best mean pass@1 first, of equal ones that of the lower
     number, then unfinished ones. Those of which pass@1 was not measured come last, best reward first.
     """
     groups: dict[tuple[tuple[str, str], ...], list[SweepRun]] = {}
-    for run in runs:
-        key = tuple(sorted((key, value) for key, value in run.overrides.items() if _is_compared(key)))
-        groups.setdefault(key, []).append(run)
-    shared = set.intersection(*(set(key) for key in groups)) if len(groups) > 1 else set()
-    found = [
-        Configuration(
-            {key: value for key, value in chosen[0].overrides.items() if _is_compared(key) and (key, value) not in shared},
-            tuple(sorted(chosen, key=lambda run: by_number(run.name))),
-        )
-        for chosen in groups.values()
-    ]
-    found.sort(key=lambda each: by_number(each.runs[0].name))
+    for run in sorted(runs, key=lambda run: by_number(run.name)):
+        groups.setdefault(tuple(sorted(_compared(run.settings or run.overrides).items())), []).append(run)
+    names = _told_apart([chosen[0] for chosen in groups.values()])
+    found = [Configuration(name, tuple(chosen)) for name, chosen in zip(names, groups.values(), strict=True)]
 
     def rank(each: Configuration) -> tuple[bool, bool, float]:
         is_unmeasured = each.pass_at_1 is None
@@ -107,8 +101,21 @@ def configurations(runs: Sequence[SweepRun]) -> list[Configuration]:
     return sorted(found, key=rank)
 
 
-def _is_compared(key: str) -> bool:
-    return key.lstrip("+~").split(".")[0] not in NOT_COMPARED
+def _compared(settings: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in settings.items() if key.lstrip("+~").split(".")[0] not in NOT_COMPARED}
+
+
+def _told_apart(runs: Sequence[SweepRun]) -> list[dict[str, str]]:
+    """See `Configuration.overrides`, for a run of each: a default in `conf/` may have changed between them."""
+    own = [_compared(run.overrides) for run in runs]
+    shared = set.intersection(*(set(each.items()) for each in own)) if len(own) > 1 else set()
+    found = []
+    for run, overrides in zip(runs, own, strict=True):
+        alike = [_compared(other.settings) for other, theirs in zip(runs, own, strict=True) if theirs == overrides and other.settings]
+        differing = (key for key in dict.fromkeys(key for each in alike for key in each) if len({each.get(key) for each in alike}) > 1)
+        further = {key: run.settings.get(key, "null") for key in differing} if run.settings else {"settings": "unknown"} if alike else {}
+        found.append({key: value for key, value in overrides.items() if (key, value) not in shared} | further)
+    return found
 
 
 def short_overrides(found: Sequence[Configuration]) -> list[dict[str, str]]:
@@ -121,7 +128,7 @@ def short_overrides(found: Sequence[Configuration]) -> list[dict[str, str]]:
 
 def have_own_seeds(runs: Sequence[SweepRun]) -> bool:
     """Whether no seed was run twice. Repetitions say nothing about other seeds: an interval over them would be too narrow."""
-    return len({run.overrides.get("seed") for run in runs}) == len(runs)
+    return len({run.settings.get("seed") for run in runs}) == len(runs)
 
 
 def share_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:

@@ -51,7 +51,7 @@ def load_runs(paths: Sequence[Path], damaged: list[str]) -> dict[str, PageRun]:
             found[name] = PageRun(run_of(history, name), history, _settings(folder / ".hydra"))
         except WRONG_FILE as error:
             damaged.append(f"{folder / '.hydra'}: settings cannot be read ({reason_of(error)})")
-            unknown = SweepRun(name, {}, "settings unknown", history.series("eval", "pass@1"), None, None, None, None)
+            unknown = SweepRun(name, {}, {}, "settings unknown", history.series("eval", "pass@1"), None, None, None, None)
             found[name] = PageRun(unknown, history, {})
     return found
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from offline_grpo.errors import GrpoError
+from offline_grpo.redaction import flat, redacted
 
 T = TypeVar("T")
+WITHOUT_EFFECT = ("resume", "logger", "samples", "num_threads", "cache_dir")
+"""Top-level keys that change nothing that is learnt; they do not count when configurations are compared."""
 RESTORE = "restore it from a copy of the run folder"
 
 
@@ -38,6 +41,53 @@ def read_part(path: Path, take: Callable[[Any], T]) -> T:
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         what = "is empty" if content is None else f"is incomplete ({error!r})"
         raise GrpoError(f"{path}: {what}; {RESTORE}") from error
+
+
+def overrides_of(run_dir: Path) -> dict[str, str]:
+    """`["train.lr=1e-6", "task=sat"]` -> {"train.lr": "1e-6", "task": "sat"}; `~key` deletes and has no value.
+
+    Raises:
+        GrpoError: the file cannot be read.
+    """
+    overrides = read_part(run_dir / ".hydra" / "overrides.yaml", lambda found: list(found or []))
+    return {key: value for key, _, value in (str(override).partition("=") for override in overrides)}
+
+
+def settings_of(run_dir: Path) -> dict[str, str]:
+    """The stored configuration by dotted keys, interpolations as they are. A key that is null is left out, as one that did not exist yet.
+
+    Raises:
+        GrpoError: the file cannot be read.
+    """
+    stored = read_part(run_dir / ".hydra" / "config.yaml", lambda config: flat(redacted({**config})))
+    return {key: str(value) for key, value in stored.items() if value is not None}
+
+
+def changed_on_the_way(run_dir: Path, settings: Mapping[str, str]) -> dict[str, str]:
+    """Dotted key -> `0.001 until iteration 6, then 0.0001`, of what a resume changed; without keys that only follow another one.
+
+    Args:
+        settings: see `settings_of`.
+
+    Raises:
+        GrpoError: the file cannot be read.
+    """
+    path = run_dir / ".hydra" / "starts.yaml"
+    changes = read_part(path, _of_starts) if path.is_file() else {}
+    return {key: text for key, text in changes.items() if "${" not in settings.get(key, "")}
+
+
+def _of_starts(starts: Any) -> dict[str, str]:
+    kept: list[tuple[int, Mapping[str, Any]]] = []
+    for start in starts or ():
+        after = start.get("after_iteration", 0)
+        kept = [each for each in kept if each[0] < after]  # the others are in what this start has set aside
+        kept.append((after, start.get("changes", {})))
+    found = dict[str, str]()
+    for key in dict.fromkeys(key for _, changes in kept for key in changes):
+        steps = [(after, *changes[key]) for after, changes in kept if key in changes]
+        found[key] = ", ".join([*(f"{old} until iteration {after}" for after, old, _ in steps), f"then {steps[-1][2]}"])
+    return found
 
 
 def about(run_dir: Path) -> str:

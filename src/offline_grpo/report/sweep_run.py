@@ -1,4 +1,4 @@
-"""One run of a sweep: its overrides and its results."""
+"""One run of a sweep: its settings and its results."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ import numpy as np
 
 from offline_grpo.errors import GrpoError
 from offline_grpo.report.history import History, Series, load_history
-from offline_grpo.report.run_files import read_part
+from offline_grpo.report.run_files import changed_on_the_way, overrides_of, read_part, settings_of
 
 NUMBER_COLUMNS = ("pass@1", "pass@1_low", "pass@1_high", "best_pass@1", "reward_mean", "minutes")  # of summary.csv
 
 
 @dataclass(frozen=True, slots=True)
 class SweepRun:
-    """A result that was not measured, or is not finite, is None."""
+    """A result that was not measured, or is not finite, is None.
+
+    Args:
+        overrides, settings: see `run_files`, with what was changed on the way; nothing where they cannot be read.
+    """
 
     name: str
     overrides: dict[str, str]
+    settings: dict[str, str]
     status: str
     pass_at_1: Series
     final_low: float | None
@@ -64,10 +69,18 @@ def read_or_say(run_dir: Path, name: str) -> SweepRun:
     try:
         return read_run(run_dir, name)
     except GrpoError as error:
-        overrides: dict[str, str] = {}
-        with suppress(GrpoError):  # the same error, or one is enough
-            overrides = _read_overrides(run_dir)
-        return SweepRun(name, overrides, f"damaged: {error}", Series(np.empty(0), np.empty(0)), None, None, None, None)
+        return unreadable(run_dir, name, f"damaged: {error}", Series(np.empty(0), np.empty(0)))
+
+
+def unreadable(run_dir: Path, name: str, status: str, pass_at_1: Series) -> SweepRun:
+    """A run of which `run_of` cannot say more than this."""
+    overrides, settings = dict[str, str](), dict[str, str]()
+    with suppress(GrpoError):  # the one that was told already, or that one is enough
+        overrides = overrides_of(run_dir)
+        settings = settings_of(run_dir)
+        changed = changed_on_the_way(run_dir, settings)
+        overrides, settings = overrides | changed, settings | changed
+    return SweepRun(name, overrides, settings, status, pass_at_1, None, None, None, None)
 
 
 def run_of(history: History, name: str) -> SweepRun:
@@ -77,6 +90,8 @@ def run_of(history: History, name: str) -> SweepRun:
         GrpoError: another file of it cannot be read.
     """
     run_dir = history.run_dir
+    settings = settings_of(run_dir)
+    changed = changed_on_the_way(run_dir, settings)
     final_low, final_high = (_last(history.series("eval", f"pass@1_{end}").values) for end in ("low", "high"))
     _, seconds = history.phase_seconds()
     total_s = sum(float(values.sum()) for values in seconds.values())  # without starts: the first run of a process waits for its imports
@@ -85,7 +100,8 @@ def run_of(history: History, name: str) -> SweepRun:
     stopped_early = num_done > 0 and any("stopped_early" in metrics for metrics in last)
     return SweepRun(
         name=name,
-        overrides=_read_overrides(run_dir),
+        overrides=overrides_of(run_dir) | changed,
+        settings=settings | changed,
         status="done" if stopped_early else _status(run_dir, num_done),
         pass_at_1=history.series("eval", "pass@1"),
         final_low=final_low,
@@ -105,9 +121,3 @@ def _status(run_dir: Path, num_done: int) -> str:
         return "no metrics"
     wanted = read_part(run_dir / ".hydra" / "config.yaml", lambda config: int(config["train"]["iterations"]))
     return "done" if num_done >= wanted else f"stopped at {num_done}/{wanted}"
-
-
-def _read_overrides(run_dir: Path) -> dict[str, str]:
-    """`["train.lr=1e-6", "task=sat"]` -> {"train.lr": "1e-6", "task": "sat"}; `~key` deletes and has no value."""
-    overrides = read_part(run_dir / ".hydra" / "overrides.yaml", lambda found: list(found or []))
-    return {key: value for key, _, value in (str(override).partition("=") for override in overrides)}

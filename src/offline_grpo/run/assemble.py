@@ -29,6 +29,7 @@ from offline_grpo.model.reference import load_reference
 from offline_grpo.placement.devices import Devices, check_devices, server_gpus
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
+from offline_grpo.report.run_files import WITHOUT_EFFECT
 from offline_grpo.rollouts.store.origin import Origin, architecture_hash, tokenizer_hash
 from offline_grpo.rollouts.store.recorder import Recorder
 from offline_grpo.run import serving
@@ -39,7 +40,7 @@ from offline_grpo.run.isolate import with_scorers
 from offline_grpo.run.out_of_memory import told_if_out_of_memory
 from offline_grpo.run.preflight import Plan, fresh_schedule
 from offline_grpo.run.prompts import check_prompts
-from offline_grpo.run.run_dir import IGNORED_ON_RESUME, ResumePoint, RunDir
+from offline_grpo.run.run_dir import ResumePoint, RunDir
 from offline_grpo.run.task_data import records, source_node
 from offline_grpo.seeding import derive_seed
 from offline_grpo.train.loop import Evaluation, Loop
@@ -98,7 +99,7 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     updater = make_updater(plan, policy, model_id, start.run_dir, ranks, sharding)
     if start.resume is not None and start.resume.lr_schedule is not None:
         updater.lr_schedule = start.resume.lr_schedule
-    about = {key: value for key, value in redacted(start.plain).items() if key not in IGNORED_ON_RESUME}
+    about = {key: value for key, value in redacted(start.plain).items() if key not in WITHOUT_EFFECT}
     origin = Origin(model_id, architecture_hash(policy.causal_lm.config), tokenizer_hash(policy.tokenizer), about)
     source = make_source(plan, policy, training.client, updater, start.run_dir.path, origin)
     stack.callback(source.close)

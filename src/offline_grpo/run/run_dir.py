@@ -21,11 +21,9 @@ from offline_grpo.checkpoint.files import latest_checkpoint, latest_state, newes
 from offline_grpo.checkpoint.state import TrainerState
 from offline_grpo.errors import CheckpointError, ConfigError
 from offline_grpo.redaction import flat, redacted
+from offline_grpo.report.run_files import WITHOUT_EFFECT
 from offline_grpo.run import lock
 from offline_grpo.train.schedule import LrSchedule
-
-IGNORED_ON_RESUME = ("resume", "logger", "samples", "num_threads", "cache_dir")
-"""Top-level keys that may differ between a run and its continuation; they do not count when configurations are compared."""
 
 ABANDONED_AFTER_S = 86400.0
 
@@ -165,7 +163,7 @@ def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
 
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> value, of the keys that affect training. All secrets are alike, and checkpoints have none."""
-    return {key: value for key, value in flat(redacted(config)).items() if key.split(".")[0] not in IGNORED_ON_RESUME}
+    return {key: value for key, value in flat(redacted(config)).items() if key.split(".")[0] not in WITHOUT_EFFECT}
 
 
 def remove_abandoned(run_dir: RunDir) -> None:

@@ -1,6 +1,7 @@
 """Runs that differ in the seed alone, against numbers worked out by hand and the density of Student's t."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from offline_grpo.report.sweep_run import SweepRun
 
 def run(name: str, overrides: dict[str, str], values: list[float], *, status: str = "done", reward: float | None = None) -> SweepRun:
     steps = np.arange(len(values), dtype=np.float64) * 10
-    return SweepRun(name, overrides, status, Series(steps, np.array(values)), None, None, reward, 2.0)
+    return SweepRun(name, overrides, overrides, status, Series(steps, np.array(values)), None, None, reward, 2.0)
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_configuration() -> None:
@@ -29,6 +30,27 @@ def test_runs_that_differ_in_the_seed_alone_are_one_configuration() -> None:
     half = 12.7062 * 0.05  # s = 0.1 / sqrt(2), s / sqrt(2) = 0.05
     assert (middle.low, middle.high) == (0.0, 1.0), f"0.55 +- {half:.2f}, cut"
     assert (best.low, best.high, unmeasured.pass_at_1) == (None, None, None)
+
+
+def test_other_settings_are_another_configuration_whatever_was_typed() -> None:
+    """The default of `lr` was 1 when run 0 was made, and 2 for the others; run 3 cannot be read."""
+    typed: list[dict[str, str]] = [{"task": "sat"}, {"task": "sat"}, {"task": "sat", "train.lr": "2"}, {"task": "sat"}]
+    stored = [{"task": "sat", "train.lr": lr, "seed": lr, "num_threads": lr} for lr in "122"] + [{}]
+    stored[1] |= {"seed": "1", "train.new": "x"}
+    stored[2] |= {"train.new": "x"}
+    runs = [replace(run(str(i), typed[i], [0.5]), settings=stored[i]) for i in range(4)]
+    found = configurations(runs)
+    assert [(each.overrides, [run.name for run in each.runs]) for each in found] == [
+        ({"train.lr": "1", "train.new": "null"}, ["0"]),
+        ({"train.lr": "2", "train.new": "x"}, ["1", "2"]),
+        ({"settings": "unknown"}, ["3"]),
+    ]
+
+
+def test_a_seed_that_was_typed_once_is_the_same_seed() -> None:
+    runs = [replace(run(str(i), {"seed": "0"} if i else {}, [0.5 + i / 10]), settings={"seed": "0"}) for i in range(2)]
+    [found] = configurations(runs)
+    assert found.low is None
 
 
 def test_unfinished_runs_do_not_count_beside_finished_ones() -> None:

@@ -18,7 +18,8 @@ def make_run(run_dir: Path, overrides: list[str], pass_at_1: list[float], *, num
     """`pass_at_1` before training and after each iteration; every iteration took a minute and a half."""
     (run_dir / ".hydra").mkdir(parents=True)
     (run_dir / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
-    (run_dir / ".hydra" / "config.yaml").write_text(yaml.safe_dump({"train": {"iterations": 2}}))
+    config = OmegaConf.merge({"seed": 0, "train": {"iterations": 2}}, OmegaConf.from_dotlist(overrides))
+    (run_dir / ".hydra" / "config.yaml").write_text(OmegaConf.to_yaml(config))
     if not pass_at_1:
         return
     (run_dir / "metrics").mkdir()
@@ -86,6 +87,23 @@ def test_the_table_is_printed_and_saved_for_programs_and_people(multirun_dir: Pa
     assert runs[4] == "| 1 | 1e-5 |  |  |  |  | no metrics |"
 
 
+def test_a_run_that_was_changed_on_its_way_is_another_configuration(tmp_path: Path) -> None:
+    """Its first resume was undone by the second one, which went on from an earlier checkpoint. Run 2 was only started again."""
+    for i in range(3):
+        make_run(tmp_path / str(i), ["train.lr=0.1", "train.optimizer.lr=${train.lr}", f"seed={i}"], [0.25, 0.5], num_train=2)
+    starts = [
+        {"overrides": []},
+        {"after_iteration": 5, "changes": {"train.lr": [0.3, 7.0], "train.optimizer.lr": [0.3, 7.0]}},
+        {"after_iteration": 4, "changes": {"train.lr": [0.3, 0.2]}},
+        {"after_iteration": 6, "changes": {"train.lr": [0.2, 0.1], "train.optimizer.lr": [0.2, 0.1]}},
+    ]
+    (tmp_path / "1" / ".hydra" / "starts.yaml").write_text(yaml.safe_dump(starts))
+    (tmp_path / "2" / ".hydra" / "starts.yaml").write_text(yaml.safe_dump([{"overrides": []}, {"after_iteration": 1, "changes": {}}]))
+    print_sweep(tmp_path, Console(file=io.StringIO(), width=80))
+    rows = [line.split(" | ")[:2] for line in (tmp_path / "summary.md").read_text().splitlines()[2:4]]
+    assert rows == [["| train.lr=0.1", "0 2"], ["| train.lr=0.3 until iteration 4, 0.2 until iteration 6, then 0.1", "1"]]
+
+
 def test_a_short_run_took_more_than_no_time(tmp_path: Path) -> None:
     make_run(tmp_path / "0", ["task=sat"], [0.25, 0.75], num_train=1)
     path = tmp_path / "0" / "metrics" / "train_iter_000.json"
@@ -148,10 +166,10 @@ def test_a_run_that_stopped_early_is_done(tmp_path: Path, name: str) -> None:
     assert run.is_done
 
 
-@pytest.mark.parametrize("name", [".hydra/config.yaml", "metrics/train_iter_000.json"])
+@pytest.mark.parametrize("name", [".hydra/config.yaml", ".hydra/starts.yaml", "metrics/train_iter_000.json"])
 def test_a_damaged_run_is_named_and_the_others_have_their_table(multirun_dir: Path, name: str) -> None:
     path = multirun_dir / "2" / name
-    path.write_bytes(b"")
+    path.write_text("- changes: {train.lr: 1}" if name.endswith("starts.yaml") else "")
     stream = io.StringIO()
     print_sweep(multirun_dir, Console(file=stream, width=80))
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]

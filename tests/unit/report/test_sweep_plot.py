@@ -18,6 +18,7 @@ def runs_of(num_configurations: int, num_seeds: int, *, values: tuple[float, ...
         SweepRun(
             name=str(number * num_seeds + seed),
             overrides={"train.lr": str(number), "seed": str(seed)},
+            settings={"train.lr": str(number), "seed": str(seed)},
             status="done",
             pass_at_1=Series(steps, np.array(values) * (1 - 0.05 * number - 0.01 * seed)),
             final_low=None,
