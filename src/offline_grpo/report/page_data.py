@@ -20,7 +20,7 @@ from offline_grpo.report.history import PHASES, FloatArray, History, Series, by_
 from offline_grpo.report.page_samples import Solved
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.report.style import smooth
-from offline_grpo.report.sweep_run import SweepRun, run_of
+from offline_grpo.report.sweep_run import SweepRun, run_of, unreadable
 
 WRONG_FILE = (GrpoError, LookupError, TypeError, ValueError, AttributeError, OSError)
 """What reading a file raises that somebody else has written."""
@@ -51,8 +51,7 @@ def load_runs(paths: Sequence[Path], damaged: list[str]) -> dict[str, PageRun]:
             found[name] = PageRun(run_of(history, name), history, _settings(folder / ".hydra"))
         except WRONG_FILE as error:
             damaged.append(f"{folder / '.hydra'}: settings cannot be read ({reason_of(error)})")
-            unknown = SweepRun(name, {}, {}, "settings unknown", history.series("eval", "pass@1"), None, None, None, None)
-            found[name] = PageRun(unknown, history, {})
+            found[name] = PageRun(unreadable(folder, name, "settings unknown", history.series("eval", "pass@1")), history, {})
     return found
 
 

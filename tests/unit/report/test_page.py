@@ -281,6 +281,15 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_shown(tmp_path: Path, caps
     assert (run / "report.html").is_file()
 
 
+def test_a_run_whose_settings_cannot_be_read_has_its_overrides_on_the_page_as_in_the_table(tmp_path: Path) -> None:
+    for number, loss in enumerate(("grpo", "dapo")):
+        make_run(tmp_path / str(number), loss=loss)
+    (tmp_path / "1" / ".hydra" / "config.yaml").write_text("a: [")
+    data = data_of(tmp_path)
+    assert [group["name"] for group in data["groups"]] == ["train/loss=grpo", "train/loss=dapo"]
+    assert data["settings"]["rows"][1][-1] == "settings unknown"
+
+
 def test_an_empty_run_and_one_that_still_runs(tmp_path: Path) -> None:
     (tmp_path / "empty" / "metrics").mkdir(parents=True)
     assert data_of(tmp_path / "empty")["verdict"] == "There are no results yet."
