@@ -16,6 +16,7 @@ import hydra
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from offline_grpo.checkpoint.files import latest_checkpoint
@@ -43,7 +44,9 @@ def run_folder(resume: str) -> Path | None:
 
 def arguments(words: Sequence[str]) -> list[str]:
     """The command line with what it needs of the run that `resume=PATH` names; any other one as it is."""
-    words = sorted(words, key=lambda word: word not in ("-m", "--multirun"))  # first: argparse needs all overrides in one place
+    words = sorted(
+        map(_readable, words), key=lambda word: word not in ("-m", "--multirun")
+    )  # first: argparse needs all overrides in one place
     place = next((i for i, word in enumerate(words) if OVERRIDE.match(word)), len(words))
     options, typed = [*words[:place]], [*words[place:]]
     named = next((str(value) for key, value in map(_parsed, typed) if key == "resume" and value is not None), None)
@@ -186,6 +189,17 @@ def _plain(cfg: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(plain, dict)
     return plain  # type: ignore[return-value]
+
+
+def _readable(word: str) -> str:
+    """`resume=PATH` as Hydra reads it, which needs quotes around letters beyond ASCII; any other word as it is."""
+    key, _, path = word.partition("=")
+    try:
+        if key == "resume":
+            OverridesParser.create().parse_override(word)
+    except HydraException:
+        return f"resume={quoted(path)}"
+    return word
 
 
 def _parsed(word: str) -> tuple[str, Any]:

@@ -46,6 +46,17 @@ def test_a_folder_without_a_checkpoint_is_refused_before_torch_is_loaded(tmp_pat
             resume.arguments(["train.lr=1", f"resume={path}"])
 
 
+@pytest.mark.parametrize("name", ["j\u00fcrgen", "\u65e5\u672c", "a=b"])
+def test_a_path_needs_no_quotes_of_hydras(name, tmp_path):
+    path = tmp_path / name
+    with pytest.raises(ConfigError, match=rf"^resume={path}: no checkpoint there; give a run folder"):
+        resume.arguments([f"resume={path}"])
+    make_checkpoint(path / "checkpoints" / "iter_003", state_of(3))
+    words = resume.arguments([f"resume={path}"])
+    assert words == [f"resume='{path}'", f"hydra.run.dir='{path}'", "hydra.output_subdir=null"]
+    resume._typed.clear()
+
+
 def test_another_model_or_task_is_refused_before_anything_is_composed(run):
     with pytest.raises(
         ConfigError, match=r"^model=tiny: the run that goes on has model=hf, which it cannot change; leave model out, or .*iter_003"
