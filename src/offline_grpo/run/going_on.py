@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from offline_grpo.checkpoint.files import latest_checkpoint
 from offline_grpo.disk import write_whole
 from offline_grpo.errors import ConfigError
-from offline_grpo.run import launch, resume
+from offline_grpo.run import launch, resume, sweep_resume
 from offline_grpo.run.preflight import fresh_schedule
 from offline_grpo.run.run_dir import ResumePoint, RunDir, changed_keys
 from offline_grpo.settings import RunConfig, planned_updates
@@ -59,12 +59,14 @@ def checked(point: ResumePoint, config: RunConfig, plain: Mapping[str, Any]) -> 
             "give more, or resume=RUN/checkpoints/iter_NNN, an earlier one"
         )
     typed = resume.typed_keys()
+    if point.state.lr_schedule(point.state.counters.num_updates) == 0:  # else its command line, typed again, changes nothing
+        typed |= sweep_resume.typed_keys()
     schedule = replace(fresh_schedule(config), num_updates=_planned_end(point, config))
     if not is_finished(point, config):
         schedule = schedule.continuing(
             point.state.lr_schedule,
             point.state.counters.num_updates,
-            restart=not {"train.lr", "train.optimizer.lr"}.isdisjoint(typed | changes.keys()),  # a sweep's jobs know nothing typed
+            restart=not {"train.lr", "train.optimizer.lr"}.isdisjoint(typed | changes.keys()),
             warms_up="train.warmup_steps" in typed | changes.keys(),
         )
     return replace(point, changes=changes, lr_schedule=schedule)

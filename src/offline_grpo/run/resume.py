@@ -55,7 +55,7 @@ def arguments(words: Sequence[str]) -> list[str]:
     if named == "auto" and is_sweep:
         sweep = sweep_resume.newest_alike([word for word in typed if OVERRIDE.match(word)])
     if sweep is not None:
-        return _of_sweep(sweep, words)
+        return _of_sweep(sweep, words, is_named=named != "auto")
     run = run_folder(named) if named not in (None, "auto") else None
     if run is None:
         if named not in (None, "auto") and not is_sweep and not Path(named).name.startswith("iter_"):  # a damaged one is told in full later
@@ -68,8 +68,12 @@ def arguments(words: Sequence[str]) -> list[str]:
     return [*options, *_without(own, _typed), *typed, f"hydra.run.dir={quoted(run)}", "hydra.output_subdir=null"]
 
 
-def _of_sweep(sweep: Path, words: Sequence[str]) -> list[str]:
-    """The command line that goes on with a sweep: each of its jobs finds its own folder."""
+def _of_sweep(sweep: Path, words: Sequence[str], *, is_named: bool) -> list[str]:
+    """The command line that goes on with a sweep: each of its jobs finds its own folder.
+
+    Args:
+        is_named: by `resume=FOLDER`; with `resume=auto`, what is typed is what the sweep was started with.
+    """
     typed = [word for word in words if OVERRIDE.match(word)]
     options = [word for word in words if not OVERRIDE.match(word)]
     if not {"-m", "--multirun"} & set(options):
@@ -78,7 +82,9 @@ def _of_sweep(sweep: Path, words: Sequence[str]) -> list[str]:
     options += _config_dir(read_yaml(sweep / "multirun.yaml")["hydra"], words)
     if launch.is_main():
         print(f"going on with the sweep in {sweep}; leave resume out to start another one", flush=True)
-    return [*options, *own, "resume=auto", f"hydra.sweep.dir={quoted(sweep)}"]
+    keys = ",".join(key for word in typed if (key := key_of(word)) not in sweep_resume.OF_ONE_START) if is_named else ""
+    told = [f"+hydra.job.env_set.{sweep_resume.TYPED}={quoted(keys)}"] if keys else []
+    return [*options, *own, *told, "resume=auto", f"hydra.sweep.dir={quoted(sweep)}"]
 
 
 def _refuse_other_groups(run: Path) -> None:

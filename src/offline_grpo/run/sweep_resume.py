@@ -6,6 +6,7 @@ This module imports no torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from offline_grpo.train.milestones import early_stop_reason
 
 ROOT = Path("multirun")
 """Where sweeps are, by `hydra.sweep.dir` in `conf/config.yaml`."""
-OF_ONE_START = ("resume", "hydra.sweep.dir", "hydra.mode")
+TYPED = "OFFLINE_GRPO_TYPED"
+"""The variable by which a sweep that goes on tells its jobs, which may be anywhere, what keys were typed for that."""
+OF_ONE_START = ("resume", "hydra.sweep.dir", "hydra.mode", f"hydra.job.env_set.{TYPED}")
 """Overrides that a sweep that goes on does not take over."""
 
 
@@ -68,6 +71,11 @@ def overrides(sweep: Path, typed: Sequence[str]) -> list[str]:
             )
     again = {key_of(word) for word in further}
     return [*(word for word in own if key_of(word) not in again), *further]
+
+
+def typed_keys() -> set[str]:
+    """In a job of a sweep that goes on: what the command line sets by itself, with `resume=FOLDER`."""
+    return {*os.environ.get(TYPED, "").split(",")} - {""}
 
 
 def num_jobs(config: DictConfig) -> int | None:

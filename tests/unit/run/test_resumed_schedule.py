@@ -8,6 +8,7 @@ import pytest
 from checkpoints import state_of
 from factories import compose_config
 
+from offline_grpo.errors import ConfigError
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.going_on import checked
 from offline_grpo.run.preflight import fresh_schedule
@@ -69,3 +70,15 @@ def test_a_job_of_a_sweep_begins_anew_with_another_learning_rate(tmp_path: Path)
     assert (found(12), found(24)) == (1.0, 0.0)
     warm = schedule_of(ended, *RUN, "train.lr=1e-4", "train.warmup_steps=4")
     assert [warm(update) for update in (12, 15)] == [0.25, 1.0]
+
+
+def test_a_job_of_a_sweep_begins_anew_with_a_learning_rate_that_it_had_and_that_is_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, under_way = stopped(tmp_path, *RUN, "train.iterations=3"), stopped(tmp_path, *RUN)
+    with pytest.raises(ConfigError, match=r"say what it is from now on, such as train\.lr=1e-4"):
+        schedule_of(ended, *RUN)
+    monkeypatch.setenv("OFFLINE_GRPO_TYPED", "train.iterations,train.lr")
+    found = schedule_of(ended, *RUN)
+    assert (found(12), found(24)) == (1.0, 0.0)
+    assert schedule_of(under_way, *RUN) == under_way.state.lr_schedule, "as that of an interrupted sweep whose whole command is repeated"

@@ -65,7 +65,9 @@ def test_a_folder_goes_on_with_its_overrides_and_what_is_typed_on_top(day: Path)
     sweep = make_sweep(day / "10-00-00", [2, 1])
     words = resume.arguments(["train.iterations=4", f"resume={sweep}", "seed=0,1", "experiment=other"])
     own = ["train.lr=1e-3,1e-4", "seed=0,1", "hydra.launcher=x", "train.iterations=4", "experiment=other"]
-    assert words == ["--multirun", *own, "resume=auto", f"hydra.sweep.dir={sweep}"]
+    told = "+hydra.job.env_set.OFFLINE_GRPO_TYPED='train.iterations,seed,experiment'"
+    assert words == ["--multirun", *own, told, "resume=auto", f"hydra.sweep.dir={sweep}"]
+    assert told not in resume.arguments([f"resume={sweep}"])
 
 
 def test_a_folder_goes_on_with_its_config_dir(day: Path) -> None:
