@@ -221,6 +221,31 @@ def test_a_command_goes_on_with_the_configuration_of_its_run(cache, tmp_path):
     assert yaml.safe_load((run_dir / ".hydra" / "config.yaml").read_text()) == config
 
 
+def test_other_rows_and_other_rewards_in_the_same_place_are_told(cache, tmp_path):
+    def write(answer, reward):
+        rows = [{"prompt": f"{i}+{i}=", "answer": answer} for i in range(20)]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "a_reward.py").write_text(f"def score(completion):\n    return {reward} * len(completion)\n")
+
+    write("1", 1.0)
+    words = (
+        cache,
+        *SMALL[:-1],
+        "task=dataset",
+        "task.path=rows.jsonl",
+        "task.reward=a_reward:score",
+        "eval.enabled=false",
+        "data.num_train_seeds=16",
+    )
+    first = run_command(tmp_path, ROOT / "run_grpo.py", *words, "train.iterations=1", "hydra.run.dir=run")
+    assert first.returncode == 0, first.stderr
+    write("2", 0.5)
+    again = run_command(tmp_path, ROOT / "run_grpo.py", "resume=run", "train.iterations=2", "train.lr=1e-5")
+    assert again.returncode == 0, again.stderr
+    told = re.findall(r"^(.*): its content has changed since this run was started last", again.stdout + again.stderr, re.MULTILINE)
+    assert told == ["task.path=rows.jsonl", f"task.reward ({tmp_path}/a_reward.py)"]
+
+
 def test_a_run_that_stops_early_stops_there_after_a_kill_too(cache, tmp_path):
     greedy = ("eval.do_sample=false", "eval.replicates=1", "eval.ks=[1]", "eval.interval=1", "checkpoint.save_interval=1")
     overrides = [cache, *SMALL, *greedy, "train.lr=1e-9", "train.stop_when.patience=2", "checkpoint.keep_best=-pass@1"]

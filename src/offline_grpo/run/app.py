@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from offline_grpo import progress
 from offline_grpo.disk import NOT_WRITABLE, sweep
 from offline_grpo.errors import GrpoError, StopRequested
-from offline_grpo.run import going_on, launch, lock
+from offline_grpo.run import going_on, inputs, launch, lock
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_batches, describe_data, describe_staleness, describe_warmup
 from offline_grpo.run.engine_spec import check_overrides
@@ -125,12 +125,16 @@ def _run(
             for warning in (describe_staleness(plan), describe_warmup(config)):
                 if warning is not None:
                     log.warning(warning)
-            for line in going_on.describe(resume, config) if resume is not None else ():
-                log.info(line)
+            read = inputs.hashes(plan.data)
+            if resume is not None:
+                for line in going_on.describe(resume, config):
+                    log.info(line)
+                for line in inputs.describe_other(run_dir.path, read, resume.changes):
+                    log.warning(line)
             aside = set_aside(run_dir, resume, number)
             if aside is not None:
                 log.info(describe_aside(aside, resume))
-            going_on.record(run_dir, cfg, overrides, resume, aside)
+            going_on.record(run_dir, cfg, overrides, resume, aside, read)
         for listener in loop.listeners:
             listener.start(plain, config.train.iterations)
         with stop.held("the start of the loop"):

@@ -147,12 +147,20 @@ def where(run_dir: RunDir) -> str:
     return "nothing was saved" if checkpoint is None else f"go on with: {command(run_dir.path)}"
 
 
-def record(run_dir: RunDir, cfg: DictConfig, overrides: Sequence[str], point: ResumePoint | None, aside: Path | None) -> None:
+def record(
+    run_dir: RunDir,
+    cfg: DictConfig,
+    overrides: Sequence[str],
+    point: ResumePoint | None,
+    aside: Path | None,
+    inputs: Mapping[str, str],
+) -> None:
     """Add this start to `.hydra/starts.yaml`. If it changed the configuration, `.hydra/` describes the new one; the first one is kept as
     `config_first.yaml` and `overrides_first.yaml`.
 
     Args:
         aside: where this start moved what an earlier one wrote (`set_aside.py`), None if it moved nothing.
+        inputs: see `inputs.hashes`.
     """
     folder = run_dir.path / ".hydra"
     if not folder.is_dir():  # a run that Hydra did not start
@@ -162,6 +170,8 @@ def record(run_dir: RunDir, cfg: DictConfig, overrides: Sequence[str], point: Re
         start |= {"after_iteration": point.num_done, "changes": {key: list(pair) for key, pair in point.changes.items()}}
     if aside is not None:
         start["set_aside"] = str(aside.relative_to(run_dir.path))
+    if inputs:
+        start["inputs"] = dict(inputs)
     with (folder / "starts.yaml").open("a") as file:
         yaml.safe_dump([start], file, sort_keys=False)
     if point is not None and point.changes:

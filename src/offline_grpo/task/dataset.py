@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
+from pathlib import Path
 from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError, require
@@ -67,6 +68,11 @@ class Dataset(RowTask):
         is_correct = is_right(self.answer_kind, problem.answer, text)
         parts = {"correct": float(is_correct), "format": self.format_weight if last_boxed(text) else 0.0}
         return Score(reward=sum(parts.values()), is_correct=is_correct, parts=parts)
+
+    @property
+    def code_files(self) -> Sequence[Path]:
+        """See `Task`."""
+        return () if self._rewards is None else self._rewards.files
 
     @cached_property
     def _rewards(self) -> Rewards | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -71,6 +72,15 @@ class RowTask(ABC):
         if prompt[0]["role"] == "system":
             raise ConfigError(f"task.system_prompt={self.system_prompt!r}: {row.where} has a system message of its own; set it to null")
         return ({"role": "system", "content": self.system_prompt}, *prompt)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all problems, by which other rows in the same place show."""
+        found = hashlib.sha256()
+        for problem in (problem for split in Split for problem in self.problems(split)):
+            content = (problem.messages, problem.answer, problem.fields)
+            found.update(json.dumps(content, default=lambda value: type(value).__name__, skipkeys=True).encode())  # of what JSON lacks
+        return found.hexdigest()
 
     @cached_property
     def _splits(self) -> Mapping[Split, Sequence[Problem]]:

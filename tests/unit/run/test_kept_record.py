@@ -29,7 +29,7 @@ def start(run: Path, text: str, *, is_refused: bool) -> None:
     write(run, text)
     with kept_record(run):
         if not is_refused:
-            going_on.record(RunDir(run), compose_config(), [], None, None)
+            going_on.record(RunDir(run), compose_config(), [], None, None, {})
 
 
 def test_only_a_start_that_goes_on_is_on_record(tmp_path: Path) -> None:
