@@ -59,11 +59,14 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     kept.write_bytes(b"x")
     hidden = tmp_path / "checkpoints" / ".writing_iter_001"
     (hidden / "trainer").mkdir(parents=True)
+    of_another = tmp_path / "outputs" / "run" / "checkpoints" / ".writing_iter_002"  # of a run that goes on, below `hydra.run.dir=.`
+    of_another.mkdir(parents=True)
     run_and_kill("os.fsync = lambda _: os.kill(os.getpid(), 9)\nwrite_whole(folder / 'metrics' / 'a.json', 'half')", tmp_path)
     assert len(list((tmp_path / "metrics").iterdir())) == 1
     sweep(tmp_path)
     assert [path for path in sorted(tmp_path.rglob("*")) if path.is_file()] == [kept]
     assert not hidden.exists()
+    assert of_another.exists()
 
 
 def test_folders_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -139,21 +139,28 @@ class FolderLock(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.run.dir)
         named = config.resume not in (None, "auto")
+        _leave_if_refused(lambda: _check_places(config, is_resumed=named))
         _take_or_leave(folder, f"resume={config.resume}" if named else f"hydra.run.dir={folder}")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         folder, words = Path(config.hydra.sweep.dir), sorted([*config.hydra.overrides.task, *config.hydra.overrides.hydra])
         like = likeness([word for word in words if not word.startswith("hydra.sweep.dir=")])
         others = folder.resolve().parent.parent if "resume=auto" in words else None
+        _leave_if_refused(lambda: _check_places(config, is_resumed=False))
         _take_or_leave(folder, f"hydra.sweep.dir={folder}", like, others)
 
 
-def _take_or_leave(folder: Path, key: str, like: str = "", others: Path | None = None) -> None:
-    from offline_grpo.run import cli, launch
+def _check_places(config: DictConfig, *, is_resumed: bool) -> None:
+    """Raise ConfigError for settings of Hydra's with which a run, or a sweep, would not find again what it has written."""
+    if config.hydra.job.chdir:
+        raise ConfigError("hydra.job.chdir=true: paths are relative to where a run is started, resume's too; leave it out")
+    if config.hydra.output_subdir != ".hydra" and not is_resumed:
+        name = config.hydra.output_subdir or "null"
+        raise ConfigError(f"hydra.output_subdir={name}: a resume reads the configuration in .hydra; leave it out")
 
-    if not launch.is_main():
-        return
-    try:
+
+def _take_or_leave(folder: Path, key: str, like: str = "", others: Path | None = None) -> None:
+    def choose() -> None:
         if others is None:
             take(folder, key, like)
             return
@@ -161,8 +168,20 @@ def _take_or_leave(folder: Path, key: str, like: str = "", others: Path | None =
             for other in set(others.glob("*/*")) - {folder.resolve()}:
                 refuse_another(other, "resume=auto", like)
             take(folder, key, like)
+
+    _leave_if_refused(choose)
+
+
+def _leave_if_refused(act: Callable[[], None]) -> None:
+    """Hydra makes warnings of a callback's exceptions. Processes beside the first have no folders."""
+    from offline_grpo.run import cli, launch
+
+    if not launch.is_main():
+        return
+    try:
+        act()
     except GrpoError as error:
-        cli.leave(error)  # Hydra makes warnings of a callback's exceptions
+        cli.leave(error)
 
 
 def _locked(folder: Path, key: str) -> int:

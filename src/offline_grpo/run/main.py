@@ -31,6 +31,8 @@ def _run(cfg: DictConfig, folder: Path) -> float | None:
 
 
 def _start(cfg: DictConfig, folder: Path) -> float | None:
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        sweep_jobs.take_folder()
     is_of_sweep = cfg.resume == "auto" and HydraConfig.get().mode is RunMode.MULTIRUN
     is_finished = is_of_sweep and sweep_resume.is_finished(folder, as_plain(cfg)["train"])
     if is_finished:

@@ -61,6 +61,9 @@ def arguments(words: Sequence[str]) -> list[str]:
         if named not in (None, "auto") and not is_sweep and not Path(named).name.startswith("iter_"):  # a damaged one is told in full later
             raise no_checkpoint(named)
         return list(words)
+    if is_sweep:
+        fix = f"start new runs from its weights: model=hf model.train_id={latest_checkpoint(run / 'checkpoints')}"
+        raise ConfigError(f"resume={named}: goes on with one run, whose folder all jobs of --multirun would share; leave it out, or {fix}")
     _typed[:] = [word for word in typed if OVERRIDE.match(word)]
     _refuse_other_groups(run)
     own = own_overrides(run)

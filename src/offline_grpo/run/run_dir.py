@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,8 @@ from offline_grpo.run import lock
 from offline_grpo.train.schedule import LrSchedule
 
 ABANDONED_AFTER_S = 86400.0
+FOLDERS = ("metrics", "samples", "rollouts", "checkpoints", "profile")
+"""Of a run's folder, those with a file or folder for each iteration. Other files there may be anybody's: `hydra.run.dir=.` is allowed."""
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,10 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    def contents(self) -> Iterator[Path]:
+        """What is in its `FOLDERS`."""
+        return (path for name in FOLDERS for path in (self.path / name).glob("*"))
 
     def create(self) -> None:
         """Create the folders.

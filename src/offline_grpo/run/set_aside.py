@@ -31,7 +31,7 @@ def set_aside(run_dir: RunDir, point: ResumePoint | None, start: int) -> Path | 
         GrpoError: a file cannot be moved.
     """
     run, last = run_dir.path, -2 if point is None else point.state.iteration
-    later = [path for path in (*run.glob("*"), *run.glob("*/*")) if _iteration(path) > last]
+    later = [path for path in (*run.glob("failed_batch_*"), *run_dir.contents()) if _iteration(path) > last]
     checkpoints = [path for path in later if path.parent == run_dir.checkpoints]
     has_other_settings = point is None or bool(point.changes) or (run / ".hydra" / "config_first.yaml").exists()
     moved: list[Path] = []

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.parse import quote
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
@@ -23,6 +24,9 @@ RECORD = "multirun.yaml"
 FAILED = ".failed_jobs"
 """Folder in that of a sweep, while it lasts: a file for each job that failed, with its exit code. Jobs may be other processes."""
 
+TAKEN = ".taken_folders"
+"""As `FAILED`: a file for the folder of each job that has begun, with its number."""
+
 exit_codes: list[int] = []
 """Of the failed jobs of the sweeps that this process has ended."""
 
@@ -33,6 +37,20 @@ def record_failure(exit_code: int) -> None:
     folder = Path(config.sweep.dir) / FAILED
     folder.mkdir(parents=True, exist_ok=True)
     (folder / str(config.job.num)).write_text(str(exit_code))
+
+
+def take_folder() -> None:
+    """Raise ConfigError if another job of this sweep has the current job's folder, and its results there."""
+    config = HydraConfig.get()
+    mark = Path(config.sweep.dir) / TAKEN / quote(config.sweep.subdir, safe="")
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with mark.open("x") as file:
+            file.write(str(config.job.num))
+    except FileExistsError:
+        if (other := mark.read_text()) != str(config.job.num):
+            fix = "let it have ${hydra.job.num} in it, or each key that is swept over"
+            raise ConfigError(f"hydra.sweep.subdir={config.sweep.subdir}: job {other} of the sweep has that folder; {fix}") from None
 
 
 class SweepJobs(Callback):
@@ -46,6 +64,7 @@ class SweepJobs(Callback):
 
         path = Path(config.hydra.sweep.dir) / RECORD
         self._record = path.read_bytes() if path.is_file() else None  # Hydra writes it next
+        shutil.rmtree(path.parent / TAKEN, ignore_errors=True)  # of a start that was killed
         try:
             sweep_resume.check_numbers(config)
         except GrpoError as error:
@@ -57,7 +76,8 @@ class SweepJobs(Callback):
         folder = Path(config.hydra.sweep.dir)
         found = [int(path.read_text()) for path in (folder / FAILED).glob("*")]
         exit_codes.extend(found)
-        shutil.rmtree(folder / FAILED, ignore_errors=True)
+        for name in (FAILED, TAKEN):
+            shutil.rmtree(folder / name, ignore_errors=True)
         is_refused = set(found) == {ConfigError.exit_code}
         if self._record is not None and is_refused and len(found) == sweep_resume.num_jobs(config):
             write_whole(folder / RECORD, self._record)

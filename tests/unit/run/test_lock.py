@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.run import lock
@@ -171,3 +172,22 @@ def test_only_the_same_configuration_is_refused_for_being_run_elsewhere(tmp_path
         lock.refuse_another(tmp_path / "1", "resume=auto", lock.likeness({"seed": 0, "train": {"lr": 1e-3}}))
     for name in ("2", "3"):
         lock.refuse_another(tmp_path / name, "resume=auto", like)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"job": {"chdir": True}}, "hydra.job.chdir=true: paths are relative to where a run is started"),
+        ({"output_subdir": None}, "hydra.output_subdir=null: a resume reads the configuration in .hydra"),
+        ({"output_subdir": "conf"}, "hydra.output_subdir=conf: "),
+    ],
+)
+@pytest.mark.parametrize("mode", ["run", "multirun"])
+def test_places_in_which_nothing_is_found_again_are_refused(changed, message, mode, tmp_path, capsys):
+    settings = {"run": {"dir": str(tmp_path / "run")}, "sweep": {"dir": str(tmp_path / "sweep")}, "job": {"chdir": None}}
+    settings |= {"output_subdir": ".hydra", "overrides": {"task": [], "hydra": []}, **changed}
+    config = OmegaConf.create({"resume": None, "hydra": settings})
+    with pytest.raises(SystemExit, match="2"):
+        getattr(lock.FolderLock(), f"on_{mode}_start")(config)
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert not list(tmp_path.iterdir())

@@ -40,6 +40,13 @@ def test_any_other_command_line_stays_as_it_is(words):
     assert resume.arguments(words) == words
 
 
+def test_the_jobs_of_a_sweep_do_not_share_the_folder_of_a_run(run):
+    """Hydra would ignore the run's folder in some places, and use it in others."""
+    fix = rf"start new runs from its weights: model=hf model.train_id={run}/checkpoints/iter_003$"
+    with pytest.raises(ConfigError, match=rf"^resume={run}: goes on with one run, whose folder all jobs .*; leave it out, or {fix}"):
+        resume.arguments(["-m", f"resume='{run}'", "train.lr=1e-4,1e-2"])
+
+
 def test_a_folder_without_a_checkpoint_is_refused_before_torch_is_loaded(tmp_path):
     for path in ("/no/such/run", str(tmp_path)):
         with pytest.raises(ConfigError, match=rf"^resume={path}: no checkpoint there; give a run folder"):

@@ -138,3 +138,15 @@ def test_what_cannot_be_moved_is_told(tmp_path):
     with pytest.raises(GrpoError, match=r"/checkpoints/iter_011: cannot be moved to .*/set_aside/start_002/.* \(.*\); free some space"):
         set_aside(run, point(7), 2)
     assert latest_checkpoint(run.checkpoints) == run.checkpoints / "iter_011"
+
+
+def test_files_of_others_in_the_same_folder_stay(tmp_path):
+    """`hydra.run.dir=.`, in a project with such names."""
+    run, theirs = make_run(tmp_path), ["my_init.py", "scripts/init.sh", "data/train_init.json", "data/iter_005/a.txt"]
+    for name in theirs:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    aside = set_aside(run, None, 1)
+    assert files(tmp_path) >= set(theirs)
+    assert not files(aside) & set(theirs)
+    assert not list(run.contents())
