@@ -1,14 +1,19 @@
 import json
+import logging
+import re
 import struct
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import wandb
-from factories import make_group
+from factories import compose_config, make_group
 from wandb.proto import wandb_internal_pb2
+from wandb.sdk import wandb_setup
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import RunListener
@@ -32,6 +37,14 @@ def make(output_dir: Path, **changes: Any) -> WandbLogger:
     return WandbLogger(output_dir=output_dir, **(settings | changes))
 
 
+@pytest.fixture
+def fresh_wandb() -> Iterator[None]:
+    """W&B reads the environment once, and keeps its process."""
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
 @pytest.mark.parametrize("project", [None, ""])
 def test_a_missing_project_is_refused(tmp_path: Path, project: str | None) -> None:
     with pytest.raises(ConfigError, match=r"logger\.wandb\.project"):
@@ -39,8 +52,88 @@ def test_a_missing_project_is_refused(tmp_path: Path, project: str | None) -> No
 
 
 def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"logger\.wandb\.mode=on: must be one of online, offline, disabled"):
+    with pytest.raises(ConfigError, match=r"logger\.wandb\.mode=on: must be one of online, offline, disabled$"):
         make(tmp_path, mode="on")
+
+
+def test_a_mode_of_the_environment_is_the_default_and_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert compose_config("logger=[wandb]").logger.wandb.mode == "offline"
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    mode = compose_config("logger=[wandb]").logger.wandb.mode
+    with pytest.raises(ConfigError, match=r"logger\.wandb\.mode=dryrun: must be one of .*; it is the environment variable WANDB_MODE"):
+        make(tmp_path, mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"project": "a/b#c"}, r"logger\.wandb\.project=a/b#c: cannot have / # in it; choose another name"),
+        ({"project": "a" * 129}, r"logger\.wandb\.project=a+: has 129 letters; use 128 at most"),
+        ({"tags": ["t", "a" * 97]}, r"logger\.wandb\.tags: the tag 'a+' has 97 letters; use 1 to 64"),
+        ({"tags": [""]}, r"logger\.wandb\.tags: the tag '' has 0 letters; use 1 to 64"),
+    ],
+)
+def test_names_that_wandb_does_not_take_are_refused_before_the_start(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(tmp_path, **changes)
+    with pytest.raises((wandb.Error, ValueError)):  # else this package is stricter than W&B
+        wandb.Settings(project=changes.get("project"), run_tags=changes.get("tags"))
+
+
+@pytest.mark.usefixtures("fresh_wandb")
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("WANDB_MODE", "nonsense", "mode: Input should be 'online', .*"), ("WANDB_RUN_ID", "a/b", "Run ID cannot contain .*")],
+)
+def test_a_start_that_wandb_refuses_is_one_line(name: str, value: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as refused:
+        make(tmp_path).start({}, 1)
+    message = rf"logger=wandb: cannot start: Weights & Biases says: {said}; look at logger\.wandb and .*{name}.*, or leave wandb out"
+    assert re.fullmatch(message, str(refused.value)), refused.value
+
+
+@pytest.mark.usefixtures("fresh_wandb")
+def test_a_key_that_cannot_be_one_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    with pytest.raises(ConfigError, match=r"^logger\.wandb\.mode=online: cannot log in: .*40\+ characters.*WANDB_API_KEY.*wandb out$"):
+        make(tmp_path, mode="online")
+
+
+@pytest.mark.usefixtures("fresh_wandb")
+def test_a_run_goes_on_without_the_process_of_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    others = set(psutil.Process().children())
+    logger = make(tmp_path)
+    logger.start({}, 1)
+    [core] = [process for process in psutil.Process().children() if process not in others and "wandb-core" in process.name()]
+    core.kill()
+    core.wait(10)
+    deadline = time.monotonic() + 30
+    with caplog.at_level(logging.WARNING):
+        while logger._run is not None:  # the first call after the death may still find its socket open
+            assert time.monotonic() < deadline
+            logger.log("train", {"entropy": 0.5}, iteration=0)
+        logger.log("train", {"entropy": 0.5}, iteration=1)
+        logger.rollouts("eval", [make_group(("a", 0.0))], advantages=None, iteration=0)
+        logger.close()
+    [told] = [record.getMessage() for record in caplog.records if record.name.startswith("offline_grpo")]
+    assert re.fullmatch(
+        rf"logger\.wandb: the process wandb-core has ended \(.*\); the run goes on without .* run folder {tmp_path} .*", told
+    )
+    assert wandb_setup._singleton is None, "or W&B would print a traceback when Python ends"
+
+
+def test_a_process_that_ends_before_the_last_words_is_told_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger = make(tmp_path)
+    logger._run = DeadRun()
+    logger.close()
+    logger.close()
+    assert len(caplog.records) == 1
+    assert "the run goes on without" in caplog.text
 
 
 def test_offline_files_lie_in_the_run_folder_and_hold_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +291,11 @@ def test_a_resumed_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     first, resumed, other = (arguments["id"] for arguments in started)
     assert first == resumed != other
     assert {arguments["resume"] for arguments in started} == {"allow"}
+
+
+class DeadRun:
+    def finish(self) -> None:
+        raise ConnectionResetError("Connection lost")
 
 
 class FakeRun:
