@@ -196,9 +196,9 @@ def _told_if_unwritable(run_dir: RunDir) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NOT_WRITABLE:
             raise
+        place = error.filename2 or error.filename or run_dir.path  # of two, the second was written: the target of a copy
         raise GrpoError(
-            f"{error.filename or run_dir.path}: cannot be written ({error.strerror}); free some space or fix the permissions; "
-            f"{going_on.where(run_dir)}"
+            f"{place}: cannot be written ({error.strerror}); free some space or fix the permissions; {going_on.where(run_dir)}"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -16,8 +17,10 @@ import pytest
 import rich
 from hydra.core.global_hydra import GlobalHydra
 
+from offline_grpo.errors import GrpoError
 from offline_grpo.run import app, cli
 from offline_grpo.run.main import main
+from offline_grpo.run.run_dir import RunDir
 
 Command = Callable[..., tuple[int, str]]
 
@@ -88,6 +91,13 @@ def test_an_os_error_of_a_run_is_not_taken_for_one_of_its_folder(command: Comman
     monkeypatch.setattr(app, "run", fail)
     with pytest.raises(FileNotFoundError, match=r"model\.bin"):
         command()
+
+
+def test_a_full_disk_is_told_of_the_file_that_was_written(tmp_path: Path) -> None:
+    """Of a copy that fails, Python names the source first."""
+    message = r"^/run/media/a\.json: cannot be written \(No space left on device\); free some space"
+    with pytest.raises(GrpoError, match=message), app._told_if_unwritable(RunDir(tmp_path)):
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/a.json", None, "/run/media/a.json")
 
 
 def test_the_end_of_a_reader_is_told_by_whoever_meets_it_without_waiting_for_others_that_log(monkeypatch: pytest.MonkeyPatch) -> None:
