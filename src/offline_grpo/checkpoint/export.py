@@ -29,6 +29,8 @@ def export_model(source: ModelSource, out: Path, *, merge: bool, dtype: str | No
     require_new(out, f"OUT={out}")
     if out.resolve() == Path.cwd():  # it is replaced, and a shell in it would be nowhere
         raise ConfigError(f"OUT={out}: is the folder that you are in; name a new folder")
+    if any(_is_checkpoints(folder) for folder in out.resolve().parents):  # it would be taken for one, or for damage to one
+        raise ConfigError(f"OUT={out}: is in the checkpoints folder of a run, which only the run writes; name a folder elsewhere")
     if source.adapter is not None and not merge and dtype is not None:
         raise ConfigError(f"--dtype={dtype}: an adapter is written as it is; use it with --merge")
     try:
@@ -42,6 +44,11 @@ def export_model(source: ModelSource, out: Path, *, merge: bool, dtype: str | No
             hidden.replace(out.resolve())  # a link stays a link
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk as their own errors
         raise CheckpointError(f"OUT={out}: could not be written ({reason_of(error)}); nothing is left there") from error
+
+
+def _is_checkpoints(folder: Path) -> bool:
+    """Whether a run keeps its checkpoints in this folder; others may have the name."""
+    return folder.name == "checkpoints" and ((folder.parent / ".hydra").is_dir() or any(folder.glob("iter_*/trainer")))
 
 
 def _write(source: ModelSource, folder: Path, *, merge: bool, dtype: str | None) -> None:

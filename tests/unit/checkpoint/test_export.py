@@ -63,6 +63,15 @@ def test_a_link_to_an_empty_folder_stays_a_link(tmp_path: Path, monkeypatch: pyt
         export_model(source, Path("."), merge=True, dtype=None, card="card")
 
 
+def test_the_checkpoints_of_a_run_are_no_place_for_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    source = find_model(str(checkpoint(folder / "iter_000", make_qwen2(vocab_size=97))))
+    for out in (folder / "iter_009", folder / "iter_000" / "mine"):
+        with pytest.raises(ConfigError, match=rf"OUT={out}: is in the checkpoints folder of a run, .*; name a folder elsewhere"):
+            export_model(source, out, merge=True, dtype=None, card="")
+    export_model(source, tmp_path / "checkpoints" / "mine", merge=True, dtype=None, card="")
+
+
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt2", "cohere"])
 def test_a_merged_adapter_is_the_policy(name: str, tmp_path: Path) -> None:
     policy = adapted(tmp_path, ZOO[name].build())
