@@ -81,6 +81,8 @@ def check_settings(target: Any, settings: Mapping[str, Any], key: str, *, given_
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [name for name in parameters if name not in given_at_runtime]
     for name in settings:
+        if name in parameters and name in given_at_runtime:
+            raise ConfigError(f"{key}.{name}={settings[name]}: the run itself gives {target.__name__} this argument; leave it out")
         if name not in parameters and not takes_any:
             raise ConfigError(f"{key}.{name}={settings[name]}: {target.__name__} has no such setting; it has {', '.join(known) or 'none'}")
     for name, parameter in parameters.items():
