@@ -61,10 +61,11 @@ def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
     from offline_grpo.generation.transformers_client import TransformersClient
     from offline_grpo.model.load import context_length, read_model_config, resolve_device
     from offline_grpo.model.text import TokenizerCodec
+    from offline_grpo.seeding import derive_seed
     from offline_grpo.types import SamplingParams, SamplingRequest
 
     disable_progress_bar()
-    device = resolve_device(options.device)
+    device = resolve_device(options.device, key="--device")
     source = find_model(options.model, trust_remote_code=options.trust_remote_code)
     codec = TokenizerCodec(source.tokenizer())
     messages = [{"role": "system", "content": options.system}] if options.system is not None else []
@@ -77,7 +78,7 @@ def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
             f"--max-new-tokens={length}: must be 1 to {room}, because the prompt has {len(prompt_ids)} tokens of the model's context"
         )
     client = TransformersClient(model=source.load(device=device), tokenizer=codec.tokenizer, batch_size=options.n)
-    request = SamplingRequest(tuple(prompt_ids), options.n, options.seed)
+    request = SamplingRequest(tuple(prompt_ids), options.n, derive_seed(options.seed, "sample"))
     [(_, completions)] = client.generate([request], SamplingParams(length, temperature=options.temperature))
     return [codec.decode(completion.token_ids) for completion in completions]
 

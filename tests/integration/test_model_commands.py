@@ -213,10 +213,13 @@ def test_sampling(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
     assert [line for line in several.splitlines() if line.startswith("---")] == ["--- 1", "--- 2", "--- 3"]
     sample.run([base, "1+2=", "-n", "3", "--max-new-tokens=4"])
     assert capsys.readouterr().out == several, "the same seed, the same completions"
+    sample.run([base, "1+2=", "--seed", "-1", "--max-new-tokens=1"])
+    capsys.readouterr()
     sample.run([base, "1+2=", "--raw", GREEDY, "--max-new-tokens=1"])
     assert len(capsys.readouterr().out.strip()) <= 1
     for words, message in (
         ([base, "  "], "PROMPT: is empty"),
+        ([base, "x", "--device=mps"], "--device=mps: models run on CPUs and CUDA devices only"),
         ([base, "x", "-n", "0"], "-n=0: must be at least 1"),
         ([base, "x", "--temperature=-1"], "--temperature=-1.0: must be a number, 0 or more"),
         ([base, "x", "--temperature=nan"], "--temperature=nan: must be a number, 0 or more"),

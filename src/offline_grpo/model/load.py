@@ -33,7 +33,7 @@ def resolve_device(device: str, local_rank: int = 0, *, key: str = "model.device
     """The device that `key` names; `auto` is this process's GPU if there is one, else the CPU.
 
     Raises:
-        ConfigError: no such device on this machine.
+        ConfigError: no such device on this machine, or one that is neither CPU nor GPU.
     """
     if device == "auto":
         device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
@@ -41,6 +41,8 @@ def resolve_device(device: str, local_rank: int = 0, *, key: str = "model.device
         resolved = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"{key}={device}: no device of that name; use auto, cpu, cuda or cuda:N") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ConfigError(f"{key}={device}: models run on CPUs and CUDA devices only; use auto, cpu, cuda or cuda:N")
     if resolved.type == "cuda":
         count = torch.cuda.device_count()
         if (resolved.index or 0) >= count:

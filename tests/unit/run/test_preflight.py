@@ -73,6 +73,8 @@ REFUSED = {
     "train.grad_clip=nan": r"train.grad_clip=nan: must be above 0; use inf",
     "data.num_train_seeds=1000000": r"data.num_train_seeds=1000000: asks for",
     "checkpoint.keep_last_k=0": r"checkpoint.keep_last_k=0: must be at least 1",
+    "model.device=mps": r"^model.device=mps: models run on CPUs and CUDA devices only; use auto, cpu, cuda or cuda:N",
+    "model.device=meta": r"^model.device=meta: models run on CPUs and CUDA devices only; use auto, cpu, cuda or cuda:N",
     "model.device=cuda:7": r"model.device=cuda:7: this machine has (no CUDA device; use model.device=cpu|\d CUDA devices?; use cuda:0)",
     "model.device=tpu0": r"model.device=tpu0: no device of that name",
     "model.layout=tight": r"model.layout=tight: must be one of auto, .*, flash4; a layout of your own is .* model/layout=tight",
