@@ -184,6 +184,33 @@ def test_datasets_and_replay_read_what_is_exported_for_them(store: Path, tmp_pat
         make_replay(tmp_path / "splits")
 
 
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ("another problem", r"a group has completions of different prompts \(iteration 1, group 1\), .* rollouts.path=\[A,B\]"),
+        ("the same", r"its groups come again after others, .* name these one by one: rollouts.path=\[A,B\]"),
+    ],
+)
+def test_exports_that_were_joined_are_not_taken_for_one(second: str, message: str, store: Path, tmp_path: Path, printed) -> None:
+    """A group has its number in the record alone, so those of two would be compared with each other."""
+    printed("export", store, tmp_path / "saved", "--format", "datasets")
+    one = datasets.load_from_disk(str(tmp_path / "saved"))
+    other = one if second == "the same" else one.map(lambda row: {"problem_id": f"other {row['problem_id']}"})
+    datasets.concatenate_datasets([one, other.select(range(12))]).save_to_disk(tmp_path / "joined")
+    with pytest.raises(ConfigError, match=message):
+        make_replay(tmp_path / "joined", "rollouts.any_model=true").start(0, None)
+
+
+@pytest.mark.parametrize("order", ["shuffled", "sorted"])
+def test_a_single_export_is_whole_in_any_order(order: str, store: Path, tmp_path: Path, printed) -> None:
+    printed("export", store, tmp_path / "saved", "--format", "datasets")
+    found = datasets.load_from_disk(str(tmp_path / "saved"))
+    (found.shuffle(seed=0) if order == "shuffled" else found.sort("finish_reason")).save_to_disk(tmp_path / "other")
+    source = make_replay(tmp_path / "other", "rollouts.any_model=true", "rollouts.problems_per_iteration=8")
+    source.start(0, None)
+    assert [len(group.rollouts) for group in source.next(0)] == [3] * 8
+
+
 def test_atropos_takes_what_is_exported_for_it(store: Path, tmp_path: Path, printed) -> None:
     printed("export", store, tmp_path / "groups.jsonl", "--format", "atropos", "--iteration", 3)
     lines = (tmp_path / "groups.jsonl").read_text().splitlines()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import reduce
+from itertools import groupby
 from typing import Any
 
 import pyarrow as pa
@@ -24,6 +25,10 @@ JSON = {
 
 PER_TOKEN = ("logprobs", "is_sampled", "versions", "ref_logprobs", "advantages")
 """Columns that are as long as `completion_ids`."""
+GROUP = ("iteration", "phase", "group")
+"""What tells the groups of a record apart; those of another record have the same."""
+PROBLEM = ("problem_id", "messages", "answer", "fields")
+_JOINED = "as of several exports that were joined; name these one by one: rollouts.path=[A,B]"
 
 
 def conform(table: pa.Table, where: object, names: Sequence[str] | None = None) -> pa.Table:
@@ -99,3 +104,35 @@ def check_values(table: pa.Table, where: object, *, vocab_size: int | None, cont
 
 def _all_valid(table: pa.Table, names: Sequence[str]) -> pa.ChunkedArray:
     return reduce(pc.and_, [pc.is_valid(table[name]) for name in names])
+
+
+def check_groups(table: pa.Table, where: object) -> None:
+    """Raise ConfigError where groups of several records are mixed up, because their tables were joined.
+
+    Prompts are compared by their problems: an environment's own may begin with other tokens in each completion.
+
+    Args:
+        table: as `conform` returns it.
+    """
+    counted = [(name, "count_distinct", pc.CountOptions(mode="all")) for name in PROBLEM]
+    groups = table.group_by(GROUP).aggregate(counted)
+    is_mixed = reduce(pc.or_, [pc.greater(groups[f"{name}_count_distinct"], 1) for name in PROBLEM])
+    if mixed := groups.filter(is_mixed).select(GROUP).to_pylist():
+        first = min((row["iteration"] + 1, row["group"] + 1) for row in mixed)
+        raise ConfigError(f"{where}: a group has completions of different prompts (iteration {first[0]}, group {first[1]}), {_JOINED}")
+    if _is_joined(zip(*(table[name].to_pylist() for name in GROUP), strict=True)):
+        raise ConfigError(f"{where}: its groups come again after others, {_JOINED}")
+
+
+def _is_joined(keys: Iterable[Hashable]) -> bool:
+    """Whether a record, row by row of these groups, is made of several: groups come again, and each part has whole ones, all of one size.
+
+    A single record that was shuffled or sorted has rows of a group in many places too, but in pieces of different sizes.
+    """
+    parts: list[dict[Hashable, int]] = [{}]
+    for key, rows in groupby(keys):
+        if key in parts[-1]:
+            parts.append({})
+        parts[-1][key] = len(list(rows))
+    sizes = [set(part.values()) for part in parts]
+    return len(parts) > 1 and all(len(own) == 1 and own != {1} for own in sizes)

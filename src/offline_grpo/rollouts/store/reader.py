@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from offline_grpo.disk import parse_json
 from offline_grpo.errors import ConfigError, reason_of
-from offline_grpo.rollouts.store.checking import check_values, conform
+from offline_grpo.rollouts.store.checking import GROUP, check_groups, check_values, conform
 from offline_grpo.rollouts.store.origin import FOLDER, FORMAT, KEY, Origin
 from offline_grpo.rollouts.store.rows import SCHEMA
 
@@ -144,7 +144,8 @@ def shards_of(path: Path, *, key: str, phase: str | None = None, iteration: int 
 
 
 def checked(shards: Sequence[Shard], *, vocab_size: int | None, context: int | None) -> Iterator[tuple[Shard, Future[pa.Table]]]:
-    """Each shard with its table, in order. `result()` raises ConfigError where `Shard.table` or `check_values` refuses it.
+    """Each shard with its table, in order. `result()` raises ConfigError where `Shard.table`, `check_values` or
+    `check_groups` refuses it.
 
     Args:
         vocab_size, context: of the model; None where nothing is trained.
@@ -153,6 +154,7 @@ def checked(shards: Sequence[Shard], *, vocab_size: int | None, context: int | N
     def read(shard: Shard) -> pa.Table:
         table = shard.table()
         check_values(table, shard.path, vocab_size=vocab_size, context=context)
+        check_groups(table, shard.path)
         return table
 
     threads, read_ahead = ThreadPoolExecutor(AHEAD), deque[tuple[Shard, Future[pa.Table]]]()
@@ -195,7 +197,7 @@ def _iteration(name: re.Match[str]) -> int:
 def group_rows(table: pa.Table) -> Mapping[tuple[int, str, int], list[int]]:
     """The rows of each group, by iteration, phase and number, in the order in which the groups begin."""
     rows: dict[tuple[int, str, int], list[int]] = {}
-    keys = zip(*(table[name].to_pylist() for name in ("iteration", "phase", "group")), strict=True)
+    keys = zip(*(table[name].to_pylist() for name in GROUP), strict=True)
     for row, key in enumerate(keys):
         rows.setdefault(key, []).append(row)
     return rows
