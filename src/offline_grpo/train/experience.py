@@ -46,8 +46,8 @@ def prepare_batch(
     flat = [advantage for group, kept in zip(advantages, keep, strict=True) for advantage in group if kept]
     chosen = _sequences_of_groups(groups, keep)
     if config.mask_truncated:
-        num_masked = sum(kept and _is_masked(group) for group, kept in zip(groups, keep, strict=True))
-        metrics |= {"num_groups_masked": float(num_masked), "num_groups_trained": metrics["num_groups_trained"] - num_masked}
+        masked = [silent for group, kept, silent in zip(groups, keep, is_silent, strict=True) if kept and _is_masked(group)]
+        metrics |= {"num_groups_masked": float(masked.count(False)), "num_groups_trained": metrics["num_groups_trained"] - len(masked)}
     batch = batch.select(chosen) if 0 < len(chosen) < batch.num_sequences else batch
     if not chosen or not bool(batch.completion_mask.any()):
         return None, per_rollout, metrics

@@ -134,6 +134,14 @@ def test_a_group_of_truncated_completions_is_not_trained(tmp_path):
     assert (metrics["num_groups_trained"], metrics["num_groups_masked"]) == (0, 1)
 
 
+def test_a_group_without_signal_that_stays_is_not_counted_as_masked(tmp_path):
+    updater = make_updater(tmp_path, mask_truncated=True, drop_zero_signal_groups=False)
+    cut = make_completion([3, 2, 5], reason=FinishReason.LENGTH)
+    groups = [group(*(make_rollout([4], cut, reward=reward) for reward in own)) for own in ((0.0, 1.0), (0.0, 0.0), (1.0, 1.0))]
+    _, _, metrics = prepare_batch([*groups, group(make_rollout([4], [6, 7]))], updater, updater.config)
+    assert (metrics["num_groups_trained"], metrics["num_groups_masked"]) == (1, 1)
+
+
 def test_a_truncated_completion_pays_its_penalty_although_its_tokens_are_not_trained_on(tmp_path):
     """Its reward counts in the group's mean, with the penalty; its tokens are masked afterwards."""
     updater = make_updater(tmp_path, mask_truncated=True)
