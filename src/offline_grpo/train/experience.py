@@ -52,12 +52,8 @@ def prepare_batch(
     if not chosen or not bool(batch.completion_mask.any()):
         return None, per_rollout, metrics
     batch = with_advantages(batch, flat)
-    numbers = [n for group, own, kept in zip(groups, advantages, keep, strict=True) if kept for n in _numbers(group, own)]
-    metrics |= {"advantage_mean": fmean(numbers), "advantage_std": pstdev(numbers)}
-    metrics |= {
-        "num_advantages_positive": float(sum(n > 0 for n in numbers)),
-        "num_advantages_negative": float(sum(n < 0 for n in numbers)),
-    }
+    pairs = [(group, own) for group, own, kept in zip(groups, advantages, keep, strict=True) if kept]
+    metrics |= _advantage_metrics([n for pair in pairs for n in _numbers(*pair, mask_truncated=config.mask_truncated)])
     return batch if updater.loss.kl_in_reward else updater.score(batch), per_rollout, metrics
 
 
@@ -179,12 +175,24 @@ def _without_zeroed(group: RolloutGroup, advantages: Sequence[float | Sequence[f
     return [zero if rollout.zero_advantage else own for (rollout, own), zero in zip(pairs, zeros, strict=True)]
 
 
-def _numbers(group: RolloutGroup, advantages: Sequence[float | Sequence[float]]) -> list[float]:
-    """A group's advantages as numbers: one per rollout, or, where there is one per token, those of the sampled tokens."""
-    if group.advantages is None:
-        return [advantage for advantage in advantages if isinstance(advantage, float)]
-    rows = (own for own in advantages if isinstance(own, Sequence))
-    return [number for row, rollout in zip(rows, group.rollouts, strict=True) for number in compress(row, rollout.is_sampled)]
+def _numbers(group: RolloutGroup, advantages: Sequence[float | Sequence[float]], *, mask_truncated: bool = False) -> list[float]:
+    """A group's advantages as numbers: one per rollout, or, where there is one per token, those of the sampled tokens.
+
+    Args:
+        mask_truncated: leave out those of rollouts whose tokens `build_batch` leaves out of the loss.
+    """
+    pairs = zip(group.rollouts, advantages, strict=True)
+    shown = [(rollout, own) for rollout, own in pairs if not (mask_truncated and rollout.finish_reason is FinishReason.LENGTH)]
+    return [n for rollout, own in shown for n in (compress(own, rollout.is_sampled) if isinstance(own, Sequence) else (own,))]
+
+
+def _advantage_metrics(numbers: Sequence[float]) -> dict[str, float]:
+    return {
+        "advantage_mean": fmean(numbers),
+        "advantage_std": pstdev(numbers),
+        "num_advantages_positive": float(sum(n > 0 for n in numbers)),
+        "num_advantages_negative": float(sum(n < 0 for n in numbers)),
+    }
 
 
 def _per_rollout(group: RolloutGroup, advantages: Sequence[float | Sequence[float]]) -> list[float]:

@@ -142,6 +142,19 @@ def test_a_group_without_signal_that_stays_is_not_counted_as_masked(tmp_path):
     assert (metrics["num_groups_trained"], metrics["num_groups_masked"]) == (1, 1)
 
 
+@pytest.mark.parametrize("given", [None, ((0.0, 9.0, 9.0, 9.0), (0.0, -0.5, -0.5), (0.0, -0.5, -0.5))])
+def test_advantages_of_truncated_completions_that_are_not_trained_on_do_not_count(given, tmp_path):
+    updater = make_updater(tmp_path, mask_truncated=True)
+    updater.loss = replace(updater.loss, scale_rewards="none")
+    cut = make_rollout([4], make_completion([3, 2, 5], reason=FinishReason.LENGTH), reward=1.5)
+    whole = [make_rollout([4], [6, token], reward=0.75) for token in (7, 8)]
+    _, _, metrics = prepare_batch([group(cut, *whole, advantages=given)], updater, updater.config)
+    number = 2 if given is None else 4  # tokens
+    names = ("advantage_mean", "num_advantages_positive", "num_advantages_negative")
+    assert [metrics[name] for name in names] == [-0.25 if given is None else -0.5, 0, number]
+    assert metrics["advantage_std"] == 0
+
+
 def test_a_truncated_completion_pays_its_penalty_although_its_tokens_are_not_trained_on(tmp_path):
     """Its reward counts in the group's mean, with the penalty; its tokens are masked afterwards."""
     updater = make_updater(tmp_path, mask_truncated=True)
