@@ -88,7 +88,7 @@ def print_stats(console: Console, facts: Facts) -> None:
         f"reward against length: correlation {relation:+.2f}"
         if relation is not None
         else "reward against length: one of them does not vary",
-        *([f"could not be scored, and got 0: {failed}"] if failed else []),
+        *([f"not scored, and got 0 or, if lower, their group's least: {failed}"] if failed else []),
     ]
     console.print("\n".join(lines), markup=False, highlight=False)
     for table in (_table("length", _length_bins(facts), facts), _table("iteration", _iteration_blocks(facts), facts)):
