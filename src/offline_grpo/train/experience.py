@@ -100,11 +100,10 @@ def _rollout_means(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 def _reward_against_length(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Pearson's correlation over all rollouts, each less the mean of its group; empty where one of the two does not vary."""
-    pairs = []
-    for group in groups:
-        rewards, lengths = [r.score.reward for r in group.rollouts], [r.num_sampled for r in group.rollouts]
-        mean_reward, mean_length = fmean(rewards), fmean(lengths)
-        pairs += [(reward - mean_reward, length - mean_length) for reward, length in zip(rewards, lengths, strict=True)]
+    found = [[r.score.reward for r in group.rollouts] for group in groups]
+    rewards = group_advantages(found, scale="none")  # less their mean, and 0 where they differ by rounding
+    lengths = [[r.num_sampled for r in group.rollouts] for group in groups]
+    pairs = [(reward, n - fmean(own)) for row, own in zip(rewards, lengths, strict=True) for reward, n in zip(row, own, strict=True)]
     spread = sqrt(fsum(x * x for x, _ in pairs) * fsum(y * y for _, y in pairs))
     return {"reward_length_correlation": fsum(x * y for x, y in pairs) / spread} if spread > 0 else {}
 

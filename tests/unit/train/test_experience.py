@@ -49,6 +49,15 @@ def test_what_an_environment_wrote_between_two_turns_is_not_trained_on():
     assert metrics["num_completion_tokens"] == 6
 
 
+def test_rewards_that_differ_by_rounding_have_no_correlation_with_lengths():
+    silent = group(*(make_rollout([4], [3] * length, reward=0.1) for length in (1, 2, 3)))
+    assert len({0.1, sum([0.1] * 3) / 3}) == 2  # so a reward less its group's mean is not 0
+    assert "reward_length_correlation" not in rollout_metrics([silent])
+    longer = group(*(make_rollout([4], [3] * length, reward=float(length)) for length in (1, 2)))
+    assert rollout_metrics([longer])["reward_length_correlation"] == pytest.approx(1.0)
+    assert rollout_metrics([silent, longer])["reward_length_correlation"] == pytest.approx(0.5 / (0.5 * 2.5) ** 0.5)
+
+
 def test_turns_are_scored_as_parts_of_one_sequence(tmp_path):
     """The logprobs of all sampled tokens are those of the whole sequence, whatever is masked in between."""
     updater = make_updater(tmp_path, updates_per_iteration=2)
