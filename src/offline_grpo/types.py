@@ -192,6 +192,7 @@ class RolloutGroup:
     rollouts: tuple[Rollout, ...]
     advantages: tuple[tuple[float, ...], ...] | None = None  # [G][N]
     num_replaced: int = 0  # groups without signal that were thrown away in favour of this one
+    num_discarded_tokens: int = 0  # that were sampled for those
 
 
 def by_task(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:

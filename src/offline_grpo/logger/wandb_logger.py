@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.disk import utf8
-from offline_grpo.errors import ConfigError, reason_of
+from offline_grpo.disk import NOT_WRITABLE, utf8
+from offline_grpo.errors import ConfigError, reason_of, told
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations, sweep_folder, tagged
 from offline_grpo.logger.atropos_names import SECTIONS, check_choice, renamed
@@ -149,19 +149,14 @@ class WandbLogger(RunListener):
 
     @contextmanager
     def _going_on_without(self) -> Iterator[None]:
-        """The end of W&B's own process (killed, out of memory) is no reason to end a training."""
-        from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
-
+        """What fails in W&B, as when its own process was killed, is no reason to end a training."""
         try:
             yield
-        except (ConnectionError, MailboxClosedError, HandleAbandonedError) as error:
+        except Exception as error:
+            if getattr(error, "errno", None) in NOT_WRITABLE:
+                raise
             self._run = None
-            log.warning(
-                "logger.wandb: the process wandb-core has ended (%s); the run goes on without Weights & Biases, "
-                "and its metrics are in the run folder %s (logger=json)",
-                reason_of(error),
-                self.output_dir,
-            )
+            log.warning("logger.wandb: %s; the run goes on without Weights & Biases, and logger=json has its metrics", told(error))
             _forget_process()
 
     def _group(self) -> str | None:

@@ -83,7 +83,8 @@ class OnPolicy:
             draws = others[start : start + self.problems_per_iteration]
             silent = [n for n, i in enumerate(places) if i < len(draws) and _is_silent(groups[n])]
             for n, group in zip(silent, self._sample([draws[places[n]] for n in silent]), strict=True):
-                groups[n] = replace(group, num_replaced=groups[n].num_replaced + 1)
+                discarded = groups[n].num_discarded_tokens + sum(rollout.num_sampled for rollout in groups[n].rollouts)
+                groups[n] = replace(group, num_replaced=groups[n].num_replaced + 1, num_discarded_tokens=discarded)
         return groups
 
     def weights_changed(self, version: int) -> None:

@@ -90,7 +90,7 @@ def _rollout_means(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "success_rate": fmean(r.score.is_correct for r in rollouts),
         "completion_tokens_mean": fmean(lengths),
         "completion_tokens_max": float(max(lengths)),
-        "num_completion_tokens": float(sum(lengths)),
+        "num_completion_tokens": float(sum(lengths) + sum(group.num_discarded_tokens for group in groups)),
         **({"truncated_frac": fmean(reason is FinishReason.LENGTH for reason in reasons)} if reasons else {}),
         **{f"reward/{name}": fmean(r.score.parts.get(name, 0.0) for r in rollouts) for name in parts},
         **_reward_against_length(groups),

@@ -121,9 +121,7 @@ def test_a_run_goes_on_without_the_process_of_wandb(
         logger.rollouts("eval", [make_group(("a", 0.0))], advantages=None, iteration=0)
         logger.close()
     [told] = [record.getMessage() for record in caplog.records if record.name.startswith("offline_grpo")]
-    assert re.fullmatch(
-        rf"logger\.wandb: the process wandb-core has ended \(.*\); the run goes on without .* run folder {tmp_path} .*", told
-    )
+    assert re.fullmatch(r"logger\.wandb: .*; the run goes on without Weights & Biases, and logger=json has its metrics", told)
     assert wandb_setup._singleton is None, "or W&B would print a traceback when Python ends"
 
 

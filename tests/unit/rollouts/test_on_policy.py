@@ -71,6 +71,8 @@ def test_groups_without_signal_are_replaced_and_counted():
         assert (after.num_replaced > 0) == was_silent
         if not was_silent:
             assert after == before
+    for first, group in zip(plain, once, strict=True):
+        assert group.num_discarded_tokens == (sum(r.num_sampled for r in first.rollouts) if group.num_replaced else 0)
     for group, is_silent in zip(thrice, silent(thrice), strict=True):
         assert not is_silent or group.num_replaced == 3
     used = [group.problem.problem_id for group in [*plain, *(g for g in thrice if g.num_replaced)]]

@@ -49,6 +49,11 @@ def test_what_an_environment_wrote_between_two_turns_is_not_trained_on():
     assert metrics["num_completion_tokens"] == 6
 
 
+def test_tokens_of_groups_that_were_thrown_away_were_sampled_too():
+    metrics = rollout_metrics([replace(group(make_rollout([4], [3, 2])), num_replaced=2, num_discarded_tokens=10)])
+    assert (metrics["num_completion_tokens"], metrics["completion_tokens_mean"]) == (12, 2)
+
+
 def test_rewards_that_differ_by_rounding_have_no_correlation_with_lengths():
     silent = group(*(make_rollout([4], [3] * length, reward=0.1) for length in (1, 2, 3)))
     assert len({0.1, sum([0.1] * 3) / 3}) == 2  # so a reward less its group's mean is not 0
