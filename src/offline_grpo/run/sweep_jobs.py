@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import io
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -65,6 +67,7 @@ class SweepJobs(Callback):
         path = Path(config.hydra.sweep.dir) / RECORD
         self._record = path.read_bytes() if path.is_file() else None  # Hydra writes it next
         shutil.rmtree(path.parent / TAKEN, ignore_errors=True)  # of a start that was killed
+        atexit.register(_forget_folders, path.parent.resolve() / TAKEN, os.getpid())  # a sweep that is interrupted has no other end
         try:
             sweep_resume.check_numbers(config)
         except GrpoError as error:
@@ -83,6 +86,11 @@ class SweepJobs(Callback):
             write_whole(folder / RECORD, self._record)
         if exit_codes:
             discard_fresh(folder)
+
+
+def _forget_folders(taken: Path, process: int) -> None:
+    if os.getpid() == process:  # and not a launcher's worker
+        shutil.rmtree(taken, ignore_errors=True)
 
 
 @contextmanager
