@@ -69,16 +69,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--arms", default=",".join(WAYS), help="full, peft and folded must be among them")
+    parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--name", default="h100/lora_speed")
     args = parser.parse_args()
+    if args.small:
+        args.tokens_per_microbatch = 512
     expect_made_up_logprobs()
     device = torch.device("cpu" if args.small else "cuda")
     shape, completions, tokens = ("tiny", 16, 24) if args.small else ("0.6b", 256, 512)
     batch = make_batch([tokens] * completions, prompt=40, vocab_size=SIZES[shape].vocab_size)
-    updaters = {
-        name: make_arm(shape, device, WAYS[name], tokens_per_microbatch=512 if args.small else 16384) for name in args.arms.split(",")
-    }
+    arm_names = args.arms.split(",")
+    updaters = {name: make_arm(shape, device, WAYS[name], tokens_per_microbatch=args.tokens_per_microbatch) for name in arm_names}
     part = batch.select(range(8)).to(device)
     logprobs = {name: updater.policy.logprobs(part) for name, updater in updaters.items() if name != "full"}
     difference = max((found - logprobs["peft"]).abs().mean().item() for found in logprobs.values())

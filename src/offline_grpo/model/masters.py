@@ -6,7 +6,7 @@ on bf16 weights changes few of them (84% stay put at lr 1e-5). Here the update i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -87,26 +87,25 @@ class MasterWeights:
         if not left:
             return
         flat = torch.cat([working.grad.flatten() for working, _ in left]).float()  # type: ignore[union-attr]
-        parts = flat.split([working.numel() for working, _ in left])
-        sums, added = [], []
-        for (working, master), part in zip(left, parts, strict=True):
+        for working, _ in left:
             working.grad = None
-            if master.grad is None:
-                master.grad = part.view_as(master)
-            else:
-                sums.append(master.grad)
-                added.append(part.view_as(master))
-        if sums:
-            torch._foreach_add_(sums, added)  # pyright: ignore[reportPrivateImportUsage]
+        masters = [master for _, master in left]
+        sums = _base_of(masters)
+        if sums is not None and sums.numel() == flat.numel():  # those of the same parameters, as in all passes but the first
+            sums.add_(flat)
+            return
+        for master, part in zip(masters, flat.split([master.numel() for master in masters]), strict=True):
+            added = part.view_as(master)
+            master.grad = added if master.grad is None else master.grad.add_(added)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the model's weights, in place: whoever shares their memory sees the update."""
         if self._before_publish is not None:
             self._before_publish()
-        for name, working in self._working.items():
-            if working is not self.parameters[name]:
-                working.copy_(self.values[name], non_blocking=True)  # from the host, at the speed of its bus
+        pairs = [(working, self.values[name]) for name, working in self._working.items() if working is not self.parameters[name]]
+        if pairs:  # from the host, at the speed of its bus
+            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)), non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def differing(self) -> list[str]:
@@ -131,6 +130,12 @@ class MasterWeights:
         for name, value in state.items():
             self.values[name].copy_(value)
         self.publish()
+
+
+def _base_of(masters: Sequence[nn.Parameter]) -> Tensor | None:
+    """What the gradients of all of these are views of, if that is one tensor."""
+    bases = [None if master.grad is None else master.grad._base for master in masters]
+    return bases[0] if all(base is bases[0] for base in bases) else None
 
 
 def _chunks(working: Tensor, master: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
