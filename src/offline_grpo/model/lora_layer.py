@@ -1,9 +1,12 @@
-"""LoRA layers that multiply their scale into B, which is small, and not into the adapter's output. vLLM does the same when it loads one."""
+"""LoRA layers that take less time than peft's: the scale is multiplied into B, and layers that read the same input multiply it together."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
+import torch
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -12,19 +15,45 @@ from offline_grpo.model.adapters import ADAPTER
 
 
 class FoldedLinear(Linear):
-    """peft's layer, without the two arrays [T, out] that peft scales, one in the forward and one in the backward pass."""
+    """peft's layer, without the two arrays [T, out] that peft scales, one in the forward and one in the backward pass. vLLM folds the scale
+    in the same way, when it loads an adapter."""
 
     folded: tuple[nn.Linear, nn.Linear, nn.Linear, nn.Module | None, float]
     """Base layer, A, B, dropout if there is any, and scale. Compiled blocks check all that they look up each time they run, which takes
     longer where it lies in peft's dictionaries."""
+    shared: SharedInput | None = None
+    place: int = 0
+    """Among the layers of `shared`."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[..., out] for x [..., in]."""
         if self._disable_adapters or self.merged_adapters or args or kwargs:
             return super().forward(x, *args, **kwargs)
         base, a, b, dropout, scale = self.folded
-        inner = linear(x if dropout is None else dropout(x), a.weight)  # [..., R]
+        shared = self.shared
+        inner = shared(x, self.place) if shared is not None else linear(x if dropout is None else dropout(x), a.weight)  # [..., R]
         return linear(x, base.weight, base.bias) + linear(inner, b.weight * scale)
+
+
+class SharedInput:
+    """The product of one input with the A of several layers, such as q, k and v: the first of them makes it, and each takes its part."""
+
+    def __init__(self, layers: Sequence[FoldedLinear]) -> None:
+        self.layers = layers
+        self.x: Tensor | None = None
+        self.parts: Sequence[Tensor] = ()
+
+    def __call__(self, x: Tensor, place: int) -> Tensor:
+        """[..., R] for x [..., in], of the layer at `place`."""
+        if place == 0:
+            matrices = [layer.folded[1].weight for layer in self.layers]
+            self.x, self.parts = x, linear(x, torch.cat(matrices)).split([len(matrix) for matrix in matrices], -1)
+        elif x is not self.x:  # not called as they were when this was found out
+            return linear(x, self.layers[place].folded[1].weight)
+        part = self.parts[place]
+        if place == len(self.layers) - 1:
+            self.x, self.parts = None, ()
+        return part
 
 
 def fold_scales(model: nn.Module) -> int:
@@ -41,6 +70,39 @@ def fold_scales(model: nn.Module) -> int:
         folded: Any = (layer.get_base_layer(), layer.lora_A[ADAPTER], layer.lora_B[ADAPTER], used, layer.scaling[ADAPTER])
         layer.folded = folded
     return len(layers)
+
+
+def share_inputs(model: nn.Module, run: Callable[[], object]) -> int:
+    """Let adapted layers that read the same input, one right after the other, multiply it by all of their A at once. Returns the number of
+    such groups. Layers with dropout are left out: each draws a mask of its own.
+
+    Args:
+        run: passes something through the model. Which layers share their input is looked up: names say so for some architectures only.
+    """
+    layers = [module for module in model.modules() if isinstance(module, FoldedLinear) and module.folded[3] is None]
+    calls: list[tuple[Any, object]] = []  # the inputs are kept until the end, so that no two have the same id
+
+    def see(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        calls.append((layer, inputs[0] if inputs else layer))
+
+    hooks = [layer.register_forward_pre_hook(see) for layer in layers]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    seen: dict[FoldedLinear, set[tuple[FoldedLinear, ...]]] = {layer: set() for layer in layers}
+    for _, together in groupby(calls, key=lambda call: id(call[1])):
+        group = tuple(layer for layer, _ in together)
+        for layer in group:
+            seen[layer].add(group)
+            layer.shared = None
+    groups = {group for found in seen.values() for group in found if len(group) > 1 and all(seen[layer] == {group} for layer in group)}
+    for group in groups:
+        shared = SharedInput(group)
+        for place, layer in enumerate(group):
+            layer.shared, layer.place = shared, place
+    return len(groups)
 
 
 def _is_plain(layer: Linear) -> bool:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout
+from offline_grpo.model.adapters import has_adapters
 from offline_grpo.model.compiling import compile_blocks, is_compiled_by_default, uncompile_blocks
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.scoring import Scoring, eval_mode, modes_restored, prepare_for_gradients
@@ -62,6 +63,8 @@ def settle_layout(scoring: Scoring, requested: Layout | None, device: torch.devi
     model = scoring.causal_lm
     batch = _batch(len(scoring.output.weight), device, _groups(model, device))
     expected = _alone(scoring, batch)
+    if has_adapters(scoring.model):
+        _share_inputs(scoring, batch)
     faults: list[str] = []
     fault = None
     for scoring.layout in layouts_for(requested, device, model.dtype):
@@ -75,6 +78,15 @@ def settle_layout(scoring: Scoring, requested: Layout | None, device: torch.devi
         if requested is not None and name != "padded":
             raise ConfigError(f"model.layout={name}: wrong for {type(model).__name__}, {fault}; use model.layout=auto")
     raise ConfigError(f"{key}={model.name_or_path}: {type(model).__name__} cannot be scored in batches: {fault}; choose another model")
+
+
+def _share_inputs(scoring: Scoring, batch: TokenBatch) -> None:
+    """Between what a layout is compared with and its own passes, so that these prove it too."""
+    from offline_grpo.model.lora_layer import share_inputs  # which imports peft
+
+    first = batch.token_ids[None, : batch.sequence_lengths[0]]
+    with torch.no_grad(), eval_mode(scoring.model):
+        share_inputs(scoring.model, lambda: scoring.causal_lm(input_ids=first, use_cache=False))
 
 
 def settle_compile(scoring: Scoring, requested: bool | str, device: torch.device, *, key: str = "model.train_id") -> None:

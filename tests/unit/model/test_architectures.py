@@ -202,11 +202,16 @@ class Leaky(Padded):
 def test_rounding_of_a_deep_model_is_not_taken_for_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is larger than a shallow model's may be; what a neighbour adds is refused all the same."""
     scoring = make_scoring(make_qwen2(hidden_size=64, intermediate_size=96, num_hidden_layers=24).to(torch.bfloat16))
-    settle_layout(scoring, Padded(), CPU)
+    scoring.layout = Padded()
+    batch = proof._batch(len(scoring.output.weight), CPU, proof.GROUPS)
+    rounding = proof._errors(proof._packed(scoring, batch), proof._alone(scoring, batch))[0]  # differs among processors
+    assert 0 < rounding < 0.08, "where what is wrong begins"
+    monkeypatch.setitem(proof.LOGPROB_TOLERANCE, torch.bfloat16, rounding / 1.3)
+    settle_layout(scoring, Padded(), CPU)  # 24 blocks may have 1.7 times as much
     with pytest.raises(ConfigError, match="logprobs differ"):
         settle_layout(scoring, Leaky(), CPU)
     monkeypatch.setattr(proof, "SHALLOW_BLOCKS", 24)
-    with pytest.raises(ConfigError, match="differ"):
+    with pytest.raises(ConfigError, match="logprobs differ"):
         settle_layout(scoring, Padded(), CPU)
 
 

@@ -50,13 +50,21 @@ def scoring_of(name: str, *, checkpointing: bool = False) -> Scoring:
     return Scoring(model, Padded(), TiledHead(tile_width=None), logits=measure_logit_transform(model))
 
 
+def add_lora(scoring: Scoring) -> None:
+    """As a run does it, with layers that share the product with their input."""
+    scoring.model = with_lora(scoring.causal_lm, LoraConfig(4, 8, 0.0, ["all-linear"], None), 2, adapter=None)
+    proof.settle_layout(scoring, scoring.layout, CPU)
+
+
 def is_compiled(scoring: Scoring) -> bool:
     return any(module._compiled_call_impl is not None for module in scoring.model.modules())
 
 
-@pytest.mark.parametrize(("name", "checkpointing"), [("gemma2", False), ("qwen3", True)])
-def test_one_graph_serves_all_blocks_and_all_lengths(name: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize(("name", "checkpointing", "lora"), [("gemma2", False, False), ("qwen3", True, False), ("qwen3", True, True)])
+def test_one_graph_serves_all_blocks_and_all_lengths(name: str, checkpointing: bool, lora: bool) -> None:
     scoring = scoring_of(name, checkpointing=checkpointing)
+    if lora:
+        add_lora(scoring)
     settle_compile(scoring, True, CPU)
     assert is_compiled(scoring)
     warm = counters["stats"]["unique_graphs"]
@@ -74,7 +82,7 @@ def test_one_graph_serves_all_blocks_and_all_lengths(name: str, checkpointing: b
 def test_a_block_that_runs_makes_no_tensors_of_its_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Epsilons of norms and scales of adapters, which the compiler would take for sizes that may change."""
     scoring = scoring_of("qwen3")
-    scoring.model = with_lora(scoring.causal_lm, LoraConfig(4, 8, 0.0, ["all-linear"], None), 2, adapter=None)
+    add_lora(scoring)
     settle_compile(scoring, True, CPU)
     calls: list[object] = []
     make = torch._as_tensor_fullprec

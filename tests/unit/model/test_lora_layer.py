@@ -1,4 +1,4 @@
-"""LoRA layers whose scale is folded into B, against peft's own."""
+"""LoRA layers whose scale is folded into B, and that share the product with their input, against peft's own."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import pytest
 import torch
 from factories import make_llama
 from peft import LoraConfig as PeftLoraConfig
-from peft import get_peft_model
+from peft import get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import Linear
+from torch import nn
 
 from offline_grpo.model.adapters import with_lora
-from offline_grpo.model.lora_layer import FoldedLinear, fold_scales
+from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.lm_head import TiledHead
+from offline_grpo.model.lora_layer import FoldedLinear, fold_scales, share_inputs
+from offline_grpo.model.proof import settle_layout
+from offline_grpo.model.scoring import Scoring
 from offline_grpo.settings import LoraConfig
 
 IDS = torch.arange(3, 19).view(2, 8)
@@ -76,3 +81,72 @@ def test_a_layer_in_another_format_is_left_alone():
 def test_a_run_trains_such_layers():
     model = with_lora(make_llama(), LoraConfig(RANK, ALPHA, 0.0, ["all-linear"], None), 2, adapter=None)
     assert {type(module) for module in model.modules() if isinstance(module, Linear)} == {FoldedLinear}
+
+
+def share(model):
+    return share_inputs(model, lambda: model(input_ids=IDS))
+
+
+def test_layers_that_share_their_input_compute_as_peft_does():
+    theirs, ours = peft_model().train(), peft_model().train()
+    fold_scales(ours)
+    assert share(ours) == 4  # in each of two blocks q, k and v, and gate and up
+    (expected, expected_gradients), (found, gradients) = logits_and_gradients(theirs), logits_and_gradients(ours)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-6), name
+
+
+def test_what_layers_share_is_not_kept():
+    model = peft_model()
+    fold_scales(model)
+    share(model)
+    logits_and_gradients(model)
+    shared = [module.shared for module in model.modules() if isinstance(module, FoldedLinear) and module.shared]
+    assert len(shared) == 10
+    assert all(found.x is None and not found.parts for found in shared)
+
+
+def test_layers_with_dropout_share_nothing():
+    model = peft_model(lora_dropout=0.3)
+    fold_scales(model)
+    assert share(model) == 0
+
+
+class Odd(nn.Module):
+    """Layers of names that elsewhere share their input."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+            self.add_module(name, nn.Linear(8, 8, bias=False))
+        self.others_differ = False
+
+    def forward(self, x):
+        y = x + 1
+        q, k, v = self.q_proj(x), self.k_proj(y if self.others_differ else x), self.v_proj(y)
+        return q + k + v + self.gate_proj(x) + self.gate_proj(y) + self.up_proj(y)
+
+
+def odd_model():
+    torch.manual_seed(0)
+    config = PeftLoraConfig(r=2, lora_alpha=6, target_modules="all-linear", init_lora_weights=False)
+    return inject_adapter_in_model(config, Odd())
+
+
+def test_only_layers_that_always_read_the_same_input_share_it():
+    theirs, ours = odd_model(), odd_model()
+    fold_scales(ours)
+    x = torch.randn(3, 8)
+    assert share_inputs(ours, lambda: ours(x)) == 1
+    assert [name for name, module in ours.named_modules() if isinstance(module, FoldedLinear) and module.shared] == ["q_proj", "k_proj"]
+    assert torch.allclose(ours(x), theirs(x), atol=1e-5)
+    theirs.others_differ = ours.others_differ = True  # not as they were when it was looked up
+    assert torch.allclose(ours(x), theirs(x), atol=1e-5)
+
+
+def test_a_run_s_layers_share_their_inputs():
+    model = with_lora(make_llama(), LoraConfig(RANK, ALPHA, 0.0, ["all-linear"], None), 2, adapter=None)
+    settle_layout(Scoring(model, Padded(), TiledHead(tile_width=None)), None, torch.device("cpu"))
+    assert sum(isinstance(module, FoldedLinear) and module.shared is not None for module in model.modules()) == 10
