@@ -74,16 +74,16 @@ PANELS = (
         "Sampling 256 sequences",
         "tokens per second",
         (
-            Bar("vLLM's scheduler and model in one process", "generation_executor", "uni_256_tokens_per_s", False),
-            Bar("in two, as in a run", "generation_executor", "mp_256_tokens_per_s"),
+            Bar("vLLM's engine without a server", "generation", "offline_256_tokens_per_s", False),
+            Bar("the server of a run", "generation", "server_256_tokens_per_s"),
         ),
     ),
     Panel(
         "Sampling 1,024 sequences",
         "tokens per second",
         (
-            Bar("vLLM's scheduler and model in one process", "generation_executor", "uni_1024_tokens_per_s", False),
-            Bar("in two, as in a run", "generation_executor", "mp_1024_tokens_per_s"),
+            Bar("vLLM's engine without a server", "generation", "offline_1024_tokens_per_s", False),
+            Bar("the server of a run", "generation", "server_1024_tokens_per_s"),
         ),
     ),
     Panel(
