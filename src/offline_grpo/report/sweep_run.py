@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,7 @@ def read_or_say(run_dir: Path, name: str) -> SweepRun:
 
 def unreadable(run_dir: Path, name: str, status: str, pass_at_1: Series) -> SweepRun:
     """A run of which `run_of` cannot say more than this."""
-    overrides, settings = dict[str, str](), dict[str, str]()
-    with suppress(GrpoError):  # the one that was told already, or that one is enough
-        overrides = overrides_of(run_dir)
-        settings = settings_of(run_dir)
-        changed = changed_on_the_way(run_dir, settings)
-        overrides, settings = overrides | changed, settings | changed
+    overrides, settings = _settings(run_dir, as_far_as_possible=True)
     return SweepRun(name, overrides, settings, status, pass_at_1, None, None, None, None)
 
 
@@ -90,8 +85,7 @@ def run_of(history: History, name: str) -> SweepRun:
         GrpoError: another file of it cannot be read.
     """
     run_dir = history.run_dir
-    settings = settings_of(run_dir)
-    changed = changed_on_the_way(run_dir, settings)
+    overrides, settings = _settings(run_dir)
     final_low, final_high = (_last(history.series("eval", f"pass@1_{end}").values) for end in ("low", "high"))
     _, seconds = history.phase_seconds()
     total_s = sum(float(values.sum()) for values in seconds.values())  # without starts: the first run of a process waits for its imports
@@ -100,8 +94,8 @@ def run_of(history: History, name: str) -> SweepRun:
     stopped_early = num_done > 0 and any("stopped_early" in metrics for metrics in last)
     return SweepRun(
         name=name,
-        overrides=overrides_of(run_dir) | changed,
-        settings=settings | changed,
+        overrides=overrides,
+        settings=settings,
         status="done" if stopped_early else _status(run_dir, num_done),
         pass_at_1=history.series("eval", "pass@1"),
         final_low=final_low,
@@ -109,6 +103,21 @@ def run_of(history: History, name: str) -> SweepRun:
         reward=_last(history.series("train", "reward_mean").values),
         minutes=total_s / 60 if seconds and math.isfinite(total_s) else None,
     )
+
+
+def _settings(run_dir: Path, *, as_far_as_possible: bool = False) -> tuple[dict[str, str], dict[str, str]]:
+    """Overrides and settings, see `SweepRun`.
+
+    Raises:
+        GrpoError: a file cannot be read, and not `as_far_as_possible`.
+    """
+    overrides, settings = dict[str, str](), dict[str, str]()
+    with suppress(GrpoError) if as_far_as_possible else nullcontext():  # told already, or one error of the run is enough
+        overrides = overrides_of(run_dir)
+        settings = settings_of(run_dir)
+        changed = changed_on_the_way(run_dir, settings)
+        overrides, settings = overrides | changed, settings | changed
+    return overrides, settings
 
 
 def _last(values: Sequence[float] | Any) -> float | None:
