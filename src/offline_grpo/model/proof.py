@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,7 +24,7 @@ from offline_grpo.interfaces import Layout
 from offline_grpo.model.adapters import has_adapters
 from offline_grpo.model.compiling import compile_blocks, is_compiled_by_default, uncompile_blocks
 from offline_grpo.model.layouts import layouts_for
-from offline_grpo.model.scoring import Scoring, eval_mode, modes_restored, prepare_for_gradients
+from offline_grpo.model.scoring import Scoring, eval_mode, prepare_for_gradients
 from offline_grpo.types import TokenBatch
 
 log = logging.getLogger(__name__)
@@ -183,12 +184,23 @@ def _alone(scoring: Scoring, batch: TokenBatch) -> _Result:
 
 def _packed(scoring: Scoring, batch: TokenBatch) -> _Result:
     """By the code that trains, in the mode in which it trains, but without dropout on adapters."""
-    with modes_restored(scoring.model):
+    with _modes_restored(scoring.model):
         prepare_for_gradients(scoring.model, adapter_dropout=False)
         found = scoring(batch).logprobs[batch.completion_mask]
         with scoring.attention(batch):
             gradients = _gradients(found @ _weights(batch)[batch.completion_mask], _probed(scoring))
     return _Result(found.detach(), gradients)
+
+
+@contextmanager
+def _modes_restored(model: nn.Module) -> Iterator[None]:
+    """Afterwards every module is in the mode in which it was: they may differ, see `prepare_for_gradients`."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, was_training in modes.items():
+            module.training = was_training
 
 
 def _fault(scoring: Scoring, batch: TokenBatch, expected: _Result) -> str | None:

@@ -127,14 +127,3 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@contextmanager
-def modes_restored(model: nn.Module) -> Iterator[None]:
-    """Afterwards every module is in the mode in which it was: they may differ, see `prepare_for_gradients`."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, was_training in modes.items():
-            module.training = was_training
