@@ -69,12 +69,14 @@ def ask(engine: ServerEngine, prompts: Sequence[Sequence[int]], *, is_tagged: bo
         is_tagged: see `ServerSync.is_tagged`.
     """
     tag, bits = (engine.control.served_tag(), engine.control.served_bits()) if is_tagged else (None, None)
+    prompts = [prompt[: engine.probe_room] for prompt in prompts]
     try:
         return Answers(tag, bits, *sample_probe(engine.client, prompts, engine.sampling))
     except Refused:  # maybe as too long: a server that was found may take fewer tokens than the model
         room = _longest(engine) - PROBE_TOKENS
         if not 0 < room < max(map(len, prompts)):
             raise
+    engine.probe_room = room
     return Answers(tag, bits, *sample_probe(engine.client, [prompt[:room] for prompt in prompts], engine.sampling))
 
 

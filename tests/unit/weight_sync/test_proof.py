@@ -114,12 +114,15 @@ def test_a_probe_asks_for_what_the_run_asks_for(sampling: SamplingParams, policy
 class Short(Processed):
     """A server that takes sequences of fewer tokens than the model does."""
 
+    num_refused = 0
+
     def __init__(self, policy: Policy, limit: int) -> None:
         super().__init__(policy)
         self.limit = limit
 
     def generate_now(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> list[list[Completion]]:
         if any(len(request.prompt_ids) + sampling.max_new_tokens > self.limit for request in requests):
+            self.num_refused += 1
             raise Refused("status 400: The decoder prompt is longer")
         return super().generate_now(requests, sampling)
 
@@ -130,11 +133,13 @@ class Short(Processed):
 def test_a_probe_is_no_longer_than_a_found_server_takes(model: dict[str, Any], policy: Policy) -> None:
     body = bytearray(json.dumps({"data": [model, {"id": "adapter"}]}).encode())
     control = SimpleNamespace(get=lambda path: Answer(path, 200, body))
-    engine: Any = SimpleNamespace(client=Short(policy, 64), control=control, sampling=SamplingParams(500))
+    engine: Any = SimpleNamespace(client=Short(policy, 64), control=control, sampling=SamplingParams(500), probe_room=None)
     prompts = [[5] * PROBE_PROMPT_TOKENS] * 2
     if model["max_model_len"] == 64:
-        answers = ask(engine, prompts, is_tagged=False)
-        assert [len(rollout.token_ids) - len(SAMPLED) for rollout in answers.sampled] == [64 - PROBE_TOKENS] * 2
+        for _push in range(2):
+            answers = ask(engine, prompts, is_tagged=False)
+            assert [len(rollout.token_ids) - len(SAMPLED) for rollout in answers.sampled] == [64 - PROBE_TOKENS] * 2
+        assert engine.client.num_refused == 1, "the second push knows the limit"
         return
     with pytest.raises(Refused, match="The decoder prompt is longer"):  # for another reason than its limit
         ask(engine, prompts, is_tagged=False)
