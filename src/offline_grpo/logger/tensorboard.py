@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,14 @@ class TensorBoardLogger(RunListener):
     _end: Any = field(default=None, init=False, repr=False)
     _has_begun: bool = field(default=False, init=False, repr=False)
     _writer: Any = field(default=None, init=False, repr=False)
+    _hook: Any = field(default=None, init=False, repr=False)
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
         from torch.utils.tensorboard.summary import hparams  # slow to import (seconds), and most runs do not need it
         from torch.utils.tensorboard.writer import SummaryWriter
 
+        self._hook = threading.excepthook
+        threading.excepthook = partial(_left_to_the_next_call, self._hook)
         self._writer = SummaryWriter(str(self.output_dir / "tensorboard"), flush_secs=self.flush_s)
         public = redacted(config)
         self._writer.add_text("config", f"```json\n{json.dumps(public, indent=2, default=str)}\n```")
@@ -79,5 +84,14 @@ class TensorBoardLogger(RunListener):
     def close(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
-            writer.file_writer.add_summary(self._end)
-            writer.close()
+            try:
+                writer.file_writer.add_summary(self._end)
+                writer.close()
+            finally:
+                threading.excepthook = self._hook
+
+
+def _left_to_the_next_call(hook: Callable[[Any], object], raised: threading.ExceptHookArgs) -> None:
+    """What TensorBoard's thread raises, as on a full disk, the next call of its writer raises too."""
+    if not type(raised.thread).__module__.startswith("tensorboard."):
+        hook(raised)
