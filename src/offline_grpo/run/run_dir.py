@@ -29,6 +29,9 @@ ABANDONED_AFTER_S = 86400.0
 FOLDERS = ("metrics", "samples", "rollouts", "checkpoints", "profile")
 """Of a run's folder, those with a file or folder for each iteration. Other files there may be anybody's: `hydra.run.dir=.` is allowed."""
 
+NO_RESULTS = {".hydra", "run.log", lock.NAME, "multirun.yaml", ".submitit", ".failed_jobs", ".taken_folders"}
+"""What the folder of a run or a sweep has before there is any result."""
+
 log = logging.getLogger(__name__)
 
 
@@ -191,7 +194,7 @@ def discard_fresh(folder: Path) -> None:
     if folder in kept:
         return
     with suppress(FileNotFoundError, NotADirectoryError):
-        if {path.name for path in folder.iterdir()} <= {".hydra", "run.log", lock.NAME, "multirun.yaml", ".submitit"}:
+        if {path.name for path in folder.iterdir()} <= NO_RESULTS:
             shutil.rmtree(folder, ignore_errors=True)
             for parent in (folder.parent, folder.parent.parent):
                 if parent not in kept and not any(parent.iterdir()):

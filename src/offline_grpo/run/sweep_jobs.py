@@ -66,8 +66,8 @@ class SweepJobs(Callback):
 
         path = Path(config.hydra.sweep.dir) / RECORD
         self._record = path.read_bytes() if path.is_file() else None  # Hydra writes it next
-        shutil.rmtree(path.parent / TAKEN, ignore_errors=True)  # of a start that was killed
-        atexit.register(_forget_folders, path.parent.resolve() / TAKEN, os.getpid())  # a sweep that is interrupted has no other end
+        _forget_marks(path.parent)  # of a start that was killed
+        atexit.register(_forget_marks, path.parent.resolve(), of_process=os.getpid())
         try:
             sweep_resume.check_numbers(config)
         except GrpoError as error:
@@ -79,8 +79,6 @@ class SweepJobs(Callback):
         folder = Path(config.hydra.sweep.dir)
         found = [int(path.read_text()) for path in (folder / FAILED).glob("*")]
         exit_codes.extend(found)
-        for name in (FAILED, TAKEN):
-            shutil.rmtree(folder / name, ignore_errors=True)
         is_refused = set(found) == {ConfigError.exit_code}
         if self._record is not None and is_refused and len(found) == sweep_resume.num_jobs(config):
             write_whole(folder / RECORD, self._record)
@@ -88,9 +86,10 @@ class SweepJobs(Callback):
             discard_fresh(folder)
 
 
-def _forget_folders(taken: Path, process: int) -> None:
-    if os.getpid() == process:  # and not a launcher's worker
-        shutil.rmtree(taken, ignore_errors=True)
+def _forget_marks(folder: Path, *, of_process: int | None = None) -> None:
+    if of_process in (None, os.getpid()):  # and not a process that was forked from that one
+        for name in (FAILED, TAKEN):
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
 @contextmanager
