@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from factories import compose_with_hydra
@@ -75,6 +77,70 @@ def test_a_signal_stops_the_runs_on_a_cluster_where_nothing_is_lost(tmp_path: Pa
         assert checkpoint.name == f"iter_{trained - 1:03d}"
 
 
+@pytest.fixture
+def side_by_side(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A sweep with joblib of which two jobs of four train, without end."""
+    words = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "experiment=smoke", "checkpoint.save_interval=1000", "seed=0,1,2,3")
+    words += ("hydra.sweep.dir=sweep", "train.iterations=100000", "eval.enabled=false", "num_threads=1")
+    command = [sys.executable, str(ROOT / "run_grpo.py"), "--multirun", *words]
+    with (tmp_path / "printed").open("w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's `&` makes the tests ignore it
+        )
+    with process:
+        try:
+            wait_until(lambda: runs(tmp_path / "sweep") == {"0", "1"})
+            yield process
+        finally:
+            process.terminate()
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float = 240) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def are_saved(sweep: Path) -> bool:
+    """Whether both jobs have saved their last iteration."""
+    last = [f"iter_{len(list((sweep / number / 'metrics').glob('train_iter_*.json'))) - 1:03d}" for number in "01"]
+    return [path.name for number in "01" for path in (sweep / number / "checkpoints").glob("iter_*")] == last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("send", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)])
+def test_a_signal_lets_jobs_side_by_side_save(
+    send: Callable[[int, int], None], number: signal.Signals, side_by_side: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """A Ctrl-C, which a terminal sends to all, and what a scheduler sends to the process that it has started."""
+    send(side_by_side.pid, number)
+    assert side_by_side.wait(timeout=120) == 128 + number
+    printed = (tmp_path / "printed").read_text()
+    done = "of 4 jobs 2 have a checkpoint, and 0 of these are finished"
+    assert re.search(rf"^stopped by {number.name}; {done}; the sweep goes on with: .*run_grpo.py resume=sweep$", printed, re.MULTILINE)
+    assert "Traceback" not in printed
+    assert "before the run began" not in printed
+    assert are_saved(tmp_path / "sweep")
+    assert not [name for name in ("2", "3", sweep_jobs.TAKEN) if (tmp_path / "sweep" / name).exists()]
+
+
+@pytest.mark.slow
+def test_jobs_side_by_side_save_and_end_when_their_sweep_is_killed(side_by_side: subprocess.Popen[str], tmp_path: Path) -> None:
+    workers = psutil.Process(side_by_side.pid).children()
+    side_by_side.kill()
+    assert not psutil.wait_procs(workers, timeout=120)[1]
+    assert are_saved(tmp_path / "sweep")
+    printed = (tmp_path / "printed").read_text()
+    assert "Traceback" not in printed
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "here"])
 def test_a_cluster_for_a_sweep_that_is_not_there_is_refused(tmp_path: Path, address: str) -> None:
     done, sweep = multirun(tmp_path, "hydra/launcher=ray", f"hydra.launcher.address={address}", "seed=0,1")
@@ -123,7 +189,7 @@ def test_failures_of_other_processes_reach_the_one_that_started_the_sweep(job: P
     (job / "0").mkdir()
     SweepJobs().on_multirun_end(HydraConfig.instance().cfg)  # type: ignore[arg-type]
     assert sweep_jobs.exit_codes == [2]
-    assert {path.name for path in job.iterdir()} == {"multirun.yaml", "0"}
+    assert {path.name for path in job.iterdir()} == {"multirun.yaml", "0", sweep_jobs.FAILED}  # the last until the process ends
 
 
 def test_a_sweep_whose_jobs_were_all_refused_leaves_no_folder(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +206,7 @@ def test_settings_that_all_jobs_refuse_do_not_stay_on_record(
 ) -> None:
     monkeypatch.setattr(sweep_jobs, "exit_codes", [])
     sweeper = {"_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper", "params": None}
-    HydraConfig.instance().cfg.hydra.update({"overrides": {"task": words}, "sweeper": sweeper})  # type: ignore[union-attr]
+    HydraConfig.instance().cfg.hydra.update({"overrides": {"task": words}, "sweeper": sweeper, "launcher": {"_target_": "Basic"}})  # type: ignore[union-attr]
     record, callback = job / "multirun.yaml", SweepJobs()
     record.write_text("before")
     (job / "0").mkdir()

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from offline_grpo.disk import NOT_WRITABLE
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested, ending_with_reader, forget_output, no_such_key
-from offline_grpo.run import config, launch, resume, sweep_jobs
+from offline_grpo.run import config, launch, resume, sweep_jobs, sweep_workers
 from offline_grpo.run.build import sweep_hint
 from offline_grpo.run.help import groups
 from offline_grpo.run.interrupt import StopSignal, ignore_from_now_on
@@ -180,6 +180,8 @@ def run_job(job: Callable[[], T]) -> T | None:
     except EXPECTED as error:
         discard_fresh(Path(HydraConfig.get().runtime.output_dir))
         if is_sweep and isinstance(error, StopRequested):
+            if sweep_workers.is_worker():
+                return None  # the launcher says it of all jobs
             say_how_the_sweep_goes_on(error, Path(HydraConfig.get().sweep.dir))
         if not is_sweep or not isinstance(error, GrpoError):
             leave(error)
@@ -188,11 +190,11 @@ def run_job(job: Callable[[], T]) -> T | None:
         return None
 
 
-def say_how_the_sweep_goes_on(error: StopRequested, folder: Path) -> None:
-    """Print the command that goes on with the sweep in this folder."""
+def say_how_the_sweep_goes_on(error: StopRequested, folder: Path, done: str | None = None) -> None:
+    """Print the command that goes on with the sweep in this folder, after what is `done`."""
     from offline_grpo.run import going_on
 
-    line = f"the sweep goes on with: {going_on.command(folder.resolve())}"
+    line = f"{f'{done}; ' if done else ''}the sweep goes on with: {going_on.command(folder.resolve())}"
     _print(line if error.is_reported else f"stopped by {error.signal_name}; {line}")
     error.is_reported = True
 

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
@@ -64,6 +64,13 @@ class StopSignal:
         self._is_complete = False
         self._previous: dict[int, Any] = {}
         self._acknowledged = threading.Event()
+        self.left_alone: Callable[[StopSignal, int], None] = _tell_that_alone
+        """Called when the process that launched this one has ended, with that one's number."""
+
+    @classmethod
+    def current(cls) -> StopSignal | None:
+        """The handler that this process has, if it has one."""
+        return cls._listening
 
     @classmethod
     @contextmanager
@@ -161,7 +168,7 @@ class StopSignal:
         elif time.monotonic() - self._received_s > REPEAT_S:
             self._previous = {}
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-            signal.raise_signal(number)
+            os.kill(os.getpid(), number)  # to the process, because this thread may have it blocked
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
@@ -194,7 +201,7 @@ class StopSignal:
                 except TimeoutError:
                     if os.getppid() != launcher and not is_alone:
                         is_alone = True
-                        _tell(f"the process that launched this one ({launcher}) has ended; `kill -INT {os.getpid()}` stops this one")
+                        self.left_alone(self, launcher)
                     continue
                 if not numbers:
                     return
@@ -214,6 +221,10 @@ def _end_after(seconds: float) -> None:
     """torchrun sends SIGTERM where another process has failed: this one may wait for that in a collective, and so for ever."""
     time.sleep(seconds)
     os._exit(128 + signal.SIGTERM)
+
+
+def _tell_that_alone(_stop: StopSignal, launcher: int) -> None:
+    _tell(f"the process that launched this one ({launcher}) has ended; `kill -INT {os.getpid()}` stops this one")
 
 
 def _tell(line: str) -> None:

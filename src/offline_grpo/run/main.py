@@ -11,9 +11,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from offline_grpo.run import cli, config, going_on, ray_trainers, resume, sweep_jobs, sweep_resume
+from offline_grpo.run import cli, config, going_on, ray_trainers, resume, sweep_jobs, sweep_resume, sweep_workers
 from offline_grpo.run.config import as_plain
 from offline_grpo.run.help import help_text
+from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.run_dir import RunDir
 
 config.register()  # at import, because processes that a sweep's launcher starts import this module for `job`
@@ -21,7 +22,7 @@ config.register()  # at import, because processes that a sweep's launcher starts
 
 def job(cfg: DictConfig) -> float | None:
     """Run once. Returns the last held-out pass@1, which sweepers maximise."""
-    with sweep_jobs.numbered_lines():
+    with sweep_jobs.numbered_lines(), sweep_workers.working():
         return cli.run_job(lambda: _run(cfg, Path(HydraConfig.get().runtime.output_dir)))
 
 
@@ -32,6 +33,8 @@ def _run(cfg: DictConfig, folder: Path) -> float | None:
 
 def _start(cfg: DictConfig, folder: Path) -> float | None:
     if HydraConfig.get().mode is RunMode.MULTIRUN:
+        with StopSignal.listening() as stop:
+            stop.check()  # a signal may have come before this job
         sweep_jobs.take_folder()
     is_of_sweep = cfg.resume == "auto" and HydraConfig.get().mode is RunMode.MULTIRUN
     is_finished = is_of_sweep and sweep_resume.is_finished(folder, as_plain(cfg)["train"])

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, read_write
 
 from offline_grpo.disk import write_whole
 from offline_grpo.errors import ConfigError, GrpoError
@@ -28,6 +28,9 @@ FAILED = ".failed_jobs"
 
 TAKEN = ".taken_folders"
 """As `FAILED`: a file for the folder of each job that has begun, with its number."""
+
+JOBLIB = "hydra_plugins.offline_grpo_joblib.SavingJoblibLauncher"
+"""Takes the place of the plugin's launcher. No YAML file can say so: the plugin has registered the name `joblib`."""
 
 exit_codes: list[int] = []
 """Of the failed jobs of the sweeps that this process has ended."""
@@ -72,6 +75,9 @@ class SweepJobs(Callback):
             sweep_resume.check_numbers(config)
         except GrpoError as error:
             cli.leave(error)  # Hydra makes warnings of a callback's exceptions
+        if (launcher := config.hydra.launcher)._target_.endswith(".JoblibLauncher"):
+            with read_write(launcher):
+                launcher._target_ = JOBLIB
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         from offline_grpo.run import sweep_resume

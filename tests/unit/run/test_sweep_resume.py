@@ -94,6 +94,7 @@ def test_a_folder_whose_runs_are_other_jobs_is_refused(day: Path, capsys: pytest
 
     def start(*words: str, again: str = "resume=auto") -> None:
         hydra = {"sweep": {"dir": str(sweep)}, "overrides": {"task": [*words, again]}, "sweeper": {"_target_": BASIC, "params": None}}
+        hydra["launcher"] = {"_target_": "hydra._internal.core_plugins.basic_launcher.BasicLauncher"}
         SweepJobs().on_multirun_start(OmegaConf.create({"hydra": hydra}))
 
     start(*WORDS)
