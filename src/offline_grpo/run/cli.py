@@ -180,7 +180,7 @@ def run_job(job: Callable[[], T]) -> T | None:
     except EXPECTED as error:
         discard_fresh(Path(HydraConfig.get().runtime.output_dir))
         if is_sweep and isinstance(error, StopRequested):
-            if sweep_workers.is_worker():
+            if sweep_workers.sweep_process() is not None:
                 return None  # the launcher says it of all jobs
             say_how_the_sweep_goes_on(error, Path(HydraConfig.get().sweep.dir))
         if not is_sweep or not isinstance(error, GrpoError):
@@ -191,10 +191,12 @@ def run_job(job: Callable[[], T]) -> T | None:
 
 
 def say_how_the_sweep_goes_on(error: StopRequested, folder: Path, done: str | None = None) -> None:
-    """Print the command that goes on with the sweep in this folder, after what is `done`."""
+    """Print the command that goes on with the sweep in this folder, after what is `done`. Hydra keeps no record of a search."""
     from offline_grpo.run import going_on
 
-    line = f"{f'{done}; ' if done else ''}the sweep goes on with: {going_on.command(folder.resolve())}"
+    is_search = not (folder / sweep_jobs.RECORD).is_file()
+    how = "a search starts anew" if is_search else f"the sweep goes on with: {going_on.command(folder.resolve())}"
+    line = f"{f'{done}; ' if done else ''}{how}"
     _print(line if error.is_reported else f"stopped by {error.signal_name}; {line}")
     error.is_reported = True
 

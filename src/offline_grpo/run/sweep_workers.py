@@ -25,9 +25,11 @@ _job = threading.Lock()
 """Held while this worker runs a job."""
 
 
-def is_worker() -> bool:
-    """Whether this process runs jobs of another one's sweep."""
-    return multiprocessing.parent_process() is not None
+def sweep_process() -> int | None:
+    """Of the sweep whose jobs this process runs; None in all processes that joblib has not started."""
+    parent = multiprocessing.parent_process()
+    is_worker = type(multiprocessing.current_process()).__module__.startswith("joblib.")
+    return parent.pid if parent is not None and is_worker else None
 
 
 @contextmanager
@@ -70,19 +72,19 @@ def _pass_on(stop: StopSignal, has_ended: threading.Event) -> None:
 @contextmanager
 def working() -> Iterator[None]:
     """For a job. In a worker, a signal that came before it is not forgotten, and the worker ends if the sweep's process has ended."""
-    sweep = multiprocessing.parent_process()
+    sweep = sweep_process()
     if sweep is None:
         yield
         return
     with _job:
         if StopSignal.current() is None:
             _listen()
-        if os.getppid() != sweep.pid:
+        if os.getppid() != sweep:
             _end()
         try:
             yield
         finally:
-            if os.getppid() != sweep.pid:
+            if os.getppid() != sweep:
                 _end()  # here, because joblib would try to hand on the job's result
 
 

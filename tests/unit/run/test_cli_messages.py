@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import pytest
 import rich
 from hydra.core.global_hydra import GlobalHydra
 
-from offline_grpo.errors import GrpoError
+from offline_grpo.errors import GrpoError, StopRequested
 from offline_grpo.run import app, cli
 from offline_grpo.run.main import main
 from offline_grpo.run.run_dir import RunDir
@@ -126,3 +127,14 @@ def test_a_reader_that_has_ended_ends_the_command_quietly(
     with capfd.disabled(), os.fdopen(write, "w") as pipe, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", pipe)
         assert command("--cfg", "job") == (141, "")
+
+
+@pytest.mark.parametrize(("record", "how"), [(["multirun.yaml"], "the sweep goes on with: .* resume=.*"), ([], "a search starts anew")])
+def test_a_sweep_that_was_stopped_says_how_it_goes_on(
+    record: list[str], how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A search does not: Hydra keeps no record of it, and `resume` refuses its folder."""
+    for name in record:
+        (tmp_path / name).touch()
+    cli.say_how_the_sweep_goes_on(StopRequested(signal.SIGINT), tmp_path, "of 2 jobs 1 has a checkpoint")
+    assert re.fullmatch(f"stopped by SIGINT; of 2 jobs 1 has a checkpoint; {how}\n", capsys.readouterr().err)
