@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -127,7 +127,8 @@ def _program(script: Path, *words: str) -> str:
 
 
 def preloaded_python(folder: Path) -> str:
-    """Like `forking_python`, and faster still, because vLLM is there already: for servers whose processes nobody looks at."""
+    """Like `forking_python`, and faster still, because vLLM is there already. Only what stands in for the server is a child of whoever
+    starts it; `writers` finds the others."""
     return _program(folder / "preloaded_python", str(PRELOADED_VLLM.with_name("preloaded_vllm_client.py")), _preloaded_vllm())
 
 
@@ -306,9 +307,25 @@ def processes_naming(text: str) -> list[int]:
     return found
 
 
-def kill_engine(parent: int | None) -> int:
-    """SIGKILL to the process that computes, as the kernel would when memory runs out."""
-    [core] = [p for p in psutil.Process(parent).children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+def writers(log: Path) -> list[psutil.Process]:
+    """The processes of the server with this log, whoever their parents are: its output is theirs."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        with suppress(OSError):
+            if os.path.samefile(f"/proc/{process.pid}/fd/1", log):
+                found.append(process)
+    return found
+
+
+def engine_core(log: Path) -> psutil.Process:
+    """The process that computes, of the server with this log."""
+    [core] = [process for process in writers(log) if "EngineCore" in " ".join(process.info["cmdline"])]
+    return core
+
+
+def kill_engine(folder: Path) -> int:
+    """SIGKILL to the process that computes, as the kernel would when memory runs out, of the last server that has its log in `folder`."""
+    core = engine_core(max(folder.glob("server_*.log")))
     core.kill()
     return core.pid
 
@@ -328,14 +345,14 @@ def kill_engines(monkeypatch: pytest.MonkeyPatch, *, at_push: int) -> Deaths:
 
     def next_and_kill(self: OnPolicy, iteration: int) -> Any:
         if iteration == 1 and not deaths.pids:
-            deaths.pids.append(kill_engine(self.client.server.pid))
+            deaths.pids.append(kill_engine(self.client.server.log_dir))
         return sampled(self, iteration)
 
     def push_and_kill(self: Deployment, policy: Policy, *, version: int) -> Any:
         if version == at_push:
             deaths.masters.append({name: p.detach().cpu().clone() for name, p in policy.masters.parameters.items()})
             if len(deaths.masters) == 1:
-                deaths.pids.append(kill_engine(self.engines[0].client.server.pid))  # type: ignore[attr-defined]
+                deaths.pids.append(kill_engine(self.engines[0].client.server.log_dir))  # type: ignore[attr-defined]
         return pushed(self, policy, version=version)
 
     monkeypatch.setattr(OnPolicy, "next", next_and_kill)

@@ -1,6 +1,6 @@
 """A process that has imported vLLM and forks a server for each `preloaded_vllm_client.py` that asks: `python preloaded_vllm.py SOCKET`.
 
-The import is most of a server's start. For tests that need a server; those that look at its processes start it as a run does.
+The import is most of a server's start. For tests that need a server; those of who ends which process start it as a run does.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MAX_REQUEST = 2**20
 CLEANERS_TAKE_S = 2.0
 SEEN_BY_LIBRARIES = {"OMP_NUM_THREADS"}
 """Environment variables that count when vLLM is imported, and that are not read in Python."""
-CAN_CHANGE = {"PYTHONPATH", "TMPDIR", "PWD", "PYTEST_CURRENT_TEST"}
-"""The effect of the first two on this process is undone; the others are read only where all are copied."""
+CAN_CHANGE = {"PYTHONPATH", "TMPDIR", "PWD", "PYTEST_CURRENT_TEST", "LINES", "COLUMNS"}
+"""The effect of the first two on this process is undone; the next two are read only where all are copied, the last for help texts."""
 
 
 def main(path: str) -> None:
@@ -62,12 +62,14 @@ def import_vllm() -> set[str]:
         return original(self, name)
 
     environ.__getitem__ = noted  # type: ignore[method-assign]
+    import setproctitle
     import vllm.entrypoints.openai.api_server
     import vllm.lora.worker_manager
     import vllm.model_executor.models.llama
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm.utils import system_utils
 
+    setproctitle.getproctitle()  # it looks for the memory of the title beside the environment, which `have` moves
     environ.__getitem__ = original  # type: ignore[method-assign]
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     return seen

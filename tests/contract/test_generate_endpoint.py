@@ -23,7 +23,6 @@ from engines import (
     Where,
     deploy,
     distance,
-    forking_python,
     kill_engine,
     load,
     make_client,
@@ -375,11 +374,11 @@ def check_answers(answers: list[dict[str, Any]], old: Policy, new: Policy, where
 @pytest.mark.slow  # a server of its own
 def test_a_dead_engine_answers_nothing(where: Where, model_folder: Path, tmp_path: Path) -> None:
     engine = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1"}
-    own = make_server(where, tmp_path, env=engine, python=forking_python(tmp_path))
+    own = make_server(where, tmp_path, env=engine, python=preloaded_python(tmp_path))
     with running(own, model_folder), ThreadPoolExecutor(1) as thread:
         asking = thread.submit(post, own, prompt=IDS, max_tokens=3900, ignore_eos=True)
         wait_until(lambda: num_running(own) == 1)
-        kill_engine(own.pid)
+        kill_engine(tmp_path)
         for answer in (asking.result(), post(own, prompt=IDS, max_tokens=2)):
             assert answer.status_code == 503
             assert answer.json()["error"] == "the engine has died"

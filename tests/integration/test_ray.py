@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from children import metrics_of
-from engines import CPU, engine, forking_python, processes_naming, save_model
+from engines import CPU, engine, preloaded_python, processes_naming, save_model
 from factories import compose_config
 from ray_machines import machines, wait_until
 from served_runs import assert_same, five, own_server, run
@@ -38,7 +38,7 @@ def cluster() -> Iterator[Any]:
 
 
 def in_cluster(cluster: Any, folder: Path) -> tuple[str, ...]:
-    return (*own_server(forking_python(folder)), *TWO, "placement=ray", f"placement.address={cluster.address}")
+    return (*own_server(preloaded_python(folder)), *TWO, "placement=ray", f"placement.address={cluster.address}")
 
 
 def drawn(folder: Path) -> list[Any]:
@@ -72,7 +72,7 @@ def test_a_machine_is_lost_and_another_one_is_found(cluster: Any, model: Path, t
     import ray
 
     expected, folder = tmp_path / "expected", tmp_path / "run"
-    run(expected, model, *own_server(forking_python(tmp_path)), "weight_sync=reload")
+    run(expected, model, *own_server(preloaded_python(tmp_path)), "weight_sync=reload")
     mishaps = {("generate", 1): partial(lose_a_machine, cluster, folder), ("generate", 3): partial(find_another, cluster, folder)}
     run(folder, model, *in_cluster(cluster, tmp_path), mishaps=mishaps)
     found = metrics_of(folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from children import Kill, metrics_of, printed, run_in_child, start_in_child
-from engines import forking_python, kill_engine, processes_naming, save_model
+from engines import forking_python, kill_engine, preloaded_python, processes_naming, save_model, writers
 from served_runs import assert_same, at, five, own_server, run
 
 ITERATIONS = 3
@@ -50,12 +50,11 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
     folder = tmp_path_factory.mktemp("deaths")
     model, leftovers = save_model(folder / "model"), frozenset(ownerless())
     mishaps = {
-        **{moment: partial(kill_engine, None) for moment in DEATHS},
+        **{moment: partial(kill_engine, folder / "run") for moment in DEATHS},
         ("sync", ITERATIONS): partial(signal.raise_signal, signal.SIGSTOP),
     }
-    process = start_in_child(
-        folder / "run", *five(model), *own_server(forking_python(folder)), "weight_sync=shared_vllm", "engine.api_key=ours", mishaps=mishaps
-    )
+    server = (*own_server(preloaded_python(folder)), "weight_sync=shared_vllm", "engine.api_key=ours")
+    process = start_in_child(folder / "run", *five(model), *server, mishaps=mishaps)
     try:
         assert process.pid is not None
         wait_for(lambda: is_stopped(process, folder / "run"), 900, "the run to stand still")
@@ -82,10 +81,11 @@ def test_a_killed_trainer_leaves_nothing(victim: Victim) -> None:
     """SIGKILL in the middle of a push: no process and no shared memory outlives it."""
     servers = processes_naming(str(victim.model))
     assert servers
+    assert writers(victim.folder / f"server_{len(DEATHS)}.log")
     assert [name for name in os.listdir("/dev/shm") if name.startswith(f"offline-grpo-{victim.process.pid}-")]
     victim.process.kill()
     victim.process.join()
-    assert_nothing_left(victim.model, victim.leftovers)
+    assert_nothing_left(victim.folder, victim.model, victim.leftovers)
 
 
 def test_a_trainer_killed_while_the_server_loads_leaves_nothing(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_trainer_killed_while_the_server_loads_leaves_nothing(tmp_path: Path) 
     kill = Kill("offline_grpo.weight_sync.reload:shutil.rmtree", count=3)
     code = run_in_child(tmp_path / "run", *five(model), *own_server(forking_python(tmp_path)), "weight_sync=reload", kill=kill)
     assert code == -signal.SIGKILL, printed(tmp_path / "run")
-    assert_nothing_left(model, leftovers)
+    assert_nothing_left(tmp_path / "run", model, leftovers)
 
 
 def is_stopped(process: BaseProcess, folder: Path) -> bool:
@@ -102,8 +102,14 @@ def is_stopped(process: BaseProcess, folder: Path) -> bool:
     return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
 
 
-def assert_nothing_left(model: Path, leftovers: frozenset[str]) -> None:
-    wait_for(lambda: set(ownerless()) <= leftovers and not processes_naming(str(model)), 20, "the end of servers and files")
+def assert_nothing_left(folder: Path, model: Path, leftovers: frozenset[str]) -> None:
+    """`folder` is the run's."""
+
+    def is_so() -> bool:
+        servers = (*processes_naming(str(model)), *(process for log in folder.glob("server_*.log") for process in writers(log)))
+        return set(ownerless()) <= leftovers and not servers
+
+    wait_for(is_so, 20, "the end of servers and files")
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:

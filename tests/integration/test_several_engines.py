@@ -11,11 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 from children import metrics_of
-from engines import CPU, forking_python, make_server, preloaded_python, processes_naming, save_model
+from engines import CPU, engine_core, make_server, preloaded_python, processes_naming, save_model, writers
 from served_runs import assert_same, own_server, run
 
 from offline_grpo.engine.http import ServerApi
@@ -86,9 +85,9 @@ def port_of(log: Path) -> str:
 
 
 def held_python(folder: Path) -> str:
-    """`forking_python`, which starts nothing while there is the file `hold` in `folder`."""
+    """`preloaded_python`, which starts nothing while there is the file `hold` in `folder`."""
     script = folder / "held_python"
-    script.write_text(f'#!/bin/sh\nwhile [ -e {folder}/hold ]; do sleep 0.1; done\nexec {forking_python(folder)} "$@"\n')
+    script.write_text(f'#!/bin/sh\nwhile [ -e {folder}/hold ]; do sleep 0.1; done\nexec {preloaded_python(folder)} "$@"\n')
     script.chmod(0o755)
     return str(script)
 
@@ -97,8 +96,7 @@ def kill_one_that_samples(folder: Path) -> None:
     """Stop the second engine, so that what it is asked stays open, and kill it soon. Until `wait_for_the_third_start` none starts again:
     a slow trainer would see it ready an iteration earlier."""
     (folder.parent / "hold").touch()
-    [server] = [p for p in psutil.Process().children() if port_of(folder / "server_1.log") in p.cmdline()]
-    [victim] = [p for p in server.children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+    victim = engine_core(folder / "server_1.log")
     victim.suspend()
     threading.Timer(1.0, victim.kill).start()
 
@@ -126,6 +124,7 @@ def test_a_death_while_sampling(model: Path, one: Path, tmp_path: Path) -> None:
     assert [log.count(f"[OK] version {version}:") for version in (0, 2, 4, 6, 8, 10)] == [2, 2, 1, 1, 2, 2]
     assert sorted(path.name for path in folder.glob("server_*.log")) == ["server_0.log", "server_1.log", "server_2.log"]
     assert not processes_naming(str(tmp_path))
+    assert not [process for log in folder.glob("server_*.log") for process in writers(log)]
 
 
 def test_a_death_while_sampling_ahead(model: Path, one: Path, tmp_path: Path) -> None:

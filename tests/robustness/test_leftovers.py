@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from children import SMALL, Kill, run_in_child
-from engines import forking_python, processes_naming, save_model
+from engines import forking_python, preloaded_python, processes_naming, save_model, writers
 from served_runs import five, own_server
 
 from offline_grpo.interfaces import RunListener
@@ -60,12 +60,21 @@ def test_a_run_that_was_killed_while_it_saved_leaves_nothing_once_it_went_on(tmp
 # Beside a server
 
 
-def start(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
-    """A run as a user starts it, with a temporary folder of its own."""
+def first_forking(folder: Path) -> str:
+    """`forking_python` for the first server of a run, `preloaded_python` for those after it."""
+    script = folder / "first_forking"
+    first, others = (f'exec {python(folder)} "$@"\n' for python in (forking_python, preloaded_python))
+    script.write_text(f"#!/bin/sh\nmkdir {folder}/first 2> /dev/null && {first}{others}")
+    script.chmod(0o755)
+    return str(script)
+
+
+def start(folder: Path, python: str, *overrides: str) -> subprocess.Popen[bytes]:
+    """A run as a user starts it, with a temporary folder of its own. `python`: that of the server."""
     (folder / "tmp").mkdir()
     paths = os.pathsep.join(str(ROOT / "tests" / name) for name in (".", "robustness"))
     command = [sys.executable, str(ROOT / "run_grpo.py"), f"hydra.run.dir={folder / 'run'}", *five(save_model(folder / "model"))]
-    command += [*own_server(forking_python(folder)), "checkpoint.enabled=true", "checkpoint.save_interval=1", *overrides]
+    command += [*own_server(python), "checkpoint.enabled=true", "checkpoint.save_interval=1", *overrides]
     with (folder / "out.txt").open("wb") as output:
         env = {**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
         return subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -98,14 +107,17 @@ def test_nothing_is_left(ending: str, tmp_path: Path) -> None:
         "server SIGKILL": ["+logger=[tensorboard,wandb]", "logger.wandb.mode=offline"],
         "ENOSPC": ["+logger.fills._target_=test_leftovers.FillsDisk"],
     }
+    # Whatever it is but SIGKILL, the run lets go of its server in the same way: once is enough with processes as they are without tests.
+    python = {"server SIGKILL": first_forking, "SIGTERM": preloaded_python, "ENOSPC": preloaded_python}.get(ending, forking_python)
     num_iterations = 20 if ending == "server SIGKILL" else 500  # more than there are until the signal comes
-    process = start(tmp_path, f"train.iterations={num_iterations}", *loggers.get(ending, []))
+    process = start(tmp_path, python(tmp_path), f"train.iterations={num_iterations}", *loggers.get(ending, []))
     try:
         wait_for((tmp_path / "run" / "metrics" / "train_iter_000.json").exists, tmp_path)
         server = server_of(tmp_path)
         environment = server.environ()
         key, scratch = environment["OFFLINE_GRPO_API_KEY"], environment["TMPDIR"]
-        everything = [server.pid, *(p.pid for p in server.children(recursive=True)), process.pid]
+        found = {*server.children(recursive=True), *writers(tmp_path / "run" / "server_0.log")}
+        everything = [server.pid, *(p.pid for p in found), process.pid]
         assert not processes_naming(key)
         assert list(Path(scratch).iterdir()), "the sockets of the server"
         if ending == "server SIGKILL":
@@ -133,7 +145,7 @@ def test_nothing_is_left(ending: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_no_engine_is_left_where_run_and_guardian_are_killed_at_once(tmp_path: Path) -> None:
     """As after `pkill -9 python`, which does not find the engine: that has a title of its own."""
-    process = start(tmp_path, "train.iterations=500")
+    process = start(tmp_path, forking_python(tmp_path), "train.iterations=500")
     try:
         wait_for((tmp_path / "run" / "metrics" / "train_iter_000.json").exists, tmp_path)
         server = server_of(tmp_path)
