@@ -829,16 +829,17 @@ def test_a_component_changes_with_each_setting(choice: str, tmp_path: Path) -> N
     rows += ["task.levels=[0,1]"] if choice == "task=reasoning_gym" else []
     cfg = compose_config(choice, *rows)
     other = str(word_problems(tmp_path / "other", 100))
+    known: dict[str, Any] = {}
     for name, value in changes.items():
         part, _, setting = name.partition(".") if group == "logger" else ("", "", name)
         place = f"{group}.{part}".rstrip(".")
-        node = as_plain(OmegaConf.select(cfg, place))
-        (tmp_path / name).mkdir()
-
-        before, again = (effect(component(node, place, tmp_path / name)) for _ in range(2))
-        assert before == again  # else a difference would prove nothing
+        node, output_dir = as_plain(OmegaConf.select(cfg, place)), tmp_path / place
+        if place not in known:
+            output_dir.mkdir()
+            known[place], again = (effect(component(node, place, output_dir)) for _ in range(2))
+            assert known[place] == again  # else a difference would prove nothing
         changed = with_setting(node, setting, other if value == "@other" else value)
-        assert before != effect_or_refusal(effect, changed, place, tmp_path / name), name
+        assert known[place] != effect_or_refusal(effect, changed, place, output_dir), name
 
 
 def component(node: Any, key: str, output_dir: Path) -> Any:
@@ -850,6 +851,14 @@ def effect_or_refusal(effect: Callable[[Any], Any], node: Any, key: str, output_
         return effect(component(node, key, output_dir))
     except ConfigError as error:
         return str(error)
+
+
+@cache
+def unchanged(effect: Callable[..., Any], *words: Any) -> Any:
+    """The effect without a change, which is the same every time: else a difference would prove nothing."""
+    before = effect(*words)
+    assert before == effect(*words)
+    return before
 
 
 def with_setting(node: Any, setting: str, value: Any) -> Any:
@@ -889,17 +898,13 @@ def test_equal_clients_ask_equally() -> None:
 @pytest.mark.parametrize("key", ASSEMBLED)
 def test_a_run_is_put_together_otherwise_with(key: str) -> None:
     effect, base, change = ASSEMBLED[key]
-    before, after = effect(base), effect(f"{base} {change}")
-    assert before == effect(base)
-    assert before != after
+    assert unchanged(effect, base) != effect(f"{base} {change}")
 
 
 @pytest.mark.parametrize("name", ATROPOS)
 def test_the_trainer_of_an_atropos_api_changes_with(name: str) -> None:
     value, base = ATROPOS[name]
-    before, after = atropos_effect(base), atropos_effect(f"{base} rollouts.{name}={value}")
-    assert before == atropos_effect(base)
-    assert before != after
+    assert unchanged(atropos_effect, base) != atropos_effect(f"{base} rollouts.{name}={value}")
 
 
 @pytest.mark.parametrize("name", LAUNCHER)
@@ -955,12 +960,9 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", REPLAY)
 def test_a_replay_changes_with(name: str, stores: Path) -> None:
     change, base = (words.replace("@", f"{stores}/") for words in REPLAY[name])
-    before, after = (
-        replay_effect(stores / "here", *base.split()),
-        replay_effect(stores / "here", *base.split(), f"rollouts.{name}={change}"),
-    )
-    assert before == replay_effect(stores / "here", *base.split())
-    assert before != after
+    words = (stores / "here", *base.split())
+    after = replay_effect(*words, f"rollouts.{name}={change}")
+    assert unchanged(replay_effect, *words) != after
     assert isinstance(after, list)
 
 
