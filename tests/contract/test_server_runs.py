@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from children import metrics_of, printed
+from children import metrics_of, printed, run_in_children
 from engines import (
     CPU,
     distance,
@@ -67,6 +67,7 @@ def test_strategies_follow_one_trajectory(server: Server, model_folder: Path, tm
     assert all(found["alignment/diff_abs_mean"] < 1e-4 for name, found in reload.items() if name.startswith("train"))
 
 
+@pytest.mark.slow  # a start of a server that is not preloaded: such a one listens at once, so that there would be no before
 def test_a_server_tells_when_it_has_taken_its_memory(where: object, model_folder: Path, tmp_path: Path) -> None:
     """Where the trainer shares its GPU, it loads the policy from then on: while the server records graphs and starts to listen."""
     server = make_server(CPU, tmp_path, python=forking_python(tmp_path))
@@ -97,7 +98,7 @@ def test_a_server_starts_before_the_memory_plan_and_ends_where_that_refuses(
     wait_until(lambda: not processes_naming(str(tmp_path)), 10)
 
 
-@pytest.mark.slow  # six starts of a server
+@pytest.mark.slow  # four starts of a server each
 @pytest.mark.parametrize(
     ("quick", "restarting", "overrides", "fixture"),
     [("reload", "restart", (), "full_server"), ("lora_hotswap", "lora_restart", LORA, "lora_server")],
@@ -114,9 +115,10 @@ def test_restarted_servers_follow_it_too(
 ) -> None:
     server = request.getfixturevalue(fixture)
     serve_again(server, model_folder, CPU)
-    undisturbed = run(tmp_path / quick, model_folder, *at(server), f"weight_sync={quick}", *overrides)
-    restarted = run(tmp_path / restarting, model_folder, *own_server(preloaded_python(tmp_path)), f"weight_sync={restarting}", *overrides)
-    assert len({undisturbed[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(5)}) > 1
+    words = ("train.iterations=3", "eval.interval=3", *overrides)
+    undisturbed = run(tmp_path / quick, model_folder, *at(server), f"weight_sync={quick}", *words)
+    restarted = run(tmp_path / restarting, model_folder, *own_server(preloaded_python(tmp_path)), f"weight_sync={restarting}", *words)
+    assert len({undisturbed[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(3)}) > 1
     assert_same(undisturbed, restarted)
 
 
@@ -301,10 +303,10 @@ def test_two_processes_share_a_server_and_its_recovery(server: Server, model_fol
     """The engine is killed at some moment of the run; the second process did not start it and learns of its death too."""
     twelve = ("weight_sync=shared_vllm", "train.iterations=12", "eval.interval=12")
     alone = run(tmp_path / "alone", model_folder, *at(server), *twelve)
-    together = start_two(tmp_path / "together", *five(model_folder), *own_server(forking_python(tmp_path)), *twelve)
+    together = start_two(tmp_path / "together", *five(model_folder), *own_server(preloaded_python(tmp_path)), *twelve)
     try:
         await_file(tmp_path / "together" / "metrics" / "train_iter_001.json", together)
-        kill_engine(together.pid)
+        kill_engine(tmp_path / "together")
         assert together.wait(timeout=240) == 0, printed(tmp_path / "together")
     finally:
         together.terminate()
@@ -319,8 +321,7 @@ def test_two_processes_evaluate_on_one_server(server: Server, model_folder: Path
     overrides = ("eval.backend=vllm_server", f"eval.base_url={server.base_url}", "train.iterations=2", "eval.interval=2")
     alone = run(tmp_path / "alone", model_folder, *overrides)
     serve_again(server, model_folder, CPU)
-    together = start_two(tmp_path / "together", *five(model_folder), *overrides)
-    assert together.wait(timeout=240) == 0, printed(tmp_path / "together")
+    assert run_in_children(2, tmp_path / "together", *five(model_folder), *overrides) == [0, 0], printed(tmp_path / "together")
     assert_same(alone, metrics_of(tmp_path / "together"))
 
 
@@ -337,8 +338,8 @@ def test_spread_weights_are_pushed_whole(
     words = (*at(server), f"weight_sync={option}", "train.iterations=3", "eval.interval=3", *overrides)
     alone = run(tmp_path / "alone", model_folder, *words)
     serve_again(server, model_folder, CPU)
-    together = start_two(tmp_path / "together", *five(model_folder), *words, "train.sharding=fsdp2")
-    assert together.wait(timeout=240) == 0, printed(tmp_path / "together")
+    words = (*five(model_folder), *words, "train.sharding=fsdp2")
+    assert run_in_children(2, tmp_path / "together", *words) == [0, 0], printed(tmp_path / "together")
     found = metrics_of(tmp_path / "together")
     assert [found[f"train_iter_{i:03d}.json"]["sync/version"] for i in range(3)] == [2, 4, 6]
     assert_same(alone, found)
