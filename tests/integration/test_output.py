@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from children import SMALL
+from children import SMALL, start_command
 from factories import compose_config
 
 from offline_grpo.run import app
@@ -29,13 +29,13 @@ def in_shell(folder: Path, line: str) -> tuple[int, str]:
 
 def test_a_run_saves_and_stops_when_its_reader_ends(cache: str, tmp_path: Path) -> None:
     words = (cache, *SMALL, "train.iterations=500", "eval.enabled=false", "hydra.run.dir=run")
-    command = [sys.executable, str(ROOT / "run_grpo.py"), *words]
-    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        while "reward" not in process.stdout.readline():
-            assert process.poll() is None
-        process.stdout.close()
-        assert process.wait(60) == 143
+    os.mkfifo(tmp_path / "out")
+    process = start_command(tmp_path, ROOT / "run_grpo.py", *words, outputs=tmp_path)
+    with (tmp_path / "out").open() as output:
+        while "reward" not in output.readline():
+            assert process.is_alive()
+    process.join(60)
+    assert process.exitcode == 143
     assert list((tmp_path / "run" / "checkpoints").glob("iter_*"))
     log = (tmp_path / "run" / "run.log").read_text()
     assert "the program that read the output has ended" in log
@@ -47,6 +47,7 @@ def test_a_command_without_output_does_its_work(tmp_path: Path) -> None:
     assert in_shell(tmp_path, "grpo train.lr=0 2>&-") == (2, "")
 
 
+@pytest.mark.slow  # eight commands in interpreters of their own
 def test_commands_end_as_programs_do_whose_reader_has_ended(cache: str, tmp_path: Path) -> None:
     app.run(compose_config(cache, *SMALL, "train.iterations=1"), tmp_path / "run")
     lines = ("offline_grpo.report run", "offline_grpo.rollouts show run")
