@@ -12,7 +12,7 @@ import psutil
 import pytest
 from atropos_world import Groups
 from children import SMALL, metrics_of, start_command
-from engines import forking_python, preloaded_python
+from engines import preloaded_python, writers
 from served_runs import own_server, run
 
 from offline_grpo.engine.ports import choose_port
@@ -52,7 +52,7 @@ def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     words = (
         *SMALL,
-        *own_server(forking_python(folder)),
+        *own_server(preloaded_python(folder)),
         f"hydra.run.dir={folder}/run",
         f"rollouts.url={free_url()}",
         "rollouts.poll_s=0.2",
@@ -84,7 +84,7 @@ def killed(tmp_path_factory):
     environment.kill()
     wait_for(lambda: (folder / "run" / "env_2.log").exists())
     wait_for(lambda: metrics(4))
-    below = trainer.children(recursive=True)
+    below = {*trainer.children(recursive=True), *writers(folder / "run" / "server_0.log")}
     trainer.kill()
     killed_at = time.monotonic()
     psutil.wait_procs(below, timeout=30)
@@ -126,7 +126,7 @@ def test_the_servers_key_is_in_no_file_of_the_run(killed):
 
 
 def test_nothing_outlives_a_run_that_is_killed(killed):
-    assert killed.num_below >= 6  # three guardians, the API, the environment and the server
+    assert killed.num_below >= 8  # three guardians, the API, the environment, and the server's three
     assert killed.left == []
     assert killed.seconds < 25
 
