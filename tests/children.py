@@ -197,11 +197,15 @@ def _as_rank(rank: int, count: int, port: int, target: Callable[..., None], args
     target(*args)
 
 
-def run_command(folder: Path, script: Path, *words: str, count: int = 1) -> subprocess.CompletedProcess[str]:
-    """`python SCRIPT WORDS` from `folder`, in processes forked from the server: they have torch already, and are the command otherwise."""
+def run_command(folder: Path, script: Path, *words: str, count: int = 1, draws: bool = False) -> subprocess.CompletedProcess[str]:
+    """`python SCRIPT WORDS` from `folder`, in processes forked from the server: they have torch already, and are the command otherwise.
+
+    Args:
+        draws: see `start_in_child`.
+    """
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as outputs:
-        arguments = (str(folder), str(script), list(words), outputs)
+        arguments = (str(folder), str(script), list(words), outputs, draws)
         codes = in_group(count, _command, *arguments) if count > 1 else [in_one(_command, *arguments)]
         out, err = (Path(outputs, name).read_text() for name in ("out", "err"))
     return subprocess.CompletedProcess([str(script), *words], max(codes), out, err)
@@ -209,17 +213,19 @@ def run_command(folder: Path, script: Path, *words: str, count: int = 1) -> subp
 
 def start_command(folder: Path, script: Path, *words: str, outputs: Path) -> BaseProcess:
     """See `run_command`. Does not wait; what is printed goes to the files `out` and `err` in `outputs`."""
-    process = child_process(_command, str(folder), str(script), list(words), str(outputs))
+    process = child_process(_command, str(folder), str(script), list(words), str(outputs), False)
     process.start()
     return process
 
 
-def _command(folder: str, script: str, words: list[str], outputs: str) -> None:
+def _command(folder: str, script: str, words: list[str], outputs: str, draws: bool) -> None:
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{outputs}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
     os.chdir(folder)
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if not draws:
+        _leave_out_drawing()
     sys.argv = [script, *words]
     atexit._clear()  # the server's; a process of multiprocessing would not run its own either
     try:
@@ -238,15 +244,19 @@ def draw_nothing(history: Any) -> None:
     (history.run_dir / "report.png").touch()
 
 
+def _leave_out_drawing() -> None:
+    from offline_grpo.report import plots
+
+    plots.save_report = draw_nothing  # type: ignore[assignment]
+
+
 def _child(
     output_dir: str, overrides: list[str], kill: Kill | None, mishaps: dict[tuple[str, int], Callable[[], Any]], draws: bool
 ) -> None:
-    from offline_grpo.report import plots
     from offline_grpo.run import app, cli
 
     if not draws:
-        plots.save_report = draw_nothing  # type: ignore[assignment]
-
+        _leave_out_drawing()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, whoever started the tests
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     Path(output_dir).parent.mkdir(parents=True, exist_ok=True)

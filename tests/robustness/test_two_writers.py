@@ -68,7 +68,7 @@ def test_whoever_comes_second_is_refused_and_the_first_ends_as_if_it_were_alone(
             more = [] if typed.startswith("resume") else words
             assert_refused(run_command(tmp_path, SCRIPT, *more, typed, "train.lr=1e-3"), typed, pid, run)
         assert_refused(run_command(tmp_path, SCRIPT, *words, "resume=auto"), "resume=auto", pid, run)
-        report = run_command(tmp_path, ROOT / "src" / "offline_grpo" / "report" / "__main__.py", str(run))
+        report = run_command(tmp_path, ROOT / "src" / "offline_grpo" / "report" / "__main__.py", str(run), draws=True)
         assert report.returncode == 0, report.stderr
         for name in ("report.png", "report.html"):
             (run / name).unlink()
