@@ -36,8 +36,8 @@ KILLS = {
 }
 """A call that is not made any more, or the beginning of an iteration's phase."""
 QUICK = {
-    *("building the model", "between updates", "between metrics", "before the checkpoint counts", "drawing the report"),
-    *("sampling the fourth", "in the second update of the third", "evaluating after the second"),
+    *("building the model", "between updates", "before the checkpoint counts", "drawing the report"),
+    *("sampling the fourth", "in the second update of the third"),
 }
 """Those of `KILLS` and `STOPS` that are no slow tests."""
 
