@@ -26,8 +26,11 @@ MAX_REQUEST = 2**20
 CLEANERS_TAKE_S = 2.0
 SEEN_BY_LIBRARIES = {"OMP_NUM_THREADS"}
 """Environment variables that count when vLLM is imported, and that are not read in Python."""
-CAN_CHANGE = {"PYTHONPATH", "TMPDIR", "PWD", "PYTEST_CURRENT_TEST", "LINES", "COLUMNS"}
-"""The effect of the first two on this process is undone; the next two are read only where all are copied, the last for help texts."""
+CAN_CHANGE = {
+    *("PYTHONPATH", "TMPDIR"),  # `have` does what they change
+    *("LINES", "COLUMNS"),  # for help texts
+    *("PWD", "PYTEST_CURRENT_TEST", "PATH", "VIRTUAL_ENV", "UV_RUN_RECURSION_DEPTH"),  # read only where all are copied
+}
 
 
 def main(path: str) -> None:
