@@ -111,8 +111,11 @@ def write_whole(path: Path, content: str | bytes, *, is_private: bool = False) -
 def sweep(folder: Path) -> None:
     """Delete what a killed process left unfinished in a run's folder and in those there: files of `write_whole`, `.writing_*`. Deeper
     down there may be other runs, which go on."""
-    names = (f".*{UNFINISHED}", ".writing_*")
-    for path in [path for name in names for depth in ("", "*/") for path in folder.glob(depth + name)]:
+    names, found = (f".*{UNFINISHED}", ".writing_*"), []
+    for pattern in (depth + name for name in names for depth in ("", "*/")):
+        with contextlib.suppress(FileNotFoundError):  # another process of a refused run deletes its empty folder
+            found += folder.glob(pattern)
+    for path in found:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
