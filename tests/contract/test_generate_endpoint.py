@@ -309,6 +309,7 @@ def asking_all_the_time(server: Server, *, comes_back: bool = False) -> Iterator
         asking.result()
 
 
+@pytest.mark.slow
 def test_others_may_ask_for_more_logprobs_at_the_same_time(server: Server, model_folder: Path, where: Where) -> None:
     """Then vLLM gives every request of their steps as many, and the engine ends where ours cannot take that."""
     with ThreadPoolExecutor(1) as thread:

@@ -1,5 +1,6 @@
 """Runs that replace groups without signal: they go on from a checkpoint to the same files, bit for bit, and make all their updates."""
 
+import pytest
 from children import SMALL, metrics_of, weights_of
 from factories import compose_config
 
@@ -8,6 +9,7 @@ from offline_grpo.task.arithmetic import Arithmetic
 from offline_grpo.types import Score
 
 
+@pytest.mark.slow
 def test_a_resumed_run_replaces_the_same_groups(tmp_path):
     overrides = [
         *SMALL,

@@ -787,6 +787,7 @@ def test_every_key_is_in_exactly_one_table() -> None:
     assert set(rows) == in_conf()
 
 
+@pytest.mark.slow
 def test_equal_runs_are_equal(run: Laboratory) -> None:
     """Else the differences below would prove nothing."""
     first, second = run(""), run("seed=0")
@@ -817,6 +818,7 @@ def test_another_target_is_looked_for(key: str, run: Laboratory) -> None:
     assert trace.files == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", BUILT)
 def test_a_component_changes_with_each_setting(choice: str, tmp_path: Path) -> None:
     effect, changes = BUILT[choice]
@@ -876,6 +878,7 @@ def with_setting(node: Any, setting: str, value: Any) -> Any:
 ask_once = cache(ask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLIENT)
 @pytest.mark.parametrize("option", ["vllm_server", "sglang_server"])
 def test_a_client_of_a_server_changes_with(option: str, name: str) -> None:
@@ -887,6 +890,7 @@ def test_a_client_of_a_server_changes_with(option: str, name: str) -> None:
     assert (after.error == "") is (name not in ("timeout_s", "max_retries"))
 
 
+@pytest.mark.slow
 def test_equal_clients_ask_equally() -> None:
     """Else the differences above would prove nothing."""
     for option in ("vllm_server", "sglang_server"):
@@ -895,6 +899,7 @@ def test_equal_clients_ask_equally() -> None:
         assert ask(common).max_active == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ASSEMBLED)
 def test_a_run_is_put_together_otherwise_with(key: str) -> None:
     effect, base, change = ASSEMBLED[key]

@@ -49,6 +49,7 @@ def test_numbers_are_those_of_the_built_model(config: GPT2Config | LlamaConfig, 
     assert info.model_mb * 1e6 == 2 * info.num_weights
 
 
+@pytest.mark.slow
 def test_the_page_fits_a_terminal_and_json_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = LlamaConfig(vocab_size=200, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     name = saved(tmp_path / "m", config)

@@ -179,6 +179,7 @@ def test_a_finished_run_resumed_by_path_can_be_made_longer(cache, tmp_path):
     assert_same_files(run_dir, whole)
 
 
+@pytest.mark.slow
 def test_adapters_in_16_bits_go_on_from_their_fp32_masters(tmp_path):
     overrides = [f"cache_dir={tmp_path}/cache", *SMALL, "model/lora=default", "train.precision=bf16", "train.schedule=constant"]
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
@@ -221,6 +222,7 @@ def test_a_command_goes_on_with_the_configuration_of_its_run(cache, tmp_path):
     assert yaml.safe_load((run_dir / ".hydra" / "config.yaml").read_text()) == config
 
 
+@pytest.mark.slow
 def test_other_rows_and_other_rewards_in_the_same_place_are_told(cache, tmp_path):
     def write(answer, reward):
         rows = [{"prompt": f"{i}+{i}=", "answer": answer} for i in range(20)]

@@ -20,7 +20,7 @@ NUM_SERVERS = 2
 PROGRAMS = {
     "scontrol": 'printf "%s\\n" node1 node2 node3',
     "curl": f'until [ "$(ls "$CALLS" | wc -l)" = {NUM_SERVERS} ]; do sleep 0.05; done',  # servers answer when they are up
-    "srun": f'{CALLED}; case "$*" in *serve*) exec sleep 3 > /dev/null 2>&1;; esac',
+    "srun": f'{CALLED}; case "$*" in *serve*) exec sleep 1 > /dev/null 2>&1;; esac',
 }
 
 

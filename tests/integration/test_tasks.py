@@ -71,6 +71,7 @@ def test_a_run_of_ifeval_tells_every_kind_of_instruction_and_a_replay_tells_the_
     assert weights_of(tmp_path / "replay") == weights_of(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_mixture_is_resumed_to_the_bit(cache: str, tmp_path: Path) -> None:
     small = [word for word in SMALL if not word.startswith("task.")]
     weights = [f"task.tasks.{name}.format_weight=0.5" for name in ("addition", "subtraction")]
@@ -87,6 +88,7 @@ def test_a_mixture_is_resumed_to_the_bit(cache: str, tmp_path: Path) -> None:
     assert all("task/subtraction/pass@1" in found for name, found in metrics_of(tmp_path / "halves").items() if name.startswith("eval"))
 
 
+@pytest.mark.slow
 def test_two_processes_with_workers_that_score_follow_the_trajectory_of_one(model: str, tmp_path: Path) -> None:
     task = ("task=dataset", f"task.path={ROWS}", "task.eval_frac=0.5", "task.reward=bad_rewards:vowels", "task.correct_threshold=0.2")
     words = (*BRIEF, "model=hf", model, *task, "scoring.workers=2", "data.problems_per_iteration=2", "eval.num_ids=2")

@@ -43,6 +43,7 @@ def unfinished(folder: Path) -> list[Path]:
     return [path for pattern in UNFINISHED for path in folder.rglob(pattern)]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_while_it_saved_leaves_nothing_once_it_went_on(tmp_path: Path) -> None:
     run, cache = tmp_path / "run", (f"cache_dir={tmp_path / 'cache'}", "model.tiny.warm_start_steps=1")
     kills = (

@@ -58,6 +58,7 @@ def alone(cache, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_whoever_comes_second_is_refused_and_the_first_ends_as_if_it_were_alone(alone, cache, tmp_path):
     words = (cache, *WORDS)
     with ThreadPoolExecutor() as pool, letting_go(tmp_path):

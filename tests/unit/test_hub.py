@@ -114,6 +114,7 @@ def test_a_machine_that_is_too_busy_to_ask_is_no_silent_hub(monkeypatch: pytest.
         assert answer() is None
 
 
+@pytest.mark.slow
 def test_commands_refuse_in_time_where_the_hub_is_mute() -> None:
     """It takes the connection and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as mute:

@@ -243,7 +243,9 @@ def test_a_server_of_other_weights_is_not_shared(connect: Callable[..., Any], wh
 @pytest.mark.parametrize(
     ("option", "mode"),
     [
-        *(("shared_vllm", mode) for mode in ("keep", "wait", "abort")),
+        ("shared_vllm", "keep"),
+        ("shared_vllm", "wait"),
+        pytest.param("shared_vllm", "abort", marks=pytest.mark.slow),  # everything is sampled anew
         ("reload", "keep"),
         *(pytest.param("reload", mode, marks=pytest.mark.slow) for mode in ("wait", "abort")),  # pauses are those of shared_vllm
     ],

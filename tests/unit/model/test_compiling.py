@@ -60,7 +60,10 @@ def is_compiled(scoring: Scoring) -> bool:
     return any(module._compiled_call_impl is not None for module in scoring.model.modules())
 
 
-@pytest.mark.parametrize(("name", "checkpointing", "lora"), [("gemma2", False, False), ("qwen3", True, False), ("qwen3", True, True)])
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "lora"),
+    [("gemma2", False, False), ("qwen3", True, False), pytest.param("qwen3", True, True, marks=pytest.mark.slow)],
+)
 def test_one_graph_serves_all_blocks_and_all_lengths(name: str, checkpointing: bool, lora: bool) -> None:
     scoring = scoring_of(name, checkpointing=checkpointing)
     if lora:

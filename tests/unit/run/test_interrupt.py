@@ -232,6 +232,7 @@ def test_a_launcher_that_ends_before_the_thread_that_looks_has_begun_is_missed(s
         assert _wait_for(lambda: said) == [f"the process that launched this one (4711) has ended; `kill -INT {os.getpid()}` stops this one"]
 
 
+@pytest.mark.slow
 def test_a_process_whose_launcher_is_killed_says_so_once_and_goes_on(tmp_path):
     code = "import time; from offline_grpo.run.interrupt import StopSignal\nwith StopSignal.listening():\n  time.sleep(60)"
     starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"

@@ -131,6 +131,7 @@ def test_a_signal_while_the_workers_start_is_no_traceback(after_s: float, sweep:
     assert len(list(tmp_path.glob("begun_*"))) == len(list(tmp_path.glob("saved_*")))
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_all_at_once(sweep: subprocess.Popen[str], tmp_path: Path) -> None:
     (tmp_path / "stuck").touch()
     wait_for_two(tmp_path)

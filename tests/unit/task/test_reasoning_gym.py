@@ -131,6 +131,7 @@ def in_a_process(hash_seed, task, problem=None):
     return pickle.loads(subprocess.run([sys.executable, "-c", HERE], input=asking, env=environment, stdout=-1, check=True).stdout)
 
 
+@pytest.mark.slow
 def test_a_problem_that_is_made_again_differently_is_not_scored():
     """The polynomials of `polynomial_multiplication` have variables from a set."""
     task = make("task.name=polynomial_multiplication", "task.system_prompt=Think.", "task.num_train=4")
