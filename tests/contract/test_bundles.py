@@ -173,6 +173,7 @@ def test_it_is_the_scheduler_that_vllm_would_take(module: ModuleType) -> None:
         assert (scheduler.vllm_config, scheduler.log_stats) == (config, True)
 
 
+@pytest.mark.slow
 def test_messages_of_bundles_arrive_as_they_were_sent(module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By vLLM's own thread. Before 0.32 it reused the memory of messages in several parts that were still on their way; later versions are
     asked for one part all the same."""

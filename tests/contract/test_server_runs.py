@@ -249,6 +249,7 @@ def test_the_command_of_a_refusal_starts_a_right_server(stock: ScriptedServer, m
         right.wait()
 
 
+@pytest.mark.slow
 def test_a_frozen_server_is_asked_and_never_touched(
     stock: ScriptedServer, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

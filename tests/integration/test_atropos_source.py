@@ -147,6 +147,7 @@ def test_a_reset_or_a_restart_in_the_middle(caplog: pytest.LogCaptureFixture) ->
         assert "Waiting for it for up to 60 s" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_api_behind_a_proxy_that_is_started_anew(caplog: pytest.LogCaptureFixture) -> None:
     """The proxy has an answer of its own meanwhile. Environments go on where the trainer is, and not where it began."""
     with RunApi() as api:

@@ -33,6 +33,7 @@ def test_a_resumed_run_replaces_the_same_groups(tmp_path):
     assert weights_of(run_dir) == weights
 
 
+@pytest.mark.slow
 def test_where_no_group_ever_has_signal_all_updates_are_made_all_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(Arithmetic, "score", lambda *_: Score(0.0, False, {}))
     overrides = [

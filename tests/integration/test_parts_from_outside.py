@@ -318,6 +318,7 @@ def test_a_client_and_a_strategy(search_path: str, cache: str, tmp_path: Path) -
     assert actual["train_iter_002.json"]["sync/num_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_whose_engine_lags_behind_resumes_exactly(search_path: str, cache: str, tmp_path: Path) -> None:
     """The engine gets weights at every third iteration. Iteration 2 has just pushed; after iteration 3 the engine is one behind, and the
     resumed run must go on with what it served then, and push when the uninterrupted one does."""

@@ -58,6 +58,7 @@ def test_training_live_and_replaying_it_give_the_same_weights_metrics_and_record
         assert pq.read_table(run / "rollouts" / name) == pq.read_table(live / "rollouts" / name)
 
 
+@pytest.mark.slow
 def test_metrics_of_an_iteration_come_after_its_rollouts_however_slow_the_disk(cache, tmp_path, monkeypatch):
     plain, seen = JsonLogger.log, []
 

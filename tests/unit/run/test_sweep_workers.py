@@ -144,6 +144,7 @@ def test_a_second_ctrl_c_ends_all_at_once(sweep: subprocess.Popen[str], tmp_path
     wait_until(lambda: not of_session(sweep.pid))
 
 
+@pytest.mark.slow
 def test_jobs_save_and_workers_end_when_the_process_of_the_sweep_is_killed(sweep: subprocess.Popen[str], tmp_path: Path) -> None:
     wait_for_two(tmp_path)
     sweep.kill()

@@ -174,6 +174,7 @@ def guess_rate(task: SAT) -> float:
     return sum(score.is_correct for score in scores) / len(scores)
 
 
+@pytest.mark.slow
 def test_max_solution_frac_makes_guessing_fail():
     assert 0.2 < guess_rate(make_sat()) < 0.4
     assert 0.01 < guess_rate(make_sat(max_solution_frac=0.05)) < 0.05
