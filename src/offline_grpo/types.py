@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a mistake in the configuration is found without torch, whose import takes seconds
@@ -254,8 +253,10 @@ class TokenBatch:
         """[T'] where the tokens of these sequences stand, in this order."""
         import numpy as np
 
-        starts = [0, *accumulate(self.sequence_lengths)]
-        return np.concatenate([np.arange(0), *(np.arange(starts[s], starts[s + 1]) for s in sequences)])
+        all_lengths, chosen = np.array(self.sequence_lengths, np.int64), np.array(sequences, np.int64)
+        lengths, starts = all_lengths[chosen], (np.cumsum(all_lengths) - all_lengths)[chosen]
+        first = np.cumsum(lengths) - lengths  # where each of them begins in the result
+        return np.arange(lengths.sum()) + np.repeat(starts - first, lengths)
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch on another device. From the host to a GPU nothing waits: the tensors go through pinned memory."""

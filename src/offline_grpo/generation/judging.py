@@ -7,10 +7,11 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from types import TracebackType
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class Judgement:
 
     def __init__(self, task: Task, problem: Problem, text: str) -> None:
         self._problem, self._text = problem, text
-        with self._named(), _slow.watched(problem, text):
+        with _Asking(problem, text):
             score = task.score(problem, text)
             self._future = asyncio.run_coroutine_threadsafe(_awaited(score), _loop()) if inspect.isawaitable(score) else None
             self._score = checked(score) if self._future is None else None
@@ -58,7 +59,7 @@ class Judgement:
         """The score, as soon as it is there."""
         if self._score is None:
             assert self._future is not None
-            with self._named(), _slow.watched(self._problem, self._text):
+            with _Asking(self._problem, self._text):
                 self._score = checked(self._future.result())
         return self._score
 
@@ -66,19 +67,6 @@ class Judgement:
         """Give up waiting."""
         if self._future is not None:
             self._future.cancel()
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """One line that names problem and completion, instead of a traceback from inside code of the user's own."""
-        try:
-            yield
-        except ScoreError as error:
-            raise ScoreError(f"{error}; {about_completion(self._problem, self._text)}") from error
-        except (GrpoError, StopRequested):
-            raise
-        except (Exception, SystemExit) as error:  # whatever that code raises
-            about = about_completion(self._problem, self._text)
-            raise ScoreError(f"a completion cannot be scored, {told(error)}; {about}; HYDRA_FULL_ERROR=1 shows the traceback") from error
 
 
 def scores_of(judgements: Sequence[Judgement]) -> list[Score]:
@@ -143,18 +131,16 @@ class _SlowScores:
     _thread: threading.Thread | None = field(default=None, init=False)
     _starting: threading.Lock = field(default_factory=threading.Lock, init=False)  # threads that begin to score at once share one
 
-    @contextmanager
-    def watched(self, problem: Problem, text: str) -> Iterator[None]:
-        with self._starting:
-            if self._thread is None:
-                thread = self._thread = threading.Thread(target=self._look_on, name="slow scores", daemon=True)
-                thread.start()
-        waits = threading.get_ident()
-        self._current[waits] = (time.monotonic(), problem, text)
-        try:
-            yield
-        finally:
-            self._current.pop(waits, None)
+    def begin(self, problem: Problem, text: str) -> None:
+        if self._thread is None:
+            with self._starting:
+                if self._thread is None:
+                    thread = self._thread = threading.Thread(target=self._look_on, name="slow scores", daemon=True)
+                    thread.start()
+        self._current[threading.get_ident()] = (time.monotonic(), problem, text)
+
+    def end(self) -> None:
+        self._current.pop(threading.get_ident(), None)
 
     def _look_on(self) -> None:
         while True:
@@ -166,3 +152,24 @@ class _SlowScores:
 
 
 _slow = _SlowScores()
+
+
+class _Asking:
+    """While code of the user's own scores: it is watched, and if it raises, one line names problem and completion, instead of a traceback
+    from inside that code. A class, because generators of `contextlib` would take as long as a simple score does."""
+
+    def __init__(self, problem: Problem, text: str) -> None:
+        self._problem, self._text = problem, text
+
+    def __enter__(self) -> None:
+        _slow.begin(self._problem, self._text)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        _slow.end()
+        if error is None:
+            return
+        about = about_completion(self._problem, self._text)
+        if isinstance(error, ScoreError):
+            raise ScoreError(f"{error}; {about}") from error
+        if isinstance(error, (Exception, SystemExit)) and not isinstance(error, (GrpoError, StopRequested)):  # whatever that code raises
+            raise ScoreError(f"a completion cannot be scored, {told(error)}; {about}; HYDRA_FULL_ERROR=1 shows the traceback") from error

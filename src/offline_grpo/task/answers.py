@@ -19,6 +19,11 @@ MAX_NESTED_POWER = 4
 """The same for powers of brackets within brackets, multiplied with each other: `((x+1)^2)^2` has 4."""
 
 _NUMBER_TAIL_CHARS = 1000
+_SIGN_AND_CURRENCY = re.compile(r"-\\?[$€£](?=[0-9.])")
+_NUMBER = re.compile(
+    r"(?<![A-Za-z0-9.])-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"
+    r"|(?:^|(?<=[\s=:~≈$€£*(\[{])|(?<![A-Za-z0-9.)\]}])(?=-)|(?<=-))-?\.[0-9]+(?!\.?[0-9])"
+)
 _JOINED_DIGITS = r"[0-9]+(?:(?:-[0-9]+)+|/[0-9]+/[0-9]+)"
 
 
@@ -75,11 +80,12 @@ def last_number(text: str) -> str | None:
 
     Digits inside a word (`m2`) do not count as a number, nor do those after the point that ends a sentence.
     """
-    tail = re.sub(r"-\\?[$€£](?=[0-9.])", "-", text[-_NUMBER_TAIL_CHARS:].replace("\N{MINUS SIGN}", "-"))
-    number = r"(?<![A-Za-z0-9.])-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"
-    fraction = r"(?:^|(?<=[\s=:~≈$€£*(\[{])|(?<![A-Za-z0-9.)\]}])(?=-)|(?<=-))-?\.[0-9]+(?!\.?[0-9])"
-    numbers = re.findall(f"{number}|{fraction}", tail)
-    return re.sub(r"^(-?)\.", r"\g<1>0.", numbers[-1]) if numbers else None
+    tail = _SIGN_AND_CURRENCY.sub("-", text[-_NUMBER_TAIL_CHARS:].replace("\N{MINUS SIGN}", "-"))
+    numbers = _NUMBER.findall(tail)
+    if not numbers:
+        return None
+    number: str = numbers[-1]
+    return number.replace(".", "0.", 1) if number.lstrip("-").startswith(".") else number
 
 
 def is_same_number(reference: str, answer: str) -> bool:

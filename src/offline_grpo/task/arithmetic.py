@@ -95,7 +95,7 @@ def last_integer(text: str) -> str | None:
     >>> last_integer("17 + 25 is 042.")
     '42'
     """
-    number = last_number(text.replace("\N{MINUS SIGN}", "-"))
+    number = last_number(text)
     if number is None:
         return None
     whole, _, fraction = number.replace(",", "").partition(".")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from offline_grpo.types import SCALE_REWARDS
 
@@ -29,25 +28,19 @@ def group_advantages(rewards: Sequence[Sequence[float]], *, scale: str) -> list[
     """
     if scale not in SCALE_REWARDS:
         raise ValueError(f"scale is {scale!r}; choose one of {', '.join(SCALE_REWARDS)}")
-    groups = [torch.tensor(group, dtype=torch.float64) for group in rewards]
-    batch_std = _std(torch.cat(groups)) if groups else 0.0
-    return [_centred(group, scale, batch_std).tolist() for group in groups]
+    if not rewards:
+        return []
+    sizes = np.array([len(group) for group in rewards])
+    flat = np.array([reward for group in rewards for reward in group], np.float64)  # [S], as what follows: loops over groups take longer
+    starts = np.cumsum(sizes) - sizes
+    centred = flat - np.repeat(np.add.reduceat(flat, starts) / sizes, sizes)
+    group_std = np.repeat(np.sqrt(np.add.reduceat(centred**2, starts) / np.maximum(sizes - 1, 1)), sizes)
+    batch_std = flat.std(ddof=1) if len(flat) > 1 else 0.0
+    divisor = {"group": group_std + STD_EPS, "batch": batch_std + STD_EPS, "none": 1.0}[scale]
+    advantages = np.where(group_std < CONSTANT_STD, 0.0, centred / divisor)
+    return [own.tolist() for own in np.split(advantages, starts[1:])]
 
 
 def zero_signal_groups(advantages: Sequence[Sequence[float]]) -> list[bool]:
     """For each group, whether all its advantages are 0: it moves the policy nowhere and its forward passes can be saved."""
     return [all(advantage == 0.0 for advantage in group) for group in advantages]
-
-
-def _centred(group: Tensor, scale: str, batch_std: float) -> Tensor:
-    group_std = _std(group)
-    if group_std < CONSTANT_STD:
-        return torch.zeros_like(group)
-    centred = group - group.mean()  # [G]
-    if scale == "none":
-        return centred
-    return centred / ((group_std if scale == "group" else batch_std) + STD_EPS)
-
-
-def _std(values: Tensor) -> float:
-    return values.std().item() if len(values) > 1 else 0.0

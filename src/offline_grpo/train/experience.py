@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import compress, islice
-from math import fsum, isfinite, sqrt
-from statistics import fmean, pstdev
+from math import isfinite, sqrt
+from statistics import fmean
+
+import numpy as np
 
 from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.settings import TrainConfig
@@ -86,7 +88,7 @@ def _rollout_means(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     reasons = [r.finish_reason for r in rollouts if r.finish_reason is not None]
     return {
         "reward_mean": fmean(rewards),
-        "reward_std": pstdev(rewards),
+        "reward_std": float(np.std(rewards)),
         "success_rate": fmean(r.score.is_correct for r in rollouts),
         "completion_tokens_mean": fmean(lengths),
         "completion_tokens_max": float(max(lengths)),
@@ -100,12 +102,11 @@ def _rollout_means(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 def _reward_against_length(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Pearson's correlation over all rollouts, each less the mean of its group; empty where one of the two does not vary."""
-    found = [[r.score.reward for r in group.rollouts] for group in groups]
-    rewards = group_advantages(found, scale="none")  # less their mean, and 0 where they differ by rounding
-    lengths = [[r.num_sampled for r in group.rollouts] for group in groups]
-    pairs = [(reward, n - fmean(own)) for row, own in zip(rewards, lengths, strict=True) for reward, n in zip(row, own, strict=True)]
-    spread = sqrt(fsum(x * x for x, _ in pairs) * fsum(y * y for _, y in pairs))
-    return {"reward_length_correlation": fsum(x * y for x, y in pairs) / spread} if spread > 0 else {}
+    rewards = group_advantages([[r.score.reward for r in group.rollouts] for group in groups], scale="none")
+    lengths = group_advantages([[float(r.num_sampled) for r in group.rollouts] for group in groups], scale="none")
+    x, y = np.concatenate(rewards), np.concatenate(lengths)  # 0 where they differ by rounding
+    spread = sqrt((x @ x) * (y @ y))
+    return {"reward_length_correlation": float(x @ y) / spread} if spread > 0 else {}
 
 
 def score_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -188,7 +189,7 @@ def _numbers(group: RolloutGroup, advantages: Sequence[float | Sequence[float]],
 def _advantage_metrics(numbers: Sequence[float]) -> dict[str, float]:
     return {
         "advantage_mean": fmean(numbers),
-        "advantage_std": pstdev(numbers),
+        "advantage_std": float(np.std(numbers)),
         "num_advantages_positive": float(sum(n > 0 for n in numbers)),
         "num_advantages_negative": float(sum(n < 0 for n in numbers)),
     }

@@ -55,6 +55,12 @@ def test_random_numbers_depend_on_every_bit_of_the_seed_and_on_nothing_else() ->
     assert torch.equal(uniforms([9, 5], 8)[1, :4], rows[0])
 
 
+def test_random_numbers_are_those_of_a_philox_generator_with_the_seed_as_its_key() -> None:
+    for seed in (0, 2**63 - 1, 2**64 + 7, 2**128 - 1):
+        alone = np.random.Generator(np.random.Philox(key=seed)).random(9, dtype=np.float32)
+        assert np.array_equal(uniforms([1, seed], 9)[1].numpy(), alone)
+
+
 def test_sampler_records_the_sampling_distribution_and_forces_its_token() -> None:
     logits = torch.tensor([[1.0, 2.0, 0.0], [0.0, 0.0, math.log(2)]])
     draws = Draws(2, 1, CPU)

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -108,13 +110,21 @@ class PrefixTrees:
 
 def prefix_trees(batch: TokenBatch) -> PrefixTrees | None:
     """The batch's trees, one row per distinct prompt; None where rows of whole sequences would be about as good."""
-    token_ids, is_completion = batch.token_ids.tolist(), batch.completion_mask.tolist()
+    token_ids, is_completion = (values.cpu().numpy().tobytes() for values in (batch.token_ids, batch.completion_mask))
+    trees, device = _grown(token_ids, is_completion, batch.sequence_lengths), batch.token_ids.device
+    return None if trees is None else PrefixTrees(**{name: values.to(device) for name, values in vars(trees).items()})
+
+
+@lru_cache(maxsize=16)
+def _grown(token_bytes: bytes, mask_bytes: bytes, lengths: tuple[int, ...]) -> PrefixTrees | None:
+    """Kept, because the policy is trained on the batches that the reference has scored, in each epoch again."""
+    token_ids, is_completion = np.frombuffer(token_bytes, np.int64).tolist(), np.frombuffer(mask_bytes, np.bool_).tolist()
     trees: dict[tuple[int, ...], _Tree] = {}
     row_of_prompt: dict[tuple[int, ...], int] = {}
     rows: list[int] = []
     columns: list[int] = []
     start = 0
-    for length in batch.sequence_lengths:
+    for length in lengths:
         sequence = token_ids[start : start + length]
         mask = is_completion[start : start + length]
         prompt = tuple(sequence[: mask.index(True)] if True in mask else sequence)
@@ -122,17 +132,17 @@ def prefix_trees(batch: TokenBatch) -> PrefixTrees | None:
         columns += trees.setdefault(prompt, _Tree()).add(sequence)
         start += length
     longest = max(len(tree.tokens) for tree in trees.values())
-    num_padded = batch.num_sequences * max(batch.sequence_lengths)
+    num_padded = len(lengths) * max(lengths)
     if longest > MAX_ROW_TOKENS or len(trees) * longest > MAX_SHARE_OF_PADDED * num_padded:
         return None
 
     def stack(lists: list[list[int]]) -> Tensor:
-        return torch.tensor([items + [0] * (longest - len(items)) for items in lists], device=batch.token_ids.device)
+        return torch.tensor([items + [0] * (longest - len(items)) for items in lists])
 
     return PrefixTrees(
         token_ids=stack([tree.tokens for tree in trees.values()]),
         position_ids=stack([tree.positions for tree in trees.values()]),
         parents=stack([tree.parents for tree in trees.values()]),
-        rows=torch.tensor(rows, device=batch.token_ids.device),
-        columns=torch.tensor(columns, device=batch.token_ids.device),
+        rows=torch.tensor(rows),
+        columns=torch.tensor(columns),
     )

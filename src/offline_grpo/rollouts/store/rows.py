@@ -18,6 +18,7 @@ from pydantic_core import from_json
 from offline_grpo.disk import utf8
 from offline_grpo.types import FinishReason, Problem, Rollout, RolloutGroup, Score
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)  # `json.dumps` makes one at each call
 _HALVES = re.compile("[\ud800-\udfff]")
 TOKENS, LOGPROBS = pa.list_(pa.int32()), pa.list_(pa.float32())
 
@@ -107,7 +108,7 @@ def _problem(group: RolloutGroup) -> dict[str, Any]:
 
 def _json(value: object) -> str:
     """JSON without escapes for halves of surrogate pairs, which its readers refuse: its strings have what `utf8` makes of them."""
-    return _HALVES.sub(lambda half: f"\\\\u{ord(half[0]):04x}", json.dumps(value, ensure_ascii=False, default=str))
+    return _HALVES.sub(lambda half: f"\\\\u{ord(half[0]):04x}", _ENCODER.encode(value))
 
 
 def _row(group: RolloutGroup, index: int) -> dict[str, Any]:
