@@ -36,7 +36,7 @@ KILLS = {
 }
 """A call that is not made any more, or the beginning of an iteration's phase."""
 QUICK = {
-    *("building the model", "between updates", "before the checkpoint counts", "drawing the report"),
+    *("building the model", "before the checkpoint counts"),
     *("sampling the fourth", "in the second update of the third"),
 }
 """Those of `KILLS` and `STOPS` that are no slow tests."""

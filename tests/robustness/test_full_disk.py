@@ -71,8 +71,11 @@ def assert_ended_alike(run: Path, whole: Path) -> None:
 @pytest.mark.parametrize(
     ("pattern", "after"),
     [
-        *(("*/metrics/*", 0), ("*/metrics/*", 3), ("*/samples/*", 1), ("*/rollouts/*", 1), ("*environment*", 0), ("*starts.yaml", 0)),
-        *(("*/trainer/state.json", 1), ("*/trainer/manifest.json", 1)),
+        *(("*/metrics/*", 0), ("*/rollouts/*", 1), ("*starts.yaml", 0), ("*/trainer/state.json", 1)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("*/metrics/*", 3), ("*/samples/*", 1), ("*environment*", 0), ("*/trainer/manifest.json", 1))
+        ),
     ],
 )
 def test_a_file_that_cannot_be_filled_is_one_line_and_costs_nothing(pattern, after, cache, whole, tmp_path, capfd) -> None:

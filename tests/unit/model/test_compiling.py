@@ -82,6 +82,7 @@ def test_one_graph_serves_all_blocks_and_all_lengths(name: str, checkpointing: b
     assert counters["stats"]["unique_graphs"] == warm
 
 
+@pytest.mark.slow
 def test_a_block_that_runs_makes_no_tensors_of_its_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Epsilons of norms and scales of adapters, which the compiler would take for sizes that may change."""
     scoring = scoring_of("qwen3")
