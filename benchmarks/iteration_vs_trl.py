@@ -3,8 +3,9 @@
     python benchmarks/iteration_vs_trl.py [KEY=VALUE ...]        # overrides of the default configuration
 
 Both arms start from the same tiny model. They have the same reference, prompts (compared token by token before the timing), rewards, group
-size, loss, optimizer and learning rate, and make one update per iteration from one microbatch. Neither evaluates, saves or prints. They
-alternate in blocks within one process. Each arm is measured with every thread count, and the claim compares the fastest of each.
+size, loss, optimizer and learning rate, and make one update per iteration from one microbatch. Neither evaluates, writes checkpoints or
+prints; ours keeps its rollouts on disk, as by default. They alternate in blocks within one process. Each arm is measured with every thread
+count, and the claim compares the fastest of each.
 
 Arms:
     ours         the training loop of run_grpo.py with its default configuration

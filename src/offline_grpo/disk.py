@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import tempfile
+from glob import glob
 from io import BufferedReader
 from pathlib import Path
 from typing import TypeVar
@@ -108,14 +109,16 @@ def write_whole(path: Path, content: str | bytes, *, is_private: bool = False) -
             hidden.unlink()
 
 
+def matching(folder: Path, pattern: str) -> list[Path]:
+    """What `folder.glob(pattern)` finds, where others delete folders meanwhile, as refused runs delete their own: it would raise."""
+    return [folder / name for name in glob(pattern, root_dir=folder, include_hidden=True)]
+
+
 def sweep(folder: Path) -> None:
     """Delete what a killed process left unfinished in a run's folder and in those there: files of `write_whole`, `.writing_*`. Deeper
     down there may be other runs, which go on."""
-    names, found = (f".*{UNFINISHED}", ".writing_*"), []
-    for pattern in (depth + name for name in names for depth in ("", "*/")):
-        with contextlib.suppress(FileNotFoundError):  # another process of a refused run deletes its empty folder
-            found += folder.glob(pattern)
-    for path in found:
+    names = (f".*{UNFINISHED}", ".writing_*")
+    for path in [path for name in names for depth in ("", "*/") for path in matching(folder, depth + name)]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

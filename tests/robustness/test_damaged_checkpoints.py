@@ -77,9 +77,7 @@ def run(written: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize(
-    "file", [*FILES[2::3], MANIFEST, *(pytest.param(file, marks=pytest.mark.slow) for file in FILES if file not in FILES[2::3])]
-)
+@pytest.mark.parametrize("file", [*FILES, MANIFEST])
 def test_damage_is_noticed_and_the_checkpoint_before_is_used(file: str, written: Path, tmp_path: Path) -> None:
     """All files and all ways, in the default tier: nothing is loaded for it."""
     for name, damage in DAMAGES.items():

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from offline_grpo.disk import OwnFolder, sweep, write_whole
+from offline_grpo.disk import OwnFolder, matching, sweep, write_whole
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
@@ -68,6 +68,14 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     assert [path for path in sorted(tmp_path.rglob("*")) if path.is_file()] == [kept]
     assert not hidden.exists()
     assert of_another.exists()
+
+
+@pytest.mark.parametrize("pattern", ["*/*", "*/*/checkpoints/.writing_*", ".*.unfinished", "*/.writing_*", "*/*/multirun.yaml"])
+def test_what_matches_is_what_pathlib_finds(pattern: str, tmp_path: Path) -> None:
+    for name in ("a/b/checkpoints/.writing_1", ".a/.b/checkpoints/.writing_1", "a/.writing_2", ".x.unfinished", "[c]/d/multirun.yaml"):
+        (tmp_path / name).mkdir(parents=True)
+    assert sorted(matching(tmp_path, pattern)) == sorted(tmp_path.glob(pattern)) != []
+    assert matching(tmp_path / "none", pattern) == []
 
 
 def test_a_folder_that_goes_while_it_is_swept_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from offline_grpo.disk import matching
 from offline_grpo.errors import ConfigError, GrpoError
 
 NAME = ".lock"
@@ -165,7 +166,7 @@ def _take_or_leave(folder: Path, key: str, like: str = "", others: Path | None =
             take(folder, key, like)
             return
         with choosing(others):
-            for other in set(others.glob("*/*")) - {folder.resolve()}:
+            for other in set(matching(others, "*/*")) - {folder.resolve()}:
                 refuse_another(other, "resume=auto", like)
             take(folder, key, like)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from offline_grpo.checkpoint.files import latest_checkpoint, latest_state, newest_sound, verified_state
 from offline_grpo.checkpoint.state import TrainerState
+from offline_grpo.disk import matching
 from offline_grpo.errors import CheckpointError, ConfigError
 from offline_grpo.redaction import flat, redacted
 from offline_grpo.report.run_files import WITHOUT_EFFECT
@@ -161,7 +162,7 @@ def _root(fresh: Path) -> Path | None:
 
 def _earlier_runs(root: Path, fresh: Path) -> list[Path]:
     """The other runs under the same root, newest first."""
-    return sorted((path for path in root.glob("*/*") if path != fresh), reverse=True)
+    return sorted((path for path in matching(root, "*/*") if path != fresh), reverse=True)
 
 
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -178,7 +179,7 @@ def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
 def remove_abandoned(run_dir: RunDir) -> None:
     """Delete the unfinished checkpoints of runs under the same root that were killed more than a day ago: nobody may go on with them."""
     root = _root(run_dir.path)
-    for hidden in root.glob("*/*/checkpoints/.writing_*") if root is not None else ():
+    for hidden in matching(root, "*/*/checkpoints/.writing_*") if root is not None else ():
         with suppress(OSError):  # somebody else's, or deleted meanwhile
             if time.time() - hidden.stat().st_mtime > ABANDONED_AFTER_S and lock.owner(hidden.parent.parent) is None:
                 shutil.rmtree(hidden, ignore_errors=True)

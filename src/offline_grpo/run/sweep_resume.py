@@ -17,6 +17,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from offline_grpo.checkpoint.files import latest_state
+from offline_grpo.disk import matching
 from offline_grpo.errors import ConfigError
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.run.overrides import key_of
@@ -45,7 +46,7 @@ def newest_alike(typed: Sequence[str]) -> Path | None:
     wanted = [word for word in typed if key_of(word) not in OF_ONE_START]
     if any(key_of(word) == "hydra.sweep.dir" for word in typed):
         return None
-    for path in sorted(ROOT.glob("*/*/multirun.yaml"), reverse=True):
+    for path in sorted(matching(ROOT, "*/*/multirun.yaml"), reverse=True):
         record = read_yaml(path)["hydra"]
         if _is_basic(record) and sorted(recorded(record)) == sorted(wanted) and _swept(recorded(record)) == _swept(wanted):
             return path.parent.resolve()
