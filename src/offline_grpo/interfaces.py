@@ -250,10 +250,20 @@ class LossHead(Protocol):
         """
         ...
 
-    def scratch_bytes(self, *, num_tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> int:
+    def scratch_bytes(
+        self,
+        *,
+        num_tokens: int,
+        hidden_size: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        entropy_requires_grad: bool,
+    ) -> int:
         """The most memory that forward and backward hold at once beyond arguments, results and gradients, in bytes.
 
         `num_tokens` is N; `dtype` and `device` are those of `hidden` and `weight`. The memory plan asks for GPUs on any machine.
+        `entropy_requires_grad` is that of the call.
         """
         ...
 

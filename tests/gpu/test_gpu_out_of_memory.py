@@ -16,6 +16,7 @@ LONG = (
     "eval.enabled=false",
     "placement.check_memory=false",
     "train.iterations=1",
+    "train.drop_zero_signal_groups=false",
 )
 
 

@@ -696,7 +696,7 @@ def printed_samples(overrides: str) -> str:
 def head_on_gpu(overrides: str) -> int:
     """What the loss head needs there."""
     sizes = {"num_tokens": 8192, "hidden_size": 1024, "vocab_size": 100_000, "dtype": torch.bfloat16, "device": torch.device("cuda")}
-    return make_plan(typed(compose_config(*overrides.split()))).head.scratch_bytes(**sizes)
+    return make_plan(typed(compose_config(*overrides.split()))).head.scratch_bytes(**sizes, entropy_requires_grad=False)
 
 
 OWN_SERVER = "generation=vllm_server weight_sync=reload engine.api_key=ours"  # else each run makes one up

@@ -43,7 +43,7 @@ FILES = {
                 entropy = -(log_p.exp() * log_p).sum(-1)
                 return log_p.gather(1, targets[:, None])[:, 0], entropy if entropy_requires_grad else entropy.detach()
 
-            def scratch_bytes(self, *, num_tokens, hidden_size, vocab_size, dtype, device):
+            def scratch_bytes(self, *, num_tokens, hidden_size, vocab_size, dtype, device, entropy_requires_grad):
                 return 5 * 4 * num_tokens * vocab_size
         ''',
     "mine/conf/model/head/dense.yaml": """

@@ -11,7 +11,9 @@ memory as its `scratch_bytes` says.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,16 +82,25 @@ def weights_bytes(model_config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 def measure(
-    model: LanguageModel, microbatch: Microbatch, *, layout: Layout, head: LossHead, separate_masters: bool, saved_by_compiling: int = 0
+    model: LanguageModel,
+    microbatch: Microbatch,
+    *,
+    layout: Layout,
+    head: LossHead,
+    entropy_requires_grad: bool,
+    separate_masters: bool,
+    saved_by_compiling: int = 0,
 ) -> Footprint:
     """Run `microbatch` through a model of `build_on_meta`, twice unless it is a whole update: the second time gradients exist already.
 
     Args:
+        entropy_requires_grad: see `LossHead`.
         separate_masters: fp32 weights have masters too (see `MasterWeights`).
         saved_by_compiling: see `compiled_footprint`.
     """
     decoder: Any = decoder_of(unwrapped(model))
     layout = layout_on_meta(decoder, layout)
+    head_bytes = partial(head.scratch_bytes, device=torch.device("cuda"), entropy_requires_grad=entropy_requires_grad)
     prepare_for_gradients(model)
     live = LiveBytes()
     weights_bytes = live.add([*model.parameters(), *model.buffers()])
@@ -97,7 +108,7 @@ def measure(
         masters = MasterWeights(model.named_parameters(), separate=separate_masters)
         static_bytes = live.now
         for _ in range(1 if microbatch.is_whole_update else 2):
-            _forward_backward(model, microbatch, layout, head)
+            _forward_backward(model, microbatch, layout, head_bytes)
             masters.accumulate()
         gradients_bytes = live.now - static_bytes
     activations_bytes = live.peak - static_bytes - gradients_bytes
@@ -130,16 +141,14 @@ def layout_on_meta(decoder: Any, layout: Layout) -> Layout:
     return planned
 
 
-def _forward_backward(model: LanguageModel, microbatch: Microbatch, layout: Layout, head: LossHead) -> None:
+def _forward_backward(model: LanguageModel, microbatch: Microbatch, layout: Layout, head_bytes: Callable[..., int]) -> None:
     """What `Updater` does with a microbatch, up to the loss, whose vectors [T] are small."""
     decoder, output = decoder_of(unwrapped(model)), output_embeddings(unwrapped(model))
     batch = batch_of(microbatch)
     hidden = layout.hidden_states(decoder, batch)  # [T, H]
     at = torch.empty(microbatch.num_scored, dtype=torch.int64, device=META)  # [N]
     vocab_size, hidden_size = output.weight.shape
-    scratch_bytes = head.scratch_bytes(
-        num_tokens=len(at), hidden_size=hidden_size, vocab_size=vocab_size, dtype=hidden.dtype, device=torch.device("cuda")
-    )
+    scratch_bytes = head_bytes(num_tokens=len(at), hidden_size=hidden_size, vocab_size=vocab_size, dtype=hidden.dtype)
     logprobs = _HeadStandIn.apply(hidden[at], output.weight, output.bias, scratch_bytes)  # [N]
     del hidden
     with layout.attention(decoder, batch):

@@ -55,6 +55,7 @@ class MemoryRequest:
     reference_config: PretrainedConfig | None  # of a reference that is loaded beside it; None if there is none
     layout: Layout
     head: LossHead
+    entropy_requires_grad: bool  # the loss has an entropy bonus
     optimizer: OptimizerFactory
     offload: bool  # its state, and the masters, are in the host's memory
     is_sharded: bool  # each process has a part of the weights (train.sharding=fsdp2)
@@ -75,8 +76,15 @@ class MemoryRequest:
 def predict(request: MemoryRequest) -> list[DevicePlan]:
     """What every GPU that the run uses will hold, in the order of the GPUs, and then the host, if it holds what they would otherwise."""
     offload = request.offload
-    settings = {"separate_masters": request.shares_weights or offload, "saved_by_compiling": request.saved_by_compiling}
-    footprint = measure(model_of(request), largest_microbatch(request), layout=request.layout, head=request.head, **settings)
+    footprint = measure(
+        model_of(request),
+        largest_microbatch(request),
+        layout=request.layout,
+        head=request.head,
+        entropy_requires_grad=request.entropy_requires_grad,
+        separate_masters=request.shares_weights or offload,
+        saved_by_compiling=request.saved_by_compiling,
+    )
     footprint = _part_of(footprint, request) if request.is_sharded else footprint
     masters, state = _optimizer_parts(request, footprint)
     gradients, reference = _static_parts(request, footprint)

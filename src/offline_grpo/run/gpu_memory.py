@@ -106,6 +106,7 @@ def memory_request(
         reference_config=reference_config,
         layout=layouts_for(plan.layout, torch.device("cuda"), torch_dtype(config.train.precision))[0],
         head=plan.head,
+        entropy_requires_grad=plan.loss.entropy_coef != 0,
         optimizer=plan.optimizer,
         offload=is_offloaded(plan.optimizer),
         is_sharded=config.train.sharding == "fsdp2" and len(trainers) > 1,

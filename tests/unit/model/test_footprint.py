@@ -39,6 +39,7 @@ QWEN2_SIZE = VOCAB * HIDDEN + LAYERS * (BLOCK + QWEN2_BIASES) + HIDDEN
 LLAMA_SIZE = 2 * VOCAB * HIDDEN + LAYERS * BLOCK + HIDDEN
 ROWS, TOKENS, PROMPT = 8, 48, 8
 MICROBATCH = Microbatch(ROWS, TOKENS, ROWS * (TOKENS - PROMPT), is_whole_update=True)
+DEFAULTS = {"layout": Padded(), "head": TiledHead(tile_width=None), "entropy_requires_grad": False, "separate_masters": False}
 LORA = LoraConfig(r=4, alpha=8.0, dropout=0.0, target_modules=["all-linear"], layer_indices=None)
 
 
@@ -47,7 +48,7 @@ def footprint(
 ):
     model_config = ModelConfig("none", None, "auto", attention, "auto", None, "auto", None, trust_remote_code=False, lora=lora)
     model = build_on_meta(config, model_config, precision=precision, train_layer_indices=layers, gradient_checkpointing=checkpointing)
-    return measure(model, microbatch, **{"layout": Padded(), "head": TiledHead(tile_width=None), "separate_masters": False, **settings})
+    return measure(model, microbatch, **DEFAULTS | settings)
 
 
 def about(num_bytes):
@@ -185,9 +186,11 @@ class Heavy:
 
 def test_a_loss_head_counts_by_its_formula_and_is_not_run():
     light, heavy = Heavy(0), Heavy(2**30)
-    assert footprint(head=heavy).activations_bytes == pytest.approx(footprint(head=light).activations_bytes + 2**30, rel=1e-3)
+    assert footprint(head=heavy, entropy_requires_grad=True).activations_bytes == pytest.approx(
+        footprint(head=light).activations_bytes + 2**30, rel=1e-3
+    )
     sizes = {"num_tokens": ROWS * (TOKENS - PROMPT), "hidden_size": HIDDEN, "vocab_size": VOCAB}
-    assert heavy.asked == [sizes | {"dtype": torch.bfloat16, "device": torch.device("cuda")}]
+    assert heavy.asked == [sizes | {"dtype": torch.bfloat16, "device": torch.device("cuda"), "entropy_requires_grad": True}]
 
 
 def build_real(config, checkpointing):

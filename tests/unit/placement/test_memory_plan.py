@@ -79,6 +79,15 @@ def test_a_trainer_beside_its_server_has_every_part():
     assert device.needed_bytes == sum(parts(device).values())
 
 
+def test_the_loss_head_keeps_no_tiles_for_an_entropy_bonus():
+    settings = ("train.precision=bf16", "train.kl_coef=0", "train.batch_size=64", "generation.max_new_tokens=500")
+    without, bonus, unkept = (
+        parts(predicted(*settings, extra)[0])["activations"]
+        for extra in ("train.entropy_coef=0", "train.loss.entropy_coef=0.1", "model.head.kept_gib=0")
+    )
+    assert bonus == unkept < without - GIB // 2
+
+
 def test_shared_weights_are_the_servers():
     (device,) = predicted(*SERVED, "weight_sync=shared_vllm")
     assert "policy weights" not in parts(device)
