@@ -348,12 +348,12 @@ def kill_engines(monkeypatch: pytest.MonkeyPatch, *, at_push: int) -> Deaths:
             deaths.pids.append(kill_engine(self.client.server.log_dir))
         return sampled(self, iteration)
 
-    def push_and_kill(self: Deployment, policy: Policy, *, version: int) -> Any:
+    def push_and_kill(self: Deployment, policy: Policy, *, version: int, **how: Any) -> Any:
         if version == at_push:
             deaths.masters.append({name: p.detach().cpu().clone() for name, p in policy.masters.parameters.items()})
             if len(deaths.masters) == 1:
                 deaths.pids.append(kill_engine(self.engines[0].client.server.log_dir))  # type: ignore[attr-defined]
-        return pushed(self, policy, version=version)
+        return pushed(self, policy, version=version, **how)
 
     monkeypatch.setattr(OnPolicy, "next", next_and_kill)
     monkeypatch.setattr(Deployment, "push", push_and_kill)

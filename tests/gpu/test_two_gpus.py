@@ -37,14 +37,17 @@ def test_two_processes_follow_the_trajectory_of_one(tmp_path: Path) -> None:
 
 
 def test_the_reference_has_a_gpu_of_its_own(tmp_path: Path) -> None:
-    overrides = (*SMALL, "model.device=cuda:0", "train.precision=bf16", "train.kl_coef=0.1", "train.lr=1e-3", f"cache_dir={tmp_path}/cache")
+    overrides = (*SMALL, "train.precision=bf16", "train.kl_coef=0.1", "train.lr=1e-3", f"cache_dir={tmp_path}/cache")
     found = []
-    for device in ("null", "cuda:1"):
-        app.run(compose_config(*overrides, f"model.ref_device={device}"), tmp_path / device)
-        found.append(metrics_of(tmp_path / device)["train_iter_003.json"]["kl_divergence"])
+    for policy, reference in (("cuda:0", "null"), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")):
+        run = tmp_path / f"{policy}_{reference}"
+        app.run(compose_config(*overrides, f"model.device={policy}", f"model.ref_device={reference}"), run)
+        found.append(metrics_of(run)["train_iter_003.json"]["kl_divergence"])
+        log = (run / "run.log").read_text()
+        assert ("GPU 1: predicted to hold" in log) is (len(found) > 1)
+        assert "without CUDA graphs" not in log
     assert found[0] > 0
-    assert found[1] == pytest.approx(found[0], rel=0.2)
-    assert "GPU 1: predicted to hold" in (tmp_path / "cuda:1" / "run.log").read_text()
+    assert found[1:] == pytest.approx([found[0]] * 2, rel=0.2)
 
 
 def test_nccl_reaches_a_server_on_the_other_gpu(tmp_path: Path) -> None:

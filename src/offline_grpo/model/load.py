@@ -51,6 +51,12 @@ def resolve_device(device: str, local_rank: int = 0, *, key: str = "model.device
     return resolved
 
 
+def make_current(device: torch.device) -> None:
+    """Make this GPU torch's current one, which CUDA graphs and Triton kernels run on wherever their tensors are. Nothing for a CPU."""
+    if device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """The model's config.json, without its weights.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from offline_grpo.errors import require
 from offline_grpo.interfaces import Layout
 from offline_grpo.model.dtypes import torch_dtype
@@ -39,7 +41,7 @@ def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, layout
     trust = config.trust_remote_code
     model = load_causal_lm(reference_id, config.attn_implementation, device, dtype, key=key, trust_remote_code=trust)
     model.requires_grad_(False)
-    with refused_where_it_does_not_run(model, key):
+    with refused_where_it_does_not_run(model, key), torch.accelerator.device_index(device.index):
         reference = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model, key=key))
         # What holds for one holds for the other, and is said once.
         is_like_policy = type(model) is type(policy.causal_lm) and device.type == policy.device.type

@@ -63,18 +63,19 @@ class Scoring(nn.Module):
         Args:
             entropy_requires_grad: if False the entropy is a metric, without gradient.
         """
-        hidden = self.layout.hidden_states(decoder_of(self.causal_lm), batch)  # [T, H]
-        output = self.output
-        at = batch.completion_positions  # [N]
-        logprobs, entropy = self.head(
-            hidden[at - 1],  # the only shift by one: a token is predicted at the position before it
-            output.weight,
-            output.bias,
-            batch.token_ids[at],
-            batch.temperature[at] / self.logits.scale,
-            softcap=self.logits.softcap,
-            entropy_requires_grad=entropy_requires_grad,
-        )
+        with torch.accelerator.device_index(self.device.index):  # Triton kernels run on the current GPU, and a reference may have another
+            hidden = self.layout.hidden_states(decoder_of(self.causal_lm), batch)  # [T, H]
+            output = self.output
+            at = batch.completion_positions  # [N]
+            logprobs, entropy = self.head(
+                hidden[at - 1],  # the only shift by one: a token is predicted at the position before it
+                output.weight,
+                output.bias,
+                batch.token_ids[at],
+                batch.temperature[at] / self.logits.scale,
+                softcap=self.logits.softcap,
+                entropy_requires_grad=entropy_requires_grad,
+            )
         zeros = logprobs.new_zeros(len(batch.token_ids))  # [T]
         return TokenStats(logprobs=zeros.index_copy(0, at, logprobs), entropy=zeros.index_copy(0, at, entropy))
 

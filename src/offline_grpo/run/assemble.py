@@ -22,7 +22,7 @@ from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Deployment, RolloutClient, RolloutSource, RunListener, Sharding
 from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.layouts import layouts_for
-from offline_grpo.model.load import context_length, load_policy, load_tokenizer, read_model_config, resolve_device
+from offline_grpo.model.load import context_length, load_policy, load_tokenizer, make_current, read_model_config, resolve_device
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.reference import load_reference
@@ -162,14 +162,15 @@ def _servers(start: Start, model_id: str, stack: ExitStack, devices: Devices) ->
 
 
 def _policy(plan: Plan, model_id: str, checkpoint: Path | None, ranks: Ranks, recompute: float) -> Policy:
-    config = plan.config
+    config, device = plan.config, resolve_device(plan.config.model.device, ranks.local_rank)
+    make_current(device)
     torch.manual_seed(derive_seed(config.seed, "adapters"))  # LoRA draws its first weights
     return load_policy(
         config.model,
         model_id,
         layout=plan.layout,
         head=plan.head,
-        device=resolve_device(config.model.device, ranks.local_rank),
+        device=device,
         precision=config.train.precision,
         train_layer_indices=config.train.train_layer_indices,
         gradient_checkpointing=recompute,
