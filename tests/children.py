@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -253,8 +254,11 @@ def _leave_out_drawing() -> None:
 def _child(
     output_dir: str, overrides: list[str], kill: Kill | None, mishaps: dict[tuple[str, int], Callable[[], Any]], draws: bool
 ) -> None:
+    from tqdm import tqdm
+
     from offline_grpo.run import app, cli
 
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which in a spawned process stays until the tests have ended
     if not draws:
         _leave_out_drawing()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, whoever started the tests

@@ -84,8 +84,9 @@ class _StepGraph:
 
     def _record(self, inputs: Mapping[str, Any]) -> None:
         graph, own = torch.cuda.CUDAGraph(), _copied(inputs)
+        stream = torch.cuda.Stream(self._lm.device)  # torch's own one stays on the GPU of the process's first graph
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=stream):
                 self._outputs = self._lm(**own)
         except torch.OutOfMemoryError:
             raise
