@@ -50,8 +50,7 @@ class Task(Protocol):
         ...
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
-        """Judge a completion's text, free of special tokens. A pure function, which may be async; whatever the model wrote, it should
-        not raise."""
+        """Judge a completion's text, free of special tokens. Pure, maybe async; should not raise, whatever the model wrote."""
         ...
 
 
@@ -60,8 +59,7 @@ class RolloutClient(Protocol):
     """Our handle on the engine that samples."""
 
     engine_name: ClassVar[str | None]
-    """The kind of server that it asks, such as "vLLM": it then has `server` and `control` (see engine/engine.py). None: it samples in this
-    process. Said by the class."""
+    """The kind of server that it asks, such as "vLLM", and then has `server` and `control` for (see engine/engine.py); None: no server."""
 
     weights: ServedWeights
     """What the engine serves; replaced as a whole after each push, so that a request never mixes a name with another's version."""
@@ -251,19 +249,11 @@ class LossHead(Protocol):
         ...
 
     def scratch_bytes(
-        self,
-        *,
-        num_tokens: int,
-        hidden_size: int,
-        vocab_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        entropy_requires_grad: bool,
+        self, *, num_tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device, entropy_requires_grad: bool
     ) -> int:
         """The most memory that forward and backward hold at once beyond arguments, results and gradients, in bytes.
 
         `num_tokens` is N; `dtype` and `device` are those of `hidden` and `weight`. The memory plan asks for GPUs on any machine.
-        `entropy_requires_grad` is that of the call.
         """
         ...
 

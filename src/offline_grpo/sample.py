@@ -59,13 +59,14 @@ def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
 
     from offline_grpo.checkpoint.pretrained import find_model
     from offline_grpo.generation.transformers_client import TransformersClient
-    from offline_grpo.model.load import context_length, make_current, read_model_config, resolve_device
+    from offline_grpo.model.device import resolve_device
+    from offline_grpo.model.load import context_length, read_model_config
     from offline_grpo.model.text import TokenizerCodec
     from offline_grpo.seeding import derive_seed
     from offline_grpo.types import SamplingParams, SamplingRequest
 
     disable_progress_bar()
-    make_current(device := resolve_device(options.device, key="--device"))
+    device = resolve_device(options.device, key="--device")
     source = find_model(options.model, trust_remote_code=options.trust_remote_code)
     codec = TokenizerCodec(source.tokenizer())
     messages = [{"role": "system", "content": options.system}] if options.system is not None else []

@@ -19,6 +19,7 @@ from offline_grpo.checkpoint.files import BEST, latest_checkpoint, verified_stat
 from offline_grpo.checkpoint.state import TrainerState
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.model.adapters import LanguageModel
+from offline_grpo.model.device import make_current
 from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.load import check_files, load_causal_lm, load_tokenizer, read_model_config
 
@@ -70,7 +71,7 @@ class ModelSource:
     def load(
         self, *, device: torch.device, dtype: torch.dtype | None = None, attn_implementation: str = "auto", merge: bool = False
     ) -> LanguageModel:
-        """The model in eval mode, frozen.
+        """The model in eval mode, frozen. Its GPU becomes torch's current one.
 
         Args:
             dtype: None is that of the run that trained it; of another model, that of its weights.
@@ -79,6 +80,7 @@ class ModelSource:
         Raises:
             ConfigError: the weights cannot be loaded, or the adapter does not fit its base.
         """
+        make_current(device)
         try:
             how: Any = {"key": KEY, "trust_remote_code": self.trust_remote_code}
             model = load_causal_lm(self.weights, attn_implementation, device, dtype or self.trained_dtype, **how).requires_grad_(False)

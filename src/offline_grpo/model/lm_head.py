@@ -81,14 +81,7 @@ class TiledHead:
         return min(self.tile_width or kept_head.tile_width(num_tokens), kept_head.MAX_WIDTH, vocab_size)
 
     def scratch_bytes(
-        self,
-        *,
-        num_tokens: int,
-        hidden_size: int,
-        vocab_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        entropy_requires_grad: bool,
+        self, *, num_tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device, entropy_requires_grad: bool
     ) -> int:
         """See `LossHead`. The larger of two sums, both over the two tile buffers; vectors [N] are left out.
 

@@ -16,6 +16,7 @@ from offline_grpo import hub
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, has_adapters, unwrapped, with_lora
+from offline_grpo.model.device import make_current
 from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.layers import parse_layer_indices, recompute_only, train_only_blocks
 from offline_grpo.model.layouts import layouts_for
@@ -27,34 +28,6 @@ from offline_grpo.settings import ModelConfig
 
 SDPA_HAS_NO = "attn_logit_softcapping"
 """In config.json: a soft-cap inside attention, an argument that transformers' sdpa drops."""
-
-
-def resolve_device(device: str, local_rank: int = 0, *, key: str = "model.device") -> torch.device:
-    """The device that `key` names; `auto` is this process's GPU if there is one, else the CPU.
-
-    Raises:
-        ConfigError: no such device on this machine, or one that is neither CPU nor GPU.
-    """
-    if device == "auto":
-        device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"{key}={device}: no device of that name; use auto, cpu, cuda or cuda:N") from error
-    if resolved.type not in ("cpu", "cuda"):
-        raise ConfigError(f"{key}={device}: models run on CPUs and CUDA devices only; use auto, cpu, cuda or cuda:N")
-    if resolved.type == "cuda":
-        count = torch.cuda.device_count()
-        if (resolved.index or 0) >= count:
-            has = f"this machine has {count} CUDA device{'s' if count != 1 else ''}" if count else "this machine has no CUDA device"
-            raise ConfigError(f"{key}={device}: {has}; use {'cuda:0 to cuda:' + str(count - 1) if count else key + '=cpu'}")
-    return resolved
-
-
-def make_current(device: torch.device) -> None:
-    """Make this GPU torch's current one, which CUDA graphs and Triton kernels run on wherever their tensors are. Nothing for a CPU."""
-    if device.index is not None:
-        torch.cuda.set_device(device)
 
 
 def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -154,7 +127,8 @@ def load_policy(
     checkpoint: Path | None,
     shares_weights: bool = False,
 ) -> Policy:
-    """The policy, from `checkpoint` (a folder that the checkpointer wrote) or else from `model_id`.
+    """The policy, from `checkpoint` (a folder that the checkpointer wrote) or else from `model_id`. The GPU that it is on becomes
+    torch's current one.
 
     Args:
         layout: see `settle_layout`.
@@ -171,7 +145,7 @@ def load_policy(
     check_weights(model_id, "download it again, or name another model.train_id")
     if checkpoint is not None:
         check_weights(checkpoint, "resume from another checkpoint of the run, resume=RUN/checkpoints/iter_NNN")
-    home = torch.device("cpu") if shares_weights else device
+    make_current(home := torch.device("cpu") if shares_weights else device)
     model = load_causal_lm(weights, config.attn_implementation, home, dtype, trust_remote_code=config.trust_remote_code)
     model = prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing, adapter=adapter)
     with refused_where_it_does_not_run(model, "model.train_id"):

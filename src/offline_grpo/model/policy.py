@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from offline_grpo.model.adapters import ADAPTER, LanguageModel, has_adapters
+from offline_grpo.model.device import make_current
 from offline_grpo.model.logits import output_embeddings
 from offline_grpo.model.masters import MasterWeights
 from offline_grpo.model.scoring import Scoring
@@ -93,11 +94,13 @@ class Policy:
 
     def become_shared(self, *, before_publish: Callable[[], None]) -> None:
         """Note that the parameters now lie in memory on `compute_device` that others read too, and move the model's buffers there.
+        That GPU becomes torch's current one.
 
         Args:
             before_publish: called before that memory is written to.
         """
         assert self._masters is None, "masters would be left behind in the old memory"
+        make_current(self.compute_device)
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:

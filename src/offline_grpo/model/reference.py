@@ -6,8 +6,9 @@ import torch
 
 from offline_grpo.errors import require
 from offline_grpo.interfaces import Layout
+from offline_grpo.model.device import resolve_device
 from offline_grpo.model.dtypes import torch_dtype
-from offline_grpo.model.load import check_weights, load_causal_lm, refused_where_it_does_not_run, resolve_device
+from offline_grpo.model.load import check_weights, load_causal_lm, refused_where_it_does_not_run
 from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.load import resolve_device
+from offline_grpo.model.device import resolve_device
 
 
 @dataclass(frozen=True, kw_only=True)

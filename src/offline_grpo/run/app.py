@@ -88,7 +88,7 @@ def _join(config: RunConfig) -> Ranks:
     """This process among the others of the run."""
     import torch
 
-    from offline_grpo.model.load import resolve_device
+    from offline_grpo.model.device import resolve_device
     from offline_grpo.placement.ranks import Ranks
 
     if config.num_threads is not None:

@@ -20,9 +20,10 @@ from offline_grpo.engine.turns import next_to_start
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Deployment, RolloutClient, RolloutSource, RunListener, Sharding
+from offline_grpo.model.device import resolve_device
 from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.layouts import layouts_for
-from offline_grpo.model.load import context_length, load_policy, load_tokenizer, make_current, read_model_config, resolve_device
+from offline_grpo.model.load import context_length, load_policy, load_tokenizer, read_model_config
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.reference import load_reference
@@ -162,15 +163,14 @@ def _servers(start: Start, model_id: str, stack: ExitStack, devices: Devices) ->
 
 
 def _policy(plan: Plan, model_id: str, checkpoint: Path | None, ranks: Ranks, recompute: float) -> Policy:
-    config, device = plan.config, resolve_device(plan.config.model.device, ranks.local_rank)
-    make_current(device)
+    config = plan.config
     torch.manual_seed(derive_seed(config.seed, "adapters"))  # LoRA draws its first weights
     return load_policy(
         config.model,
         model_id,
         layout=plan.layout,
         head=plan.head,
-        device=device,
+        device=resolve_device(config.model.device, ranks.local_rank),
         precision=config.train.precision,
         train_layer_indices=config.train.train_layer_indices,
         gradient_checkpointing=recompute,
@@ -214,14 +214,13 @@ def _model_id(plan: Plan, ranks: Ranks) -> str:
 
 def _check_model(plan: Plan, model_id: str) -> tuple[int, int]:
     """What config.json and tokenizer say against the settings, before any weights are read. Returns what `check_prompts` does."""
-    config = plan.config
-    trust = config.model.trust_remote_code
-    if trust:
+    config = plan.config.model
+    if config.trust_remote_code:
         log.warning("model.trust_remote_code=true: Python code that comes with %s is executed", model_id)
-    if plan.loss.kl_coef > 0 and config.model.ref_id is not None:
-        read_model_config(config.model.ref_id, "model.ref_id", trust_remote_code=trust)
-    model_config = read_model_config(model_id, "model.train_id", trust_remote_code=trust)
-    tokenizer = load_tokenizer(model_id, trust_remote_code=trust)
+    if plan.loss.kl_coef > 0 and config.ref_id is not None:
+        read_model_config(config.ref_id, "model.ref_id", trust_remote_code=config.trust_remote_code)
+    model_config = read_model_config(model_id, "model.train_id", trust_remote_code=config.trust_remote_code)
+    tokenizer = load_tokenizer(model_id, trust_remote_code=config.trust_remote_code)
     if tokenizer.chat_template is None:
         log.warning(
             "model.train_id=%s: has no chat template, so a prompt is the plain contents of its messages, line by line; use an instruct "

@@ -24,8 +24,9 @@ from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.eval.paired import PairedResult, compare
 from offline_grpo.eval.records import recording
 from offline_grpo.interfaces import RolloutClient
+from offline_grpo.model.device import resolve_device
 from offline_grpo.model.dtypes import torch_dtype
-from offline_grpo.model.load import make_current, read_model_config, resolve_device
+from offline_grpo.model.load import read_model_config
 from offline_grpo.model.text import TokenizerCodec, end_ids
 from offline_grpo.run.build import build
 from offline_grpo.run.engine_spec import EngineSpec, training_engine
@@ -159,8 +160,7 @@ def _served(source: ModelSource, held_out: HeldOut, spec: EngineSpec, out: Path)
         else:
             dtype = source.trained_dtype or torch_dtype(config.train.precision)
             attention = config.model.attn_implementation
-            make_current(device := resolve_device(config.model.device))
-            runtime["model"] = source.load(device=device, dtype=dtype, attn_implementation=attention)
+            runtime["model"] = source.load(device=resolve_device(config.model.device), dtype=dtype, attn_implementation=attention)
         client = build(spec.client_node, key="generation", protocol=RolloutClient, **runtime)
         engine = engine_of(client, held_out.sampling)
         stack.callback(engine.stop)
