@@ -34,6 +34,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns about kernels that are not used
 
+SHOWS_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
+"""Whether the user has asked for them, before `exit_with` sets the variable for Hydra."""
+
 EXPECTED = (GrpoError, StopRequested, KeyboardInterrupt, HydraException, OmegaConfBaseException)
 """Exceptions that `leave` reports as one line."""
 
@@ -208,7 +211,7 @@ def _no_folder(error: OSError) -> ConfigError:
 
 
 def leave(error: BaseException) -> NoReturn:
-    """Print an error as one line, and exit with its code."""
+    """Print an error as one line, after its traceback if that is wanted, and exit with its code."""
     if isinstance(error, StopRequested):
         if not error.is_reported:
             _print(f"stopped by {error.signal_name} before the run began; nothing was saved")
@@ -218,6 +221,8 @@ def leave(error: BaseException) -> NoReturn:
         sys.exit(130)
     if isinstance(error, GrpoError) and error.of_one_process and not launch.is_main():
         print(f"error in process {os.environ['RANK']}: {error}", file=sys.stderr)
+    if SHOWS_TRACEBACKS and launch.is_main():
+        traceback.print_exception(error)
     _print(f"error: {error if isinstance(error, GrpoError) else explain(error)}")
     sys.exit(error.exit_code if isinstance(error, GrpoError) else 2)
 

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from offline_grpo.run import app, cli
 from offline_grpo.run.main import main
 from offline_grpo.run.run_dir import RunDir
 
+ROOT = Path(__file__).parents[3]
 Command = Callable[..., tuple[int, str]]
 
 
@@ -138,3 +140,18 @@ def test_a_sweep_that_was_stopped_says_how_it_goes_on(
         (tmp_path / name).touch()
     cli.say_how_the_sweep_goes_on(StopRequested(signal.SIGINT), tmp_path, "of 2 jobs 1 has a checkpoint")
     assert re.fullmatch(f"stopped by SIGINT; of 2 jobs 1 has a checkpoint; {how}\n", capsys.readouterr().err)
+
+
+def test_a_traceback_is_shown_to_those_who_ask_for_it(tmp_path: Path) -> None:
+    def said(**env: str) -> str:
+        words = [sys.executable, str(ROOT / "run_grpo.py"), "train.lr=-1"]
+        done = subprocess.run(words, cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=100)
+        assert done.returncode == 2
+        return done.stderr
+
+    line = "error: train.lr=-1.0: must be above 0"
+    assert said(HYDRA_FULL_ERROR="0").startswith(line)
+    shown = said(HYDRA_FULL_ERROR="1")
+    assert shown.startswith("Traceback")
+    assert "in typed" in shown
+    assert shown.splitlines()[-1].startswith(line)
