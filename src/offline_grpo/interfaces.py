@@ -59,7 +59,7 @@ class RolloutClient(Protocol):
     """Our handle on the engine that samples."""
 
     engine_name: ClassVar[str | None]
-    """The kind of server that it asks, such as "vLLM", and then has `server` and `control` for (see engine/engine.py); None: no server."""
+    """The kind of server that it asks, such as "vLLM", and then has `server` and `control` (see engine/engine.py); None asks no server."""
 
     weights: ServedWeights
     """What the engine serves; replaced as a whole after each push, so that a request never mixes a name with another's version."""

@@ -145,7 +145,8 @@ def load_policy(
     check_weights(model_id, "download it again, or name another model.train_id")
     if checkpoint is not None:
         check_weights(checkpoint, "resume from another checkpoint of the run, resume=RUN/checkpoints/iter_NNN")
-    make_current(home := torch.device("cpu") if shares_weights else device)
+    home = torch.device("cpu") if shares_weights else device
+    make_current(home)
     model = load_causal_lm(weights, config.attn_implementation, home, dtype, trust_remote_code=config.trust_remote_code)
     model = prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing, adapter=adapter)
     with refused_where_it_does_not_run(model, "model.train_id"):

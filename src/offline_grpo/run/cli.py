@@ -87,7 +87,7 @@ def _exit_with(main: Callable[[], object]) -> NoReturn:
     if not launch.is_main():
         place = next((i for i, word in enumerate(sys.argv[1:], 1) if resume.OVERRIDE.match(word)), len(sys.argv))
         sys.argv[place:place] = ["hydra.run.dir=.", "hydra.output_subdir=null"]  # argparse needs all overrides in one place
-    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+    if SHOWS_TRACEBACKS:
         sys.argv[1:] = resume.arguments(sys.argv[1:])
         main()
         sys.exit(0)
