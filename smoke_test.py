@@ -1,4 +1,6 @@
-"""Smoke test: one small iteration of the whole pipeline in under a minute, without server, GPU or download. Prints the recorded metrics."""
+"""Smoke test: one small iteration of the whole pipeline in under a minute, without server, GPU or download. Prints the
+recorded metrics.
+"""
 
 from __future__ import annotations
 

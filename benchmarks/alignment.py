@@ -1,5 +1,5 @@
-"""Twenty iterations of the default job with weight_sync=shared_vllm on a GPU: does the server serve the trained weights, and does the
-policy learn?
+"""Twenty iterations of the default job with weight_sync=shared_vllm on a GPU: does the server serve the trained
+weights, and does the policy learn?
 
     python benchmarks/alignment.py
 
@@ -31,9 +31,15 @@ def main() -> None:
         *arguments.overrides,
     ]
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, str(ROOT / "run_grpo.py"), f"hydra.run.dir={folder}/run", *overrides], check=True, cwd=ROOT)
-        read = [json.loads(path.read_text()) for path in sorted(Path(folder, "run", "metrics").glob("train_iter_*.json"))]
-        evaluations = [json.loads(path.read_text()) for path in sorted(Path(folder, "run", "metrics").glob("eval_i*.json"))]
+        subprocess.run(
+            [sys.executable, str(ROOT / "run_grpo.py"), f"hydra.run.dir={folder}/run", *overrides], check=True, cwd=ROOT
+        )
+        read = [
+            json.loads(path.read_text()) for path in sorted(Path(folder, "run", "metrics").glob("train_iter_*.json"))
+        ]
+        evaluations = [
+            json.loads(path.read_text()) for path in sorted(Path(folder, "run", "metrics").glob("eval_i*.json"))
+        ]
     assert len(read) == arguments.iterations
     rewards = [metrics["reward_mean"] for metrics in read]
     apart = [metrics["alignment/diff_abs_mean"] for metrics in read]

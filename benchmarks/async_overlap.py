@@ -2,14 +2,18 @@
 
     python3 benchmarks/async_overlap.py [--name async_overlap] [--iterations 12] [OVERRIDE ...]
 
-Without overrides a tiny model is trained on the CPU, beside a server on the CPU; settings make both take about as long. With two GPUs:
+Without overrides a tiny model is trained on the CPU, beside a server on the CPU; settings make both take about as long.
+With two GPUs:
 
     python3 benchmarks/async_overlap.py --name h100/async_overlap model=hf model.train_id=MODEL weight_sync=nccl \\
         placement.engine_devices=[1] train.precision=bf16 task=arithmetic generation.max_new_tokens=512 ...
 
-The first three iterations of each run do not count, and neither does the last, which has nothing to sample ahead. Times are means over the
-others: iterations that sample ahead may be long and short in turn, of which a median shows only one kind. The longer of sampling and
-training is that of `mode=sync`, where neither slows the other; `iteration_over_longer_of_its_own` takes it from the run that samples ahead.
+The first three iterations of each run do not count, and neither does the last, which has nothing to sample ahead. Times
+are means over the
+others: iterations that sample ahead may be long and short in turn, of which a median shows only one kind. The
+    longer of sampling and
+training is that of `mode=sync`, where neither slows the other; `iteration_over_longer_of_its_own` takes it from the run
+that samples ahead.
 """
 
 from __future__ import annotations
@@ -34,9 +38,22 @@ COMMON = (
 )
 ON_CPU = (
     *("weight_sync=reload", "num_threads=1", "model.device=cpu", "rollouts.max_staleness=1", "train.lr=1e-6"),
-    *("data.problems_per_iteration=32", "data.rollouts_per_problem=16", "generation.max_new_tokens=96", "model.tiny.warm_start_steps=0"),
-    *("engine.args.enforce_eager=true", "engine.args.distributed_executor_backend=uni", "engine.args.gpu_memory_utilization=null"),
-    *("+engine.args.kv_cache_memory_bytes=67108864", "+engine.args.max_num_batched_tokens=32768", "+engine.env.OMP_NUM_THREADS=1"),
+    *(
+        "data.problems_per_iteration=32",
+        "data.rollouts_per_problem=16",
+        "generation.max_new_tokens=96",
+        "model.tiny.warm_start_steps=0",
+    ),
+    *(
+        "engine.args.enforce_eager=true",
+        "engine.args.distributed_executor_backend=uni",
+        "engine.args.gpu_memory_utilization=null",
+    ),
+    *(
+        "+engine.args.kv_cache_memory_bytes=67108864",
+        "+engine.args.max_num_batched_tokens=32768",
+        "+engine.env.OMP_NUM_THREADS=1",
+    ),
     '+engine.env.VLLM_ENABLE_V1_MULTIPROCESSING="0"',
 )
 WARMUP = 3
@@ -48,7 +65,10 @@ def measure(mode: str, iterations: int, overrides: list[str]) -> dict[str, list[
     with tempfile.TemporaryDirectory() as folder:
         words = [*COMMON, *kept, f"mode={mode}", f"train.iterations={iterations}", f"hydra.run.dir={folder}"]
         subprocess.run([sys.executable, str(ROOT / "run_grpo.py"), *words], check=True, cwd=ROOT)
-        found = [json.loads(path.read_text()) for path in sorted(Path(folder, "metrics").glob("train_iter_*.json"))[WARMUP:-1]]
+        found = [
+            json.loads(path.read_text())
+            for path in sorted(Path(folder, "metrics").glob("train_iter_*.json"))[WARMUP:-1]
+        ]
     names = [name for name in found[0] if name.startswith(("time/", "async/", "mismatch/ess"))]
     return {name: [values[name] for values in found if name in values] for name in names}
 
@@ -66,7 +86,8 @@ def main() -> None:
     longer = max(sync["time/generate_s"], sync["time/train_s"])
     measured = {
         "iteration_over_longer": ahead["time/iteration_s"] / longer,
-        "iteration_over_longer_of_its_own": ahead["time/iteration_s"] / max(ahead["time/sampling_s"], ahead["time/train_s"]),
+        "iteration_over_longer_of_its_own": ahead["time/iteration_s"]
+        / max(ahead["time/sampling_s"], ahead["time/train_s"]),
         "speedup": sync["time/iteration_s"] / ahead["time/iteration_s"],
         "sync_generate_s": sync["time/generate_s"],
         "sync_train_s": sync["time/train_s"],

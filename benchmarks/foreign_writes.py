@@ -1,13 +1,15 @@
 """What it costs to see that nobody else has written to the weights that a run shares with its server.
 
-    python benchmarks/foreign_writes.py                       # one CUDA GPU, or the CPU: 1.5 B parameters in bf16, random
-    python benchmarks/foreign_writes.py --layers 4            # less memory: 9 bytes per parameter are needed
+    python benchmarks/foreign_writes.py                       # one CUDA GPU, or the CPU: 1.5 B parameters in bf16,
+    random python benchmarks/foreign_writes.py --layers 4            # less memory: 9 bytes per parameter are needed
 
 Needs torch and transformers alone. Arms, timed in alternation, medians over the rounds:
-    check        MasterWeights.differing, of all parameters: after sampling, before every optimizer step, at a push and at a checkpoint
-    fingerprint  64 bits of every parameter: once per push, by trainer and server, and at each check of the parameters that are not trained
-    publish      MasterWeights.publish, which every update does: it moves the bytes that `check` reads
-The floor of an arm is its bytes divided by the speed at which the same device adds up a large float32 tensor, measured in the same rounds.
+    check        MasterWeights.differing, of all parameters: after sampling, before every optimizer step, at a push and
+    at a checkpoint fingerprint  64 bits of every parameter: once per push, by trainer and server, and at each check of
+    the parameters that are not trained publish      MasterWeights.publish, which every update does: it moves the bytes
+    that `check` reads
+The floor of an arm is its bytes divided by the speed at which the same device adds up a large float32 tensor, measured
+in the same rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +32,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
 from offline_grpo.model.masters import MasterWeights
 
-SHAPE: dict[str, Any] = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+}
 READ_BYTES = 2**30
 
 
@@ -66,15 +73,27 @@ def main() -> None:
         "read_gb_per_s": READ_BYTES / statistics.median(seconds["read"]) / 1e9,
         "arms": {},
     }
-    print(f"\n{measured['device']}: {measured['num_parameters'] / 1e9:.2f} B parameters, {arguments.dtype}, torch {torch.__version__}")
-    print(f"reads {measured['read_gb_per_s']:.0f} GB/s; temporaries of all arms {measured['peak_temporaries_mib']} MiB\n")
+    print(
+        f"\n{measured['device']}: {measured['num_parameters'] / 1e9:.2f} B parameters, {arguments.dtype}, torch {torch.__version__}"
+    )
+    print(
+        f"reads {measured['read_gb_per_s']:.0f} GB/s; temporaries of all arms {measured['peak_temporaries_mib']} MiB\n"
+    )
     print("| arm | bytes, GB | median, ms | floor, ms | times floor | share of a 10 s iteration with 2 updates |")
     print("|---|---|---|---|---|---|")
     for name, (size, _) in list(arms.items())[:-1]:
         median_s, floor_s = statistics.median(seconds[name]), size / READ_BYTES * statistics.median(seconds["read"])
         measured["arms"][name] = {"bytes": size, "median_s": median_s, "floor_s": floor_s, "rounds_s": seconds[name]}
-        share = {"check": 5, "fingerprint": 1, "publish": 2}[name] * median_s / 10  # 5: sampled, scored, two updates, pushed
-        cells = (f"{size / 1e9:.2f}", f"{median_s * 1e3:.2f}", f"{floor_s * 1e3:.2f}", f"{median_s / floor_s:.1f}", f"{share:.2%}")
+        share = (
+            {"check": 5, "fingerprint": 1, "publish": 2}[name] * median_s / 10
+        )  # 5: sampled, scored, two updates, pushed
+        cells = (
+            f"{size / 1e9:.2f}",
+            f"{median_s * 1e3:.2f}",
+            f"{floor_s * 1e3:.2f}",
+            f"{median_s / floor_s:.1f}",
+            f"{share:.2%}",
+        )
         print(f"| {' | '.join((name, *cells))} |")
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(measured, indent=2) + "\n")
@@ -102,7 +121,9 @@ def check_that_it_sees(masters: MasterWeights, weights: list[torch.Tensor]) -> N
     bits = weights[largest].view(-1).view(torch.int16 if weights[largest].element_size() == 2 else torch.int32)
     bits[-1] ^= 1
     assert masters.differing() == [list(masters.parameters)[largest]]
-    assert [i for i, (old, new) in enumerate(zip(prints, fingerprints(weights), strict=True)) if old != new] == [largest]
+    assert [i for i, (old, new) in enumerate(zip(prints, fingerprints(weights), strict=True)) if old != new] == [
+        largest
+    ]
     masters.publish()
     assert masters.differing() == []
     assert fingerprints(weights) == prints

@@ -1,10 +1,11 @@
-"""POST /generate, which environments ask, against vLLM's own /v1/completions, on the same vLLM server with the same requests.
+"""POST /generate, which environments ask, against vLLM's own /v1/completions, on the same vLLM server with the same
+requests.
 
     uv run --group test python benchmarks/generate_endpoint.py [--base-url http://127.0.0.1:9001]
 
-The server is a vLLM server on the CPU with the tiny model of the default job; without --base-url the script starts and stops it. Both arms
-send requests that were encoded before the clock starts, as many at a time, and parse the answers. Before the timing, both must return the
-same tokens, and logprobs that agree to 1e-4.
+The server is a vLLM server on the CPU with the tiny model of the default job; without --base-url the script starts and
+stops it. Both arms send requests that were encoded before the clock starts, as many at a time, and parse the answers.
+Before the timing, both must return the same tokens, and logprobs that agree to 1e-4.
 """
 
 from __future__ import annotations
@@ -27,13 +28,20 @@ def check_equal(generated: Sequence[Any], completed: Sequence[Any], tokens: int)
         assert ours["text"] == [choice["text"] for choice in choices]
         for positions, choice in zip(ours["logprobs"], choices, strict=True):
             assert len(positions) == tokens
-            logprobs = [next(iter(position.values())) for [position] in positions]  # the last bits depend on the rest of the batch
-            assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(logprobs, choice["logprobs"]["token_logprobs"], strict=True))
+            logprobs = [
+                next(iter(position.values())) for [position] in positions
+            ]  # the last bits depend on the rest of the batch
+            assert all(
+                math.isclose(a, b, abs_tol=1e-4)
+                for a, b in zip(logprobs, choice["logprobs"]["token_logprobs"], strict=True)
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base-url", help="of a server of a run or of `python -m offline_grpo.engine.serve`; default: start one")
+    parser.add_argument(
+        "--base-url", help="of a server of a run or of `python -m offline_grpo.engine.serve`; default: start one"
+    )
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--group-size", type=int, default=8, help="completions per prompt")
     parser.add_argument("--tokens", type=int, default=32, help="tokens per completion")
@@ -48,9 +56,12 @@ def main() -> None:
     with served(args.base_url) as server:
         name = server.api.get("/v1/models").read(lambda found: found["data"][0]["id"])
         bodies = {
-            "/generate": [body | {"prompt": {"prompt_token_ids": prompt}} for body, prompt in zip(asked, prompts, strict=True)],
+            "/generate": [
+                body | {"prompt": {"prompt_token_ids": prompt}} for body, prompt in zip(asked, prompts, strict=True)
+            ],
             "/v1/completions": [
-                body | {"prompt": prompt, "model": name, "return_token_ids": True} for body, prompt in zip(asked, prompts, strict=True)
+                body | {"prompt": prompt, "model": name, "return_token_ids": True}
+                for body, prompt in zip(asked, prompts, strict=True)
             ],
         }
         arms = {

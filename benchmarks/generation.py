@@ -1,4 +1,5 @@
-"""Tokens per second of a run's vLLM server against vLLM's offline engine, on the same GPU with the same share of its memory.
+"""Tokens per second of a run's vLLM server against vLLM's offline engine, on the same GPU with the same share of its
+memory.
 
     python benchmarks/generation.py                # one H100: at most six minutes
     python benchmarks/generation.py --engines 2    # would several engine processes on one card pay? At most six minutes
@@ -6,8 +7,8 @@
     python benchmarks/generation.py --servers '{"runs": {}, "large_blocks": {"args": {"block_size": 64}}}' --share 0.4
     python benchmarks/generation.py --small        # a tiny model and vLLM's CPU build; says nothing about speed
 
-Every sequence has exactly `--tokens` tokens after a prompt of 40, in groups of 8, each with a seed of its own. First, each sequence alone,
-all arms must return the same tokens. Then they alternate.
+Every sequence has exactly `--tokens` tokens after a prompt of 40, in groups of 8, each with a seed of its own. First,
+each sequence alone, all arms must return the same tokens. Then they alternate.
 
 Arms:
     server            VllmClient and a managed server, as `run_grpo.py` uses them
@@ -15,13 +16,14 @@ Arms:
     offline           vLLM's LLM.generate in a process of its own: the sampled token's logprob, no text
     offline_bare      the same without logprobs
 
-With --servers there are several servers on the card, which start at the same time. Each is as runs use it, with vLLM's options and the
-environment variables that the JSON adds; gains are over the first. --schedulers is one such comparison: `bundles` as runs use it, and
-`each` with vLLM's own scheduler, which hands over every token by itself. --tokens may differ for the two numbers of sequences.
+With --servers there are several servers on the card, which start at the same time. Each is as runs use it, with vLLM's
+options and the environment variables that the JSON adds; gains are over the first. --schedulers is one such comparison:
+`bundles` as runs use it, and `each` with vLLM's own scheduler, which hands over every token by itself. --tokens may
+differ for the two numbers of sequences.
 
-With --engines N there are N servers, each with weights of its own, and the arms `one` (all sequences on the first) and `all` (split). An
-engine that has no memory for all sequences makes some of them wait, or computes them again; `preempted` counts the latter. Choose --tokens
-such that `one` has none, or memory is compared, and not processes.
+With --engines N there are N servers, each with weights of its own, and the arms `one` (all sequences on the first) and
+`all` (split). An engine that has no memory for all sequences makes some of them wait, or computes them again;
+`preempted` counts the latter. Choose --tokens such that `one` has none, or memory is compared, and not processes.
 """
 
 from __future__ import annotations
@@ -74,7 +76,11 @@ def check_equal(arms: dict[str, Callable[[Sequence[SamplingRequest], int], list[
 
 
 def measure(
-    arms: dict[str, Callable[[Sequence[SamplingRequest], int], list[Group]]], count: int, tokens: int, rounds: int, deadline: float
+    arms: dict[str, Callable[[Sequence[SamplingRequest], int], list[Group]]],
+    count: int,
+    tokens: int,
+    rounds: int,
+    deadline: float,
 ) -> Timings:
     """Seconds that every arm takes for `count` sequences. Rounds for which no time is left are left out."""
     for generate in arms.values():
@@ -105,13 +111,17 @@ def tokens_per_s(timings: dict[int, Timings], tokens: Sequence[int]) -> dict[str
     return {f"{name}_{count}_tokens_per_s": speed for (name, count), speed in speeds.items()}
 
 
-def against_offline(arguments: argparse.Namespace, model: Path, args: dict[str, Any], stack: ExitStack, folder: Path) -> None:
+def against_offline(
+    arguments: argparse.Namespace, model: Path, args: dict[str, Any], stack: ExitStack, folder: Path
+) -> None:
     deadline = time.monotonic() + arguments.limit_s
     offline = Offline(model, args)
     stack.callback(offline.close)
     served = Served(model, {**args, **arguments.server_args}, folder)
     stack.callback(served.close)
-    stock = EndlessClient(server=served.server, eos_ids=[2], vocab_size=151936, batch_size=256, timeout_s=600, max_retries=0)
+    stock = EndlessClient(
+        server=served.server, eos_ids=[2], vocab_size=151936, batch_size=256, timeout_s=600, max_retries=0
+    )
     stock.path, stock.max_bytes_per_token = STOCK, 1024
     stack.callback(stock.close)
     offline_start_s = offline.start()
@@ -128,7 +138,10 @@ def against_offline(arguments: argparse.Namespace, model: Path, args: dict[str, 
         cpu.update(served.cpu_us_per_token)
         return found
 
-    arms: dict[str, Callable[[Sequence[SamplingRequest], int], list[Group]]] = {"server": ask_server, "offline": offline.generate}
+    arms: dict[str, Callable[[Sequence[SamplingRequest], int], list[Group]]] = {
+        "server": ask_server,
+        "offline": offline.generate,
+    }
     check_equal({**arms, "stock": ask_stock}, 64 if not arguments.small else 32)
     arms["offline_bare"] = lambda asked, tokens: offline.generate(asked, tokens, logprobs=False)
     (few, few_tokens), (many, many_tokens) = zip(arguments.sequences, arguments.tokens, strict=True)
@@ -137,7 +150,9 @@ def against_offline(arguments: argparse.Namespace, model: Path, args: dict[str, 
     measured = {"server_start_s": served.start_s, "offline_start_s": offline_start_s}
     for count, found in timings.items():
         measured[f"server_vs_offline_{count}"] = 1 / found.ratio("server", "offline")
-    measured |= tokens_per_s(timings, arguments.tokens) | {f"cpu_us_per_token_{name}": value for name, value in cpu.items()}
+    measured |= tokens_per_s(timings, arguments.tokens) | {
+        f"cpu_us_per_token_{name}": value for name, value in cpu.items()
+    }
     save(
         arguments,
         "generation",
@@ -148,7 +163,9 @@ def against_offline(arguments: argparse.Namespace, model: Path, args: dict[str, 
     )
 
 
-def several_engines(arguments: argparse.Namespace, model: Path, args: dict[str, Any], stack: ExitStack, folder: Path) -> None:
+def several_engines(
+    arguments: argparse.Namespace, model: Path, args: dict[str, Any], stack: ExitStack, folder: Path
+) -> None:
     deadline = time.monotonic() + arguments.limit_s
     servers = []
     for index in range(arguments.engines):
@@ -180,7 +197,9 @@ def several_engines(arguments: argparse.Namespace, model: Path, args: dict[str, 
     timings = {many: measure(counted, many, arguments.tokens[1], arguments.rounds, deadline)}
     timings = {few: measure(counted, few, arguments.tokens[0], arguments.rounds, deadline), **timings}
     measured = {f"preempted_{arm}": count for arm, count in preempted.items()}
-    measured |= {f"gain_{count}": found.ratio("one", "all") for count, found in timings.items()} | tokens_per_s(timings, arguments.tokens)
+    measured |= {f"gain_{count}": found.ratio("one", "all") for count, found in timings.items()} | tokens_per_s(
+        timings, arguments.tokens
+    )
     save(
         arguments,
         f"generation_{arguments.engines}_engines",
@@ -191,17 +210,26 @@ def several_engines(arguments: argparse.Namespace, model: Path, args: dict[str, 
     )
 
 
-def several_servers(arguments: argparse.Namespace, model: Path, args: dict[str, Any], stack: ExitStack, folder: Path) -> None:
+def several_servers(
+    arguments: argparse.Namespace, model: Path, args: dict[str, Any], stack: ExitStack, folder: Path
+) -> None:
     def start(arm: str) -> Served:
         asked = arguments.servers[arm]
-        found = Served(model, {**args, **arguments.server_args, **asked.get("args", {})}, folder / arm, asked.get("env", {}))
+        found = Served(
+            model, {**args, **arguments.server_args, **asked.get("args", {})}, folder / arm, asked.get("env", {})
+        )
         stack.callback(found.close)
         print(f"server {arm} up after {found.start_s:.0f} s", flush=True)
         return found
 
     deadline = time.monotonic() + arguments.limit_s
     if not arguments.small:  # servers that start together cannot measure what is left for their caches
-        args = {**args, "kv_cache_memory_bytes": int(arguments.share * torch.cuda.get_device_properties(0).total_memory - OTHERS_BYTES)}
+        args = {
+            **args,
+            "kv_cache_memory_bytes": int(
+                arguments.share * torch.cuda.get_device_properties(0).total_memory - OTHERS_BYTES
+            ),
+        }
     with ThreadPoolExecutor(len(arguments.servers)) as threads:
         servers = dict(zip(arguments.servers, threads.map(start, arguments.servers), strict=True))
     baseline = next(iter(servers))
@@ -209,16 +237,22 @@ def several_servers(arguments: argparse.Namespace, model: Path, args: dict[str, 
     measured = {f"{arm}_start_s": server.start_s for arm, server in servers.items()}
     timings: dict[int, Timings] = {}
     for count, tokens in zip(arguments.sequences, arguments.tokens, strict=True):
-        timings[count] = measure({arm: server.generate for arm, server in servers.items()}, count, tokens, arguments.rounds, deadline)
+        timings[count] = measure(
+            {arm: server.generate for arm, server in servers.items()}, count, tokens, arguments.rounds, deadline
+        )
         measured |= {f"{arm}_gain_{count}": timings[count].ratio(baseline, arm) for arm in servers if arm != baseline}
         for arm, server in servers.items():
-            measured |= {f"{arm}_{count}_cpu_us_per_token_{name}": value for name, value in server.cpu_us_per_token.items()}
+            measured |= {
+                f"{arm}_{count}_cpu_us_per_token_{name}": value for name, value in server.cpu_us_per_token.items()
+            }
     measured |= tokens_per_s(timings, arguments.tokens)
     targets = [Target(f"bundles_gain_{few}", ">=", 1.1), Target(f"bundles_{many}_tokens_per_s", ">=", 20_000)]
     save(
         arguments,
         "generation_bundles" if arguments.schedulers else "generation_servers",
-        claim=BUNDLES if arguments.schedulers else f"Servers on one GPU that differ in their options, against {baseline}",
+        claim=BUNDLES
+        if arguments.schedulers
+        else f"Servers on one GPU that differ in their options, against {baseline}",
         targets=targets if arguments.schedulers else [],
         measured=measured,
         details={count: found.summary(baseline) for count, found in timings.items()},
@@ -237,10 +271,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--schedulers", action="store_true")
     parser.add_argument(
-        "--servers", type=json.loads, default={}, help='JSON, such as {"runs": {}, "eager": {"args": {"enforce_eager": true}}}'
+        "--servers",
+        type=json.loads,
+        default={},
+        help='JSON, such as {"runs": {}, "eager": {"args": {"enforce_eager": true}}}',
     )
     parser.add_argument("--sequences", type=int, nargs=2, default=[256, 1024])
-    parser.add_argument("--tokens", type=int, nargs=2, default=[512, 512], help="of each sequence, for each of --sequences")
+    parser.add_argument(
+        "--tokens", type=int, nargs=2, default=[512, 512], help="of each sequence, for each of --sequences"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--share", type=float, default=0.4, help="of the card's memory, for each engine")
     parser.add_argument("--limit-s", type=float, default=330.0, help="no further round is begun that would end later")
@@ -254,7 +293,12 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    os.environ |= {
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
     args = {**COMMON, "dtype": "bfloat16", "gpu_memory_utilization": arguments.share}
     if arguments.small:
         args |= {**CPU_ARGS, "max_model_len": 4096, "distributed_executor_backend": None}
@@ -264,7 +308,9 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = save_model(Path(folder) / "model", is_small=arguments.small)
-        compare = several_servers if arguments.servers else against_offline if arguments.engines == 1 else several_engines
+        compare = (
+            several_servers if arguments.servers else against_offline if arguments.engines == 1 else several_engines
+        )
         compare(arguments, model, args, stack, Path(folder))
 
 

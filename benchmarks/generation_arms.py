@@ -1,4 +1,6 @@
-"""Who generates in `generation.py`: a run's server with its client, and vLLM's offline engine; the model and the requests for both."""
+"""Who generates in `generation.py`: a run's server with its client, and vLLM's offline engine; the model and the
+requests for both.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from offline_grpo.types import SamplingParams, SamplingRequest
 
 GROUP = 8
 PROMPT_TOKENS = 40
-SMALL: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 SMALL |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 
 Group = list[tuple[tuple[int, ...], tuple[float, ...]]]
@@ -61,9 +69,20 @@ def requests(num_sequences: int, group: int = GROUP) -> list[SamplingRequest]:
 class Served:
     """A managed server and its client."""
 
-    def __init__(self, model: Path, args: dict[str, Any], folder: Path, env: Mapping[str, str] = MappingProxyType({})) -> None:
-        engine: dict[str, Any] = {"python": None, "host": "127.0.0.1", "port": None, "api_key": None, "start_timeout_s": 400}
-        asked: dict[str, Any] = {"args": {**VllmEngine.essentials["args"], **args}, "env": {**VllmEngine.essentials["env"], **env}}
+    def __init__(
+        self, model: Path, args: dict[str, Any], folder: Path, env: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        engine: dict[str, Any] = {
+            "python": None,
+            "host": "127.0.0.1",
+            "port": None,
+            "api_key": None,
+            "start_timeout_s": 400,
+        }
+        asked: dict[str, Any] = {
+            "args": {**VllmEngine.essentials["args"], **args},
+            "env": {**VllmEngine.essentials["env"], **env},
+        }
         launcher: Any = VllmEngine(**engine, **asked, blackwell_workaround=False)
         self.server = Server(base_url=None, api_key=None, launcher=launcher, log_dir=folder)
         started = time.monotonic()
@@ -72,7 +91,9 @@ class Served:
             self.server.start(str(model))
             if_it_fails.pop_all()
         self.start_s = time.monotonic() - started
-        self.client = EndlessClient(server=self.server, eos_ids=[2], vocab_size=151936, batch_size=256, timeout_s=600, max_retries=0)
+        self.client = EndlessClient(
+            server=self.server, eos_ids=[2], vocab_size=151936, batch_size=256, timeout_s=600, max_retries=0
+        )
         self.cpu_us_per_token: dict[str, float] = {}
 
     def generate(self, asked: Sequence[SamplingRequest], tokens: int) -> list[Group]:
@@ -85,8 +106,12 @@ class Served:
 
     def num_preempted(self) -> float:
         """Requests that the engine has computed again for lack of memory, since its start."""
-        answer = httpx.get(f"{self.server.base_url}/metrics", headers={"Authorization": f"Bearer {self.server.api_key}"}, timeout=60).text
-        return sum(float(line.split()[-1]) for line in answer.splitlines() if line.startswith("vllm:num_preemptions_total"))
+        answer = httpx.get(
+            f"{self.server.base_url}/metrics", headers={"Authorization": f"Bearer {self.server.api_key}"}, timeout=60
+        ).text
+        return sum(
+            float(line.split()[-1]) for line in answer.splitlines() if line.startswith("vllm:num_preemptions_total")
+        )
 
     def _cpu_s(self) -> dict[str, float]:
         """Of the API server (`python`) and the engine's processes, by name."""
@@ -118,7 +143,9 @@ class Offline:
         return time.monotonic() - started
 
     def generate(self, asked: Sequence[SamplingRequest], tokens: int, *, logprobs: bool = True) -> list[Group]:
-        self._pipe.send(([(request.prompt_ids, request.num_completions, request.seed) for request in asked], tokens, logprobs))
+        self._pipe.send(
+            ([(request.prompt_ids, request.num_completions, request.seed) for request in asked], tokens, logprobs)
+        )
         return self._pipe.recv()
 
     def close(self) -> None:
@@ -140,9 +167,16 @@ def _offline(pipe: Any, model: str, args: dict[str, Any]) -> None:
             asked, tokens, logprobs = pipe.recv()
         except EOFError:
             return
-        kind = {"output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False, "flat_logprobs": True, "ignore_eos": True}
+        kind = {
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+            "detokenize": False,
+            "flat_logprobs": True,
+            "ignore_eos": True,
+        }
         settings = [
-            vllm.SamplingParams(n=n, seed=seed, max_tokens=tokens, temperature=1.0, logprobs=0 if logprobs else None, **kind)
+            vllm.SamplingParams(
+                n=n, seed=seed, max_tokens=tokens, temperature=1.0, logprobs=0 if logprobs else None, **kind
+            )
             for _, n, seed in asked
         ]
         prompts: Any = [{"prompt_token_ids": list(ids)} for ids, _, _ in asked]

@@ -1,20 +1,23 @@
-"""Whole iterations on one GPU, sampling by vLLM on the same card: run_grpo.py against TRL's GRPOTrainer with vLLM in its process.
+"""Whole iterations on one GPU, sampling by vLLM on the same card: run_grpo.py against TRL's GRPOTrainer with vLLM in
+its process.
 
-    python benchmarks/iteration_gpu.py WORK                 # Qwen3-0.6B's shape: about 20 minutes, half of them starts of vLLM
-    python benchmarks/iteration_gpu.py WORK --arms ours     # seconds of our phases alone
+    python benchmarks/iteration_gpu.py WORK                 # Qwen3-0.6B's shape: about 20 minutes, half of them starts
+    of vLLM python benchmarks/iteration_gpu.py WORK --arms ours     # seconds of our phases alone
     python benchmarks/iteration_gpu.py WORK --small         # a tiny model on the CPU, without TRL's vLLM
 
-32 prompts x 8 completions x 512 tokens an iteration, one update of all 256, bf16, the same random model, prompts, reward, loss, optimizer
-and learning rate. Random weights hardly ever draw the end of a sequence, so both arms make the same number of tokens; the script compares
-that, and the ids of the prompts, before it compares times. Each arm runs in its own process, as its users start it, one after the other, or
-at the same time with --gpus 0 1, which gives each a card of its own. Times are medians over the iterations after the first two, or
-means for the arm `async`, whose iterations may be long and short in turn.
+32 prompts x 8 completions x 512 tokens an iteration, one update of all 256, bf16, the same random model, prompts,
+reward, loss, optimizer and learning rate. Random weights hardly ever draw the end of a sequence, so both arms make the
+same number of tokens; the script compares that, and the ids of the prompts, before it compares times. Each arm runs in
+its own process, as its users start it, one after the other, or at the same time with --gpus 0 1, which gives each a
+card of its own. Times are medians over the iterations after the first two, or means for the arm `async`, whose
+iterations may be long and short in turn.
 
     ours    run_grpo.py with weight_sync=shared_vllm: fp32 masters, weights shared with the server
-    async   the same with weight_sync=ipc and rollouts=async: the next completions are drawn during the update, on the same card
-    lora    the same with weight_sync=lora_hotswap and adapters of rank 16 on all linear layers
+    async   the same with weight_sync=ipc and rollouts=async: the next completions are drawn during the update, on the
+    same card lora    the same with weight_sync=lora_hotswap and adapters of rank 16 on all linear layers
     two     the same with weight_sync=ipc and two servers on the card, which have half of the memory each
-    trl     vllm_mode=colocate with bf16 weights and optimizer, without recomputation, in microbatches of --trl-batch sequences
+    trl     vllm_mode=colocate with bf16 weights and optimizer, without recomputation, in microbatches of --trl-batch
+    sequences
 """
 
 from __future__ import annotations
@@ -47,15 +50,28 @@ def our_command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
     servers: tuple[str, ...] = {
         "ours": ("weight_sync=shared_vllm",),
         "lora": ("weight_sync=lora_hotswap", "model/lora=default"),
-        "async": (between, "rollouts=async", f"generation.batch_size={args.prompts}"),  # one iteration in the server at a time
+        "async": (
+            between,
+            "rollouts=async",
+            f"generation.batch_size={args.prompts}",
+        ),  # one iteration in the server at a time
         "two": (between, "placement.num_engines=2"),
     }[arm]
     share = float(args.share) / (2 if arm == "two" else 1)
-    on_gpu = ("train.precision=bf16", "train.tokens_per_microbatch=16384", f"engine.args.gpu_memory_utilization={share}")
+    on_gpu = (
+        "train.precision=bf16",
+        "train.tokens_per_microbatch=16384",
+        f"engine.args.gpu_memory_utilization={share}",
+    )
     on_gpu += ("engine.args.max_model_len=1024",)
     if arm == "two":
         on_gpu += ("placement.engine_devices=[0,0]",)
-    on_cpu = ("train.precision=fp32", "train.tokens_per_microbatch=2048", "model.device=cpu", "engine.args.enforce_eager=true")
+    on_cpu = (
+        "train.precision=fp32",
+        "train.tokens_per_microbatch=2048",
+        "model.device=cpu",
+        "engine.args.enforce_eager=true",
+    )
     on_cpu += ("engine.args.gpu_memory_utilization=0.1",)
     return [
         sys.executable,
@@ -92,7 +108,9 @@ def num_iterations(folder: Path) -> int:
 def our_result(folder: Path) -> dict[str, Any]:
     """What the run's metrics say."""
     records = [json.loads(path.read_text()) for path in sorted((folder / "metrics").glob("train_iter_*.json"))][WARMUP:]
-    phases = sorted({key for record in records for key in record if key.startswith("time/") and not key.startswith("time/start")})
+    phases = sorted(
+        {key for record in records for key in record if key.startswith("time/") and not key.startswith("time/start")}
+    )
     return {
         "seconds": [record["time/iteration_s"] for record in records],
         "tokens": [record["num_completion_tokens"] for record in records],
@@ -179,11 +197,15 @@ def check_same_work(work: Path, found: Mapping[str, Mapping[str, Any]], *, toler
     from offline_grpo.model.text import encode
 
     tokenizer: Any = AutoTokenizer.from_pretrained(str(work / "model"))
-    problems = [json.loads(line) for line in (work / "problems.jsonl").read_text().splitlines()][: len(found["trl"]["prompts"])]
+    problems = [json.loads(line) for line in (work / "problems.jsonl").read_text().splitlines()][
+        : len(found["trl"]["prompts"])
+    ]
     own = [encode(tokenizer, [{"role": "user", "content": problem["prompt"]}]) for problem in problems]
     assert own == found["trl"]["prompts"], "TRL's prompts have other token ids than ours"
     tokens = {arm: statistics.median(result["tokens"]) for arm, result in found.items()}
-    assert max(tokens.values()) / min(tokens.values()) - 1 < tolerance, f"the arms make different numbers of tokens: {tokens}"
+    assert max(tokens.values()) / min(tokens.values()) - 1 < tolerance, (
+        f"the arms make different numbers of tokens: {tokens}"
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -221,7 +243,11 @@ def main() -> None:
     }
     processes = {}
     for i, arm in enumerate(args.arms):
-        env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"} | ({"CUDA_VISIBLE_DEVICES": args.gpus[i]} if args.gpus else {})
+        env = (
+            os.environ
+            | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+            | ({"CUDA_VISIBLE_DEVICES": args.gpus[i]} if args.gpus else {})
+        )
         with (work / f"{arm}.log").open("w") as log:
             processes[arm] = subprocess.Popen(commands[arm], env=env, stdout=log, stderr=subprocess.STDOUT, cwd=work)
         if not args.gpus:
@@ -229,29 +255,42 @@ def main() -> None:
     failed = [arm for arm, process in processes.items() if process.wait() != 0]
     for arm in failed:
         print(f"{arm} failed:\n{(work / f'{arm}.log').read_text()[-3000:]}", file=sys.stderr)
-    found = {arm: our_result(work / arm) for arm in OURS if num_iterations(work / arm) > WARMUP}  # also of an arm that was run before
+    found = {
+        arm: our_result(work / arm) for arm in OURS if num_iterations(work / arm) > WARMUP
+    }  # also of an arm that was run before
     if (work / "trl.json").exists():
         found["trl"] = json.loads((work / "trl.json").read_text())
     if not found:
         sys.exit(1)
-    measured = {f"{arm}_s": (statistics.fmean if arm == "async" else statistics.median)(result["seconds"]) for arm, result in found.items()}
+    measured = {
+        f"{arm}_s": (statistics.fmean if arm == "async" else statistics.median)(result["seconds"])
+        for arm, result in found.items()
+    }
     targets = [Target(f"{arm}_s", "<=", 6.5) for arm in OURS if arm in found]
     if {"ours", "lora"} <= found.keys():
         phases, full = found["lora"]["phases_s"], found["ours"]["phases_s"]
-        measured |= {"lora_train_vs_full": phases["time/train_s"] / full["time/train_s"], "lora_push_s": phases["time/sync_push_s"]}
+        measured |= {
+            "lora_train_vs_full": phases["time/train_s"] / full["time/train_s"],
+            "lora_push_s": phases["time/sync_push_s"],
+        }
         targets += [Target("lora_train_vs_full", "<=", 1.0), Target("lora_push_s", "<=", 0.15)]
     if "trl" in found:
         check_same_work(work, found, tolerance=0.5 if args.small else 0.02)  # with a vocabulary of 100, some end
         measured |= {f"{arm}_vs_trl": measured[f"{arm}_s"] / measured["trl_s"] for arm in OURS if arm in found}
         targets += [Target("ours_vs_trl", "<=", 0.5)] if "ours" in found else []  # TRL's arm trains all weights too
-    measured |= {f"{arm}_tokens_per_s": statistics.median(result["tokens"]) / measured[f"{arm}_s"] for arm, result in found.items()}
+    measured |= {
+        f"{arm}_tokens_per_s": statistics.median(result["tokens"]) / measured[f"{arm}_s"]
+        for arm, result in found.items()
+    }
     write_result(
         args.out,
         claim="A whole iteration on one GPU: 256 completions of 512 tokens, Qwen3-0.6B's shape, at most half of the time of TRL with vLLM",
         targets=targets,
         settings={key: str(value) for key, value in vars(args).items()},
         measured=measured,
-        details={arm: {key: value for key, value in result.items() if key != "prompts"} for arm, result in found.items()},
+        details={
+            arm: {key: value for key, value in result.items() if key != "prompts"} for arm, result in found.items()
+        },
     )
     if failed:
         sys.exit(f"of {', '.join(failed)} the iterations that were complete are in the result")

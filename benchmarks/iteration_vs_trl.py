@@ -2,16 +2,17 @@
 
     python benchmarks/iteration_vs_trl.py [KEY=VALUE ...]        # overrides of the default configuration
 
-Both arms start from the same tiny model. They have the same reference, prompts (compared token by token before the timing), rewards, group
-size, loss, optimizer and learning rate, and make one update per iteration from one microbatch. Neither evaluates, writes checkpoints or
-prints; ours keeps its rollouts on disk, as by default. They alternate in blocks within one process. Each arm is measured with every thread
-count, and the claim compares the fastest of each.
+Both arms start from the same tiny model. They have the same reference, prompts (compared token by token before the
+timing), rewards, group size, loss, optimizer and learning rate, and make one update per iteration from one microbatch.
+Neither evaluates, writes checkpoints or prints; ours keeps its rollouts on disk, as by default. They alternate in
+blocks within one process. Each arm is measured with every thread count, and the claim compares the fastest of each.
 
 Arms:
     ours         the training loop of run_grpo.py with its default configuration
     all_groups   the same with train.drop_zero_signal_groups=false: it trains on every sampled sequence, as TRL does
     trl          GRPOTrainer with transformers' generate and gradient checkpointing off (its default is on)
-TRL has another generator without a server, transformers' continuous batching. The script tries it first and records the outcome.
+TRL has another generator without a server, transformers' continuous batching. The script tries it first and records the
+outcome.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class OurArm:
         ranks = Ranks(use_cpu=True)
         self.loop: Loop
         start = Start(self.plan, as_plain(cfg), RunDir(scratch), None, ranks)
-        self.loop, _ = assemble(start, StopSignal(), [self.recorder], ExitStack())  # in process: there is nothing to let go of
+        self.loop, _ = assemble(
+            start, StopSignal(), [self.recorder], ExitStack()
+        )  # in process: there is nothing to let go of
 
     def run(self, num_iterations: int) -> None:
         first = len(self.recorder.records)
@@ -121,10 +124,14 @@ def trl_trainer(ours: OurArm, callbacks: list[Any], **settings: Any) -> Any:
 
     def reward(completions: Sequence[Any], problem_id: Sequence[str], **_: Any) -> list[float | None]:
         texts = [completion[0]["content"] for completion in completions]
-        return [Judgement(task, problems[key], text).result().reward for key, text in zip(problem_id, texts, strict=True)]
+        return [
+            Judgement(task, problems[key], text).result().reward for key, text in zip(problem_id, texts, strict=True)
+        ]
 
     rows = [{"prompt": [dict(message) for message in p.messages], "problem_id": p.problem_id} for p in train]
-    trainer = make_trainer(str(policy.model.name_or_path), policy.tokenizer, rows, reward, callbacks, **(trl_settings(plan) | settings))
+    trainer = make_trainer(
+        str(policy.model.name_or_path), policy.tokenizer, rows, reward, callbacks, **(trl_settings(plan) | settings)
+    )
     prompts = [row["prompt"] for row in rows]
     if trainer._tokenize_prompts(prompts)[0] != [policy.encode(problem.messages) for problem in train]:
         raise AssertionError("TRL's prompts have other token ids than ours")
@@ -158,15 +165,22 @@ def measure(overrides: Sequence[str], *, blocks: int, block: int) -> Measurement
             "trl": {
                 "generate_s": medians["_generate"],
                 "rewards_s": medians["_calculate_rewards"],
-                "reference_and_rest_s": medians["_generate_and_score_completions"] - medians["_generate"] - medians["_calculate_rewards"],
+                "reference_and_rest_s": medians["_generate_and_score_completions"]
+                - medians["_generate"]
+                - medians["_calculate_rewards"],
                 "forward_s": medians["compute_loss"],
-                "backward_s": medians["training_step"] - medians["compute_loss"] - medians["_generate_and_score_completions"],
+                "backward_s": medians["training_step"]
+                - medians["compute_loss"]
+                - medians["_generate_and_score_completions"],
             },
         },
         work={
-            "ours": ours.recorder.medians(("num_completion_tokens", "num_groups_trained", "reward_mean", "num_updates"), after=warmup),
+            "ours": ours.recorder.medians(
+                ("num_completion_tokens", "num_groups_trained", "reward_mean", "num_updates"), after=warmup
+            ),
             "trl": {
-                "num_completion_tokens": statistics.median(row["completions/mean_length"] for row in history) * num_sequences,
+                "num_completion_tokens": statistics.median(row["completions/mean_length"] for row in history)
+                * num_sequences,
                 "num_groups_trained": num_sequences / trainer.num_generations,
                 "reward_mean": statistics.median(row["reward"] for row in history),
                 "num_updates": 1.0,

@@ -1,10 +1,12 @@
-"""Find the fastest settings of vLLM's LoRA kernels for few tokens on this GPU, and write them to the folder that `lora_hotswap` uses.
+"""Find the fastest settings of vLLM's LoRA kernels for few tokens on this GPU, and write them to the folder that
+`lora_hotswap` uses.
 
-    python benchmarks/lora_kernels.py         # about two minutes; writes src/offline_grpo/engine/inside_vllm/lora_kernels/GPU_*.json
+    python benchmarks/lora_kernels.py         # about two minutes; writes
+    src/offline_grpo/engine/inside_vllm/lora_kernels/GPU_*.json
 
-vLLM's own settings are tuned for many tokens: blocks of 32 and 64 rows, and of 32 ranks. But a single stream has one row and an adapter
-has rank 16. A decoding step of a small model then spends a quarter of its time in these kernels. The files are in vLLM's format
-(VLLM_TUNED_CONFIG_FOLDER).
+vLLM's own settings are tuned for many tokens: blocks of 32 and 64 rows, and of 32 ranks. But a single stream has one
+row and an adapter has rank 16. A decoding step of a small model then spends a quarter of its time in these kernels. The
+files are in vLLM's format (VLLM_TUNED_CONFIG_FOLDER).
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def main() -> None:
         for name, configs in (("default", (None, None)), ("tuned", ours)):
             measured[f"{module}_{name}_us"] = time_us(size, outputs, 16, *configs)
     totals = {name: sum(measured[f"{module}_{name}_us"] for module in MODULES) for name in ("default", "tuned")}
-    measured |= {f"layer_{name}_us": total for name, total in totals.items()} | {"tuned_vs_default": totals["tuned"] / totals["default"]}
+    measured |= {f"layer_{name}_us": total for name, total in totals.items()} | {
+        "tuned_vs_default": totals["tuned"] / totals["default"]
+    }
     write_result(
         "lora_kernels",
         claim="LoRA kernels of one layer of Qwen2.5-0.5B, rank 16, one token, in a CUDA graph: tuned against vLLM's settings",
@@ -62,13 +66,19 @@ def main() -> None:
 
 
 def tuned_files() -> tuple[dict[str, Any], dict[str, Any]]:
-    """[max_loras + 1][slices][tokens][k][n] -> settings, for both kernels. Layers with more than three slices use those for three."""
+    """[max_loras + 1][slices][tokens][k][n] -> settings, for both kernels. Layers with more than three slices use those
+    for three.
+    """
     shrink: dict[str, Any] = {}
     expand: dict[str, Any] = {}
     for slices, size, rank in itertools.product(SLICES, SIZES, RANKS):
         outputs = [size] * slices
-        best_shrink = fastest("shrink", shrink_candidates(), lambda c, o=outputs, s=size, r=rank: time_us(s, o, r, c, None, only="shrink"))
-        best_expand = fastest("expand", expand_candidates(), lambda c, o=outputs, s=size, r=rank: time_us(s, o, r, None, c, only="expand"))
+        best_shrink = fastest(
+            "shrink", shrink_candidates(), lambda c, o=outputs, s=size, r=rank: time_us(s, o, r, c, None, only="shrink")
+        )
+        best_expand = fastest(
+            "expand", expand_candidates(), lambda c, o=outputs, s=size, r=rank: time_us(s, o, r, None, c, only="expand")
+        )
         for tokens in FEW:
             put(shrink, slices, tokens, size, rank, best_shrink or default("shrink", 1, size, rank, slices))
             put(expand, slices, tokens, rank, size, best_expand or default("expand", 1, size, rank, slices))
@@ -81,7 +91,9 @@ def tuned_files() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def put(table: dict[str, Any], slices: int, tokens: int, k: int, n: int, config: Config) -> None:
-    table.setdefault("2", {}).setdefault(str(slices), {}).setdefault(str(tokens), {}).setdefault(str(k), {})[str(n)] = config
+    table.setdefault("2", {}).setdefault(str(slices), {}).setdefault(str(tokens), {}).setdefault(str(k), {})[str(n)] = (
+        config
+    )
 
 
 def lookup(table: dict[str, Any], slices: int, k: int, n: int) -> Config:
@@ -89,7 +101,11 @@ def lookup(table: dict[str, Any], slices: int, k: int, n: int) -> Config:
 
 
 def default(kind: str, tokens: int, size: int, rank: int, slices: int) -> Config:
-    return dict(get_lora_op_configs(kind, max_loras=2, batch=tokens, hidden_size=size, rank=rank, num_slices=slices, add_inputs=True))
+    return dict(
+        get_lora_op_configs(
+            kind, max_loras=2, batch=tokens, hidden_size=size, rank=rank, num_slices=slices, add_inputs=True
+        )
+    )
 
 
 def shrink_candidates() -> Iterator[Config]:
@@ -113,8 +129,12 @@ def fastest(kind: str, candidates: Iterator[Config], measure: Callable[[Config |
     return best if best_us < GAIN * default_us else None
 
 
-def time_us(size: int, outputs: list[int], rank: int, shrink: Config | None, expand: Config | None, only: str = "") -> float:
-    """Microseconds per adapted layer for one token, in a CUDA graph of 24 layers with separate weights. None uses vLLM's settings."""
+def time_us(
+    size: int, outputs: list[int], rank: int, shrink: Config | None, expand: Config | None, only: str = ""
+) -> float:
+    """Microseconds per adapted layer for one token, in a CUDA graph of 24 layers with separate weights. None uses
+    vLLM's settings.
+    """
     setattr(lora_shrink_op, "get_lora_op_configs", lambda *a, **k: shrink or get_lora_op_configs(*a, **k))  # noqa: B010
     setattr(lora_expand_op, "get_lora_op_configs", lambda *a, **k: expand or get_lora_op_configs(*a, **k))  # noqa: B010
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}

@@ -1,12 +1,14 @@
 """Seconds of an update of LoRA adapters against one of all weights, on one GPU, and the kernels that they spend it in.
 
-    python benchmarks/lora_speed.py             # Qwen3-0.6B's shape, random weights, bf16, rank 16 on all linear layers; about four minutes
-    python benchmarks/lora_speed.py --small     # a tiny model on the CPU; says nothing about speed
+    python benchmarks/lora_speed.py             # Qwen3-0.6B's shape, random weights, bf16, rank 16 on all linear
+    layers; about four minutes python benchmarks/lora_speed.py --small     # a tiny model on the CPU; says nothing about
+    speed
 
-256 completions of 512 tokens after prompts of 40, in microbatches of 16384 tokens, nothing recomputed: the update of the iteration that
-iteration_gpu.py measures. Blocks are compiled, layout and loss head are those that a run chooses. All arms have fp32 masters and AdamW.
-Adapters are added to their layers as runs do it (`ours`), with the scale folded into B and one product for layers that share their input;
-without the latter (`folded`); and as peft does it. First, all must have peft's logprobs and gradients. Then the arms alternate.
+256 completions of 512 tokens after prompts of 40, in microbatches of 16384 tokens, nothing recomputed: the update of
+the iteration that iteration_gpu.py measures. Blocks are compiled, layout and loss head are those that a run chooses.
+All arms have fp32 masters and AdamW. Adapters are added to their layers as runs do it (`ours`), with the scale folded
+into B and one product for layers that share their input; without the latter (`folded`); and as peft does it. First, all
+must have peft's logprobs and gradients. Then the arms alternate.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def make_arm(arm: str, shape: str, device: torch.device, *, tokens_per_microbatc
     with device:
         model: Any = AutoModelForCausalLM.from_config(SIZES[shape], dtype=dtype)
     if arm != "full":
-        model = with_lora(model, LoraConfig(RANK, 2 * RANK, 0.0, ["all-linear"], None), SIZES[shape].num_hidden_layers, adapter=None)
+        model = with_lora(
+            model, LoraConfig(RANK, 2 * RANK, 0.0, ["all-linear"], None), SIZES[shape].num_hidden_layers, adapter=None
+        )
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.data.normal_(std=0.02)  # zeros, as new ones have, have no gradient for A
@@ -58,7 +62,11 @@ def make_arm(arm: str, shape: str, device: torch.device, *, tokens_per_microbatc
     undo(model, arm)
     settle_compile(scoring, "auto", device)
     policy = Policy(scoring, build_char_tokenizer(4096))
-    settings: dict[str, Any] = {"precision": precision, "tokens_per_microbatch": tokens_per_microbatch, "max_new_tokens": 512}
+    settings: dict[str, Any] = {
+        "precision": precision,
+        "tokens_per_microbatch": tokens_per_microbatch,
+        "max_new_tokens": 512,
+    }
     return make_updater(policy, **settings, lr=1e-6, clip_high=0.28, checkpointing=False)
 
 
@@ -86,14 +94,18 @@ def main() -> None:
     shape, completions, tokens = ("tiny", 16, 24) if args.small else ("0.6b", 256, 512)
     batch = make_batch([tokens] * completions, prompt=40, vocab_size=SIZES[shape].vocab_size)
     arm_names = args.arms.split(",")
-    updaters = {name: make_arm(name, shape, device, tokens_per_microbatch=args.tokens_per_microbatch) for name in arm_names}
+    updaters = {
+        name: make_arm(name, shape, device, tokens_per_microbatch=args.tokens_per_microbatch) for name in arm_names
+    }
     part = batch.select(range(8)).to(device)
     logprobs = {name: updater.policy.logprobs(part) for name, updater in updaters.items() if name != "full"}
     difference = max((found - logprobs["peft"]).abs().mean().item() for found in logprobs.values())
     assert difference <= GATE, f"ways to add an adapter differ by {difference} nats"
     norms = {name: updater.run(batch, iteration=0)["grad_norm"] for name, updater in updaters.items()}
     assert all(abs(norms[name] / norms["peft"] - 1) <= GATE for name in logprobs), f"and by their gradients: {norms}"
-    arms: dict[str, Callable[[], Any]] = {name: lambda updater=updater: update(updater, batch) for name, updater in updaters.items()}
+    arms: dict[str, Callable[[], Any]] = {
+        name: lambda updater=updater: update(updater, batch) for name, updater in updaters.items()
+    }
     timings = alternate(arms, rounds=args.rounds, warmup=1)
     measured = {f"{name}_s": timings.median_s(name) for name in arms} | {
         f"{name}_vs_full": timings.ratio(name, "full") for name in logprobs
@@ -109,7 +121,12 @@ def main() -> None:
         targets=[Target("ours_vs_full", "<=", 1.0)],
         settings=vars(args) | {"rank": RANK, "shape": shape},
         measured=measured | {"difference_nats": difference},
-        details={"timings": timings.summary("full"), "grad_norms": norms, "costliest": costliest, "num_tokens": len(batch.token_ids)},
+        details={
+            "timings": timings.summary("full"),
+            "grad_norms": norms,
+            "costliest": costliest,
+            "num_tokens": len(batch.token_ids),
+        },
     )
 
 

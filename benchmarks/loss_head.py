@@ -1,23 +1,27 @@
-"""Time and memory of the loss head (forward and backward) against materialised logits, TRL's fused head and the bare matrix products.
+"""Time and memory of the loss head (forward and backward) against materialised logits, TRL's fused head and the bare
+matrix products.
 
     python benchmarks/loss_head.py                      # the claim: CPU, float32, V=32000, H=256, 1536 tokens
-    python benchmarks/loss_head.py --device cuda --dtype bfloat16 --vocab 151936 --hidden 4096 --tokens 8192 --name loss_head_h100
+    python benchmarks/loss_head.py --device cuda --dtype bfloat16 --vocab 151936 --hidden 4096 --tokens 8192 --name
+    loss_head_h100
 
 Arms. All compute the logprob of a target and the entropy, both with gradient, for trainable weights:
     materialised  logits, / temperature, log_softmax, gather; entropy = -(p * log p).sum(); autograd
     tiled         offline_grpo.model.lm_head.TiledHead
-    entropy_as_metric  the same, with an entropy that carries no gradient; on a GPU in bfloat16 it keeps its tiles (kept_head.py)
-    trl_fused     trl.kernels.ChunkedLogProbFunction with the tile width that TRL uses
-    three_gemms   only the products for logits, hidden gradient and weight gradient: a lower bound for methods of this kind
+    entropy_as_metric  the same, with an entropy that carries no gradient; on a GPU in bfloat16 it keeps its tiles
+    (kept_head.py) trl_fused     trl.kernels.ChunkedLogProbFunction with the tile width that TRL uses
+    three_gemms   only the products for logits, hidden gradient and weight gradient: a lower bound for methods of this
+    kind
 
-Before the timing, values and gradients of the arms are compared. The arms are interleaved in one process; time_ratio is the median over
-rounds of the ratio within a round. Other work on the machine slows the fused arms most, because their threads synchronise after every
-tile. If time_ratio and time_ratio_of_minima differ much, the machine was busy. On a busy machine use OMP_NUM_THREADS=1.
+Before the timing, values and gradients of the arms are compared. The arms are interleaved in one process; time_ratio is
+the median over rounds of the ratio within a round. Other work on the machine slows the fused arms most, because their
+threads synchronise after every tile. If time_ratio and time_ratio_of_minima differ much, the machine was busy. On a
+busy machine use OMP_NUM_THREADS=1.
 
-Memory is the increase of the peak over the memory in use before the call, gradients included. On a GPU the allocator reports it. On a CPU
-every arm runs in its own process: the kernel's high-water mark of resident memory (VmHWM) is reset once the inputs exist and a tiny call
-has loaded the libraries, and it is read after one call. This includes memory that torch's profiler cannot see, such as the packing buffers
-of the matrix library; it needs Linux.
+Memory is the increase of the peak over the memory in use before the call, gradients included. On a GPU the allocator
+reports it. On a CPU every arm runs in its own process: the kernel's high-water mark of resident memory (VmHWM) is reset
+once the inputs exist and a tiny call has loaded the libraries, and it is read after one call. This includes memory that
+torch's profiler cannot see, such as the packing buffers of the matrix library; it needs Linux.
 """
 
 from __future__ import annotations
@@ -63,7 +67,10 @@ class Inputs:
         dtype = getattr(torch, args.dtype)
         return cls(
             hidden=torch.randn(num_tokens, args.hidden, device=args.device, dtype=dtype).requires_grad_(),
-            weight=torch.randn(args.vocab, args.hidden, device=args.device).mul_(2 * args.hidden**-0.5).to(dtype).requires_grad_(),
+            weight=torch.randn(args.vocab, args.hidden, device=args.device)
+            .mul_(2 * args.hidden**-0.5)
+            .to(dtype)
+            .requires_grad_(),
             targets=torch.randint(args.vocab, (num_tokens,), device=args.device),
             temperature=args.temperature,
         )
@@ -90,12 +97,27 @@ def tiled_entropy_as_metric(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def trl_fused(inputs: Inputs) -> tuple[Tensor, Tensor]:
     from trl.kernels import ChunkedLogProbFunction
 
-    arguments = (inputs.hidden, inputs.weight, None, inputs.targets, inputs.temperature, TRL_TILE_WIDTH, None, 1.0, ("entropy",))
+    arguments = (
+        inputs.hidden,
+        inputs.weight,
+        None,
+        inputs.targets,
+        inputs.temperature,
+        TRL_TILE_WIDTH,
+        None,
+        1.0,
+        ("entropy",),
+    )
     logprobs, entropy, *_ = ChunkedLogProbFunction.apply(*arguments)
     return logprobs, entropy
 
 
-HEADS = {"materialised": materialised, "tiled": tiled, "entropy_as_metric": tiled_entropy_as_metric, "trl_fused": trl_fused}
+HEADS = {
+    "materialised": materialised,
+    "tiled": tiled,
+    "entropy_as_metric": tiled_entropy_as_metric,
+    "trl_fused": trl_fused,
+}
 
 
 def backward(head: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -125,7 +147,12 @@ def largest_differences(inputs: Inputs) -> dict[str, float]:
     results = {}
     for name in (BASELINE, "tiled"):
         logprobs, entropy = backward(HEADS[name], inputs)
-        results[name] = {"logprobs": logprobs, "entropy": entropy, "hidden": inputs.hidden.grad, "weight": inputs.weight.grad}
+        results[name] = {
+            "logprobs": logprobs,
+            "entropy": entropy,
+            "hidden": inputs.hidden.grad,
+            "weight": inputs.weight.grad,
+        }
     differences = {}
     for key, expected in results[BASELINE].items():
         scale = expected.abs().max() if key in ("hidden", "weight") else 1.0
@@ -167,7 +194,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=32000, help="V, rows of the head")
     parser.add_argument("--hidden", type=int, default=256, help="H, width of the model")
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="dtype of hidden states and weights")
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "bfloat16"], help="dtype of hidden states and weights"
+    )
     parser.add_argument("--without-trl", action="store_true", help="where TRL is not installed")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=11, help="timed calls per arm")
@@ -184,7 +213,9 @@ def main() -> None:
     inputs = Inputs.random(args, args.tokens)
     differences = largest_differences(inputs)
     heads = {name: head for name, head in HEADS.items() if name != "trl_fused" or not args.without_trl}
-    arms: dict[str, Callable[[], object]] = {name: lambda head=head: backward(head, inputs) for name, head in heads.items()}
+    arms: dict[str, Callable[[], object]] = {
+        name: lambda head=head: backward(head, inputs) for name, head in heads.items()
+    }
     timings = alternate(arms | {"three_gemms": three_gemms(inputs)}, rounds=args.rounds)
     peak_bytes = {name: measure_peak_in_child(name) for name in heads}
     against_trl = {}

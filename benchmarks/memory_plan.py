@@ -1,19 +1,23 @@
 """Predicted against measured GPU memory of a training process, part by part.
 
-    PYTHONPATH=src python benchmarks/memory_plan.py                  # the claim: one CUDA GPU with 80 GB, Qwen2.5-0.5B with random weights
-    PYTHONPATH=src python benchmarks/memory_plan.py --device cpu     # tiny, measures nothing: only shows that the script runs
+    PYTHONPATH=src python benchmarks/memory_plan.py                  # the claim: one CUDA GPU with 80 GB, Qwen2.5-0.5B
+    with random weights PYTHONPATH=src python benchmarks/memory_plan.py --device cpu     # tiny, measures nothing: only
+    shows that the script runs
 
-With --arms adamw eager no_kept_head eager_no_kept_head half_recomputed checkpointing eager_checkpointing it takes about four minutes on an
-H100, and says how well compiled blocks, tiles that the loss head keeps, and recomputation of all or half of the blocks are predicted.
+With --arms adamw eager no_kept_head eager_no_kept_head half_recomputed checkpointing eager_checkpointing it takes about
+four minutes on an H100, and says how well compiled blocks, tiles that the loss head keeps, and recomputation of all or
+half of the blocks are predicted.
 
-Every arm is a configuration of run_grpo.py and runs in its own process. The training code loads the model, connects an optimizer and makes
-two updates on random tokens. All sequences have maximum length, so that the largest microbatch is the predicted one. The optimizer state
-exists from the end of the first update, so the peak of the second update is the peak of the run. The measurements are bytes in tensors
-(torch.cuda.memory_allocated), minus what is allocated after an initial matrix product:
+Every arm is a configuration of run_grpo.py and runs in its own process. The training code loads the model, connects an
+optimizer and makes two updates on random tokens. All sequences have maximum length, so that the largest microbatch is
+the predicted one. The optimizer state exists from the end of the first update, so the peak of the second update is the
+peak of the run. The measurements are bytes in tensors (torch.cuda.memory_allocated), minus what is allocated after an
+initial matrix product:
 
     weights           after loading                           masters           increase from creating them
-    gradients         at the optimizer's first step           optimizer state   after the first update, minus masters and weights
-    reference         increase from loading it                activations       peak of the second update, minus all other parts
+    gradients         at the optimizer's first step           optimizer state   after the first update, minus masters
+    and weights reference         increase from loading it                activations       peak of the second update,
+    minus all other parts
 
 The total is that peak. The CUDA context is not in tensors and therefore not compared. The details report its size
 (torch.cuda.mem_get_info, which includes other processes on the GPU).
@@ -63,7 +67,12 @@ QWEN2_5_0_5B: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
-TINY: dict[str, Any] = QWEN2_5_0_5B | {"vocab_size": 2000, "hidden_size": 112, "intermediate_size": 320, "num_hidden_layers": 2}
+TINY: dict[str, Any] = QWEN2_5_0_5B | {
+    "vocab_size": 2000,
+    "hidden_size": 112,
+    "intermediate_size": 320,
+    "num_hidden_layers": 2,
+}
 CHECKPOINTING = "train.gradient_checkpointing=true"
 ARMS: dict[str, tuple[str, ...]] = {
     "adamw": (),
@@ -286,11 +295,14 @@ def main() -> None:
         "memory_plan",
         claim="The memory of a training process on a GPU is predicted to within 10%, before any weights are loaded.",
         targets=[Target("largest_error", "<=", 0.10), Target("largest_part_error", "<=", 0.10)],
-        settings={key: value for key, value in vars(args).items() if key != "arm"} | {"model": QWEN2_5_0_5B, "overrides": ARMS},
+        settings={key: value for key, value in vars(args).items() if key != "arm"}
+        | {"model": QWEN2_5_0_5B, "overrides": ARMS},
         measured=measured,
         details={
             "arms": arms,
-            "errors_by_part": {arm: {part: round(relative_error(result, part), 4) for part in PARTS} for arm, result in ran.items()},
+            "errors_by_part": {
+                arm: {part: round(relative_error(result, part), 4) for part in PARTS} for arm, result in ran.items()
+            },
         },
     )
 

@@ -1,17 +1,20 @@
-"""Model size against memory and speed of training on one GPU: full, full with offload, and LoRA. Random weights, made on the device.
+"""Model size against memory and speed of training on one GPU: full, full with offload, and LoRA. Random weights, made
+on the device.
 
-    python benchmarks/model_sizes.py --size 0.6b    # about 2 minutes; also 1.7b (2), 4b (3), 8b (4), or tiny with --device cpu (seconds)
-    python benchmarks/model_sizes.py --size 8b --server-gib 8 --arms offload    # with a server's KV cache beside it, simulated
-    python benchmarks/model_sizes.py --table        # of the results that are there
+    python benchmarks/model_sizes.py --size 0.6b    # about 2 minutes; also 1.7b (2), 4b (3), 8b (4), or tiny with
+    --device cpu (seconds) python benchmarks/model_sizes.py --size 8b --server-gib 8 --arms offload    # with a server's
+    KV cache beside it, simulated python benchmarks/model_sizes.py --table        # of the results that are there
 
-Shapes: Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B, Llama-3.1-8B. Every arm runs in its own process: the model with masters of its own, as
-weight_sync=shared_vllm needs them, one update to warm up and two that are timed, of sequences of equal length (--num-sequences of 1024
-tokens, 200 of them the prompt) in microbatches of 8192 tokens. The weights stand for the server's; --server-gib GiB more stand for its KV
-cache and the rest of its share. An arm that the memory plan refuses is not run.
+Shapes: Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B, Llama-3.1-8B. Every arm runs in its own process: the model with masters of its
+own, as weight_sync=shared_vllm needs them, one update to warm up and two that are timed, of sequences of equal length
+(--num-sequences of 1024 tokens, 200 of them the prompt) in microbatches of 8192 tokens. The weights stand for the
+server's; --server-gib GiB more stand for its KV cache and the rest of its share. An arm that the memory plan refuses is
+not run.
 
-    peak       the most that was in tensors (torch.cuda.max_memory_allocated)   card    in use on the card, beside the simulated server,
-    plan       what the memory plan predicts, without CUDA context                      as the driver counts it, at the end
-    step       seconds of the optimizer's step and of publishing the weights    host    resident memory of the process
+    peak       the most that was in tensors (torch.cuda.max_memory_allocated)   card    in use on the card, beside the
+    simulated server, plan       what the memory plan predicts, without CUDA context                      as the driver
+    counts it, at the end step       seconds of the optimizer's step and of publishing the weights    host    resident
+    memory of the process
 """
 
 from __future__ import annotations
@@ -86,7 +89,9 @@ def predicted(plan: Any, config: PretrainedConfig, args: argparse.Namespace) -> 
     total = torch.cuda.get_device_properties(0).total_memory if args.device == "cuda" else 80 * GIB
     total -= int(args.server_gib * GIB)
     prompts = (args.prompt_tokens, args.prompt_tokens)
-    request = memory_request(plan, config, None, prompt_tokens=prompts, trainers=[0], engine_gpus=(), total_bytes=[total])
+    request = memory_request(
+        plan, config, None, prompt_tokens=prompts, trainers=[0], engine_gpus=(), total_bytes=[total]
+    )
     is_auto = plan.config.train.gradient_checkpointing == "auto"
     share, devices = choose_share(request) if is_auto else (request.recompute, predict(request))
     print("\n".join(describe(devices)), file=sys.stderr)
@@ -99,7 +104,9 @@ def run_arm(args: argparse.Namespace) -> dict[str, Any]:
     config, device = SIZES[args.size], torch.device(args.device)
     sizes = {"data.problems_per_iteration": args.num_sequences // 8, "train.gradient_checkpointing": args.recompute}
     with tempfile.TemporaryDirectory() as scratch:
-        plan = plan_of(Path(scratch), args, [f"{key}={value}" for key, value in sizes.items()] + [*ARMS[args.arm], *args.overrides])
+        plan = plan_of(
+            Path(scratch), args, [f"{key}={value}" for key, value in sizes.items()] + [*ARMS[args.arm], *args.overrides]
+        )
         try:
             recompute, expected = predicted(plan, copy.deepcopy(config), args)  # which changes it
         except ConfigError as error:
@@ -152,7 +159,9 @@ def measure(updater: Any, batch: Any, device: torch.device, server_bytes: int) -
 
 
 def run_arm_in_child(args: argparse.Namespace, arm: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--arm", arm], stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, __file__, *sys.argv[1:], "--arm", arm], stdout=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode != 0:
         return {"error": f"exit code {done.returncode}"}
     result = json.loads(done.stdout.splitlines()[-1])
@@ -181,7 +190,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--arm", choices=list(ARMS), help="run one arm in this process and print its numbers as JSON")
-    parser.add_argument("--recompute", default="auto", choices=["true", "false", "auto"], help="train.gradient_checkpointing")
+    parser.add_argument(
+        "--recompute", default="auto", choices=["true", "false", "auto"], help="train.gradient_checkpointing"
+    )
     parser.add_argument("--server-gib", type=float, default=0.0)
     parser.add_argument("--num-sequences", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=200)
@@ -213,7 +224,10 @@ def main() -> None:
             targets=[Target("largest_peak_gib", "<=", 76), Target("largest_error", "<=", 0.10)],
             settings=vars(args),
             measured=measured
-            | {"largest_peak_gib": max(found["peak_gib"] for found in ran.values()) + args.server_gib, "largest_error": max(errors)},
+            | {
+                "largest_peak_gib": max(found["peak_gib"] for found in ran.values()) + args.server_gib,
+                "largest_error": max(errors),
+            },
             details=arms,
         )
 

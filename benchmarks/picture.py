@@ -63,7 +63,10 @@ PANELS = (
     Panel(
         "An update, 16,384 tokens each",
         "tokens per second",
-        (Bar("plain PyTorch", "train_speed_long", "long_plain_tok_s", False), Bar("this trainer", "train_speed_long", "long_lean_tok_s")),
+        (
+            Bar("plain PyTorch", "train_speed_long", "long_plain_tok_s", False),
+            Bar("this trainer", "train_speed_long", "long_lean_tok_s"),
+        ),
     ),
     Panel(
         "A whole iteration, 256 completions",
@@ -112,7 +115,9 @@ def draw(axes: Axes, panel: Panel) -> None:
     for row, bar in zip(rows, panel.bars, strict=True):
         text = f"{float(f'{bar.value:.3g}'):,g}"
         axes.annotate(text, (bar.value, row), (4, 0), textcoords="offset points", va="center", color=TEXT, fontsize=9)
-        axes.text(0.012, row + 0.27, bar.name, transform=axes.get_yaxis_transform(), va="bottom", color=TEXT, fontsize=9)
+        axes.text(
+            0.012, row + 0.27, bar.name, transform=axes.get_yaxis_transform(), va="bottom", color=TEXT, fontsize=9
+        )
     axes.set_title(panel.title, fontsize=10.5, loc="left", fontweight="bold", x=0, pad=16)
     axes.text(0, 1.02, panel.unit, transform=axes.transAxes, fontsize=9, color=TEXT, va="bottom")
     axes.set_xticks([])

@@ -4,8 +4,8 @@
     python -m offline_grpo.compare model=hf model.train_id=FOLDER/model task=dataset task.path=FOLDER/problems.jsonl \\
         task.reward=benchmarks.random_model:sevens ...
 
-Every token of the vocabulary has a text. The model hardly ever draws the end-of-sequence token, so that all modes sample the same number of
-tokens. The reward differs between completions, and training can raise it.
+Every token of the vocabulary has a text. The model hardly ever draws the end-of-sequence token, so that all modes
+sample the same number of tokens. The reward differs between completions, and training can raise it.
 """
 
 from __future__ import annotations

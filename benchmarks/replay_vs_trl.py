@@ -2,23 +2,28 @@
 
     python benchmarks/replay_vs_trl.py                   # on a CPU
     python benchmarks/replay_vs_trl.py --device cuda     # on one GPU of 80 GB, about three minutes
-    python benchmarks/replay_vs_trl.py --shape tiny --completions 16 --name /tmp/tiny     # the GPU's arms on a CPU, about two minutes
+    python benchmarks/replay_vs_trl.py --shape tiny --completions 16 --name /tmp/tiny     # the GPU's arms on a CPU,
+    about two minutes
 
-A model with random weights makes one update per batch of stored completions, whose lengths are geometrically distributed. The loss is dapo
-without KL and the optimizer is AdamW. TRL gets the rollouts from a `rollout_func` and does the rest itself (padding to the longest
-completion, scoring, loss, step). In both arms, the time of an update runs from the stored token ids to the changed weights.
+A model with random weights makes one update per batch of stored completions, whose lengths are geometrically
+distributed. The loss is dapo without KL and the optimizer is AdamW. TRL gets the rollouts from a `rollout_func` and
+does the rest itself (padding to the longest completion, scoring, loss, step). In both arms, the time of an update runs
+from the stored token ids to the changed weights.
 
-    cpu     a Qwen2 of 11 million parameters (H=256, 4 layers, V=32000, tied embeddings) in float32; neither arm recomputes activations
-    cuda    Qwen3-0.6B's shape. TRL: bf16 weights and optimizer, with and without recomputation. Ours: bf16 weights, fp32 masters and
-            optimizer, no recomputation; layout, compiled blocks and loss head are what a run chooses on that GPU by itself
+    cpu     a Qwen2 of 11 million parameters (H=256, 4 layers, V=32000, tied embeddings) in float32; neither arm
+    recomputes activations cuda    Qwen3-0.6B's shape. TRL: bf16 weights and optimizer, with and without recomputation.
+    Ours: bf16 weights, fp32 masters and
+            optimizer, no recomputation; layout, compiled blocks and loss head are what a run chooses on that GPU by
+            itself
 
-Importance correction: TRL corrects for the sampler's probabilities only if vLLM samples. With a `rollout_func` it trains on ratio 1 and
-ignores the stored logprobs, so our arm uses importance_correction=none: both take the policy's own logprobs as the old ones.
+Importance correction: TRL corrects for the sampler's probabilities only if vLLM samples. With a `rollout_func` it
+trains on ratio 1 and ignores the stored logprobs, so our arm uses importance_correction=none: both take the policy's
+own logprobs as the old ones.
 
-Each candidate of an arm (how much a backward pass takes, and whether TRL recomputes) first makes two updates on one batch, alone on the
-machine. The second gives its time and peak memory: on a CPU the increase of the process's resident memory (Linux), on a GPU all that is in
-tensors. Candidates that run out of memory are passed over. The fastest of each arm are compared, if their first updates, from the same
-weights, agree in loss, gradient norm and the whole gradient.
+Each candidate of an arm (how much a backward pass takes, and whether TRL recomputes) first makes two updates on one
+batch, alone on the machine. The second gives its time and peak memory: on a CPU the increase of the process's resident
+memory (Linux), on a GPU all that is in tensors. Candidates that run out of memory are passed over. The fastest of each
+arm are compared, if their first updates, from the same weights, agree in loss, gradient norm and the whole gradient.
 """
 
 from __future__ import annotations
@@ -93,7 +98,8 @@ ON_GPU = Setup(
     tokens_per_microbatch=(16384,),
     blocks=2,
     number_gate=0.02,  # TRL's gradient norm is a bf16 number
-    gradient_gate=0.06,  # rounding alone: 0.02 on a CPU, through 28 layers; without one completion of 64: 0.3; see also model/proof.py
+    # rounding alone: 0.02 on a CPU, through 28 layers; without one completion of 64: 0.3; see also model/proof.py
+    gradient_gate=0.06,
 )
 
 
@@ -119,7 +125,9 @@ def stored_rollouts(setup: Setup) -> Batches:
     def group(index: int) -> RolloutGroup:
         prompt = tokens(rng.randint(*setup.prompt_tokens))
         rollouts = [
-            Rollout.of_one_turn(prompt, completion(), temperature=1.0, text="", score=Score(float(rng.random()), False, {}))
+            Rollout.of_one_turn(
+                prompt, completion(), temperature=1.0, text="", score=Score(float(rng.random()), False, {})
+            )
             for _ in range(GROUP_SIZE)
         ]
         return RolloutGroup(Problem(str(index), (), ""), tuple(rollouts))
@@ -155,12 +163,19 @@ class OurArm:
     def described(self) -> dict[str, Any]:
         """What it has chosen by itself."""
         scoring = self.updater.policy.scoring
-        return {"layout": type(scoring.layout).__name__, "compiled": any(m._compiled_call_impl is not None for m in scoring.modules())}
+        return {
+            "layout": type(scoring.layout).__name__,
+            "compiled": any(m._compiled_call_impl is not None for m in scoring.modules()),
+        }
 
 
-def trl_arm(setup: Setup, batches: Batches, callbacks: list[Any], *, batch_size: int, recomputed: bool, num_updates: int) -> Any:
+def trl_arm(
+    setup: Setup, batches: Batches, callbacks: list[Any], *, batch_size: int, recomputed: bool, num_updates: int
+) -> Any:
     """A trainer that makes `num_updates` updates on the stored batches in turn, `batch_size` sequences at a time."""
-    rollouts = {group.problem.problem_id: group.rollouts for groups in batches for group in groups if group.problem is not None}
+    rollouts = {
+        group.problem.problem_id: group.rollouts for groups in batches for group in groups if group.problem is not None
+    }
     rows = [{"prompt": problem_id} for problem_id in rollouts]
 
     def stored(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
@@ -235,11 +250,15 @@ def parse_args() -> Setup:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, argument_default=argparse.SUPPRESS)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--shape", choices=list(SIZES), help="of the model, see shapes.py; all else is as on a GPU then")
+    parser.add_argument(
+        "--shape", choices=list(SIZES), help="of the model, see shapes.py; all else is as on a GPU then"
+    )
     parser.add_argument("--threads", type=int, help="torch threads")
     parser.add_argument("--completions", type=int, help="per update")
     parser.add_argument("--trl-batch-sizes", type=int, nargs="*", help="candidates: sequences per backward pass")
-    parser.add_argument("--trl-recomputed-batch-sizes", type=int, nargs="*", help="the same with gradient checkpointing")
+    parser.add_argument(
+        "--trl-recomputed-batch-sizes", type=int, nargs="*", help="the same with gradient checkpointing"
+    )
     parser.add_argument("--tokens-per-microbatch", type=int, nargs="+", help="candidates for our arm")
     parser.add_argument("--batches", type=int, help="different batches of rollouts")
     parser.add_argument("--blocks", type=int, help="timed updates per arm, an even number")
@@ -266,7 +285,10 @@ def main() -> None:
     phases = MethodTimes(trainer, ("_generate_and_score_completions", "training_step"))
     trainer.train()
 
-    lengths = [[(len(r.token_ids) - r.num_sampled, r.num_sampled) for group in groups for r in group.rollouts] for groups in batches]
+    lengths = [
+        [(len(r.token_ids) - r.num_sampled, r.num_sampled) for group in groups for r in group.rollouts]
+        for groups in batches
+    ]
     timed = [lengths[(WARMUP_BLOCKS + i) % len(lengths)] for i in range(setup.blocks)]
     num_trained = sum(completion for batch in timed for _, completion in batch)
     num_tokens = sum(prompt + completion for batch in timed for prompt, completion in batch)
@@ -289,7 +311,9 @@ def main() -> None:
         details={
             "candidates": {"trl": trl_report, "ours": our_report},
             "chosen": {"trl": trl.settings, "ours": ours.settings | arm.described()},
-            "trl_seconds_per_update": {name: sum(s) / (setup.blocks + WARMUP_BLOCKS) for name, s in phases.seconds.items()},
+            "trl_seconds_per_update": {
+                name: sum(s) / (setup.blocks + WARMUP_BLOCKS) for name, s in phases.seconds.items()
+            },
             "timings": timings.summary("trl"),
         },
     )

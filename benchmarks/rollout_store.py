@@ -1,11 +1,13 @@
 """What the store of rollouts costs, how fast it is read, and what SIGKILL leaves of it.
 
-Writing is compared with an iteration on one H100 that samples and trains as many tokens as fast as was measured there, and with the
-iterations of the default job on this machine, which are about the shortest that a run can have. Reading (every column, checksums and all
-checks of values) is compared with a scan by pyarrow's own scanner. Runs are killed at random moments, and what they leave is compared with
-an undisturbed run's files. `write_s` are seconds of this process's processors, because others may use the machine too.
+Writing is compared with an iteration on one H100 that samples and trains as many tokens as fast as was measured there,
+and with the iterations of the default job on this machine, which are about the shortest that a run can have. Reading
+(every column, checksums and all checks of values) is compared with a scan by pyarrow's own scanner. Runs are killed at
+random moments, and what they leave is compared with an undisturbed run's files. `write_s` are seconds of this process's
+processors, because others may use the machine too.
 
-    OMP_NUM_THREADS=1 uv run --group test python benchmarks/rollout_store.py        # five minutes; needs 1.1 GB in the temporary folder
+    OMP_NUM_THREADS=1 uv run --group test python benchmarks/rollout_store.py        # five minutes; needs 1.1 GB in the
+    temporary folder
 """
 
 from __future__ import annotations
@@ -56,10 +58,14 @@ def make_groups() -> list[RolloutGroup]:
         prompt, rollouts = tokens(PROMPT_TOKENS), []
         for _ in range(MEMBERS):
             length = int(draw.integers(COMPLETION_TOKENS // 2, COMPLETION_TOKENS * 3 // 2))
-            logprobs = -(draw.exponential(0.5, length) * (draw.random(length) < 0.4) + 1e-6 * draw.random(length)).astype(np.float32)
+            logprobs = -(
+                draw.exponential(0.5, length) * (draw.random(length) < 0.4) + 1e-6 * draw.random(length)
+            ).astype(np.float32)
             completion = Completion(tokens(length), tuple(logprobs.tolist()), FinishReason.STOP, (7,) * length)
             score = Score(float(draw.random() < 0.5), True, {"correct": 1.0})
-            rollouts.append(Rollout.of_one_turn(prompt, completion, temperature=1.0, text="It is 42. " * (length // 3), score=score))
+            rollouts.append(
+                Rollout.of_one_turn(prompt, completion, temperature=1.0, text="It is 42. " * (length // 3), score=score)
+            )
         groups.append(RolloutGroup(problem, tuple(rollouts)))
     return groups
 
@@ -93,8 +99,9 @@ def writing(folder: Path, device: str, rounds: int) -> tuple[dict[str, float], l
 
 
 def default_job(folder: Path) -> dict[str, float]:
-    """The share of the default job's iterations on this machine: of the time for which the run is held up, and, as the thread that writes
-    takes processor time too, by how much longer an iteration is than its neighbours that are not written."""
+    """The share of the default job's iterations on this machine: of the time for which the run is held up, and, as the
+    thread that writes takes processor time too, by how much longer an iteration is than its neighbours that are not
+    written."""
     from factories import compose_config
 
     from offline_grpo.run import app
@@ -113,7 +120,12 @@ def default_job(folder: Path) -> dict[str, float]:
         plain_log(self, name, metrics, iteration=iteration)
         seconds[iteration] += time.perf_counter() - began
 
-    words = (f"train.iterations={DEFAULT_ITERATIONS}", "eval.enabled=false", "checkpoint.enabled=false", f"cache_dir={folder}/cache")
+    words = (
+        f"train.iterations={DEFAULT_ITERATIONS}",
+        "eval.enabled=false",
+        "checkpoint.enabled=false",
+        f"cache_dir={folder}/cache",
+    )
     with mock.patch.object(Recorder, "rollouts", timed), mock.patch.object(Recorder, "log", timed_log):
         app.run(compose_config(*words), folder / "default")
     metrics = [json.loads(path.read_text()) for path in sorted((folder / "default" / "metrics").glob("train_*.json"))]
@@ -150,7 +162,9 @@ def reading(folder: Path, gigabytes: float, rounds: int) -> tuple[dict[str, floa
 
     timings = alternate({"pyarrow": pyarrow_scan, "store": ours}, rounds=rounds)
     began = time.perf_counter()
-    groups = groups_of(shards_of(folder, key="folder")[0].table(), [range(start, start + MEMBERS) for start in range(0, 256, MEMBERS)])
+    groups = groups_of(
+        shards_of(folder, key="folder")[0].table(), [range(start, start + MEMBERS) for start in range(0, 256, MEMBERS)]
+    )
     typed_s = time.perf_counter() - began
     speed = 1 / timings.ratio("store", "pyarrow")
     found = {"read_gb": round(len(files) * len(content) / 1e9, 3), "read_s": round(timings.median_s("store"), 3)}
@@ -160,7 +174,9 @@ def reading(folder: Path, gigabytes: float, rounds: int) -> tuple[dict[str, floa
 
 
 def killed(folder: Path, count: int) -> dict[str, int]:
-    """Of runs that are killed at random moments: rows of complete iterations that are not there, and files that cannot be read."""
+    """Of runs that are killed at random moments: rows of complete iterations that are not there, and files that cannot
+    be read.
+    """
     from children import SMALL, run_in_child, start_in_child
 
     words = (f"cache_dir={folder}/cache", *SMALL, "train.iterations=30", "train.schedule=constant", "eval.interval=3")
@@ -204,13 +220,23 @@ def main() -> None:
             measured |= default_job(folder) | killed(folder, options.kills)
     targets = [Target("write_frac", "<=", 0.01), Target("read_speed", ">=", 0.5)]
     if options.kills:
-        targets += [Target("default_job_held_frac", "<=", 0.01), Target("files_damaged", "<=", 0), Target("rows_lost", "<=", 0)]
+        targets += [
+            Target("default_job_held_frac", "<=", 0.01),
+            Target("files_damaged", "<=", 0),
+            Target("rows_lost", "<=", 0),
+        ]
     write_result(
         options.out,
         claim="Writing takes under 1% of an iteration, reading has half the speed of pyarrow's scan, and SIGKILL loses nothing.",
         targets=targets,
         measured=measured,
-        settings={**vars(options), "problems": PROBLEMS, "members": MEMBERS, "completion_tokens": COMPLETION_TOKENS, "vocab_size": VOCAB},
+        settings={
+            **vars(options),
+            "problems": PROBLEMS,
+            "members": MEMBERS,
+            "completion_tokens": COMPLETION_TOKENS,
+            "vocab_size": VOCAB,
+        },
         details={"write_by_the_clock_s": seconds, "read": rounds},
     )
 

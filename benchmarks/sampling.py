@@ -5,10 +5,12 @@
 
 Arms, on one model, `--rows` sequences of `--tokens` tokens after a prompt of 40 that groups of 8 share:
     client     TransformersClient, as a run with generation=transformers samples
-    forward    the model's decoder and head alone, one token at a time with the same kind of cache, the most probable token each time
+    forward    the model's decoder and head alone, one token at a time with the same kind of cache, the most probable
+    token each time
 
-First the client draws twice, and must draw the same tokens. Then the arms alternate. Of one more call of each, torch's profiler counts the
-kernels per step (operators on a CPU) and adds up their time: what is left of a step is Python and waiting.
+First the client draws twice, and must draw the same tokens. Then the arms alternate. Of one more call of each, torch's
+profiler counts the kernels per step (operators on a CPU) and adds up their time: what is left of a step is Python and
+waiting.
 """
 
 from __future__ import annotations
@@ -57,10 +59,15 @@ def profiled(arm: Callable[[], object], steps: int) -> tuple[dict[str, float], l
         arm()
         wait_for_device()
     events = found.key_averages()
-    times = {event.key: (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000 / steps for event in events}
+    times = {
+        event.key: (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000 / steps
+        for event in events
+    }
     counts = sum(event.count for event in events if times[event.key] > 0) / steps
     costliest = sorted(times, key=lambda name: -times[name])[:10]
-    return {"kernels_per_step": counts, "kernel_ms_per_step": sum(times.values())}, [f"{times[name]:.3f} ms {name}" for name in costliest]
+    return {"kernels_per_step": counts, "kernel_ms_per_step": sum(times.values())}, [
+        f"{times[name]:.3f} ms {name}" for name in costliest
+    ]
 
 
 def main() -> None:
@@ -79,7 +86,10 @@ def main() -> None:
     tokenizer.eos_token = None
     client = TransformersClient(model, tokenizer, batch_size=rows)
     draw = random.Random(0)
-    asked = [SamplingRequest(tuple(draw.randint(3, 80) for _ in range(PROMPT_TOKENS)), GROUP, 1000 * i) for i in range(rows // GROUP)]
+    asked = [
+        SamplingRequest(tuple(draw.randint(3, 80) for _ in range(PROMPT_TOKENS)), GROUP, 1000 * i)
+        for i in range(rows // GROUP)
+    ]
     sampling = SamplingParams(max_new_tokens=tokens)
     arms: dict[str, Callable[[], Any]] = {
         "client": lambda: complete_in_order(client, asked, sampling),

@@ -1,11 +1,12 @@
-"""What an iteration on N GPUs should take: sampling, training and push, from measured speeds and counted bytes. Needs no GPU.
+"""What an iteration on N GPUs should take: sampling, training and push, from measured speeds and counted bytes. Needs
+no GPU.
 
     python benchmarks/scaling_model.py
 
-Qwen3-4B's shape, bf16, `mode=async`, `train.sharding=fsdp2`, `weight_sync=nccl`, a server on each sampling GPU; every training GPU
-has 4 sequences of 16,384 tokens per iteration. Measured on one host with two H200 (`results/h200`): training on one GPU, sampling on
-one, a push to one server, NCCL between two. Counted: bytes. Assumed: `ASSUMED`. The model is checked against the one measurement that
-it was not given, training on two GPUs. All beyond is extrapolated.
+Qwen3-4B's shape, bf16, `mode=async`, `train.sharding=fsdp2`, `weight_sync=nccl`, a server on each sampling GPU; every
+training GPU has 4 sequences of 16,384 tokens per iteration. Measured on one host with two H200 (`results/h200`):
+training on one GPU, sampling on one, a push to one server, NCCL between two. Counted: bytes. Assumed: `ASSUMED`. The
+model is checked against the one measurement that it was not given, training on two GPUs. All beyond is extrapolated.
 """
 
 from __future__ import annotations
@@ -37,10 +38,17 @@ class Measured:
     @classmethod
     def read(cls) -> Measured:
         """From the results of `sharding.py` and `weight_sync.py`."""
-        sharding, push = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("sharding", "weight_sync_nccl_4b"))
+        sharding, push = (
+            json.loads((RESULTS / f"{name}.json").read_text()) for name in ("sharding", "weight_sync_nccl_4b")
+        )
         found = push["measured"]
         seconds = sharding["details"]["compiled"]
-        speeds = found["concurrent_tokens_per_s"], found["bytes_copied"], found["push_s"], found["broadcast_gb_per_s"] * 1e9
+        speeds = (
+            found["concurrent_tokens_per_s"],
+            found["bytes_copied"],
+            found["push_s"],
+            found["broadcast_gb_per_s"] * 1e9,
+        )
         return cls(seconds["1"]["s"], seconds["2"]["s"], *speeds)
 
     @property
@@ -52,20 +60,24 @@ class Measured:
 def train_s(m: Measured, num_gpus: int) -> tuple[float, float]:
     """An update, if the link's time is hidden behind the arithmetic wherever it can be, and if none of it is.
 
-    For every microbatch each GPU receives the bf16 weights twice (forward, backward) and sends fp32 gradients once: 8 bytes per
-    weight. Between hosts all network cards of a host work together.
+    For every microbatch each GPU receives the bf16 weights twice (forward, backward) and sends fp32 gradients once: 8
+    bytes per weight. Between hosts all network cards of a host work together.
     """
     if num_gpus == 1:
         return m.train_s, m.train_s
     per_host, card, step_us = ASSUMED.values()
     speed = m.link_bytes_s if num_gpus <= per_host else min(m.link_bytes_s, per_host * card * 1e9)
     others = (num_gpus - 1) / num_gpus
-    link_s = MICROBATCHES * 4 * m.weights_bytes * others / speed + MICROBATCHES * 3 * BLOCKS * (num_gpus - 1) * step_us / 1e6
+    link_s = (
+        MICROBATCHES * 4 * m.weights_bytes * others / speed + MICROBATCHES * 3 * BLOCKS * (num_gpus - 1) * step_us / 1e6
+    )
     return max(m.train_s, link_s), m.train_s + link_s
 
 
 def push_s(m: Measured, num_servers: int, num_gpus: int) -> float:
-    """Loaders work at the same time. One GPU sends, to one server after the other: inside its host over its links, else by its card."""
+    """Loaders work at the same time. One GPU sends, to one server after the other: inside its host over its links, else
+    by its card.
+    """
     per_host, card, _ = ASSUMED.values()
     near = min(num_servers, max(per_host - (num_gpus - num_servers), 0)) if num_gpus > per_host else num_servers
     return m.loader_s + m.weights_bytes * (near / m.link_bytes_s + (num_servers - near) / (card * 1e9))
@@ -81,17 +93,27 @@ def row(m: Measured, num_gpus: int) -> str:
     best, worst = (max(sample, update) + pushed for update in train_s(m, trainers))
     speed = trainers * TOKENS / worst
     per_gpu = TOKENS / (m.train_s + sample_per_trainer)  # of one GPU that does both in turn, and needs no push
-    cells = [num_gpus, trainers, servers, *(f"{s:.1f}" for s in (sample, train_s(m, trainers)[1], pushed)), f"{best:.1f} - {worst:.1f}"]
+    cells = [
+        num_gpus,
+        trainers,
+        servers,
+        *(f"{s:.1f}" for s in (sample, train_s(m, trainers)[1], pushed)),
+        f"{best:.1f} - {worst:.1f}",
+    ]
     return f"| {' | '.join(map(str, [*cells, f'{speed / 1000:,.1f}', f'{speed / (num_gpus * per_gpu):.2f}']))} |"
 
 
 def main() -> None:
     m = Measured.read()
     best, worst = train_s(m, 2)
-    print(f"training on two GPUs: {2 * TOKENS / worst:,.0f} to {2 * TOKENS / best:,.0f} tokens/s; measured {2 * TOKENS / m.train_2_s:,.0f}")
+    print(
+        f"training on two GPUs: {2 * TOKENS / worst:,.0f} to {2 * TOKENS / best:,.0f} tokens/s; measured {2 * TOKENS / m.train_2_s:,.0f}"
+    )
     assert best <= m.train_2_s <= worst, "the model does not hold where it can be checked"
     print(f"a push to one server: {m.push_s:.2f} s, of which the link {m.weights_bytes / m.link_bytes_s:.3f} s\n")
-    print("| GPUs | that train | that sample | sampling, s | training, s | push, s | iteration, s | thousand tokens/s | efficiency |")
+    print(
+        "| GPUs | that train | that sample | sampling, s | training, s | push, s | iteration, s | thousand tokens/s | efficiency |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for num_gpus in (2, 4, 8, 16, 64, 256, 1000):
         print(row(m, num_gpus))

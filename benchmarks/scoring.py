@@ -2,12 +2,13 @@
 
     python benchmarks/scoring.py [--pairs 8] [--max-new-tokens 256]
 
-One real run on the CPU of a model with random weights, where some completion of every iteration reaches the limit. It samples in small
-batches, so that an iteration takes about as long as one on an H100 (7 s on two cores). In every second iteration the reward function
-sleeps for 100 ms; in the others it returns at once. Neighbouring iterations are compared. Takes about three minutes.
+One real run on the CPU of a model with random weights, where some completion of every iteration reaches the limit. It
+samples in small batches, so that an iteration takes about as long as one on an H100 (7 s on two cores). In every second
+iteration the reward function sleeps for 100 ms; in the others it returns at once. Neighbouring iterations are compared.
+Takes about three minutes.
 
-What cannot be hidden: the last completion's own score, and scores for which there are too few workers. 8 of them score 80 completions of
-100 ms in a second.
+What cannot be hidden: the last completion's own score, and scores for which there are too few workers. 8 of them score
+80 completions of 100 ms in a second.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def sleepy(completion: str) -> float:
 
 
 class Toggle(RunListener):
-    """Lets the reward sleep in every second iteration, and notes how long each iteration waited for scores when it had all completions."""
+    """Lets the reward sleep in every second iteration, and notes how long each iteration waited for scores when it had
+    all completions.
+    """
 
     def __init__(self) -> None:
         self._waited_s = 0.0
@@ -98,10 +101,16 @@ def main() -> None:
             check=True,
         )
         waited = [float(line) for line in Path(folder, "flag.waited").read_text().split()][3::2]
-        records = [json.loads((Path(folder) / f"run/metrics/train_iter_{i:03d}.json").read_text()) for i in range(2, num_iterations)]
+        records = [
+            json.loads((Path(folder) / f"run/metrics/train_iter_{i:03d}.json").read_text())
+            for i in range(2, num_iterations)
+        ]
     assert all(record["completion_tokens_max"] == arguments.max_new_tokens for record in records)
     assert not any(record["scoring/num_failed"] for record in records)
-    seconds = {name: [record["time/iteration_s"] for record in records[start::2]] for name, start in (("none", 0), ("sleeping", 1))}
+    seconds = {
+        name: [record["time/iteration_s"] for record in records[start::2]]
+        for name, start in (("none", 0), ("sleeping", 1))
+    }
     pairs = zip(seconds["none"], seconds["sleeping"], strict=True)
     measured = {
         "overhead_frac": statistics.median(slow / fast - 1 for fast, slow in pairs),

@@ -21,7 +21,9 @@ def qwen3(hidden: int, intermediate: int, layers: int, heads: int) -> Qwen3Confi
 
 
 SIZES: dict[str, PretrainedConfig] = {
-    "tiny": LlamaConfig(vocab_size=2000, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4),
+    "tiny": LlamaConfig(
+        vocab_size=2000, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4
+    ),
     "11m": Qwen2Config(
         vocab_size=32000,
         hidden_size=256,

@@ -1,11 +1,14 @@
-"""The trainer alone with `train.sharding=fsdp2`, on 1, 2, ... GPUs: tokens per second, memory, and how much of N times one GPU it reaches.
+"""The trainer alone with `train.sharding=fsdp2`, on 1, 2, ... GPUs: tokens per second, memory, and how much of N times
+one GPU it reaches.
 
-    python benchmarks/sharding.py --processes 1 2                              # Qwen3-4B's shape, about four minutes on two H200
-    python benchmarks/sharding.py --processes 1 2 --shape tiny --device cpu    # seconds; says nothing about speed
+    python benchmarks/sharding.py --processes 1 2                              # Qwen3-4B's shape, about four minutes on
+    two H200 python benchmarks/sharding.py --processes 1 2 --shape tiny --device cpu    # seconds; says nothing about
+    speed
 
-Random weights, bf16 with fp32 masters, AdamW. Every process gets `--sequences` sequences of `--length` tokens, 512 of them the prompt, one
-to a microbatch, with every block recomputed. An update is timed: forward, backward, step. First all numbers of processes make one update of
-the same batch, and must have the same gradient norm. The arms: `plain`, and `compiled` with torch.compile for the blocks.
+Random weights, bf16 with fp32 masters, AdamW. Every process gets `--sequences` sequences of `--length` tokens, 512 of
+them the prompt, one to a microbatch, with every block recomputed. An update is timed: forward, backward, step. First
+all numbers of processes make one update of the same batch, and must have the same gradient norm. The arms: `plain`, and
+`compiled` with torch.compile for the blocks.
 """
 
 from __future__ import annotations
@@ -55,14 +58,20 @@ def measure(args: argparse.Namespace) -> None:
     with device:
         model: Any = AutoModelForCausalLM.from_config(SIZES[args.shape], dtype=dtype)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = Policy(Scoring(model, layouts_for(None, device, dtype)[0], TiledHead(tile_width=None)), build_char_tokenizer(40960))
+    policy = Policy(
+        Scoring(model, layouts_for(None, device, dtype)[0], TiledHead(tile_width=None)), build_char_tokenizer(40960)
+    )
     started = time.monotonic()
     if args.arm == "compiled":
         settle_compile(policy.scoring, True, device)
     compile_s = time.monotonic() - started
     sharding = FullyShardedPolicy(ranks)
     sharding.prepare(policy)
-    settings = {"precision": "bf16" if on_gpu else "fp32", "tokens_per_microbatch": args.length, "max_new_tokens": args.length}
+    settings = {
+        "precision": "bf16" if on_gpu else "fp32",
+        "tokens_per_microbatch": args.length,
+        "max_new_tokens": args.length,
+    }
     updater = make_updater(policy, **settings, lr=1e-6, clip_high=0.28, checkpointing=True, sharding=sharding)
     prompt = min(512, args.length // 8)
     batch = make_batch([args.length - prompt] * max(args.processes), prompt=prompt, vocab_size=model.config.vocab_size)
@@ -84,7 +93,12 @@ def measure(args: argparse.Namespace) -> None:
     slowest = max(ranks.gather([statistics.median(seconds[1:])]))
     peaks = ranks.gather([peak])
     if ranks.is_main:
-        found = {"s": slowest, "tok_s": num_sequences * args.length / slowest, "peak_gib": max(peaks), "compile_s": compile_s}
+        found = {
+            "s": slowest,
+            "tok_s": num_sequences * args.length / slowest,
+            "peak_gib": max(peaks),
+            "compile_s": compile_s,
+        }
         Path(args.inside).write_text(json.dumps(found | {"grad_norm": norm, "rounds_s": seconds}))
 
 
@@ -103,7 +117,10 @@ def most_loaded(number: int) -> float:
     """Of N processes, the tokens of the busiest divided by the mean, on completions of skewed length."""
     from offline_grpo.train.batch import share_of_rank
 
-    loads = [sum(SKEWED[s] for s in share_of_rank(range(len(SKEWED)), SKEWED, rank=rank, world_size=number)) for rank in range(number)]
+    loads = [
+        sum(SKEWED[s] for s in share_of_rank(range(len(SKEWED)), SKEWED, rank=rank, world_size=number))
+        for rank in range(number)
+    ]
     return max(loads) * number / sum(loads)
 
 
@@ -131,7 +148,9 @@ def main() -> None:
         found = {number: run_group(number, arm) for number in args.processes}
         details[arm] = found
         norms = [result["grad_norm"] for result in found.values()]
-        assert max(norms) / min(norms) - 1 <= GATE, f"{arm}: gradient norms of {args.processes} processes differ: {norms}"
+        assert max(norms) / min(norms) - 1 <= GATE, (
+            f"{arm}: gradient norms of {args.processes} processes differ: {norms}"
+        )
         for number, result in found.items():
             measured |= {f"{arm}_{number}_{key}": result[key] for key in ("tok_s", "peak_gib", "compile_s")}
             first = args.processes[0]

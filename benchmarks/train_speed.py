@@ -1,10 +1,11 @@
 """Tokens per second of the trainer on one GPU, with and without compiled blocks and the loss head that keeps its tiles.
 
-    python benchmarks/train_speed.py                  # Qwen3-0.6B's shape, random weights, bf16, fp32 masters; about six minutes
-    python benchmarks/train_speed.py --cases long     # one case alone, three minutes
+    python benchmarks/train_speed.py                  # Qwen3-0.6B's shape, random weights, bf16, fp32 masters; about
+    six minutes python benchmarks/train_speed.py --cases long     # one case alone, three minutes
 
-Cases: 256 completions of skewed length (mean about 600, at most 4096) after prompts of 200 tokens, 16384 tokens in a microbatch, nothing
-recomputed; and 8 sequences of 16384 tokens with gradient checkpointing. One update of all of them is timed: forward, backward, step.
+Cases: 256 completions of skewed length (mean about 600, at most 4096) after prompts of 200 tokens, 16384 tokens in a
+microbatch, nothing recomputed; and 8 sequences of 16384 tokens with gradient checkpointing. One update of all of them
+is timed: forward, backward, step.
 
 Arms, one model for all of them, so that weights and memory are the same:
     plain       model.compile=false model.head.kept_gib=0
@@ -13,8 +14,9 @@ Arms, one model for all of them, so that weights and memory are the same:
     auto        the same, with model.layout=flash4: what a run chooses by itself (only where flash-attn-4 is installed)
     lean        auto with model.head.kept_gib=0.5, for a full card
 
-Before the timing, the logprobs and the gradient norm of the arms are compared. MFU is that of train/flops.py. With several updates in an
-iteration, a pass before the first one computes the old logprobs: `scoring_ratio` is its time over that of four updates.
+Before the timing, the logprobs and the gradient norm of the arms are compared. MFU is that of train/flops.py. With
+several updates in an iteration, a pass before the first one computes the old logprobs: `scoring_ratio` is its time over
+that of four updates.
 """
 
 from __future__ import annotations
@@ -120,7 +122,9 @@ def running(updater: Updater, arm: Arm) -> AbstractContextManager[Any]:
 
 
 def check_equal(updater: Updater, batch: TokenBatch) -> dict[str, float]:
-    """Relative differences of logprobs and gradient norm from those of `plain`, on the first sequences; raises above GATE."""
+    """Relative differences of logprobs and gradient norm from those of `plain`, on the first sequences; raises above
+    GATE.
+    """
     part = batch.select(range(min(batch.num_sequences, 8)))
     found = {}
     for name, arm in ARMS.items():
@@ -143,7 +147,9 @@ def check_equal(updater: Updater, batch: TokenBatch) -> dict[str, float]:
     return differences
 
 
-def measure(lengths: Sequence[int], *, prompt: int, checkpointing: bool, rounds: int) -> tuple[dict[str, float], dict[str, Any]]:
+def measure(
+    lengths: Sequence[int], *, prompt: int, checkpointing: bool, rounds: int
+) -> tuple[dict[str, float], dict[str, Any]]:
     updater = make_trainer(checkpointing=checkpointing)
     batch = make_batch(lengths, prompt=prompt)
     differences = check_equal(updater, batch)

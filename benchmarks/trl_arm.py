@@ -1,4 +1,6 @@
-"""TRL's GRPOTrainer as the other arm of a benchmark: its settings, a timer that runs our arm between its updates, and trials of one arm."""
+"""TRL's GRPOTrainer as the other arm of a benchmark: its settings, a timer that runs our arm between its updates, and
+trials of one arm.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ WARMUP_BLOCKS = 2
 
 
 class Trial(TrainerCallback):
-    """Two updates of one arm, alone on the machine and on the same batch: what the first computed, and time and peak memory of the second.
+    """Two updates of one arm, alone on the machine and on the same batch: what the first computed, and time and peak
+    memory of the second.
 
     Attributes:
         settings: of the arm, what is tried.
@@ -82,7 +85,8 @@ class Trial(TrainerCallback):
 
 
 def fastest(try_one: Callable[..., Trial], candidates: Sequence[dict[str, Any]]) -> tuple[Trial, list[dict[str, Any]]]:
-    """The trial of the candidate that is fastest, and a report of all. Those for which the GPU's memory does not suffice are passed over.
+    """The trial of the candidate that is fastest, and a report of all. Those for which the GPU's memory does not
+    suffice are passed over.
 
     Raises:
         RuntimeError: it suffices for none.
@@ -114,7 +118,8 @@ def _status_bytes(key: str) -> int:
 
 
 class Interleave(TrainerCallback):
-    """Times TRL's training in blocks of updates, inside `trainer.train()`, and runs our arm between them: TRL ours ours TRL TRL ours ...
+    """Times TRL's training in blocks of updates, inside `trainer.train()`, and runs our arm between them: TRL ours ours
+    TRL TRL ours ...
 
     TRL's time runs from the end of one update to the end of the next, so it includes all work of its loop.
 
@@ -187,7 +192,8 @@ def make_trainer(
     rollout_func: Callable[..., Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """A GRPOTrainer that only trains, by default on the CPU in float32: no evaluation, no checkpoints, no output; metrics stay in memory.
+    """A GRPOTrainer that only trains, by default on the CPU in float32: no evaluation, no checkpoints, no output;
+    metrics stay in memory.
 
     Args:
         rows: rows of the dataset, visited in this order, each with a "prompt".
@@ -229,7 +235,9 @@ def make_trainer(
 
 
 def _do_without_hashes() -> None:
-    """`datasets` names what it caches by hashes of pickled objects, and some versions of dill cannot pickle all. Nothing is cached here."""
+    """`datasets` names what it caches by hashes of pickled objects, and some versions of dill cannot pickle all.
+    Nothing is cached here.
+    """
     from datasets import fingerprint
 
     fingerprint.Hasher.hash = classmethod(lambda cls, value: uuid.uuid4().hex[:16])  # type: ignore[method-assign]

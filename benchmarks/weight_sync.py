@@ -1,12 +1,15 @@
-"""Seconds per push, tokens per second and GPU memory of each weight-sync strategy, on a model with random weights. Needs a GPU and vLLM.
+"""Seconds per push, tokens per second and GPU memory of each weight-sync strategy, on a model with random weights.
+Needs a GPU and vLLM.
 
-    python benchmarks/weight_sync.py shared_vllm lora_hotswap --with-stock       # servers run side by side and are measured in alternation
-    python benchmarks/weight_sync.py reload
-    python benchmarks/weight_sync.py --table                                    # all results of this file as one Markdown table
+    python benchmarks/weight_sync.py shared_vllm lora_hotswap --with-stock       # servers run side by side and are
+    measured in alternation python benchmarks/weight_sync.py reload
+    python benchmarks/weight_sync.py --table                                    # all results of this file as one
+    Markdown table
 
-The time of a push runs from the first write (or the first saved byte) until the server has the weights and continues; the verification
-afterwards is timed separately. `--with-stock` adds two unmodified vLLM servers, one started before the others and one after them, from the
-same files: the baseline for tokens per second, and how much identical servers differ ("stock_again_vs_stock").
+The time of a push runs from the first write (or the first saved byte) until the server has the weights and continues;
+the verification afterwards is timed separately. `--with-stock` adds two unmodified vLLM servers, one started before the
+others and one after them, from the same files: the baseline for tokens per second, and how much identical servers
+differ ("stock_again_vs_stock").
 """
 
 from __future__ import annotations
@@ -51,7 +54,14 @@ from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 from offline_grpo.weight_sync.deployment import Deployment
 
 CONF = Path(__file__).parents[1] / "conf"
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
 SHAPES = {
     "qwen2_5_0_5b": dict(zip(SIZES, (151936, 896, 4864, 24, 14, 4096), strict=True)),
     "small": dict(zip(SIZES, (128, 128, 256, 2, 4, 512), strict=True)),
@@ -126,7 +136,9 @@ def start_stock(arguments: argparse.Namespace, model: Path, folder: Path, server
 
 
 def new_client(arguments: argparse.Namespace, server: Server) -> VllmClient:
-    return VllmClient(server=server, eos_ids=[], vocab_size=2**31, batch_size=arguments.concurrent, timeout_s=600, max_retries=0)
+    return VllmClient(
+        server=server, eos_ids=[], vocab_size=2**31, batch_size=arguments.concurrent, timeout_s=600, max_retries=0
+    )
 
 
 def pushes_of(arm: Arm, arguments: argparse.Namespace) -> int:
@@ -163,7 +175,8 @@ def push(arm: Arm, version: int) -> dict[str, float]:
     report = arm.deployment.push(arm.policy, version=version)
     whole = time.perf_counter() - started - report.proof_seconds
     print(
-        f"{arm.name} version {version}: {whole:.4f} s, paused {report.paused_seconds:.4f} s, proof {report.proof_seconds:.3f} s", flush=True
+        f"{arm.name} version {version}: {whole:.4f} s, paused {report.paused_seconds:.4f} s, proof {report.proof_seconds:.3f} s",
+        flush=True,
     )
     return {
         "push_s": whole,
@@ -174,7 +187,9 @@ def push(arm: Arm, version: int) -> dict[str, float]:
     }
 
 
-def throughput(arms: Sequence[Arm], stocks: Mapping[str, VllmClient], arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def throughput(
+    arms: Sequence[Arm], stocks: Mapping[str, VllmClient], arguments: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
     """Time the same loads, "single_stream" and "concurrent", on every arm and on stock vLLM, in alternation."""
     clients = {arm.name: (arm.client, arm.client.weights.name) for arm in arms}
     for arm in arms:
@@ -207,9 +222,15 @@ def ask(client: VllmClient, model_name: str, num_prompts: int, num_tokens: int) 
     assert sum(len(c.token_ids) for _, [c] in answers) > 0.8 * num_prompts * num_tokens
 
 
-def report(arm: Arm, pushes: list[dict[str, float]], speeds: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:
+def report(
+    arm: Arm, pushes: list[dict[str, float]], speeds: dict[str, dict[str, Any]], arguments: argparse.Namespace
+) -> None:
     measured = {key: statistics.median(push[key] for push in pushes) for key in pushes[0]}
-    measured |= {"push_max_s": max(push["push_s"] for push in pushes), "server_start_s": arm.start_s, "trainer_gpu_mib": arm.trainer_mib}
+    measured |= {
+        "push_max_s": max(push["push_s"] for push in pushes),
+        "server_start_s": arm.start_s,
+        "trainer_gpu_mib": arm.trainer_mib,
+    }
     for load_name, speed in speeds.items():
         measured[f"{load_name}_tokens_per_s"] = speed["tokens_per_s"][arm.name]
         if arguments.with_stock:
@@ -226,16 +247,28 @@ def report(arm: Arm, pushes: list[dict[str, float]], speeds: dict[str, dict[str,
         arguments.out.format(arm.name),
         claim=f"weight_sync={arm.name}: a push of {arguments.shape}, and what the server then makes per second",
         targets=targets,
-        settings={"shape": arguments.shape, "dtype": arguments.dtype, "concurrent": arguments.concurrent, "tokens": arguments.tokens},
+        settings={
+            "shape": arguments.shape,
+            "dtype": arguments.dtype,
+            "concurrent": arguments.concurrent,
+            "tokens": arguments.tokens,
+        },
         measured=measured,
-        details={"pushes": pushes, "rounds": {name: speed["timings"].summary(arm.name) for name, speed in speeds.items()}},
+        details={
+            "pushes": pushes,
+            "rounds": {name: speed["timings"].summary(arm.name) for name, speed in speeds.items()},
+        },
     )
 
 
 def new_server(
     arguments: argparse.Namespace, kind: type[VllmEngine], folder: Path, args: Mapping[str, Any], env: Mapping[str, str]
 ) -> Server:
-    overrides = ["generation=vllm_server", f"engine.args.gpu_memory_utilization={arguments.gpu_memory_utilization}", *arguments.engine]
+    overrides = [
+        "generation=vllm_server",
+        f"engine.args.gpu_memory_utilization={arguments.gpu_memory_utilization}",
+        *arguments.engine,
+    ]
     node = as_plain(OmegaConf.select(configuration(*overrides), "engine"))
     own = {**node["args"], "dtype": arguments.dtype}
     launcher = kind(**{**{key: value for key, value in node.items() if key != "_target_"}, "args": own})
@@ -271,8 +304,12 @@ def load(folder: Path, arguments: argparse.Namespace, *, shared: bool, lora: boo
     loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=getattr(torch, arguments.dtype))
     model: Any = loaded.to("cpu" if shared else device)
     if lora:
-        model = with_lora(model, LoraConfig(16, 32, 0.0, ["all-linear"], None), loaded.config.num_hidden_layers, adapter=None)
-    return Policy(Scoring(model, Padded(), TiledHead(tile_width=None)), load_tokenizer(str(folder)), compute_device=device)
+        model = with_lora(
+            model, LoraConfig(16, 32, 0.0, ["all-linear"], None), loaded.config.num_hidden_layers, adapter=None
+        )
+    return Policy(
+        Scoring(model, Padded(), TiledHead(tile_width=None)), load_tokenizer(str(folder)), compute_device=device
+    )
 
 
 def allocated_mib() -> float:
@@ -288,8 +325,14 @@ def table() -> str:
     for path in sorted(RESULTS.rglob("weight_sync_*.json"), key=lambda path: path.name):
         result = json.loads(path.read_text())
         m = result["measured"]
-        cells = [path.stem.removeprefix("weight_sync_"), result["machine"]["gpu"], *(f"{m[key]:.3g}" for key in ("push_s", "paused_s"))]
-        cells += [f"{m[key]:.0f}" for key in ("single_stream_tokens_per_s", "concurrent_tokens_per_s", "trainer_gpu_mib")]
+        cells = [
+            path.stem.removeprefix("weight_sync_"),
+            result["machine"]["gpu"],
+            *(f"{m[key]:.3g}" for key in ("push_s", "paused_s")),
+        ]
+        cells += [
+            f"{m[key]:.0f}" for key in ("single_stream_tokens_per_s", "concurrent_tokens_per_s", "trainer_gpu_mib")
+        ]
         lines.append(f"| {' | '.join([*cells, path.parent.name])} |")
     return "\n".join(lines)
 
@@ -307,7 +350,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tolerance-nats", type=float, default=0.1)
     parser.add_argument("--gpu-memory-utilization", default="0.25")
     parser.add_argument("--server-gpu", type=int, default=0)
-    parser.add_argument("--engine", nargs="*", default=[], help="further overrides, such as engine.args.enforce_eager=true")
+    parser.add_argument(
+        "--engine", nargs="*", default=[], help="further overrides, such as engine.args.enforce_eager=true"
+    )
     parser.add_argument("--out", default="weight_sync_{}", help="name of the result")
     parser.add_argument("--table", action="store_true")
     return parser.parse_args()

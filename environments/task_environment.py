@@ -1,6 +1,7 @@
 """An Atropos environment around any task of this project; `serve --help` lists its settings. See docs/atropos.md.
 
-    uv run --extra atropos environments/task_environment.py serve --env.task gsm8k --env.task_overrides 'format_weight=0.2'
+    uv run --extra atropos environments/task_environment.py serve --env.task gsm8k --env.task_overrides
+    'format_weight=0.2'
 
 Where the package was installed without this folder, `python -m offline_grpo.run.task_environment serve` is the same.
 """

@@ -1,4 +1,6 @@
-"""A zoo of tiny models with random weights, one for each way in which architectures differ in what training can do with them."""
+"""A zoo of tiny models with random weights, one for each way in which architectures differ in what training can do with
+them.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,12 @@ GPT: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -58,7 +65,13 @@ LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 MAMBA: dict[str, Any] = {"mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-LATENT: dict[str, Any] = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -118,7 +131,9 @@ ZOO: dict[str, Architecture] = {
     "stablelm": new("stablelm", {"varlen": "drops the arguments"}),
     "olmo2": new("olmo2"),
     "olmo3": new("olmo3"),
-    "granite": new("granite", logits_scaling=4.0, attention_multiplier=0.2, residual_multiplier=0.5, embedding_multiplier=3.0),
+    "granite": new(
+        "granite", logits_scaling=4.0, attention_multiplier=0.2, residual_multiplier=0.5, embedding_multiplier=3.0
+    ),
     "cohere": new("cohere", logit_scale=0.25),
     "cohere2": new("cohere2", logit_scale=0.25, head_dim=8),
     "glm4": new("glm4", head_dim=8),
@@ -126,7 +141,12 @@ ZOO: dict[str, Architecture] = {
     "minicpm3": new("minicpm3", num_key_value_heads=4, dim_model_base=4, **LATENT),
     "starcoder2": new("starcoder2"),
     "llama4": new(
-        "llama4_text", head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=64, interleave_moe_layer_step=1
+        "llama4_text",
+        head_dim=8,
+        intermediate_size_mlp=48,
+        num_local_experts=2,
+        attention_chunk_size=64,
+        interleave_moe_layer_step=1,
     ),
     "deepseek_v3": new(
         "deepseek_v3",
@@ -140,7 +160,13 @@ ZOO: dict[str, Architecture] = {
         **LATENT,
     ),
     "gpt_oss": new(
-        "gpt_oss", {"varlen": "no s_aux"}, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=6, rope_scaling=None
+        "gpt_oss",
+        {"varlen": "no s_aux"},
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=6,
+        rope_scaling=None,
     ),
     "gpt2": old("gpt2", GPT),
     "gpt_neo": old(
@@ -187,7 +213,10 @@ ZOO: dict[str, Architecture] = {
         use_mamba_kernels=False,
     ),
     "mamba": old(
-        "mamba", {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}, {"tree": "RuntimeError", "varlen": LEAKS}, state_size=8
+        "mamba",
+        {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2},
+        {"tree": "RuntimeError", "varlen": LEAKS},
+        state_size=8,
     ),
     "mamba2": old(
         "mamba2",

@@ -149,7 +149,9 @@ def as_json(groups: RolloutGroup) -> dict[str, Any]:
         "tokens": [list(r.token_ids) for r in rollouts],
         "masks": [[t if s else -100 for t, s in zip(r.token_ids, r.is_sampled, strict=True)] for r in rollouts],
         "scores": [r.score.reward for r in rollouts],
-        "inference_logprobs": [[lp if s else 1.0 for lp, s in zip(r.logprobs, r.is_sampled, strict=True)] for r in rollouts],
+        "inference_logprobs": [
+            [lp if s else 1.0 for lp, s in zip(r.logprobs, r.is_sampled, strict=True)] for r in rollouts
+        ],
         "generation_params": {"temperature": rollouts[0].temperature},
     }
 
@@ -157,7 +159,8 @@ def as_json(groups: RolloutGroup) -> dict[str, Any]:
 def settings_effect(overrides: str) -> Any:
     """What an API hears from the source that these overrides make, how long that waits at most, and what it says.
 
-    @here and @there are APIs; @owned is one of another trainer, and @gone one that answers no question for a batch but the first.
+    @here and @there are APIs; @owned is one of another trainer, and @gone one that answers no question for a batch but
+    the first.
     """
     heard: dict[str, Any] = {}
     pauses: list[float] = []
@@ -167,16 +170,27 @@ def settings_effect(overrides: str) -> Any:
             web = stack.enter_context(ScriptedServer(scripted_api(name, heard)))
             overrides = overrides.replace(f"@{name}", web.base_url)
         main, sleep = threading.current_thread(), time.sleep
-        patch.setattr(time, "sleep", lambda seconds: pauses.append(seconds) if threading.current_thread() is main else sleep(seconds))
+        patch.setattr(
+            time,
+            "sleep",
+            lambda seconds: pauses.append(seconds) if threading.current_thread() is main else sleep(seconds),
+        )
         patch.setattr(Processes, "start_api", lambda *_: heard.update(started_api=True))
         patch.setattr(Processes, "start_environment", lambda self, _: heard.update(environment=self._command))
         node = as_plain(
-            compose_config("rollouts=atropos", "rollouts.url=http://127.0.0.1:9", "rollouts.start_api=false", *overrides.split())
+            compose_config(
+                "rollouts=atropos", "rollouts.url=http://127.0.0.1:9", "rollouts.start_api=false", *overrides.split()
+            )
         )["rollouts"]
         del node["record"]  # the run acts on it
         codec = SimpleNamespace(decode=str)
         server = SimpleNamespace(base_url="http://127.0.0.1:9", api_key=None, check_healthy=lambda: None)
-        given = {"client": SimpleNamespace(engine_name="vLLM", server=server), "codec": codec, "vocab_size": 30, "context": None}
+        given = {
+            "client": SimpleNamespace(engine_name="vLLM", server=server),
+            "codec": codec,
+            "vocab_size": 30,
+            "context": None,
+        }
         given |= {"run_folder": Path("/runs/a"), "model_id": "model", "sampling": SamplingParams(8), "rank": 0}
         source = build(node, key="rollouts", protocol=RolloutSource, **given)
         try:
@@ -184,7 +198,9 @@ def settings_effect(overrides: str) -> Any:
             heard["success"] = [[rollout.score.is_correct for rollout in group.rollouts] for group in source.next(0)]
         except GrpoError as error:
             heard["error"] = str(error).replace(node["url"], "")
-    return heard if "error" in heard else heard | {"longest_pause_s": max(pauses, default=0)}  # of an error, it is a matter of luck
+    return (
+        heard if "error" in heard else heard | {"longest_pause_s": max(pauses, default=0)}
+    )  # of an error, it is a matter of luck
 
 
 def scripted_api(name: str, heard: dict[str, Any]) -> Any:

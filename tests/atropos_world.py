@@ -1,4 +1,6 @@
-"""What the end-to-end tests of Atropos need beside a run: environments of atroposlib itself, a model that they can score, and witnesses."""
+"""What the end-to-end tests of Atropos need beside a run: environments of atroposlib itself, a model that they can
+score, and witnesses.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Groups(RunListener):
 
 
 def guessing_model(folder: Path) -> Path:
-    """A model of words that answers any question with one of three numbers, as atroposlib's environments want to read it."""
+    """A model of words that answers any question with one of three numbers, as atroposlib's environments want to read
+    it.
+    """
     words = sorted({word for number in NUMBERS for word in f"{ANSWER} {QUESTION}".format(number).split()})
     vocabulary = {word: i for i, word in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *words, *FILLER])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -73,7 +77,10 @@ def guessing_model(folder: Path) -> Path:
     rng = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99))
     for _ in range(60):
-        contents = [" ".join([*rng.choices(FILLER, k=rng.randint(0, 130)), QUESTION.format(rng.choice(NUMBERS))]) for _ in range(8)]
+        contents = [
+            " ".join([*rng.choices(FILLER, k=rng.randint(0, 130)), QUESTION.format(rng.choice(NUMBERS))])
+            for _ in range(8)
+        ]
         prompts = [encode(fast, [{"role": "user", "content": content}]) for content in contents]
         token_ids, labels = collate(fast, prompts, [ANSWER.format(rng.choice(NUMBERS)) for _ in prompts])
         logits = model(input_ids=token_ids, use_cache=False).logits
@@ -88,11 +95,15 @@ def guessing_model(folder: Path) -> Path:
 
 
 def upstream(folder: Path, *names: str) -> list[Path]:
-    """Files of atroposlib's source distribution, from the package index that this machine is set up for: the wheel has no environments."""
+    """Files of atroposlib's source distribution, from the package index that this machine is set up for: the wheel has
+    no environments.
+    """
     command = "uv run --no-project --with pip python -m pip download --quiet --no-deps --no-binary :all: atroposlib==0.4.0 --dest"
     done = subprocess.run([*command.split(), str(folder)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        pytest.fail(f"this test needs the source distribution of atroposlib 0.4.0 from a package index, and got: {done.stderr[-1000:]}")
+        pytest.fail(
+            f"this test needs the source distribution of atroposlib 0.4.0 from a package index, and got: {done.stderr[-1000:]}"
+        )
     [archive] = folder.glob("atroposlib-0.4.0.tar.gz")
     with tarfile.open(archive) as tar:
         for name in names:

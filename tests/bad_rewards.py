@@ -1,4 +1,6 @@
-"""Reward functions that misbehave as the problem's answer says. They know the standard library alone, as a user's own might."""
+"""Reward functions that misbehave as the problem's answer says. They know the standard library alone, as a user's own
+might.
+"""
 
 import asyncio
 import ctypes
@@ -50,7 +52,9 @@ def in_workers(make, printed=None, **settings):
     from offline_grpo.generation.scoring.scorers import Scorers
     from offline_grpo.settings import ScoringConfig
 
-    settings = ScoringConfig(**({"workers": 4, "timeout_s": 2.0, "memory_mib": 256, "stop_at_failed_frac": 1.0} | settings))
+    settings = ScoringConfig(
+        **({"workers": 4, "timeout_s": 2.0, "memory_mib": 256, "stop_at_failed_frac": 1.0} | settings)
+    )
     return IsolatedTask(make(), Scorers(Setup.of(make, settings, preload=(), printed=printed)), settings)
 
 
@@ -61,7 +65,9 @@ def on_cluster(address, path, *, made_by=None, **settings):
     from offline_grpo.generation.scoring.messages import Setup
     from offline_grpo.settings import ScoringConfig
 
-    settings = ScoringConfig(**({"workers": 2, "timeout_s": 5.0, "memory_mib": 256, "stop_at_failed_frac": 1.0} | settings))
+    settings = ScoringConfig(
+        **({"workers": 2, "timeout_s": 5.0, "memory_mib": 256, "stop_at_failed_frac": 1.0} | settings)
+    )
     setup = Setup.of(partial(Task, made_by or path), settings, preload=(), printed=None)
     return IsolatedTask(Task(path), ClusterScorers(address, {}, setup), settings)
 
@@ -189,9 +195,14 @@ def _closes_files():
 
 def _sees():
     """What it has in common with the process that trains: 1 if that is nothing."""
-    places = {os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
+    places = {
+        os.readlink(f"/proc/self/fd/{name}")
+        for name in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{name}")
+    }
     is_alone = (
-        os.readlink("/proc/self/fd/0") == os.devnull and len([place for place in places if place.startswith("socket:")]) <= 3
+        os.readlink("/proc/self/fd/0") == os.devnull
+        and len([place for place in places if place.startswith("socket:")]) <= 3
     )  # its own, and two of asyncio's event loop
     return float(is_alone and "torch" not in sys.modules)
 

@@ -1,4 +1,6 @@
-"""Runs of the whole application in child processes that can be killed, forked from a server that has imported everything already."""
+"""Runs of the whole application in child processes that can be killed, forked from a server that has imported
+everything already.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ SMALL = (
     "eval.bootstrap_samples=10",
     "checkpoint.save_interval=2",
 )
-"""Four iterations of everything in a few seconds; the model has learnt to write integers sometimes, so that rewards differ."""
+"""Four iterations of everything in a few seconds; the model has learnt to write integers sometimes, so that rewards
+differ.
+"""
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,9 @@ class StopsRun(RunListener):
 
 
 class Waits(RunListener):
-    """Waits at the second iteration until there is a file `go` in the working directory; the file `waiting` has its process id."""
+    """Waits at the second iteration until there is a file `go` in the working directory; the file `waiting` has its
+    process id.
+    """
 
     def phase(self, name: str, iteration: int) -> None:
         if (name, iteration) == ("generate", 1):
@@ -140,7 +146,11 @@ def start_in_child(
         fresh: start the process anew and not from the server, whose imports make CUDA unusable in a fork.
         draws: draw the report, which takes longer than the rest. Otherwise it is an empty file.
     """
-    make = (lambda target, *args: multiprocessing.get_context("spawn").Process(target=target, args=args)) if fresh else child_process
+    make = (
+        (lambda target, *args: multiprocessing.get_context("spawn").Process(target=target, args=args))
+        if fresh
+        else child_process
+    )
     process = make(_child, str(output_dir), list(overrides), kill, dict(mishaps or {}), draws)
     process.start()
     return process
@@ -194,12 +204,17 @@ def _exit_codes(processes: list[Any], timeout_s: float = 300) -> list[int]:
 
 def _as_rank(rank: int, count: int, port: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
-    os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
+    os.environ.update(
+        {name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1"
+    )
     target(*args)
 
 
-def run_command(folder: Path, script: Path, *words: str, count: int = 1, draws: bool = False) -> subprocess.CompletedProcess[str]:
-    """`python SCRIPT WORDS` from `folder`, in processes forked from the server: they have torch already, and are the command otherwise.
+def run_command(
+    folder: Path, script: Path, *words: str, count: int = 1, draws: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """`python SCRIPT WORDS` from `folder`, in processes forked from the server: they have torch already, and are the
+    command otherwise.
 
     Args:
         draws: see `start_in_child`.
@@ -252,13 +267,19 @@ def _leave_out_drawing() -> None:
 
 
 def _child(
-    output_dir: str, overrides: list[str], kill: Kill | None, mishaps: dict[tuple[str, int], Callable[[], Any]], draws: bool
+    output_dir: str,
+    overrides: list[str],
+    kill: Kill | None,
+    mishaps: dict[tuple[str, int], Callable[[], Any]],
+    draws: bool,
 ) -> None:
     from tqdm import tqdm
 
     from offline_grpo.run import app, cli
 
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which in a spawned process stays until the tests have ended
+    tqdm.set_lock(
+        threading.RLock()
+    )  # its own is a semaphore, which in a spawned process stays until the tests have ended
     if not draws:
         _leave_out_drawing()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, whoever started the tests
@@ -303,7 +324,9 @@ def _arm(kill: Kill) -> None:
 def metrics_of(run_dir: Path) -> dict[str, dict[str, float]]:
     """File name -> metrics, without what depends on the clock."""
     return {
-        path.name: {key: value for key, value in json.loads(path.read_text()).items() if not key.startswith(("time/", "perf/"))}
+        path.name: {
+            key: value for key, value in json.loads(path.read_text()).items() if not key.startswith(("time/", "perf/"))
+        }
         for path in sorted((run_dir / "metrics").glob("*.json"))
     }
 

@@ -41,16 +41,22 @@ def pytest_configure(config: pytest.Config) -> None:
     """With xdist, files are handed out in their order; by number of tests, the long ones of few tests would come last."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
-    # Without compiled files every process that a test starts would compile torch or vLLM again, which takes longer than the test.
+    # Without compiled files every process that a test starts would compile torch or vLLM again, which takes longer than
+    # the test.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    # The tensors are small: a second thread, here or in a process that a test starts, would take a core from another worker to wait on it.
+    # The tensors are small: a second thread, here or in a process that a test starts, would take a core from another
+    # worker to wait on it.
     os.environ["OMP_NUM_THREADS"] = "1"
-    # One test needs two threads. They sleep while they wait for each other: spinning, they would take both cores from the other tests.
+    # One test needs two threads. They sleep while they wait for each other: spinning, they would take both cores from
+    # the other tests.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does that to what it starts with `&`, and programs would inherit it
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # a shell does that to what it starts with `&`, and programs would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.disable()  # else half of the time of the collection goes into looking for garbage among the modules, of which there is none
+    # else half of the time of the collection goes into looking for garbage among the modules, of which there is none
+    gc.disable()
     if CACHE not in os.environ:  # else this is a worker
         os.environ[CACHE] = tempfile.mkdtemp(prefix="offline_grpo_tests_")
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(CACHE), ignore_errors=True))
@@ -90,7 +96,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def same_signal_handlers() -> Iterator[None]:
-    """A command that is run in this process ignores signals from its end on, and so would the tests after it, and Ctrl-C."""
+    """A command that is run in this process ignores signals from its end on, and so would the tests after it, and
+    Ctrl-C.
+    """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -99,7 +107,9 @@ def same_signal_handlers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def cache() -> str:
-    """An override: what one test, of any worker, has built is there for the others. To build a tiny model takes longer than to train it."""
+    """An override: what one test, of any worker, has built is there for the others. To build a tiny model takes longer
+    than to train it.
+    """
     return f"cache_dir={os.environ[CACHE]}"
 
 

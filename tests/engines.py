@@ -1,4 +1,6 @@
-"""Real vLLM servers for tests, on the CPU in fp32 or on a GPU in bf16, and what the tests do to the policies that they serve."""
+"""Real vLLM servers for tests, on the CPU in fp32 or on a GPU in bf16, and what the tests do to the policies that they
+serve.
+"""
 
 from __future__ import annotations
 
@@ -107,15 +109,24 @@ def engine(where: Where, **changes: Any) -> VllmEngine:
 
 
 def make_server(
-    where: Where, log_dir: Path, *, args: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None, **changes: Any
+    where: Where,
+    log_dir: Path,
+    *,
+    args: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
+    **changes: Any,
 ) -> Server:
     """A server, not started yet. `changes` are settings of its engine."""
     gpus = [0] if where.device.type == "cuda" else None
-    return Server(base_url=None, api_key=None, launcher=engine(where, **changes), log_dir=log_dir, gpus=gpus, args=args, env=env)
+    return Server(
+        base_url=None, api_key=None, launcher=engine(where, **changes), log_dir=log_dir, gpus=gpus, args=args, env=env
+    )
 
 
 def forking_python(folder: Path) -> str:
-    """For `engine.python`, a program in `folder`: with it servers start in little more than half the time, where there is no GPU."""
+    """For `engine.python`, a program in `folder`: with it servers start in little more than half the time, where there
+    is no GPU.
+    """
     return _program(folder / "forking_python", str(FORKED_ENGINE))
 
 
@@ -127,9 +138,11 @@ def _program(script: Path, *words: str) -> str:
 
 
 def preloaded_python(folder: Path) -> str:
-    """Like `forking_python`, and faster still, because vLLM is there already. Only what stands in for the server is a child of whoever
-    starts it; `writers` finds the others."""
-    return _program(folder / "preloaded_python", str(PRELOADED_VLLM.with_name("preloaded_vllm_client.py")), _preloaded_vllm())
+    """Like `forking_python`, and faster still, because vLLM is there already. Only what stands in for the server is a
+    child of whoever starts it; `writers` finds the others."""
+    return _program(
+        folder / "preloaded_python", str(PRELOADED_VLLM.with_name("preloaded_vllm_client.py")), _preloaded_vllm()
+    )
 
 
 @cache
@@ -138,7 +151,9 @@ def _preloaded_vllm() -> str:
     path = f"{os.environ['OFFLINE_GRPO_TESTS_CACHE']}/vllm-{os.getpid()}"
     command, env = [sys.executable, str(PRELOADED_VLLM), path], engine(CPU).environment({}, None)
     with Path(f"{path}.log").open("wb") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=env, start_new_session=True)  # Ctrl-C is not for it
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, env=env, start_new_session=True
+        )  # Ctrl-C is not for it
     assert process.stdout is not None
     assert process.stdout.readline() == b"listening\n", Path(f"{path}.log").read_text()
     return path
@@ -165,8 +180,8 @@ def deploy(sync: Any, *clients: Any, sampling: SamplingParams = SamplingParams(1
 
 
 def save_model(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Path:
-    """A random Llama with everything that a name map can stumble over: grouped queries, biases, tied embeddings, a vocabulary of 100 that
-    vLLM pads to 128, and llama3's rope scaling."""
+    """A random Llama with everything that a name map can stumble over: grouped queries, biases, tied embeddings, a
+    vocabulary of 100 that vLLM pads to 128, and llama3's rope scaling."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=100,
@@ -234,7 +249,11 @@ def sample(
 
 
 def score(
-    policy: Policy, completions: Sequence[Completion], prompts: Sequence[Sequence[int]] = PROMPTS, *, temperature: float = 1.0
+    policy: Policy,
+    completions: Sequence[Completion],
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    *,
+    temperature: float = 1.0,
 ) -> list[Tensor]:
     """The policy's logprobs of each completion's tokens, in nats."""
     rollouts = [make_rollout(*pair, temperature=temperature) for pair in zip(prompts, completions, strict=True)]
@@ -244,7 +263,11 @@ def score(
 
 
 def distance(
-    policy: Policy, completions: Sequence[Completion], prompts: Sequence[Sequence[int]] = PROMPTS, *, temperature: float = 1.0
+    policy: Policy,
+    completions: Sequence[Completion],
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    *,
+    temperature: float = 1.0,
 ) -> float:
     """Mean |trainer - server| over the tokens of completions of `prompts`, in nats."""
     theirs = torch.cat([torch.tensor(c.logprobs) for c in completions])
@@ -253,11 +276,19 @@ def distance(
 
 @contextmanager
 def under_way(server: Server, *requests: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, somebody else's requests to vLLM's own endpoint have begun, and will not end: they are cancelled afterwards."""
+    """Inside, somebody else's requests to vLLM's own endpoint have begun, and will not end: they are cancelled
+    afterwards.
+    """
     answers: list[Iterator[str]] = []
     with ExitStack() as stack:
         for body in requests:
-            asked = {"model": "policy", "max_tokens": CONTEXT - len(body["prompt"]), "ignore_eos": True, "stream": True, **body}
+            asked = {
+                "model": "policy",
+                "max_tokens": CONTEXT - len(body["prompt"]),
+                "ignore_eos": True,
+                "stream": True,
+                **body,
+            }
             request = httpx.stream("POST", f"{server.base_url}/v1/completions", json=asked, timeout=120)
             answers.append(stack.enter_context(request).iter_lines())
             next(answers[-1])  # its first token
@@ -277,8 +308,14 @@ def switch_of(logprobs: Sequence[float], old: Tensor, new: Tensor, where: Where)
     close = max(5 * where.tolerance_nats, 1e-4)  # the largest of 900 roundings; policies differ by nats
     is_old, is_new = ((theirs - ours).abs() < close for ours in (old, new))
     fits = [k for k in range(len(theirs) + 1) if is_old[:k].all() and is_new[k:].all()]
-    neither = [(i, (theirs - old)[i].item(), (theirs - new)[i].item()) for i in range(len(theirs)) if not is_old[i] and not is_new[i]]
-    assert fits, f"tokens of neither policy, or out of order: (position, nats from the old policy, from the new one) {neither[:10]}"
+    neither = [
+        (i, (theirs - old)[i].item(), (theirs - new)[i].item())
+        for i in range(len(theirs))
+        if not is_old[i] and not is_new[i]
+    ]
+    assert fits, (
+        f"tokens of neither policy, or out of order: (position, nats from the old policy, from the new one) {neither[:10]}"
+    )
     return fits[-1]
 
 
@@ -324,7 +361,9 @@ def engine_core(log: Path) -> psutil.Process:
 
 
 def kill_engine(folder: Path) -> int:
-    """SIGKILL to the process that computes, as the kernel would when memory runs out, of the last server that has its log in `folder`."""
+    """SIGKILL to the process that computes, as the kernel would when memory runs out, of the last server that has its
+    log in `folder`.
+    """
     core = engine_core(max(folder.glob("server_*.log")))
     core.kill()
     return core.pid
@@ -339,7 +378,9 @@ class Deaths:
 
 
 def kill_engines(monkeypatch: pytest.MonkeyPatch, *, at_push: int) -> Deaths:
-    """Kill the engine of a run under `shared_vllm` before it samples for iteration 1, and at the push of version `at_push`."""
+    """Kill the engine of a run under `shared_vllm` before it samples for iteration 1, and at the push of version
+    `at_push`.
+    """
     deaths = Deaths()
     sampled, pushed = OnPolicy.next, Deployment.push
 

@@ -161,14 +161,21 @@ def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, offload=False, **s
     )
 
 
-def complete_in_order(client: RolloutClient, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> list[list[Completion]]:
+def complete_in_order(
+    client: RolloutClient, requests: Sequence[SamplingRequest], sampling: SamplingParams
+) -> list[list[Completion]]:
     """The completions of all requests, in the order of `requests`."""
     completions = dict(client.generate(requests, sampling))
     return [completions[index] for index in range(len(requests))]
 
 
 def generate(
-    client: RolloutClient, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, group_size: int, seeds: Sequence[int]
+    client: RolloutClient,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    *,
+    group_size: int,
+    seeds: Sequence[int],
 ) -> list[list[Completion]]:
     """`group_size` completions of each prompt, in the order of the prompts."""
     requests = [SamplingRequest(tuple(prompt), group_size, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
@@ -176,7 +183,11 @@ def generate(
 
 
 def make_completion(
-    token_ids: Sequence[int], logprobs: Sequence[float] | None = None, reason: FinishReason = FinishReason.STOP, *, version: int = 0
+    token_ids: Sequence[int],
+    logprobs: Sequence[float] | None = None,
+    reason: FinishReason = FinishReason.STOP,
+    *,
+    version: int = 0,
 ) -> Completion:
     """A completion of these tokens, by default with logprobs of -1."""
     return Completion(tuple(token_ids), tuple(logprobs or [-1.0] * len(token_ids)), reason, (version,) * len(token_ids))
@@ -194,7 +205,10 @@ def make_group(*answers: tuple[str, float]) -> RolloutGroup:
     """A group of texts, each with its reward; 1 is correct."""
     problem = Problem("p", ({"role": "user", "content": "2+2="},), "4")
     scores = [(text, Score(reward, reward == 1.0, {"correct": reward})) for text, reward in answers]
-    rollouts = [Rollout.of_one_turn((1, 2), make_completion((3,)), temperature=1.0, text=text, score=score) for text, score in scores]
+    rollouts = [
+        Rollout.of_one_turn((1, 2), make_completion((3,)), temperature=1.0, text=text, score=score)
+        for text, score in scores
+    ]
     return RolloutGroup(problem, tuple(rollouts))
 
 
@@ -211,7 +225,8 @@ def sampled(rollout: Rollout) -> tuple[int, ...]:
 def compose_config(*overrides: str) -> DictConfig:
     """The configuration that `run_grpo.py` composes from these overrides.
 
-    The choice of options takes Hydra a third of a second, so equal choices are composed once. Values are then set as Hydra does it.
+    The choice of options takes Hydra a third of a second, so equal choices are composed once. Values are then set as
+    Hydra does it.
     """
     choices = tuple(override for override in overrides if _is_choice(override))
     cfg = copy.deepcopy(compose_with_hydra(*choices))
@@ -252,13 +267,16 @@ class Foreign:
     def close(self) -> None: ...
 
 
-def make_batch(lengths: Sequence[int], completion_mask: Tensor, advantages: Tensor, old_logprobs: Tensor, **fields: Any) -> TokenBatch:
+def make_batch(
+    lengths: Sequence[int], completion_mask: Tensor, advantages: Tensor, old_logprobs: Tensor, **fields: Any
+) -> TokenBatch:
     """A flat batch of sequences of these lengths.
 
     Args:
         completion_mask, old_logprobs: [T].
         advantages: [S], those of the sequences.
-        fields: others of `TokenBatch`; token ids are 0, temperatures 1, and the sampler's logprobs the old ones unless they are given.
+        fields: others of `TokenBatch`; token ids are 0, temperatures 1, and the sampler's logprobs the old ones
+            unless they are given.
     """
     repeats = torch.tensor(lengths)
     sequence_ids = torch.repeat_interleave(torch.arange(len(lengths)), repeats)

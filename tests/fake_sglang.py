@@ -1,9 +1,10 @@
-"""A stand-in for an SGLang server, written from the source of SGLang 0.5.15 and compared with a real one. No real one runs in the tests.
+"""A stand-in for an SGLang server, written from the source of SGLang 0.5.15 and compared with a real one. No real one
+runs in the tests.
 
-It keeps the rules that clients can trip over: requests are refused where SGLang's SamplingParams.verify refuses them, seeds act under
-deterministic inference alone and fit 64 bits with a sign, logprobs are of softmax(logits / temperature) before top_k, the repetition
-penalty comes a token late, a paused server fails health checks that sample, and one that loads weights while it has requests, or what the
-last one left in its cache, ends.
+It keeps the rules that clients can trip over: requests are refused where SGLang's SamplingParams.verify refuses them,
+seeds act under deterministic inference alone and fit 64 bits with a sign, logprobs are of softmax(logits / temperature)
+before top_k, the repetition penalty comes a token late, a paused server fails health checks that sample, and one that
+loads weights while it has requests, or what the last one left in its cache, ends.
 """
 
 from __future__ import annotations
@@ -18,9 +19,36 @@ from scripted_server import Reply, Request
 
 VOCABULARY = 12
 SAMPLING_FIELDS = {
-    *("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p", "frequency_penalty"),
-    *("presence_penalty", "repetition_penalty", "min_new_tokens", "n", "json_schema", "regex", "ebnf", "structural_tag", "ignore_eos"),
-    *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "custom_params", "stream_interval", "logit_bias"),
+    *(
+        "max_new_tokens",
+        "stop",
+        "stop_token_ids",
+        "stop_regex",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "frequency_penalty",
+    ),
+    *(
+        "presence_penalty",
+        "repetition_penalty",
+        "min_new_tokens",
+        "n",
+        "json_schema",
+        "regex",
+        "ebnf",
+        "structural_tag",
+        "ignore_eos",
+    ),
+    *(
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "no_stop_trim",
+        "custom_params",
+        "stream_interval",
+        "logit_bias",
+    ),
     "sampling_seed",
 }
 
@@ -37,7 +65,9 @@ def log_softmax(logits: list[float]) -> list[float]:
 
 @dataclass
 class FakeSglang:
-    """The script of a `ScriptedServer`. `load` makes a model of a folder: what turns the tokens so far into the next one's logits."""
+    """The script of a `ScriptedServer`. `load` makes a model of a folder: what turns the tokens so far into the next
+    one's logits.
+    """
 
     load: Callable[[str], Callable[[list[int]], list[float]]] = lambda _: logits_after
     model: Callable[[list[int]], list[float]] = logits_after
@@ -56,7 +86,11 @@ class FakeSglang:
         if self.is_dead:
             return Reply(cut="silence")
         is_open = request.path.startswith("/health")
-        if self.api_key is not None and not is_open and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+        if (
+            self.api_key is not None
+            and not is_open
+            and request.headers.get("Authorization") != f"Bearer {self.api_key}"
+        ):
             return Reply({"error": "Unauthorized"}, status=401)
         try:
             answer = getattr(self, f"on{request.path.replace('/', '_')}")
@@ -116,7 +150,12 @@ class FakeSglang:
         body = request.body
         if "missing" in body["model_path"]:
             return Reply(
-                {"success": False, "message": f"Failed to get weights iterator: {body['model_path']}", "num_paused_requests": 0}, status=400
+                {
+                    "success": False,
+                    "message": f"Failed to get weights iterator: {body['model_path']}",
+                    "num_paused_requests": 0,
+                },
+                status=400,
             )
         self.loaded.append(body["model_path"])
         self.model = self.load(body["model_path"])
@@ -129,7 +168,9 @@ class FakeSglang:
         assert isinstance(self.weight_version, str)
         return Reply({"success": True, "message": "Weight version updated", "new_version": self.weight_version})
 
-    def _complete(self, index: int, prompt: list[int], settings: dict[str, Any], returns_logprobs: bool) -> dict[str, Any]:
+    def _complete(
+        self, index: int, prompt: list[int], settings: dict[str, Any], returns_logprobs: bool
+    ) -> dict[str, Any]:
         verify(settings)
         seed = settings["sampling_seed"] if self.is_deterministic else random.getrandbits(62)
         tokens: list[int] = []
@@ -158,12 +199,18 @@ class FakeSglang:
         }
         if returns_logprobs:
             triples = [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)]
-            meta |= {"input_token_logprobs": [], "output_token_logprobs": triples, "output_token_logprobs_length": len(triples)}
+            meta |= {
+                "input_token_logprobs": [],
+                "output_token_logprobs": triples,
+                "output_token_logprobs_length": len(triples),
+            }
         return {"text": "", "output_ids": tokens, "meta_info": meta}
 
 
 def penalised(logits: list[float], prompt: list[int], tokens: list[int], penalty: float) -> list[float]:
-    """With the overlapping scheduler, which does not know the newest token yet: the prompt's last one is counted in its place."""
+    """With the overlapping scheduler, which does not know the newest token yet: the prompt's last one is counted in its
+    place.
+    """
     counted = {prompt[-1], *tokens[:-1]} if tokens else set()
     return [(x * penalty if x < 0 else x / penalty) if token in counted else x for token, x in enumerate(logits)]
 
@@ -178,8 +225,12 @@ def verify(settings: dict[str, Any]) -> None:
     if settings["top_k"] < 1 and settings["top_k"] != -1:
         raise ValueError(f"top_k must be -1 (disable) or at least 1, got {settings['top_k']}.")
     if not 0 < settings["repetition_penalty"] <= 2:
-        raise ValueError(f"repetition_penalty must be in (0, 2] (1.0 = no penalty), got {settings['repetition_penalty']}.")
-    assert -(2**63) <= settings["sampling_seed"] < 2**63, "torch.tensor(..., dtype=torch.int64) overflows, in the scheduler"
+        raise ValueError(
+            f"repetition_penalty must be in (0, 2] (1.0 = no penalty), got {settings['repetition_penalty']}."
+        )
+    assert -(2**63) <= settings["sampling_seed"] < 2**63, (
+        "torch.tensor(..., dtype=torch.int64) overflows, in the scheduler"
+    )
     assert settings.get("n", 1) == 1, "all completions would have one seed"
 
 

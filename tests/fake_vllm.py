@@ -1,4 +1,6 @@
-"""A stand-in for a vLLM server that a whole run can use: a transformers model, the real worker extension, and vLLM's routes and forms."""
+"""A stand-in for a vLLM server that a whole run can use: a transformers model, the real worker extension, and vLLM's
+routes and forms.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class FakeVllm:
     def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
         sampling = SamplingParams(body["max_tokens"], temperature=body["temperature"])
         prompt = body["prompt"]["prompt_token_ids"]
-        completions = complete_in_order(self._client, [SamplingRequest(tuple(prompt), body["n"], body["seed"])], sampling)[0]
+        completions = complete_in_order(
+            self._client, [SamplingRequest(tuple(prompt), body["n"], body["seed"])], sampling
+        )[0]
         choices = [
             {
                 "token_ids": list(completion.token_ids),

@@ -1,4 +1,5 @@
-"""An interpreter for vLLM servers on the CPU, `python forked_engine.py -m MODULE ARGUMENTS`: the server forks its engine.
+"""An interpreter for vLLM servers on the CPU, `python forked_engine.py -m MODULE ARGUMENTS`: the server forks its
+engine.
 
 vLLM starts it as a new interpreter there, which imports vLLM once more: half of the server's start.
 """

@@ -1,4 +1,6 @@
-"""Stand-ins for what the worker extension meets inside vLLM: its fused layers, by vLLM's own names, and a worker around a model of them."""
+"""Stand-ins for what the worker extension meets inside vLLM: its fused layers, by vLLM's own names, and a worker around
+a model of them.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,14 @@ from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import app, assemble
 
 ROWS = Path(__file__).with_name("four_rows.jsonl")
-TWO_ITERATIONS = (*SMALL, "train.iterations=2", "train.lr=0.02", "eval.interval=1", "checkpoint.save_interval=1", "model.device=cpu")
+TWO_ITERATIONS = (
+    *SMALL,
+    "train.iterations=2",
+    "train.lr=0.02",
+    "eval.interval=1",
+    "checkpoint.save_interval=1",
+    "model.device=cpu",
+)
 
 
 @dataclass
@@ -60,7 +67,11 @@ class Laboratory:
 
     def _run(self, overrides: str, run_dir: Path) -> Trace:
         trace = Trace()
-        places = {"@model": self.root / "other_model", "@done": self.root / "done", "@elsewhere": self.root / "elsewhere"}
+        places = {
+            "@model": self.root / "other_model",
+            "@done": self.root / "done",
+            "@elsewhere": self.root / "elsewhere",
+        }
         places["@rows"] = ROWS
         words = overrides.split()
         for place, path in places.items():
@@ -115,5 +126,7 @@ def watch(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     count(lm_head, "_matmul_into", "product")
     count(masters, "HostTensors", "host")
     count(nn.functional, "scaled_dot_product_attention", "sdpa")
-    patch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="eager"))  # generates no code, which takes long
+    patch.setattr(
+        nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="eager")
+    )  # generates no code, which takes long
     count(nn.Module, "compile", "compile")

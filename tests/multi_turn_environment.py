@@ -1,4 +1,5 @@
-"""An Atropos environment of two turns: the model writes, the environment answers, the model writes again. Run as `... serve --config FILE`.
+"""An Atropos environment of two turns: the model writes, the environment answers, the model writes again. Run as `...
+serve --config FILE`.
 
 What it sends it also appends to the file that the variable SENT names.
 """
@@ -41,7 +42,11 @@ class MultiTurn(BaseEnv):
                 tokens, masks, logprobs = tokens + written, masks + written, logprobs + theirs
                 if turn == 0:
                     answer = self.tokenizer.encode("+ 0?" * (1 + member % 2))
-                    tokens, masks, logprobs = tokens + answer, masks + [-100] * len(answer), logprobs + [1.0] * len(answer)
+                    tokens, masks, logprobs = (
+                        tokens + answer,
+                        masks + [-100] * len(answer),
+                        logprobs + [1.0] * len(answer),
+                    )
             for name, value in (
                 ("tokens", tokens),
                 ("masks", masks),

@@ -18,8 +18,15 @@ def one_fails(folder: str) -> None:
             raise error
         return [ranks.rank * 10, ranks.rank * 10 + 1]
 
-    heard: list[object] = [ranks.gather_results(lambda: work(None, None)), ranks.gather_interleaved(lambda: work(None, None))]
-    for errors in ((None, EngineError("late")), (EngineError("early"), EngineDied("gone")), (EngineError("first"), EngineError("second"))):
+    heard: list[object] = [
+        ranks.gather_results(lambda: work(None, None)),
+        ranks.gather_interleaved(lambda: work(None, None)),
+    ]
+    for errors in (
+        (None, EngineError("late")),
+        (EngineError("early"), EngineDied("gone")),
+        (EngineError("first"), EngineError("second")),
+    ):
         try:
             heard.append(ranks.gather_results(lambda errors=errors: work(*errors)))
         except EngineError as error:

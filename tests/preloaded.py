@@ -1,4 +1,6 @@
-"""For the server in children.py, so that not every child does it again: what a run imports late, and what Hydra makes of `conf/`."""
+"""For the server in children.py, so that not every child does it again: what a run imports late, and what Hydra makes
+of `conf/`.
+"""
 
 import os
 

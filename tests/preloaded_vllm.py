@@ -1,6 +1,8 @@
-"""A process that has imported vLLM and forks a server for each `preloaded_vllm_client.py` that asks: `python preloaded_vllm.py SOCKET`.
+"""A process that has imported vLLM and forks a server for each `preloaded_vllm_client.py` that asks: `python
+preloaded_vllm.py SOCKET`.
 
-The import is most of a server's start. For tests that need a server; those of who ends which process start it as a run does.
+The import is most of a server's start. For tests that need a server; those of who ends which process start it as a run
+does.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ def import_vllm() -> set[str]:
 
 
 def keep(client: socket.socket, before: dict[str, str], seen: set[str]) -> None:
-    """Fork a server, pass the client's signals on to it, and its exit code to the client. Only the server returns from here."""
+    """Fork a server, pass the client's signals on to it, and its exit code to the client. Only the server returns from
+    here.
+    """
     message, descriptors, *_ = socket.recv_fds(client, MAX_REQUEST, 3)
     pid = os.fork()
     if pid == 0:
@@ -126,10 +130,14 @@ def be_in(folder: str, descriptors: list[int]) -> None:
 
 
 def have(environment: dict[str, str], before: dict[str, str], seen: set[str]) -> None:
-    """Have the client's environment, as if vLLM had been imported in it. Exits where it would have been `seen` to be another one."""
+    """Have the client's environment, as if vLLM had been imported in it. Exits where it would have been `seen` to be
+    another one.
+    """
     late = {name: environment.get(name) for name in seen - CAN_CHANGE if environment.get(name) != before.get(name)}
     if late:
-        sys.exit(f"vLLM reads these variables when it is imported, and has been imported with other values of them: {late}")
+        sys.exit(
+            f"vLLM reads these variables when it is imported, and has been imported with other values of them: {late}"
+        )
     set_by_import = {name: value for name, value in os.environ.items() if value != before.get(name)}
     os.environ.clear()
     os.environ.update(environment | set_by_import)

@@ -1,4 +1,5 @@
-"""In place of `python` for a vLLM server, which `preloaded_vllm.py` forks: `python preloaded_vllm_client.py SOCKET -m MODULE ARGUMENTS`.
+"""In place of `python` for a vLLM server, which `preloaded_vllm.py` forks: `python preloaded_vllm_client.py SOCKET -m
+MODULE ARGUMENTS`.
 
 Passes signals on, leaves as the server does, and takes it along when killed.
 """

@@ -20,7 +20,9 @@ def machines(count: int) -> Iterator[Any]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         from ray.cluster_utils import Cluster
 
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": QUICKLY})
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": QUICKLY}
+        )
         try:
             cluster.machines = [cluster.add_node(num_cpus=1) for _ in range(count)]
             yield cluster

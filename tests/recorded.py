@@ -79,7 +79,12 @@ def make_replay(path: object, *words: str, **given: Any) -> Replay:
     """The source, as a run makes it."""
     config = typed(compose_config("rollouts=replay", f"rollouts.path={path}", *words))
     Replay.check(config)
-    runtime = {"task": Lengths(), "origin": replace(ORIGIN, model="second/model"), "vocab_size": VOCAB, "context": CONTEXT}
+    runtime = {
+        "task": Lengths(),
+        "origin": replace(ORIGIN, model="second/model"),
+        "vocab_size": VOCAB,
+        "context": CONTEXT,
+    }
     runtime |= {"run_folder": Path("/nowhere"), "rank": 0, "world_size": 1}
     node = as_plain(compose_config("rollouts=replay", f"rollouts.path={path}", *words))["rollouts"]
     assert source_node(config) == {name: value for name, value in node.items() if name != "record"}

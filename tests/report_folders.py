@@ -13,11 +13,20 @@ from offline_grpo.disk import utf8
 from offline_grpo.rollouts.store.rows import parquet, table_of
 from offline_grpo.types import Problem, Rollout, RolloutGroup, Score
 
-HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">&lt;b&gt; \udc80 \x00 \u202e ' + "x" * 1_000_000
+HOSTILE = (
+    '</script><script>alert(1)</script><img src=x onerror="alert(2)">&lt;b&gt; \udc80 \x00 \u202e ' + "x" * 1_000_000
+)
 
 
 def make_run(
-    folder: Path, *, iterations: int = 12, solved: int = 3, seed: int = 0, loss: str = "grpo", text: str = "four", **metrics: float
+    folder: Path,
+    *,
+    iterations: int = 12,
+    solved: int = 3,
+    seed: int = 0,
+    loss: str = "grpo",
+    text: str = "four",
+    **metrics: float,
 ) -> Path:
     """A run of which `solved` of four held-out problems are solved at the end; the model writes `text`."""
     (folder / "metrics").mkdir(parents=True)
@@ -34,7 +43,10 @@ def make_run(
         _write(folder / "metrics" / f"train_iter_{index:03d}.json", train | metrics)
         _store(folder, "train", index, [_group(text, index, [(1.0, True), (0.0, False)])], [[0.7, -0.7]])
     for name, share in (("init", 0.0), (f"iter_{iterations - 1:03d}", solved / 4)):
-        _write(folder / "metrics" / f"eval_{name}.json", {"pass@1": share, "pass@1_low": share - 0.01, "pass@1_high": share + 0.01})
+        _write(
+            folder / "metrics" / f"eval_{name}.json",
+            {"pass@1": share, "pass@1_low": share - 0.01, "pass@1_high": share + 0.01},
+        )
     _store(folder, "eval", iterations - 1, [_group(text, i, [(1.0, i < solved)]) for i in range(4)], None)
     make_settings(folder, iterations=iterations, seed=seed, loss=loss)
     return folder
@@ -62,13 +74,17 @@ def make_settings(folder: Path, *, iterations: int, seed: int, loss: str) -> Non
 def _group(text: str, number: int, scores: list[tuple[float, bool]]) -> RolloutGroup:
     problem = Problem(f"{text[:200]} {number}", ({"role": "user", "content": f"2+2= {utf8(text)}"},), "4")
     rollouts = [
-        Rollout.of_one_turn((1, 2), make_completion((3,)), temperature=1.0, text=f"{text} {number}", score=Score(reward, is_correct, {}))
+        Rollout.of_one_turn(
+            (1, 2), make_completion((3,)), temperature=1.0, text=f"{text} {number}", score=Score(reward, is_correct, {})
+        )
         for reward, is_correct in scores
     ]
     return RolloutGroup(problem, tuple(rollouts))
 
 
-def _store(folder: Path, phase: str, iteration: int, groups: list[RolloutGroup], advantages: list[list[float]] | None) -> None:
+def _store(
+    folder: Path, phase: str, iteration: int, groups: list[RolloutGroup], advantages: list[list[float]] | None
+) -> None:
     name = f"{'eval_' if phase == 'eval' else ''}iter_{iteration:03d}.parquet"
     (folder / "rollouts" / name).write_bytes(parquet(table_of(phase, groups, advantages, iteration), {}))
 

@@ -56,7 +56,9 @@ class Request:
 
 
 class ScriptedServer:
-    """Answers each request with what `script` returns for it, each in a thread of its own. Ends with `close`, or as a context manager."""
+    """Answers each request with what `script` returns for it, each in a thread of its own. Ends with `close`, or as a
+    context manager.
+    """
 
     def __init__(self, script: Callable[[Request], Reply]) -> None:
         self.script = script
@@ -67,7 +69,9 @@ class ScriptedServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True  # headers and body are written apart: the second would wait for the first's receipt
+            disable_nagle_algorithm = (
+                True  # headers and body are written apart: the second would wait for the first's receipt
+            )
 
             def do_POST(self) -> None:
                 server._handle(self)

@@ -36,7 +36,9 @@ def own_server(python: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Variety(Arithmetic):
-    """The problems of arithmetic, with a reward that the answers of a random model differ in: how many characters they use."""
+    """The problems of arithmetic, with a reward that the answers of a random model differ in: how many characters they
+    use.
+    """
 
     def score(self, problem: Problem, text: str) -> Score:
         variety = len(set(text)) / 10
@@ -53,8 +55,9 @@ class Endless(VllmClient):
 def five(model: Path) -> tuple[str, ...]:
     """Overrides for five iterations with this model.
 
-    Adam divides gradients by their own size, so where they are nothing but rounding, rounding decides which way weights go: with the usual
-    eps and LoRA's learning rate, 1e-6 nats between two servers became other samples within three iterations. Gradients have norms of 2 to
+    Adam divides gradients by their own size, so where they are nothing but rounding, rounding decides which way weights
+    go: with the usual eps and LoRA's learning rate, 1e-6 nats between two servers became other samples within three
+        iterations. Gradients have norms of 2 to
     10 here; with this eps the policy moves as far, and those 1e-6 stay below a tenth of what `assert_same` tolerates.
     """
     return (
@@ -98,4 +101,9 @@ def assert_same(left: dict[str, dict[str, float]], right: dict[str, dict[str, fl
         for key, value in found.items():
             if not key.startswith(("sync/", "alignment/", "mismatch/", "logprobs/inference")):
                 tolerance = 1e-4 if key in CANCELLING else 1e-5
-                assert right[name][key] == pytest.approx(value, rel=1e-4, abs=tolerance), (name, key, value, right[name][key])
+                assert right[name][key] == pytest.approx(value, rel=1e-4, abs=tolerance), (
+                    name,
+                    key,
+                    value,
+                    right[name][key],
+                )

@@ -1,4 +1,6 @@
-"""What settings of engines, clients of servers and weight-sync strategies do, seen where the parts are built: no real server runs."""
+"""What settings of engines, clients of servers and weight-sync strategies do, seen where the parts are built: no real
+server runs.
+"""
 
 from __future__ import annotations
 
@@ -98,11 +100,15 @@ class Asked:
 
 
 def ask(overrides: str, *, role: str = "training") -> Asked:
-    """Sample as a run with these overrides does, for training or for evaluation. Servers refuse their first request; they take 0.1 s, and
-    longer until they have been asked for as much at once as they will be."""
+    """Sample as a run with these overrides does, for training or for evaluation. Servers refuse their first request;
+    they take 0.1 s, and longer until they have been asked for as much at once as they will be."""
     at_once: list[int] = []
     answers = Answers(at_once), Answers(at_once)
-    with ScriptedServer(answers[0]) as here, ScriptedServer(answers[1]) as there, tempfile.TemporaryDirectory() as folder:
+    with (
+        ScriptedServer(answers[0]) as here,
+        ScriptedServer(answers[1]) as there,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         words = overrides.replace("@here", here.base_url).replace("@there", there.base_url).split()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(server_client, "FIRST_PAUSE_S", 0.01)
@@ -113,7 +119,9 @@ def ask(overrides: str, *, role: str = "training") -> Asked:
                 error = str(caught).replace(here.base_url, "here").replace(there.base_url, "there")
         for name, web in (("here", here), ("there", there)):
             for request in web.requests:
-                if request.body is not None:  # where the client gave up before it was sent, on a busy machine, nothing was asked
+                if (
+                    request.body is not None
+                ):  # where the client gave up before it was sent, on a busy machine, nothing was asked
                     key = request.headers.get("Authorization")
                     return Asked(error, name, request.path, key, _settings(request.body), web.max_active)
         return Asked(error)
@@ -201,7 +209,10 @@ def sync_effect(sync: Any) -> Any:
     """What a strategy asks of server and process group, over a connection and the pushes of three iterations."""
     seen: list[Any] = [flags(sync.server_args)]
     sent: list[Any] = []  # between processes, while requests are under way
-    with tempfile.TemporaryDirectory() as folder, _server_of_the_policy(sync, seen, sent, Path(folder)) as (policy, client):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _server_of_the_policy(sync, seen, sent, Path(folder)) as (policy, client),
+    ):
         deployment, schedule = deploy(sync, client), PushSchedule(sync.interval)
         try:
             deployment.connect(policy)

@@ -1,4 +1,6 @@
-"""For test_sharding.py: updates with a part of the model in each process, and the same updates with the whole model in each."""
+"""For test_sharding.py: updates with a part of the model in each process, and the same updates with the whole model in
+each.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def train(case: dict[str, Any], ranks: Any, sharding: Any, folder: Path) -> Resu
         from peft import LoraConfig, get_peft_model  # which takes seconds
 
         torch.manual_seed(3)
-        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        )
     if case.get("recompute"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = Policy(make_scoring(model, Tree() if case.get("tree") else Padded()), SimpleNamespace())  # type: ignore[arg-type]
@@ -63,7 +67,11 @@ def train(case: dict[str, Any], ranks: Any, sharding: Any, folder: Path) -> Resu
     sharding.prepare_reference(reference)
     settings = {"lr": 1e-3, "epochs": 2, "updates_per_iteration": 2, "batch_size": 2, "grad_clip": 0.1, "kl_coef": 0.1}
     loss: Any = LOSSES[case.get("loss", "grpo")]
-    terms = {name: value for name, value in {**LOSS, "kl_coef": 0.1}.items() if name in {field.name for field in fields(loss)}}
+    terms = {
+        name: value
+        for name, value in {**LOSS, "kl_coef": 0.1}.items()
+        if name in {field.name for field in fields(loss)}
+    }
     # A key's bias has no gradient but rounding, which a smaller eps would turn into steps.
     optimizer = AdamW(lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-5, offload=False)
     updater = Updater(
@@ -82,10 +90,17 @@ def train(case: dict[str, Any], ranks: Any, sharding: Any, folder: Path) -> Resu
     )
     metrics = updater.run(updater.score(batch_of(1)), iteration=0)
     is_whole = not case.get("lora")
-    weights = sharding.lead(lambda: {name: t.clone() for name, t in sharding.full_weights(policy) if is_whole or "lora" in name})
+    weights = sharding.lead(
+        lambda: {name: t.clone() for name, t in sharding.full_weights(policy) if is_whole or "lora" in name}
+    )
     state = updater.state_dict()
     whole = sharding.lead(lambda: sharding.whole(state, folder), state)["optimizer"]["state"]
-    means = {f"{number}.{name}": tensor for number, found in whole.items() for name, tensor in found.items() if name != "step"}
+    means = {
+        f"{number}.{name}": tensor
+        for number, found in whole.items()
+        for name, tensor in found.items()
+        if name != "step"
+    }
     return metrics, weights | means
 
 
@@ -93,7 +108,13 @@ def follow(folder: str, cases: list[dict[str, Any]]) -> None:
     """Write how far apart the two are, at most, in each case. The first process alone computes what is right."""
     ranks = Ranks(use_cpu=True)
     alone: Any = SimpleNamespace(
-        rank=0, world_size=1, is_main=True, gather=list, sum_=lambda _: None, broadcast=lambda value: value, on_main=lambda act: act()
+        rank=0,
+        world_size=1,
+        is_main=True,
+        gather=list,
+        sum_=lambda _: None,
+        broadcast=lambda value: value,
+        on_main=lambda act: act(),
     )
     lines = []
     for case in cases:

@@ -1,5 +1,5 @@
-"""`hydra/launcher=joblib`: the runs of a sweep side by side, through Hydra's own launcher of that name. Hydra imports this file at every
-start, so it imports nothing that takes time.
+"""`hydra/launcher=joblib`: the runs of a sweep side by side, through Hydra's own launcher of that name. Hydra imports
+this file at every start, so it imports nothing that takes time.
 """
 
 from __future__ import annotations

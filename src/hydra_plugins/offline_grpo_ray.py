@@ -1,5 +1,5 @@
-"""`hydra/launcher=ray`: the runs of a sweep are tasks of a Ray cluster. Hydra takes launchers from this package alone, and imports it at
-every start, so this file imports nothing that takes time.
+"""`hydra/launcher=ray`: the runs of a sweep are tasks of a Ray cluster. Hydra takes launchers from this package alone,
+and imports it at every start, so this file imports nothing that takes time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ STOP_S = 60.0
 class RayLauncher(Launcher):
     """Starts each run in a process of its own, wherever the cluster has room, and waits for all.
 
-    All machines need this project's environment at the same path, and a file system that has the sweep's folder. Ctrl-C stops every run at
-    its next safe point.
+    All machines need this project's environment at the same path, and a file system that has the sweep's folder. Ctrl-C
+    stops every run at its next safe point.
 
     Args: the keys of conf/hydra/launcher/ray.yaml.
     """
@@ -86,13 +86,18 @@ class RayLauncher(Launcher):
             have = ", ".join(shown(machine) for machine in machines)
             asked = f"hydra.launcher.num_cpus={self._num_cpus:g} hydra.launcher.num_gpus={num_gpus:g}"
             raise ConfigError(f"{asked}: no machine of the Ray cluster has as many for a run (there are {have})")
-        task = ray.remote(**size, max_calls=1, max_retries=0)(_run_there)  # a process for each run: CUDA and signal handlers are its own
+        task = ray.remote(**size, max_calls=1, max_retries=0)(
+            _run_there
+        )  # a process for each run: CUDA and signal handlers are its own
         common = (str(Path.cwd()), sys.path, self._config, self._context, self._function, Singleton.get_state())
         log.info("%d runs as Ray tasks, each with %g CPU cores and %g GPUs", len(jobs), self._num_cpus, num_gpus)
         for number, overrides in enumerate(jobs, first):
             log.info("\t#%d : %s", number, " ".join(filter_overrides(overrides)))
         common = ray.put(common)
-        running = [task.options(name=f"run {number}").remote(common, overrides, number) for number, overrides in enumerate(jobs, first)]
+        running = [
+            task.options(name=f"run {number}").remote(common, overrides, number)
+            for number, overrides in enumerate(jobs, first)
+        ]
         try:
             _wait(running)
         except BaseException as error:
@@ -110,7 +115,10 @@ def _wait(running: list[Any]) -> None:
 
     from offline_grpo.run.interrupt import StopSignal
 
-    with StopSignal.listening() as stop, stop.held("the runs have saved"):  # Ray would lose what is raised while it waits
+    with (
+        StopSignal.listening() as stop,
+        stop.held("the runs have saved"),
+    ):  # Ray would lose what is raised while it waits
         while len(ray.wait(running, num_returns=len(running), timeout=POLL_S)[0]) < len(running):
             stop.check()
 

@@ -1,4 +1,6 @@
-"""`python -m offline_grpo [GROUP=OPTION] [KEY=VALUE] ...` trains, as `run_grpo.py` and `offline-grpo` do, which call `main`."""
+"""`python -m offline_grpo [GROUP=OPTION] [KEY=VALUE] ...` trains, as `run_grpo.py` and `offline-grpo` do, which call
+`main`.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,12 @@ def _say(*, as_json: bool) -> bool:
     found = list(findings(Path("outputs").absolute()))
     fitting = presets(find_gpus())
     if as_json:
-        print(json.dumps({"findings": [asdict(one) for one in found], "presets": [p for p, _ in fitting], **this_start()}, indent=2))
+        print(
+            json.dumps(
+                {"findings": [asdict(one) for one in found], "presets": [p for p, _ in fitting], **this_start()},
+                indent=2,
+            )
+        )
     else:
         for one in found:
             print(_shortened(f"{MARKS[one.state]}  {one.name:<13} {one.text}"))

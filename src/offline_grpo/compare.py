@@ -1,4 +1,6 @@
-"""`python -m offline_grpo.compare [steps=50] [modes=A,B,...] [KEY=VALUE]...`: weight-sync modes on the same work, side by side."""
+"""`python -m offline_grpo.compare [steps=50] [modes=A,B,...] [KEY=VALUE]...`: weight-sync modes on the same work, side
+by side.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ Every other word goes to every run, as in `run_grpo.py`: experiment=gsm8k_qwen2_
 def run(arguments: Sequence[str] | None = None) -> None:
     """Read the words, run the modes, print the summaries and the table."""
     parser = argparse.ArgumentParser(
-        prog="python -m offline_grpo.compare", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m offline_grpo.compare",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("words", metavar="KEY=VALUE", nargs="*", help="see below")
     words: list[str] = parser.parse_args(arguments).words

@@ -1,5 +1,5 @@
-"""Reads files that somebody else may have put in place: whatever they hold, reading ends, and ends with a value or one line. Writes files
-whole or not at all, and keeps temporary folders that do not outlive their process."""
+"""Reads files that somebody else may have put in place: whatever they hold, reading ends, and ends with a value or one
+line. Writes files whole or not at all, and keeps temporary folders that do not outlive their process."""
 
 from __future__ import annotations
 
@@ -65,10 +65,12 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def parse_json(cls: type[T], content: bytes) -> T:
-    """A dataclass (or another type that pydantic knows) from JSON. Its attribute `__pydantic_config__` says how strictly.
+    """A dataclass (or another type that pydantic knows) from JSON. Its attribute `__pydantic_config__` says how
+    strictly.
 
     Raises:
-        ValueError: what is wrong, in one line: no JSON, too deep, NaN or infinity anywhere, or a field that does not fit its type.
+        ValueError: what is wrong, in one line: no JSON, too deep, NaN or infinity anywhere, or a field that does not
+        fit its type.
     """
     from pydantic import TypeAdapter, ValidationError
     from pydantic_core import from_json
@@ -84,12 +86,15 @@ def parse_json(cls: type[T], content: bytes) -> T:
 
 
 def utf8(text: str) -> str:
-    """The text with an escape for each half of a surrogate pair, which UTF-8 has no bytes for; JSON has the same escapes."""
+    """The text with an escape for each half of a surrogate pair, which UTF-8 has no bytes for; JSON has the same
+    escapes.
+    """
     return text.encode(errors="backslashreplace").decode()
 
 
 def write_whole(path: Path, content: str | bytes, *, is_private: bool = False) -> None:
-    """Write a file that appears complete or not at all, also if the power fails: what it is called until then, `sweep` deletes.
+    """Write a file that appears complete or not at all, also if the power fails: what it is called until then, `sweep`
+    deletes.
 
     Args:
         is_private: other users of the machine cannot read it.
@@ -99,7 +104,9 @@ def write_whole(path: Path, content: str | bytes, *, is_private: bool = False) -
     """
     hidden = path.with_name(f".{path.name}{UNFINISHED}")
     try:
-        with open(hidden, "wb", opener=lambda name, flags: os.open(name, flags, 0o600 if is_private else 0o666)) as file:
+        with open(
+            hidden, "wb", opener=lambda name, flags: os.open(name, flags, 0o600 if is_private else 0o666)
+        ) as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
@@ -110,13 +117,15 @@ def write_whole(path: Path, content: str | bytes, *, is_private: bool = False) -
 
 
 def matching(folder: Path, pattern: str) -> list[Path]:
-    """What `folder.glob(pattern)` finds, where others delete folders meanwhile, as refused runs delete their own: it would raise."""
+    """What `folder.glob(pattern)` finds, where others delete folders meanwhile, as refused runs delete their own: it
+    would raise.
+    """
     return [folder / name for name in glob(pattern, root_dir=folder, include_hidden=True)]
 
 
 def sweep(folder: Path) -> None:
-    """Delete what a killed process left unfinished in a run's folder and in those there: files of `write_whole`, `.writing_*`. Deeper
-    down there may be other runs, which go on."""
+    """Delete what a killed process left unfinished in a run's folder and in those there: files of `write_whole`,
+    `.writing_*`. Deeper down there may be other runs, which go on."""
     names = (f".*{UNFINISHED}", ".writing_*")
     for path in [path for name in names for depth in ("", "*/") for path in matching(folder, depth + name)]:
         if path.is_dir() and not path.is_symlink():
@@ -126,10 +135,11 @@ def sweep(folder: Path) -> None:
 
 
 class OwnFolder:
-    """A new private folder, named `prefix`, this process's id and then something. Those of processes that have ended are deleted.
+    """A new private folder, named `prefix`, this process's id and then something. Those of processes that have ended
+    are deleted.
 
-    This process holds a lock on it for as long as it lives, whatever ends it, so that the next one can tell what was left behind
-    from what is used. A process id could not: containers that share a folder have ids of their own.
+    This process holds a lock on it for as long as it lives, whatever ends it, so that the next one can tell what was
+    left behind from what is used. A process id could not: containers that share a folder have ids of their own.
     """
 
     def __init__(self, parent: Path, prefix: str) -> None:

@@ -22,8 +22,8 @@ class GrpoError(Exception):
 
 
 class ConfigError(GrpoError):
-    """The configuration or the input is invalid. Raised as early as possible, mostly before a model is loaded; the message
-    names key, value and fix."""
+    """The configuration or the input is invalid. Raised as early as possible, mostly before a model is loaded; the
+    message names key, value and fix."""
 
     exit_code = 2
 
@@ -33,7 +33,9 @@ class EngineError(GrpoError):
 
 
 class EngineDied(EngineError):
-    """The server exited, or was restarted without our weights. `Deployment.recover` restarts it or sends the weights again."""
+    """The server exited, or was restarted without our weights. `Deployment.recover` restarts it or sends the weights
+    again.
+    """
 
 
 class ForeignWrite(EngineDied):
@@ -63,8 +65,8 @@ class NonFiniteError(GrpoError):
 
 
 class StopRequested(BaseException):
-    """A signal asked the run to stop. `exit_code` is 128 + the signal's number, as in a shell. `is_reported` once the run has said
-    where it stopped.
+    """A signal asked the run to stop. `exit_code` is 128 + the signal's number, as in a shell. `is_reported` once the
+    run has said where it stopped.
 
     No `Exception`, as KeyboardInterrupt is none: it may be raised anywhere, also where a library catches every error.
     """
@@ -88,13 +90,20 @@ def told(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Where a user's code raised, as ` (my_module.py, line 3, in reward)`; "" where no code but the package's and Python's own did.
+    """Where a user's code raised, as ` (my_module.py, line 3, in reward)`; "" where no code but the package's and
+    Python's own did.
 
     What that code calls in turn is not named.
     """
-    own = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")  # <frozen ...>, and <string>: what dataclasses make
+    own = (
+        str(Path(__file__).parent),
+        sysconfig.get_path("stdlib"),
+        "<",
+    )  # <frozen ...>, and <string>: what dataclasses make
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = next((f.filename for f in frames if not f.filename.startswith(own) or "site-packages" in f.filename), None)
+    foreign = next(
+        (f.filename for f in frames if not f.filename.startswith(own) or "site-packages" in f.filename), None
+    )
     last = next((frame for frame in reversed(frames) if frame.filename == foreign), None)
     return "" if last is None else f" ({Path(last.filename).name}, line {last.lineno}, in {last.name})"
 
@@ -105,7 +114,8 @@ def no_such_key(key: str, known: Iterable[str]) -> ConfigError:
     group, dot, name = key.rpartition(".")
     similar = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return ConfigError(
-        f"{key}: no such key; " + (f"did you mean {group}{dot}{similar[0]}?" if similar else f"it may be one of {', '.join(names)}")
+        f"{key}: no such key; "
+        + (f"did you mean {group}{dot}{similar[0]}?" if similar else f"it may be one of {', '.join(names)}")
     )
 
 
@@ -117,7 +127,8 @@ def require(condition: bool, key: str, value: object, fix: str) -> None:
 
 @contextmanager
 def ending_with_reader() -> Iterator[None]:
-    """Inside, the end of whoever reads the output, such as `head`, ends the program too: quietly, with the exit code of SIGPIPE.
+    """Inside, the end of whoever reads the output, such as `head`, ends the program too: quietly, with the exit code of
+    SIGPIPE.
 
     Rich makes an exit with code 1 of a closed pipe.
     """

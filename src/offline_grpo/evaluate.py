@@ -1,4 +1,6 @@
-"""`python -m offline_grpo.evaluate MODEL... [GROUP=OPTION] [KEY=VALUE]...`: pass@k of models on held-out problems, and which is better."""
+"""`python -m offline_grpo.evaluate MODEL... [GROUP=OPTION] [KEY=VALUE]...`: pass@k of models on held-out problems, and
+which is better.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def parser() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.evaluate", description=__doc__, epilog=EPILOG)
     parser.add_argument(
-        "words", metavar="MODEL|KEY=VALUE", nargs="+", help="checkpoint, run, model folder, adapter or Hub id; or a setting"
+        "words",
+        metavar="MODEL|KEY=VALUE",
+        nargs="+",
+        help="checkpoint, run, model folder, adapter or Hub id; or a setting",
     )
     parser.add_argument("--out", type=Path, help="folder for the results (default: outputs/evaluate/DATE/TIME)")
     cli.add_trust_option(parser)
@@ -76,7 +81,9 @@ def _refuse_idle(word: str) -> None:
     """Raise ConfigError about a setting that acts in training alone."""
     key = key_of(word)
     if key in ("eval.backend", "eval.base_url", "eval.weight_sync"):
-        raise ConfigError(f"{word}: evaluations that are no part of a run ask what generation names, such as generation=vllm_server")
+        raise ConfigError(
+            f"{word}: evaluations that are no part of a run ask what generation names, such as generation=vllm_server"
+        )
     if key not in OF_LOADING and re.split(r"[./]", key)[0] in OF_TRAINING:
         raise ConfigError(f"{word}: acts in training alone, and nothing is trained here; leave it out")
 
@@ -108,7 +115,12 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Conso
             evaluate(models, sets, out, results)
     finally:
         named = {letter: str(source.checkpoint or source.name) for letter, source in models.items()}
-        record = {"models": named, "overrides": [*base, *words], "sets": {each.name: each.plain for each in sets}, **results.as_plain()}
+        record = {
+            "models": named,
+            "overrides": [*base, *words],
+            "sets": {each.name: each.plain for each in sets},
+            **results.as_plain(),
+        }
         if any(out.iterdir()):
             (out / "results.json").write_text(json.dumps(redacted(record), indent=1) + "\n")
         discard_fresh(out)  # if no problem was asked

@@ -27,7 +27,9 @@ for _name in ("httpx", "httpx2"):  # they log every request
 
 
 def is_model_id(name: str) -> bool:
-    """Whether a model of this name is looked for on the Hub: it is no local path, does not look like one, and may be an id."""
+    """Whether a model of this name is looked for on the Hub: it is no local path, does not look like one, and may be an
+    id.
+    """
     if os.path.exists(name) or name.startswith(("/", ".", "~")) or name.count("/") > 1:
         return False
     from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -43,7 +45,8 @@ def need_model(name: str, key: str) -> None:
     """Make sure that a model can be had from the Hub or the cache. A local folder is let through, and so is
     all where HF_HUB_OFFLINE is set.
 
-    Where the Hub cannot be reached and the cache has the model, this process and those that it starts use the cache alone from then on.
+    Where the Hub cannot be reached and the cache has the model, this process and those that it starts use the cache
+    alone from then on.
 
     Raises:
         ConfigError: a local file; or the Hub cannot be reached, and the cache does not have the model's config.json.
@@ -71,17 +74,22 @@ def need_dataset(name: str, key: str, fix: str) -> None:
 def ask() -> Callable[[], str | None]:
     """Ask the Hub in the background. What is returned waits for the answer: why the Hub cannot be reached, or None.
 
-    A connection has to be there 2.5 s after the question; an answer may take 4 s. Neither depends on how many addresses a name has.
+    A connection has to be there 2.5 s after the question; an answer may take 4 s. Neither depends on how many addresses
+    a name has.
     """
     from huggingface_hub.constants import ENDPOINT
 
     answer: Queue[str | None] = Queue()
     asked_at: Queue[float] = Queue()
     connected = Event()
-    Thread(target=lambda: answer.put(_head(ENDPOINT, asked_at, connected)), daemon=True).start()  # a name server may keep it for longer
+    Thread(
+        target=lambda: answer.put(_head(ENDPOINT, asked_at, connected)), daemon=True
+    ).start()  # a name server may keep it for longer
 
     def wait() -> str | None:
-        began = asked_at.get()  # before that it imports and reads certificates, for which a busy machine may take seconds
+        began = (
+            asked_at.get()
+        )  # before that it imports and reads certificates, for which a busy machine may take seconds
         for limit in (CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S):
             try:
                 return answer.get(timeout=max(0.0, began + limit - monotonic()))
@@ -110,7 +118,9 @@ def _need(what: str, is_cached: Callable[[], bool], fix: str) -> None:
         _answered.add(ENDPOINT)
         return
     if not is_cached():
-        raise ConfigError(f"{what}: the Hugging Face Hub cannot be reached ({reason}), and the cache does not have it; {fix}")
+        raise ConfigError(
+            f"{what}: the Hugging Face Hub cannot be reached ({reason}), and the cache does not have it; {fix}"
+        )
     log.warning("%s: the Hugging Face Hub cannot be reached (%s); taken from the cache", what, reason)
     _use_cache_alone()
 
@@ -135,7 +145,12 @@ def _head(url: str, asked_at: Queue[float], connected: Event) -> str | None:
         with httpx.Client(timeout=2 * ANSWER_TIMEOUT_S) as client:  # `wait` has the limits, and gives up before
             asked_at.put(monotonic())
             client.head(url, extensions={"trace": trace})
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:  # ValueError: a proxy's URL; OSError: certificates
+    except (
+        httpx.HTTPError,
+        httpx.InvalidURL,
+        ValueError,
+        OSError,
+    ) as error:  # ValueError: a proxy's URL; OSError: certificates
         return f"{url}: {reason_of(error)}"
     finally:
         asked_at.put(monotonic())  # where nothing could be asked

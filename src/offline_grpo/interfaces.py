@@ -1,4 +1,5 @@
-"""The Protocols that components implement and the training loop is written against. Nothing here imports a concrete component.
+"""The Protocols that components implement and the training loop is written against. Nothing here imports a concrete
+component.
 
 This file is longer than others may be, so that all of them are on one page.
 """
@@ -39,10 +40,11 @@ T = TypeVar("T")
 class Task(Protocol):
     """Problems with answers that a program can check.
 
-    Its class may say `scores_safely = True`: `score` is short code that cannot hang or raise, and is called in the run's process instead
-    of in one that can be killed (`scoring` in conf/). `worker_imports` names modules that are imported once for all those processes.
-    `code_files` are files of code that `score` runs and that a user may edit: that is told. `is_ordered = True` says that the order of its
-    training problems matters, which `data.shuffle` would destroy.
+    Its class may say `scores_safely = True`: `score` is short code that cannot hang or raise, and is called in the
+    run's process instead of in one that can be killed (`scoring` in conf/). `worker_imports` names modules that are
+    imported once for all those processes. `code_files` are files of code that `score` runs and that a user may edit:
+    that is told. `is_ordered = True` says that the order of its training problems matters, which `data.shuffle` would
+    destroy.
     """
 
     def problems(self, split: Split) -> Sequence[Problem]:
@@ -50,7 +52,9 @@ class Task(Protocol):
         ...
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
-        """Judge a completion's text, free of special tokens. Pure, maybe async; should not raise, whatever the model wrote."""
+        """Judge a completion's text, free of special tokens. Pure, maybe async; should not raise, whatever the model
+        wrote.
+        """
         ...
 
 
@@ -59,16 +63,21 @@ class RolloutClient(Protocol):
     """Our handle on the engine that samples."""
 
     engine_name: ClassVar[str | None]
-    """The kind of server that it asks, such as "vLLM", and then has `server` and `control` (see engine/engine.py); None asks no server."""
+    """The kind of server that it asks, such as "vLLM", and then has `server` and `control` (see engine/engine.py); None
+    asks no server.
+    """
 
     weights: ServedWeights
-    """What the engine serves; replaced as a whole after each push, so that a request never mixes a name with another's version."""
+    """What the engine serves; replaced as a whole after each push, so that a request never mixes a name with another's
+    version.
+    """
 
     def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
-        """Answer the requests: yields the index of each with its completions as soon as they are complete, in any order.
+        """Answer the requests: yields the index of each with its completions as soon as they are complete, in any
+        order.
 
-        Requests are taken from the iterable as there is room for them, and each gets the version of the weights that are served when it
-        is sent. Closing the iterator abandons what is still open.
+        Requests are taken from the iterable as there is room for them, and each gets the version of the weights that
+        are served when it is sent. Closing the iterator abandons what is still open.
 
         Raises:
             offline_grpo.errors.EngineError: the engine did not return exactly what was asked for.
@@ -97,12 +106,14 @@ class TextCodec(Protocol):
 class RolloutSource(Protocol):
     """Where an iteration's rollouts come from: a component of the group `rollouts`.
 
-    Every process has a source of its own, which knows its rank and contributes its share. A source uses no collectives: the loop
-    gathers the shares. What it does in the background must end with `close`.
+    Every process has a source of its own, which knows its rank and contributes its share. A source uses no collectives:
+    the loop gathers the shares. What it does in the background must end with `close`.
     """
 
     needs_problems: ClassVar[bool]
-    """Whether it trains on problems of the task; if not, none are made and its constructor cannot ask for them. Said by the class."""
+    """Whether it trains on problems of the task; if not, none are made and its constructor cannot ask for them. Said by
+    the class.
+    """
 
     @staticmethod
     def check(config: Any) -> None:
@@ -110,12 +121,14 @@ class RolloutSource(Protocol):
         ...
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        """Called once, before the first `next`, with the iteration that comes first and what `state_dict` returned for the checkpoint."""
+        """Called once, before the first `next`, with the iteration that comes first and what `state_dict` returned for
+        the checkpoint.
+        """
         ...
 
     def next(self, iteration: int) -> list[RolloutGroup]:
-        """This process's scored groups of the iteration. With W processes, item i of process r becomes item i * W + r of the whole:
-        all groups may come from one process, in order.
+        """This process's scored groups of the iteration. With W processes, item i of process r becomes item i * W + r
+        of the whole: all groups may come from one process, in order.
 
         Raises:
             offline_grpo.errors.EngineDied: the engine has ended; the loop recovers it and asks again.
@@ -127,7 +140,9 @@ class RolloutSource(Protocol):
         ...
 
     def metrics(self) -> Metrics:
-        """What the source has to say about the last `next`, for the iteration's metrics file; those of the first process are kept."""
+        """What the source has to say about the last `next`, for the iteration's metrics file; those of the first
+        process are kept.
+        """
         ...
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -144,8 +159,8 @@ class Prefetch(RolloutSource, Protocol):
     """A source that samples from the run's engine while the trainer trains, and between any two calls."""
 
     def weights_lost(self) -> None:
-        """The engine has died, or somebody else has written to its weights: what was sampled and not handed out yet is worth nothing.
-        Nothing more is sampled before `weights_changed`."""
+        """The engine has died, or somebody else has written to its weights: what was sampled and not handed out yet is
+        worth nothing. Nothing more is sampled before `weights_changed`."""
         ...
 
 
@@ -170,7 +185,9 @@ class Loss(Protocol):
 
     @property
     def ratio_reference(self) -> str:
-        """What the policy is compared with in the ratio: "old", for which several updates need a scoring pass, or "rollout", the engine."""
+        """What the policy is compared with in the ratio: "old", for which several updates need a scoring pass, or
+        "rollout", the engine.
+        """
         ...
 
     @property
@@ -179,7 +196,9 @@ class Loss(Protocol):
         ...
 
     def reward_penalties(self, batch: TokenBatch) -> Tensor:
-        """What each sequence's reward is lowered by, [S], from `old_logprobs` and `ref_logprobs`. Used where `kl_in_reward`."""
+        """What each sequence's reward is lowered by, [S], from `old_logprobs` and `ref_logprobs`. Used where
+        `kl_in_reward`.
+        """
         ...
 
     def __call__(self, policy: TokenStats, batch: TokenBatch, totals: BatchTotals) -> LossOutput:
@@ -193,15 +212,20 @@ class Layout(Protocol):
 
     @property
     def pads(self) -> bool:
-        """Whether a sequence takes as many positions as the longest of its microbatch, which `train.tokens_per_microbatch` then counts."""
+        """Whether a sequence takes as many positions as the longest of its microbatch, which
+        `train.tokens_per_microbatch` then counts.
+        """
         ...
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ConfigError if this layout does not run on `device` with weights of `dtype`. Called before weights are loaded."""
+        """Raise ConfigError if this layout does not run on `device` with weights of `dtype`. Called before weights are
+        loaded.
+        """
         ...
 
     def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
-        """The decoder's last hidden states [T, H]. Every token attends to itself and to those before it in its own sequence.
+        """The decoder's last hidden states [T, H]. Every token attends to itself and to those before it in its own
+        sequence.
 
         Args:
             decoder: the transformers model below the language-model head.
@@ -209,11 +233,15 @@ class Layout(Protocol):
         ...
 
     def attention(self, decoder: nn.Module, batch: TokenBatch) -> AbstractContextManager[None]:
-        """Inside, the decoder attends as in `hidden_states`: with gradient checkpointing the backward pass runs it again."""
+        """Inside, the decoder attends as in `hidden_states`: with gradient checkpointing the backward pass runs it
+        again.
+        """
         ...
 
     def for_memory_plan(self) -> Layout:
-        """The layout that the memory plan runs on the meta device, whose tensors have no values: this one, or one that needs no less."""
+        """The layout that the memory plan runs on the meta device, whose tensors have no values: this one, or one that
+        needs no less.
+        """
         ...
 
 
@@ -232,7 +260,8 @@ class LossHead(Protocol):
         softcap: float | None = None,
         entropy_requires_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs of `targets` and entropies of softmax(cap(hidden @ weight.T + bias) / temperature), both [N], in nats.
+        """Logprobs of `targets` and entropies of softmax(cap(hidden @ weight.T + bias) / temperature), both [N], in
+        nats.
 
         Args:
             hidden: [N, H], the decoder's output at the position before each target.
@@ -244,16 +273,25 @@ class LossHead(Protocol):
             entropy_requires_grad: if False the entropy is a metric, without gradient.
 
         Returns:
-            logprobs [N] and entropy [N] in float32 (float64 for float64 `hidden`), differentiable in `hidden`, `weight` and `bias`.
+            logprobs [N] and entropy [N] in float32 (float64 for float64 `hidden`), differentiable in `hidden`, `weight`
+            and `bias`.
         """
         ...
 
     def scratch_bytes(
-        self, *, num_tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device, entropy_requires_grad: bool
+        self,
+        *,
+        num_tokens: int,
+        hidden_size: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        entropy_requires_grad: bool,
     ) -> int:
         """The most memory that forward and backward hold at once beyond arguments, results and gradients, in bytes.
 
-        `num_tokens` is N; `dtype` and `device` are those of `hidden` and `weight`. The memory plan asks for GPUs on any machine.
+        `num_tokens` is N; `dtype` and `device` are those of `hidden` and `weight`. The memory plan asks for GPUs on any
+        machine.
         """
         ...
 
@@ -285,11 +323,14 @@ class Deployment(Protocol):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the engines keep the weights that they were started with: a push changes nothing, and reports version 0."""
+        """Whether the engines keep the weights that they were started with: a push changes nothing, and reports version
+        0.
+        """
         ...
 
     def connect(self, policy: Any) -> None:
-        """Start or find the engines, and prepare the path to their weights. Called once, before masters and optimizer exist.
+        """Start or find the engines, and prepare the path to their weights. Called once, before masters and optimizer
+        exist.
 
         Raises:
             offline_grpo.errors.ConfigError: an engine or a policy that cannot be served.
@@ -301,25 +342,33 @@ class Deployment(Protocol):
         """Serve the policy's weights, and prove that they are served. Idempotent.
 
         Args:
-            amid_requests: samples of the last push's weights are still under way. Before it overwrites these, it does as `check_served`.
+            amid_requests: samples of the last push's weights are still under way. Before it overwrites these, it
+                does as `check_served`.
 
-        Raises EngineDied where an engine that the run started has ended, EngineError where one does not serve what was pushed.
+        Raises EngineDied where an engine that the run started has ended, EngineError where one does not serve what was
+        pushed.
         """
         ...
 
     def check_served(self) -> None:
-        """See that all engines still have the weights of the last push. Called after sampling, before anything is learnt from the samples.
+        """See that all engines still have the weights of the last push. Called after sampling, before anything is
+        learnt from the samples.
 
-        Raises EngineDied where one has none or somebody else wrote to them, EngineError where it has those of another run.
+        Raises EngineDied where one has none or somebody else wrote to them, EngineError where it has those of another
+        run.
         """
         ...
 
     def mend(self, policy: Any) -> list[str]:
-        """Write the run's values back to weights whose memory somebody else wrote to. Returns their names. May raise EngineError."""
+        """Write the run's values back to weights whose memory somebody else wrote to. Returns their names. May raise
+        EngineError.
+        """
         ...
 
     def recover(self, policy: Any, *, version: int) -> None:
-        """After EngineDied, start the engines again that have died, as far as the run started them, mend the weights, and push to all."""
+        """After EngineDied, start the engines again that have died, as far as the run started them, mend the weights,
+        and push to all.
+        """
         ...
 
     def metrics(self) -> Metrics:
@@ -332,7 +381,9 @@ class Deployment(Protocol):
 
 
 class Sharding(Protocol):
-    """How the processes of a run share the policy's weights, gradients and optimizer state. Every method is called on all processes."""
+    """How the processes of a run share the policy's weights, gradients and optimizer state. Every method is called on
+    all processes.
+    """
 
     def prepare(self, policy: Any) -> None:
         """Spread the policy's parameters. Called once, before masters and optimizer are made from them."""
@@ -345,12 +396,15 @@ class Sharding(Protocol):
     def num_microbatches(self, own: int) -> int:
         """How many forward and backward passes this process makes in an update for which it has `own` microbatches.
 
-        At least `own`. Where a pass needs all processes, it is the same number on all; passes beyond `own` count for nothing.
+        At least `own`. Where a pass needs all processes, it is the same number on all; passes beyond `own` count for
+        nothing.
         """
         ...
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Sum the gradients of all processes in place; a parameter that no token of this process reached gets zeros first."""
+        """Sum the gradients of all processes in place; a parameter that no token of this process reached gets zeros
+        first.
+        """
         ...
 
     def clip_gradients(self, parameters: Sequence[Tensor], max_norm: float) -> float:
@@ -358,7 +412,9 @@ class Sharding(Protocol):
         ...
 
     def full_weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
-        """The whole of each parameter of the policy, by its name in the checkpoint, one after the other. Called on rank 0, in `lead`."""
+        """The whole of each parameter of the policy, by its name in the checkpoint, one after the other. Called on rank
+        0, in `lead`.
+        """
         ...
 
     def gathered(self, policy: Any) -> AbstractContextManager[None]:
@@ -374,7 +430,9 @@ class Sharding(Protocol):
         ...
 
     def whole(self, tensors: T, folder: Path) -> T:
-        """`tensors` of `lead` with whole tensors, whose memory may be files in `folder`. Called on rank 0. Raises OSError: no room."""
+        """`tensors` of `lead` with whole tensors, whose memory may be files in `folder`. Called on rank 0. Raises
+        OSError: no room.
+        """
         ...
 
     def like(self, target: Tensor, tensor: Tensor) -> Tensor:
@@ -387,8 +445,8 @@ class Evaluator(Protocol):
     """Measures the served policy on held-out problems."""
 
     def sample(self, client: RolloutClient, *, cycle: int) -> list[RolloutGroup]:
-        """This process's share of an evaluation's groups, shared out as by `RolloutSource.next`. `cycle` (0, 1, ...) gives each
-        evaluation sampling noise of its own."""
+        """This process's share of an evaluation's groups, shared out as by `RolloutSource.next`. `cycle` (0, 1, ...)
+        gives each evaluation sampling noise of its own."""
         ...
 
     def metrics(self, groups: Sequence[RolloutGroup], *, cycle: int) -> Metrics:
@@ -407,13 +465,21 @@ class RunListener(Protocol):
         """Called once, with the resolved configuration; before it come the phases of loading alone."""
 
     def phase(self, name: str, iteration: int) -> None:
-        """Phase `name` ("generate", "train", "sync", "eval", "checkpoint", or one of the start) of `iteration` begins, or goes on."""
+        """Phase `name` ("generate", "train", "sync", "eval", "checkpoint", or one of the start) of `iteration` begins,
+        or goes on.
+        """
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """`done` of the phase's `total` (0: unknown) "completions", "microbatches", ... are done, as far as this process knows."""
+        """`done` of the phase's `total` (0: unknown) "completions", "microbatches", ... are done, as far as this
+        process knows.
+        """
 
-    def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, advantages: Sequence[Sequence[float]] | None, iteration: int) -> None:
-        """What phase `name` ("train" or "eval") sampled, on all processes, before any is dropped; advantages in training only."""
+    def rollouts(
+        self, name: str, groups: Sequence[RolloutGroup], *, advantages: Sequence[Sequence[float]] | None, iteration: int
+    ) -> None:
+        """What phase `name` ("train" or "eval") sampled, on all processes, before any is dropped; advantages in
+        training only.
+        """
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
         """The metrics of phase `name` ("train" or "eval"). Iteration -1 is the evaluation before any training."""
@@ -435,7 +501,8 @@ class Checkpointer(Protocol):
     """Saves everything that the next iteration depends on."""
 
     def write(self, iteration: int, *, owes_evaluation: bool = False) -> PendingCheckpoint:
-        """Save the state after `iteration`, whose evaluation was interrupted if it is owed. Called on every process, and perhaps again.
+        """Save the state after `iteration`, whose evaluation was interrupted if it is owed. Called on every process,
+        and perhaps again.
 
         Raises `CheckpointError`, on every process, where it cannot be written; earlier checkpoints are intact.
         """

@@ -1,4 +1,6 @@
-"""`python -m offline_grpo.model_info MODEL`: its blocks and weights, presets for training parts of it, and which GPUs it fits."""
+"""`python -m offline_grpo.model_info MODEL`: its blocks and weights, presets for training parts of it, and which GPUs
+it fits.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from offline_grpo.run.model_info import about, about_gpus, look_at
 def parser() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.model_info", description=__doc__)
-    parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder, model folder or Hub id; no weights are read")
+    parser.add_argument(
+        "model", metavar="MODEL", help="checkpoint, run folder, model folder or Hub id; no weights are read"
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
     cli.add_trust_option(parser)
     return parser

@@ -1,4 +1,5 @@
-"""How far a run is: said where the work is done, heard by the run's listeners. Like logging, it needs no handle and goes one way.
+"""How far a run is: said where the work is done, heard by the run's listeners. Like logging, it needs no handle and
+goes one way.
 
 What is said outside `followed`, or in another thread, is heard by nobody.
 """
@@ -44,7 +45,8 @@ _runs_of_this_process = count()
 def followed() -> Iterator[None]:
     """A run. Inside, progress is told to the listeners that `tell` names.
 
-    The first run of a process began with the process, before its imports; the next job of a sweep in the same process begins here.
+    The first run of a process began with the process, before its imports; the next job of a sweep in the same process
+    begins here.
     """
     began_s = psutil.Process().create_time() if next(_runs_of_this_process) == 0 else time.time()
     token = _current.set(_Followed(began_s, seconds={"imports and data": time.time() - began_s}))
@@ -62,7 +64,8 @@ def tell(listeners: Sequence[RunListener]) -> None:
 
 @contextmanager
 def phase(name: str, iteration: int = -1) -> Iterator[None]:
-    """Inside, the run is in phase `name`; afterwards in the one before, if that goes on. Iteration -1 is before the first.
+    """Inside, the run is in phase `name`; afterwards in the one before, if that goes on. Iteration -1 is before the
+    first.
 
     An error that leaves it says so at the end of its traceback (see `phase_of`).
     """
@@ -93,7 +96,9 @@ def phase_of(error: BaseException) -> str | None:
 
 @contextmanager
 def step(name: str, message: str) -> Iterator[None]:
-    """A phase of the start that may take long: the log has a line when it begins and, if it was long, another one when it is done."""
+    """A phase of the start that may take long: the log has a line when it begins and, if it was long, another one when
+    it is done.
+    """
     log.info(message)
     began = time.perf_counter()
     with phase(name):
@@ -119,7 +124,9 @@ def start_metrics() -> dict[str, float]:
     """What took how long until now, when the first iteration begins."""
     run = _current.get()
     parts = {} if run is None else run.seconds
-    return {"time/start_s": elapsed_s()} | {f"time/start_{name.replace(' ', '_')}_s": seconds for name, seconds in parts.items()}
+    return {"time/start_s": elapsed_s()} | {
+        f"time/start_{name.replace(' ', '_')}_s": seconds for name, seconds in parts.items()
+    }
 
 
 def describe_start() -> str:

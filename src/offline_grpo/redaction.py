@@ -15,13 +15,15 @@ _IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 
 
 def redacted(value: Any) -> Any:
-    """A configuration, or a part of it, with `***` for the value of every key such as `api_key`, `HF_TOKEN` or `password`.
+    """A configuration, or a part of it, with `***` for the value of every key such as `api_key`, `HF_TOKEN` or
+    `password`.
 
     Keys without a value stay as they are. Texts lose what `redacted_text` finds in them.
     """
     if isinstance(value, Mapping):
         return {
-            key: HIDDEN if child not in (None, "") and _IS_SECRET.fullmatch(str(key)) else redacted(child) for key, child in value.items()
+            key: HIDDEN if child not in (None, "") and _IS_SECRET.fullmatch(str(key)) else redacted(child)
+            for key, child in value.items()
         }
     if isinstance(value, (list, tuple)):
         return [redacted(child) for child in value]
@@ -29,8 +31,8 @@ def redacted(value: Any) -> Any:
 
 
 def redacted_text(text: str) -> str:
-    """A word of a command line, or another text, without the values in `generation.api_key=VALUE`, `{api_key: VALUE}` and
-    `https://USER:PASSWORD@host`."""
+    """A word of a command line, or another text, without the values in `generation.api_key=VALUE`, `{api_key: VALUE}`
+    and `https://USER:PASSWORD@host`."""
 
     def hide(found: re.Match[str]) -> str:
         name, sign, secret = found.groups()
@@ -43,4 +45,8 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
     """A configuration's values by their dotted keys. A group without keys is a value too."""
     if not isinstance(node, Mapping) or not node:
         return {prefix: node}
-    return {key: value for name, child in node.items() for key, value in flat(child, f"{prefix}.{name}" if prefix else str(name)).items()}
+    return {
+        key: value
+        for name, child in node.items()
+        for key, value in flat(child, f"{prefix}.{name}" if prefix else str(name)).items()
+    }

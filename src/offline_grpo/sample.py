@@ -22,12 +22,16 @@ def parser() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.sample", description=__doc__)
     parser.add_argument(
-        "model", metavar="MODEL", help="checkpoint, run folder (its best or newest checkpoint), model folder, adapter or Hub id"
+        "model",
+        metavar="MODEL",
+        help="checkpoint, run folder (its best or newest checkpoint), model folder, adapter or Hub id",
     )
     parser.add_argument("prompt", metavar="PROMPT", help="the user's message; - reads it from stdin")
     parser.add_argument("-n", type=int, default=1, metavar="N", help="number of completions (default: 1)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most probable token (default: 1)")
-    parser.add_argument("--max-new-tokens", type=int, help=f"longest completion (default: as the run trained, else {DEFAULT_LENGTH})")
+    parser.add_argument(
+        "--max-new-tokens", type=int, help=f"longest completion (default: as the run trained, else {DEFAULT_LENGTH})"
+    )
     parser.add_argument("--system", help="system message")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same completions (default: 0)")
@@ -70,7 +74,11 @@ def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
     source = find_model(options.model, trust_remote_code=options.trust_remote_code)
     codec = TokenizerCodec(source.tokenizer())
     messages = [{"role": "system", "content": options.system}] if options.system is not None else []
-    prompt_ids = codec.tokenizer.encode(prompt) if options.raw else codec.encode([*messages, {"role": "user", "content": prompt}])
+    prompt_ids = (
+        codec.tokenizer.encode(prompt)
+        if options.raw
+        else codec.encode([*messages, {"role": "user", "content": prompt}])
+    )
     model_config = read_model_config(source.weights, "MODEL", trust_remote_code=source.trust_remote_code)
     room = (context_length(model_config) or sys.maxsize) - len(prompt_ids)
     length = options.max_new_tokens if options.max_new_tokens is not None else min(_length(source), room)

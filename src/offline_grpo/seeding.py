@@ -6,7 +6,8 @@ import hashlib
 
 
 def derive_seed(*parts: object) -> int:
-    """A seed in [0, 2**63) from the parts that identify a sample: the first 8 bytes, big-endian, of sha256("part:part:...").
+    """A seed in [0, 2**63) from the parts that identify a sample: the first 8 bytes, big-endian, of
+    sha256("part:part:...").
 
     Example: `derive_seed(seed_base, cycle, problem_id, replicate)` seeds one evaluation completion.
     """

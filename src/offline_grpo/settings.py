@@ -1,10 +1,12 @@
-"""The plain settings of a run: one dataclass per group of `conf/`. It names and types the values and rejects invalid ones.
+"""The plain settings of a run: one dataclass per group of `conf/`. It names and types the values and rejects invalid
+ones.
 
-Every value comes from YAML. Groups that configure a component (`task`, `generation`, `train.loss`, ...) are `Any` here: `run/build.py`
-checks them against the signature of the class that `_target_` names. This module imports neither torch nor Hydra.
+Every value comes from YAML. Groups that configure a component (`task`, `generation`, `train.loss`, ...) are `Any` here:
+`run/build.py` checks them against the signature of the class that `_target_` names. This module imports neither torch
+nor Hydra.
 
-Hydra merges YAML into these very classes, and launchers of sweeps pickle them. So they are plain and not frozen, of which OmegaConf would
-make read-only nodes. Nothing assigns to their fields.
+Hydra merges YAML into these very classes, and launchers of sweeps pickle them. So they are plain and not frozen, of
+which OmegaConf would make read-only nodes. Nothing assigns to their fields.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ class LoraConfig:
         require(self.r > 0, "model.lora.r", self.r, "the rank must be at least 1")
         require(self.alpha > 0, "model.lora.alpha", self.alpha, "must be above 0; with 0 the adapter does nothing")
         require(0 <= self.dropout < 1, "model.lora.dropout", self.dropout, "a probability in [0, 1)")
-        require(bool(self.target_modules), "model.lora.target_modules", self.target_modules, "name at least one module, or [all-linear]")
+        require(
+            bool(self.target_modules),
+            "model.lora.target_modules",
+            self.target_modules,
+            "name at least one module, or [all-linear]",
+        )
 
 
 @dataclass
@@ -46,8 +53,15 @@ class ModelConfig:
     ref_device: str | None = None
 
     def __post_init__(self) -> None:
-        require(self.train_id is not None or self.tiny is not None, "model.train_id", None, "name a Hugging Face id or a local folder")
-        require(self.compile in ("auto", True, False), "model.compile", self.compile, "must be one of auto, true, false")
+        require(
+            self.train_id is not None or self.tiny is not None,
+            "model.train_id",
+            None,
+            "name a Hugging Face id or a local folder",
+        )
+        require(
+            self.compile in ("auto", True, False), "model.compile", self.compile, "must be one of auto, true, false"
+        )
 
 
 @dataclass
@@ -63,7 +77,12 @@ class DataConfig:
     penalize_length_if_solved: bool
 
     def __post_init__(self) -> None:
-        require(self.problems_per_iteration > 0, "data.problems_per_iteration", self.problems_per_iteration, "must be at least 1")
+        require(
+            self.problems_per_iteration > 0,
+            "data.problems_per_iteration",
+            self.problems_per_iteration,
+            "must be at least 1",
+        )
         fix = "GRPO compares the rollouts of a problem with each other; a group of one has no signal, use 2 or more"
         require(self.rollouts_per_problem > 1, "data.rollouts_per_problem", self.rollouts_per_problem, fix)
         require(self.train_seed_start >= 0, "data.train_seed_start", self.train_seed_start, "must be 0 or more")
@@ -78,7 +97,9 @@ class StopWhenConfig:
     patience: int | None
 
     def __post_init__(self) -> None:
-        require(self.patience is None or self.patience > 0, "train.stop_when.patience", self.patience, "null, or at least 1")
+        require(
+            self.patience is None or self.patience > 0, "train.stop_when.patience", self.patience, "null, or at least 1"
+        )
 
     @property
     def is_active(self) -> bool:
@@ -120,19 +141,39 @@ class TrainConfig:
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must be 0 or more")
         require(0 < self.lr < inf, "train.lr", self.lr, "must be above 0 and finite")
         is_iteration = self.profile is None or 0 < self.profile <= self.iterations
-        require(is_iteration, "train.profile", self.profile, f"an iteration, from 1 to train.iterations={self.iterations}, or null")
-        require(self.grad_clip > 0, "train.grad_clip", self.grad_clip, "must be above 0; use inf to switch clipping off")
-        options = {"schedule": ("constant", "linear", "cosine"), "precision": ("fp32", "bf16", "fp16"), "sharding": ("none", "fsdp2")}
+        require(
+            is_iteration,
+            "train.profile",
+            self.profile,
+            f"an iteration, from 1 to train.iterations={self.iterations}, or null",
+        )
+        require(
+            self.grad_clip > 0, "train.grad_clip", self.grad_clip, "must be above 0; use inf to switch clipping off"
+        )
+        options = {
+            "schedule": ("constant", "linear", "cosine"),
+            "precision": ("fp32", "bf16", "fp16"),
+            "sharding": ("none", "fsdp2"),
+        }
         for name, known in options.items():
-            require(getattr(self, name) in known, f"train.{name}", getattr(self, name), f"must be one of {', '.join(known)}")
+            require(
+                getattr(self, name) in known, f"train.{name}", getattr(self, name), f"must be one of {', '.join(known)}"
+            )
         recompute = self.gradient_checkpointing
-        require(recompute in ("auto", True, False), "train.gradient_checkpointing", recompute, "must be one of auto, true, false")
+        require(
+            recompute in ("auto", True, False),
+            "train.gradient_checkpointing",
+            recompute,
+            "must be one of auto, true, false",
+        )
         self._check_batch_arithmetic()
 
     def _check_batch_arithmetic(self) -> None:
         other = f"train.tokens_per_microbatch (={self.tokens_per_microbatch})"
         fix = f"set exactly one of train.batch_size (sequences per microbatch) and {other}; null switches one off"
-        require((self.batch_size is None) != (self.tokens_per_microbatch is None), "train.batch_size", self.batch_size, fix)
+        require(
+            (self.batch_size is None) != (self.tokens_per_microbatch is None), "train.batch_size", self.batch_size, fix
+        )
         require(
             (self.updates_per_iteration is None) != (self.grad_accum_steps is None),
             "train.grad_accum_steps",
@@ -181,7 +222,10 @@ class EvalConfig:
             require(getattr(self, name) > 0, f"eval.{name}", getattr(self, name), "must be at least 1")
         is_number = type(self.num_ids) is int and self.num_ids > 0
         require(
-            is_number or self.num_ids in (None, "all"), "eval.num_ids", self.num_ids, "must be at least 1, all, or null for at most 256"
+            is_number or self.num_ids in (None, "all"),
+            "eval.num_ids",
+            self.num_ids,
+            "must be at least 1, all, or null for at most 256",
         )
         require(self.timeout_s > 0, "eval.timeout_s", self.timeout_s, "must be above 0")
         require(self.max_retries >= 0, "eval.max_retries", self.max_retries, "must be 0 or more")
@@ -197,7 +241,12 @@ class EvalConfig:
             "use eval.replicates=1 eval.ks=[1]",
         )
         require(min(self.ks, default=0) > 0, "eval.ks", self.ks, "name at least one k, and none below 1")
-        require(self.bootstrap_samples <= 100_000, "eval.bootstrap_samples", self.bootstrap_samples, "must be at most 100000")
+        require(
+            self.bootstrap_samples <= 100_000,
+            "eval.bootstrap_samples",
+            self.bootstrap_samples,
+            "must be at most 100000",
+        )
         for k in self.ks:
             fix = f"pass@{k} needs at least {k} replicates and eval.replicates={self.replicates}; raise it or drop {k}"
             require(k <= self.replicates, "eval.ks", self.ks, fix)
@@ -213,10 +262,20 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         require(self.format in ("full", "sharded"), "checkpoint.format", self.format, "must be one of full, sharded")
-        require(self.save_interval >= 0, "checkpoint.save_interval", self.save_interval, "every N iterations, or 0 for the last one only")
+        require(
+            self.save_interval >= 0,
+            "checkpoint.save_interval",
+            self.save_interval,
+            "every N iterations, or 0 for the last one only",
+        )
         kept = self.keep_last_k
         require(kept == "all" or (self.num_kept or 0) > 0, "checkpoint.keep_last_k", kept, "must be at least 1, or all")
-        require(self.enabled or self.keep_best is None, "checkpoint.keep_best", self.keep_best, "checkpoint.enabled=false saves none")
+        require(
+            self.enabled or self.keep_best is None,
+            "checkpoint.keep_best",
+            self.keep_best,
+            "checkpoint.enabled=false saves none",
+        )
 
     @property
     def num_kept(self) -> int | None:
@@ -237,9 +296,16 @@ class PlacementConfig:
 
     def __post_init__(self) -> None:
         require(self.num_engines > 0, "placement.num_engines", self.num_engines, "must be at least 1")
-        require(self.engine_devices != [], "placement.engine_devices", self.engine_devices, "null, or a list of GPUs such as [1]")
+        require(
+            self.engine_devices != [],
+            "placement.engine_devices",
+            self.engine_devices,
+            "null, or a list of GPUs such as [1]",
+        )
         require(self.trainer in ("here", "ray"), "placement.trainer", self.trainer, "must be one of here, ray")
-        require(self.trainer == "here" or self.address is not None, "placement.trainer", self.trainer, "add placement=ray")
+        require(
+            self.trainer == "here" or self.address is not None, "placement.trainer", self.trainer, "add placement=ray"
+        )
         fix = "at least 1, and more with placement.trainer=ray alone; on this machine, accelerate launch starts several"
         is_number = self.num_trainers == 1 or (self.num_trainers > 1 and self.trainer == "ray")
         require(is_number, "placement.num_trainers", self.num_trainers, fix)
@@ -255,9 +321,16 @@ class ScoringConfig:
     def __post_init__(self) -> None:
         require(self.workers >= 0, "scoring.workers", self.workers, "must be 0 (score in the run's process) or more")
         require(0 < self.timeout_s < inf, "scoring.timeout_s", self.timeout_s, "must be above 0 and finite")
-        require(self.memory_mib >= 128, "scoring.memory_mib", self.memory_mib, "must be at least 128: Python and a task need that")
+        require(
+            self.memory_mib >= 128,
+            "scoring.memory_mib",
+            self.memory_mib,
+            "must be at least 128: Python and a task need that",
+        )
         frac = self.stop_at_failed_frac
-        require(frac is None or 0 < frac <= 1, "scoring.stop_at_failed_frac", frac, "a fraction above 0, up to 1, or null")
+        require(
+            frac is None or 0 < frac <= 1, "scoring.stop_at_failed_frac", frac, "a fraction above 0, up to 1, or null"
+        )
 
 
 @dataclass
@@ -292,7 +365,9 @@ class RunConfig:
 
 
 def planned_updates(train: Any, data: Any) -> int:
-    """Updates of an iteration in which no group is dropped, and the most there can be; what the learning-rate schedule counts with."""
+    """Updates of an iteration in which no group is dropped, and the most there can be; what the learning-rate schedule
+    counts with.
+    """
     sequences = data.problems_per_iteration * data.rollouts_per_problem
     if train.grad_accum_steps is None:
         return min(train.updates_per_iteration, sequences) * train.epochs

@@ -29,7 +29,9 @@ class Split(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended: on its own (EOS or a stop string), at `max_new_tokens`, or because the engine was told to drop it."""
+    """Why a completion ended: on its own (EOS or a stop string), at `max_new_tokens`, or because the engine was told to
+    drop it.
+    """
 
     STOP = "stop"
     LENGTH = "length"
@@ -60,7 +62,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How completions are drawn. Temperature 0 means greedy; `top_k=0`, `top_p=1` and `repetition_penalty=1` switch those filters off.
+    """How completions are drawn. Temperature 0 means greedy; `top_k=0`, `top_p=1` and `repetition_penalty=1` switch
+    those filters off.
 
     A completion also ends at the first of the `stop` strings: the tokens that spell it are kept, its text is cut.
     """
@@ -80,7 +83,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """Which weights an engine serves: how many optimizer updates they carry, and what requests call them ("": the engine's base model)."""
+    """Which weights an engine serves: how many optimizer updates they carry, and what requests call them ("": the
+    engine's base model).
+    """
 
     version: int = 0
     name: str = ""
@@ -88,7 +93,9 @@ class ServedWeights:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """Ask for `num_completions` completions of one prompt; the j-th is drawn with `seed + j`, so batching never changes a result."""
+    """Ask for `num_completions` completions of one prompt; the j-th is drawn with `seed + j`, so batching never changes
+    a result.
+    """
 
     prompt_ids: tuple[int, ...]
     num_completions: int
@@ -101,7 +108,8 @@ class SamplingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the engine sampled after a prompt, EOS included: C tokens, each with its logprob in nats under the sampling distribution.
+    """What the engine sampled after a prompt, EOS included: C tokens, each with its logprob in nats under the sampling
+    distribution.
 
     `versions` says for each token how many optimizer updates the weights carried that drew it.
     """
@@ -113,13 +121,15 @@ class Completion:
 
 
 CompletionStream = Generator[tuple[int, list[Completion]], None, None]
-"""The index of each request of a call, with its completions, as they become complete. `close` abandons what is still open."""
+"""The index of each request of a call, with its completions, as they become complete. `close` abandons what is still
+open.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A task's verdict on one completion. `parts` holds the weighted terms that `reward` is the sum of, `measured` what else is told of it:
-    metrics have the mean of each over the completions that have it.
+    """A task's verdict on one completion. `parts` holds the weighted terms that `reward` is the sum of, `measured` what
+    else is told of it: metrics have the mean of each over the completions that have it.
     """
 
     reward: float
@@ -131,7 +141,8 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A scored sequence of N tokens: the prompt, what the policy sampled, and, in several turns, what an environment wrote in between.
+    """A scored sequence of N tokens: the prompt, what the policy sampled, and, in several turns, what an environment
+    wrote in between.
 
     Only sampled tokens are trained on. Example, two turns (p prompt, s sampled, e environment):
         token_ids  p p s s e e s s s
@@ -144,24 +155,32 @@ class Rollout:
     token_ids: tuple[int, ...]  # [N]
     is_sampled: tuple[bool, ...]  # [N]
     logprobs: tuple[float, ...]  # [N] nats, from the engine while it sampled; ignored where not sampled
-    versions: tuple[int, ...]  # [N] updates that the weights carried which drew the token, -1: unknown; ignored where not sampled
+    versions: tuple[
+        int, ...
+    ]  # [N] updates that the weights carried which drew the token, -1: unknown; ignored where not sampled
     temperature: float  # what the sampler divided the logits by
     finish_reason: FinishReason | None  # of the last completion; None where the source does not know
     text: object  # `str(text)` is what the task judged: the sampled text without special tokens
     score: Score
-    ref_logprobs: tuple[float, ...] | None = None  # [N] nats, of a reference, from whoever made the rollout; ignored where not sampled
+    ref_logprobs: tuple[float, ...] | None = (
+        None  # [N] nats, of a reference, from whoever made the rollout; ignored where not sampled
+    )
     zero_advantage: bool = False  # it counts in the mean of its group, but gets the advantage 0
 
     def __post_init__(self) -> None:
         rows = (self.token_ids, self.is_sampled, self.logprobs, self.versions, self.ref_logprobs)
         lengths = {len(row) for row in rows if row is not None}
         if len(lengths) != 1:
-            raise ValueError(f"token_ids, is_sampled, logprobs, versions or ref_logprobs of a rollout differ in length: {sorted(lengths)}")
+            raise ValueError(
+                f"token_ids, is_sampled, logprobs, versions or ref_logprobs of a rollout differ in length: {sorted(lengths)}"
+            )
         if self.is_sampled[:1] == (True,):
             raise ValueError("the first token of a rollout cannot have been sampled: a prompt has at least one token")
 
     @classmethod
-    def of_one_turn(cls, prompt_ids: Sequence[int], completion: Completion, *, temperature: float, text: str, score: Score) -> Rollout:
+    def of_one_turn(
+        cls, prompt_ids: Sequence[int], completion: Completion, *, temperature: float, text: str, score: Score
+    ) -> Rollout:
         """A prompt and one completion of it."""
         blank = len(prompt_ids)
         return cls(
@@ -184,7 +203,8 @@ class Rollout:
 class RolloutGroup:
     """The G rollouts of one problem, whose rewards are compared with each other.
 
-    `problem` is None where a source has the rollouts alone. `advantages`, N numbers per rollout, replace those computed from the rewards.
+    `problem` is None where a source has the rollouts alone. `advantages`, N numbers per rollout, replace those computed
+    from the rewards.
     """
 
     problem: Problem | None
@@ -197,12 +217,15 @@ class RolloutGroup:
 def by_task(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
     """The groups of each task of a mixture, in the order of their names; none elsewhere."""
     tasks = sorted({group.problem.task for group in groups if group.problem is not None and group.problem.task})
-    return {name: [group for group in groups if group.problem is not None and group.problem.task == name] for name in tasks}
+    return {
+        name: [group for group in groups if group.problem is not None and group.problem.task == name] for name in tasks
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Sequences laid end to end, one element per token and no padding: element t of every [T] tensor describes `token_ids[t]`.
+    """Sequences laid end to end, one element per token and no padding: element t of every [T] tensor describes
+    `token_ids[t]`.
 
     Example: two sequences, prompt 5 6 + completion 7, and prompt 8 + completion 9 10, are
         token_ids        5 6 7 8 9 10
@@ -210,7 +233,8 @@ class TokenBatch:
         sequence_ids     0 0 0 1 1 1
         completion_mask  F F T F T T
         sequence_lengths (3, 3)
-    Logprobs and advantages are 0 where `completion_mask` is False. The first token of a sequence is never trained: nothing predicts it.
+    Logprobs and advantages are 0 where `completion_mask` is False. The first token of a sequence is never trained:
+    nothing predicts it.
     """
 
     token_ids: Tensor  # [T] int64
@@ -227,7 +251,9 @@ class TokenBatch:
 
     @property
     def completion_positions(self) -> Tensor:
-        """[N] int64: where `completion_mask` is True. On a GPU it came along with the batch: to look there would wait for the device."""
+        """[N] int64: where `completion_mask` is True. On a GPU it came along with the batch: to look there would wait
+        for the device.
+        """
         return self.completion_mask.nonzero().squeeze(-1) if self.completion_index is None else self.completion_index
 
     @property
@@ -236,7 +262,11 @@ class TokenBatch:
 
     def with_logprobs(self, *, old: Tensor | None = None, ref: Tensor | None = None) -> TokenBatch:
         """The same batch with `old_logprobs` and / or `ref_logprobs` [T] replaced."""
-        return replace(self, old_logprobs=self.old_logprobs if old is None else old, ref_logprobs=self.ref_logprobs if ref is None else ref)
+        return replace(
+            self,
+            old_logprobs=self.old_logprobs if old is None else old,
+            ref_logprobs=self.ref_logprobs if ref is None else ref,
+        )
 
     def select(self, sequences: Sequence[int]) -> TokenBatch:
         """Of a batch on the CPU, these sequences alone, in this order; `sequence_ids` count from 0 again."""
@@ -245,7 +275,9 @@ class TokenBatch:
 
         index, lengths = self.positions_of(sequences), tuple(self.sequence_lengths[s] for s in sequences)
         # torch would wake every core for each tensor: on a virtual machine of 32 cores that took 12 ms
-        chosen: dict[str, Any] = {name: torch.from_numpy(values.numpy()[index]) for name, values in self._tensors().items()}
+        chosen: dict[str, Any] = {
+            name: torch.from_numpy(values.numpy()[index]) for name, values in self._tensors().items()
+        }
         chosen["sequence_ids"] = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
         return replace(self, **chosen, sequence_lengths=lengths, completion_index=None)
 
@@ -273,8 +305,8 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchTotals:
-    """Sizes of the whole optimizer batch, over all microbatches and processes: the denominators of every loss and metric.
-    Dividing by these, and summing over both, makes the gradient independent of how the batch was split."""
+    """Sizes of the whole optimizer batch, over all microbatches and processes: the denominators of every loss and
+    metric. Dividing by these, and summing over both, makes the gradient independent of how the batch was split."""
 
     num_completion_tokens: int
     num_sequences: int
@@ -283,15 +315,21 @@ class BatchTotals:
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """What the policy says about each token of a batch, under the sampler's temperature; 0 where `completion_mask` is False."""
+    """What the policy says about each token of a batch, under the sampler's temperature; 0 where `completion_mask` is
+    False.
+    """
 
     logprobs: Tensor  # [T] float32, nats, with gradient
-    entropy: Tensor  # [T] float32, nats, of the distribution that the token was drawn from; gradient only where asked for
+    entropy: (
+        Tensor  # [T] float32, nats, of the distribution that the token was drawn from; gradient only where asked for
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """A microbatch's share of the optimizer batch's loss and metrics: shares add up to the batch's value (see `BatchTotals`)."""
+    """A microbatch's share of the optimizer batch's loss and metrics: shares add up to the batch's value (see
+    `BatchTotals`).
+    """
 
     loss: Tensor  # [] float32
     metrics: Mapping[str, Tensor]  # name -> [] float32, detached
@@ -299,7 +337,8 @@ class LossOutput:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What one push of weights to the engine moved, how long the engine stood still for it, and what proved that they arrived.
+    """What one push of weights to the engine moved, how long the engine stood still for it, and what proved that they
+    arrived.
 
     `version` is the version that the engine serves afterwards; a push that was not due leaves the older one.
     """
@@ -310,7 +349,9 @@ class SyncReport:
     seconds: float  # of the delivery, without the proof
     paused_seconds: float
     proof_seconds: float = 0.0
-    alignment: Mapping[str, float] = field(default_factory=dict)  # metrics of the proof; empty where there was nothing to compare
+    alignment: Mapping[str, float] = field(
+        default_factory=dict
+    )  # metrics of the proof; empty where there was nothing to compare
 
     def metrics(self) -> dict[str, float]:
         """For the iteration's metrics file."""
@@ -326,4 +367,6 @@ class SyncReport:
 
 
 Metrics = Mapping[str, float]
-"""Metric name -> finite number. Times in seconds and rates carry the prefix `time/` or `perf/`: equal runs differ in them alone."""
+"""Metric name -> finite number. Times in seconds and rates carry the prefix `time/` or `perf/`: equal runs differ in
+them alone.
+"""

@@ -49,7 +49,9 @@ def test_every_option_composes_and_fits_its_component(option):
     for key, node in targets(as_plain(cfg)):
         if key == "generation":  # sampling settings share the group with the client's own: see preflight
             continue
-        settings = {name: value for name, value in node.items() if name != "_target_" and (key, name) != ("rollouts", "record")}
+        settings = {
+            name: value for name, value in node.items() if name != "_target_" and (key, name) != ("rollouts", "record")
+        }
         check_settings(resolve(node, key), settings, key, given_at_runtime=RUNTIME)
 
 

@@ -1,4 +1,6 @@
-"""docs/from_the_seeds.md: everything in a column called "Here" exists, and every metric in a column "Metric here" is in the glossary."""
+"""docs/from_the_seeds.md: everything in a column called "Here" exists, and every metric in a column "Metric here" is in
+the glossary.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def overrides_of(span: str) -> list[str]:
 
 
 def compatible(every_span: list[str]) -> list[list[str]]:
-    """The overrides of all spans in few lists, none of which sets a key twice (a preset stands alone): composing takes time."""
+    """The overrides of all spans in few lists, none of which sets a key twice (a preset stands alone): composing takes
+    time.
+    """
     lists: list[dict[str, str]] = []
     for span in every_span:
         overrides = {override.partition("=")[0]: override for override in overrides_of(span)}
@@ -88,7 +92,8 @@ def hydra() -> Iterator[None]:
 def check_components(cfg: DictConfig) -> None:
     """The settings of every `_target_` node fit its constructor's signature."""
     nodes: dict[str, Any] = {
-        key: OmegaConf.select(cfg, key) for key in ("task", "generation", "weight_sync", "train.loss", "train.optimizer")
+        key: OmegaConf.select(cfg, key)
+        for key in ("task", "generation", "weight_sync", "train.loss", "train.optimizer")
     }
     if cfg.engine is not None:
         nodes["engine"] = cfg.engine
@@ -97,11 +102,17 @@ def check_components(cfg: DictConfig) -> None:
     for key, node in nodes.items():
         plain = config.as_plain(node)
         settings = {k: v for k, v in plain.items() if k != "_target_" and not (key == "generation" and k in SPLIT_OFF)}
-        check_settings(resolve(plain, key), settings, key, given_at_runtime=dict.fromkeys((*CLIENT_RUNTIME, "output_dir")))
+        check_settings(
+            resolve(plain, key), settings, key, given_at_runtime=dict.fromkeys((*CLIENT_RUNTIME, "output_dir"))
+        )
 
 
 def test_column_holds_nothing_but_keys_overrides_and_commands():
-    others = [span for span in HERE if span not in KEYS and span not in OVERRIDES and "run_grpo.py" not in span and span != "uv sync"]
+    others = [
+        span
+        for span in HERE
+        if span not in KEYS and span not in OVERRIDES and "run_grpo.py" not in span and span != "uv sync"
+    ]
 
     assert others == []
     assert len(KEYS) >= 4
@@ -119,7 +130,9 @@ def test_keys_exist(hydra):
     cfg = compose("config")
 
     missing = [
-        key for key in KEYS if OmegaConf.is_missing(cfg, key) or key.split(".")[-1] not in OmegaConf.select(cfg, key.rpartition(".")[0])
+        key
+        for key in KEYS
+        if OmegaConf.is_missing(cfg, key) or key.split(".")[-1] not in OmegaConf.select(cfg, key.rpartition(".")[0])
     ]
 
     assert missing == []

@@ -1,4 +1,6 @@
-"""One real server for all clients and strategies that can share one; the same tests run on the CPU and, with `-m gpu`, on a GPU."""
+"""One real server for all clients and strategies that can share one; the same tests run on the CPU and, with `-m gpu`,
+on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ IPC_ENV = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "
 Connected = tuple[Deployment, Policy, VllmClient]
 
 
-@pytest.fixture(scope="session", params=[pytest.param(CPU, id="cpu"), pytest.param(GPU, id="gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    scope="session", params=[pytest.param(CPU, id="cpu"), pytest.param(GPU, id="gpu", marks=pytest.mark.gpu)]
+)
 def where(request: pytest.FixtureRequest) -> Where:
     return request.param
 
@@ -67,7 +71,9 @@ def full_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempP
 def second_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Like `full_server`, beside it, with vLLM's own logprobs: those before the temperature."""
     folder = tmp_path_factory.mktemp("second")
-    settings: dict[str, Any] = {"args": LORA_ARGS, "python": preloaded_python(folder)} if one_serves_all(where) else {"args": {}}
+    settings: dict[str, Any] = (
+        {"args": LORA_ARGS, "python": preloaded_python(folder)} if one_serves_all(where) else {"args": {}}
+    )
     if where.device.type == "cuda":
         settings = {"args": IPC_ARGS, "env": IPC_ENV}
     settings["args"] = settings["args"] | {"logprobs_mode": "raw_logprobs"}
@@ -89,7 +95,9 @@ def lora_server(
 
 @pytest.fixture
 def connect(where: Where, model_folder: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Connected]]:
-    """Connects a strategy to the session's server, which serves the saved model again before and after; `others` are further servers."""
+    """Connects a strategy to the session's server, which serves the saved model again before and after; `others` are
+    further servers.
+    """
     opened: list[Deployment] = []
 
     def connect(option: str, *overrides: str, others: Sequence[Server] = (), rank: int = 8) -> Connected:
@@ -120,7 +128,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
         params = getattr(getattr(item, "callspec", None), "params", {})
         option, where = params.get("option"), params.get("where")
         return not (
-            (option == "ipc" and where is CPU) or (option == "lora_hotswap" and where is GPU and "second_server" in item.fixturenames)
+            (option == "ipc" and where is CPU)
+            or (option == "lora_hotswap" and where is GPU and "second_server" in item.fixturenames)
         )
 
     impossible = [item for item in items if not is_possible(item)]

@@ -1,4 +1,6 @@
-"""The scheduler that vLLM loads for us: outputs that it holds back arrive whole, and those that somebody waits for at once."""
+"""The scheduler that vLLM loads for us: outputs that it holds back arrive whole, and those that somebody waits for at
+once.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def output(name: str, token: int, **others: Any) -> Any:
 
 
 def passed_on(module: ModuleType, requests: dict[str, SimpleNamespace], steps: Steps) -> tuple[Steps, Any]:
-    """What the HTTP server gets of each step, and the scheduler. A request that ends in a step is no longer among `requests` after it."""
+    """What the HTTP server gets of each step, and the scheduler. A request that ends in a step is no longer among
+    `requests` after it.
+    """
 
     class Told:
         def __init__(self) -> None:
@@ -65,7 +69,10 @@ def passed_on(module: ModuleType, requests: dict[str, SimpleNamespace], steps: S
 def test_bundles_tell_what_their_outputs_told(module: ModuleType, length: int) -> None:
     from vllm.v1.engine import FinishReason
 
-    first, last = {"prefill_stats": "of the prompt"}, {"finish_reason": FinishReason.LENGTH, "stop_reason": 7, "num_nans_in_logits": 3}
+    first, last = (
+        {"prefill_stats": "of the prompt"},
+        {"finish_reason": FinishReason.LENGTH, "stop_reason": 7, "num_nans_in_logits": 3},
+    )
     steps = [[output("a", t, **(first if t == 0 else {}), **(last if t == length - 1 else {}))] for t in range(length)]
     got, scheduler = passed_on(module, {"a": request()}, steps)
     bundles = [one for step in got for one in step]
@@ -83,7 +90,9 @@ def test_bundles_tell_what_their_outputs_told(module: ModuleType, length: int) -
 
 
 def test_requests_do_not_mix(module: ModuleType) -> None:
-    steps = [[output(name, token) for name, token in (("a", 2 * t), ("b", 2 * t + 1))] for t in range(module.BUNDLE_TOKENS)]
+    steps = [
+        [output(name, token) for name, token in (("a", 2 * t), ("b", 2 * t + 1))] for t in range(module.BUNDLE_TOKENS)
+    ]
     got, _ = passed_on(module, {"a": request(), "b": request()}, steps)
     assert not any(got[:-1])
     assert [(one.request_id, one.new_token_ids[:2], one.new_logprobs.logprobs[1].tolist()) for one in got[-1]] == [
@@ -134,12 +143,18 @@ def test_what_was_held_of_an_aborted_request_is_forgotten(module: ModuleType) ->
 
 
 def test_steps_whose_batch_has_more_logprobs_than_others(module: ModuleType) -> None:
-    """vLLM gives each request of a step as many columns as that one has which asks for most; what others asked for comes first."""
+    """vLLM gives each request of a step as many columns as that one has which asks for most; what others asked for
+    comes first.
+    """
     from vllm.v1.engine import EngineCoreOutput, FinishReason
     from vllm.v1.outputs import LogprobsLists
 
     wide = LogprobsLists(np.array([[1, 7, 8]]), np.array([[-1 / 8, -2.0, -3.0]]), np.array([2]))
-    steps = [[output("a", 0)], [EngineCoreOutput("a", [1], new_logprobs=wide)], [output("a", 2, finish_reason=FinishReason.STOP)]]
+    steps = [
+        [output("a", 0)],
+        [EngineCoreOutput("a", [1], new_logprobs=wide)],
+        [output("a", 2, finish_reason=FinishReason.STOP)],
+    ]
     got, _ = passed_on(module, {"a": request()}, steps)
     [bundle] = got[-1]
     assert bundle.new_logprobs.logprob_token_ids.tolist() == [[0], [1], [2]]
@@ -174,9 +189,11 @@ def test_it_is_the_scheduler_that_vllm_would_take(module: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_messages_of_bundles_arrive_as_they_were_sent(module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By vLLM's own thread. Before 0.32 it reused the memory of messages in several parts that were still on their way; later versions are
-    asked for one part all the same."""
+def test_messages_of_bundles_arrive_as_they_were_sent(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By vLLM's own thread. Before 0.32 it reused the memory of messages in several parts that were still on their way;
+    later versions are asked for one part all the same."""
     zmq = pytest.importorskip("zmq")
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.core import EngineCoreProc
@@ -194,7 +211,8 @@ def test_messages_of_bundles_arrive_as_they_were_sent(module: ModuleType, monkey
         threading.Thread(target=engine.process_output_sockets, args=([address], None, 0), daemon=True).start()
         for number in range(60):  # of other sizes in turn, each above the 64 KiB from which zmq does not copy
             bundles = [
-                module.joined([output(f"generate-{i:032d}", number) for _ in range(module.BUNDLE_TOKENS)]) for i in range(128 + number % 3)
+                module.joined([output(f"generate-{i:032d}", number) for _ in range(module.BUNDLE_TOKENS)])
+                for i in range(128 + number % 3)
             ]
             messages.put((0, EngineCoreOutputs(outputs=bundles)))
         messages.put(EngineCoreProc.ENGINE_CORE_DEAD)

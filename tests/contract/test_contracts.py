@@ -50,13 +50,22 @@ def options(group: str) -> list[str]:
     return found
 
 
-def make(group: str, option: str, *overrides: str, protocol: type | None = None, leave_out: Sequence[str] = (), **runtime: Any) -> Any:
+def make(
+    group: str,
+    option: str,
+    *overrides: str,
+    protocol: type | None = None,
+    leave_out: Sequence[str] = (),
+    **runtime: Any,
+) -> Any:
     """The component of an option, built as the application does."""
     key = group.replace("/", ".")
     choice = f"logger=[{option}]" if group == "logger" else f"{group}={option}"
     place = f"logger.{option}" if group == "logger" else key
     node = as_plain(OmegaConf.select(compose_config(choice, *overrides), place))
-    return build({name: value for name, value in node.items() if name not in leave_out}, key=place, protocol=protocol, **runtime)
+    return build(
+        {name: value for name, value in node.items() if name not in leave_out}, key=place, protocol=protocol, **runtime
+    )
 
 
 # Task
@@ -82,13 +91,43 @@ NASTY_TEXTS = [
         "\ud800",
         "\U0001f600" * 50,
     ),
-    *("\\boxed{", "\\boxed{}", "\\boxed{" * 200, "}" * 200, "\\boxed{\\frac{1}{0}}", "\\boxed{x^{2^{2^{2}}}}", "$" * 99, "\\" * 99),
-    *("<SOLUTION>", "</SOLUTION>", "<SOLUTION></SOLUTION>", "<SOLUTION>0 1 x</SOLUTION> 1", "<SOLUTION>" * 99, "</SOLUTION><SOLUTION>"),
-    *("None", "{a}{op}{b}", "%s%n", "The answer is 1,0,0,0.", "#### 7", "1" + ",000" * 500, "(" * 500, "((((1))))", "<|endoftext|>"),
+    *(
+        "\\boxed{",
+        "\\boxed{}",
+        "\\boxed{" * 200,
+        "}" * 200,
+        "\\boxed{\\frac{1}{0}}",
+        "\\boxed{x^{2^{2^{2}}}}",
+        "$" * 99,
+        "\\" * 99,
+    ),
+    *(
+        "<SOLUTION>",
+        "</SOLUTION>",
+        "<SOLUTION></SOLUTION>",
+        "<SOLUTION>0 1 x</SOLUTION> 1",
+        "<SOLUTION>" * 99,
+        "</SOLUTION><SOLUTION>",
+    ),
+    *(
+        "None",
+        "{a}{op}{b}",
+        "%s%n",
+        "The answer is 1,0,0,0.",
+        "#### 7",
+        "1" + ",000" * 500,
+        "(" * 500,
+        "((((1))))",
+        "<|endoftext|>",
+    ),
 ]
 
 INSTRUCTIONS = {
-    "instruction_id_list": ["language:response_language", "detectable_format:json_format", "length_constraints:number_sentences"],
+    "instruction_id_list": [
+        "language:response_language",
+        "detectable_format:json_format",
+        "length_constraints:number_sentences",
+    ],
     "kwargs": [{"language": "en"}, {}, {"relation": "at least", "num_sentences": 2}],
 }
 
@@ -100,11 +139,14 @@ def task_twins(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Task, Ta
     if request.param in ("gsm8k", "dataset", "ifeval", "ifeval_sample", "math", "math_sample"):
         for split, first in (("train", 0), ("test", 500)):
             rows = [
-                {"question": f"What is {i} and 1?", "answer": f"{i} and 1 is {i + 1}.\n#### {i + 1}"} for i in range(first, first + 250)
+                {"question": f"What is {i} and 1?", "answer": f"{i} and 1 is {i + 1}.\n#### {i + 1}"}
+                for i in range(first, first + 250)
             ]
             rows = [row | {"prompt": row["question"], **INSTRUCTIONS} for row in rows]
             (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        fields = [] if request.param.startswith("ifeval") else ["task.prompt_field=question", "task.answer_field=answer"]
+        fields = (
+            [] if request.param.startswith("ifeval") else ["task.prompt_field=question", "task.answer_field=answer"]
+        )
         overrides = [f"task.path={tmp_path}", *fields]
     if request.param == "mixture":
         overrides = ["+task@task.tasks.sums=arithmetic", "+task@task.tasks.logic=sat"]
@@ -126,7 +168,9 @@ def test_task_problems_are_there_and_stable(task_twins: tuple[Task, Task], split
 
 
 def test_task_splits_share_no_prompt(task_twins: tuple[Task, Task]) -> None:
-    train, held_out = ({str(problem.messages) for problem in islice(task_twins[0].problems(split), 200)} for split in Split)
+    train, held_out = (
+        {str(problem.messages) for problem in islice(task_twins[0].problems(split), 200)} for split in Split
+    )
     assert len(train) > 100
     assert train.isdisjoint(held_out)
 
@@ -141,7 +185,9 @@ def test_task_scores_whatever_the_model_wrote(task_twins: tuple[Task, Task]) -> 
             assert math.isfinite(score.reward), text
             assert score.reward == pytest.approx(sum(score.parts.values())), text
             assert isinstance(score.is_correct, bool), text
-        assert [second.score(problem, text) for text in reversed(texts)] == scores[::-1]  # of problem and text alone, in any order
+        assert [second.score(problem, text) for text in reversed(texts)] == scores[
+            ::-1
+        ]  # of problem and text alone, in any order
         assert len({tuple(score.parts) for score in scores}) == 1
         assert problem == first.problems(split)[0]
 
@@ -166,7 +212,9 @@ def random_batch() -> tuple[TokenStats, TokenBatch, BatchTotals]:
         rollout_logprobs=logprobs(),
         ref_logprobs=logprobs(),
     )
-    stats = TokenStats(logprobs().requires_grad_(), (torch.rand(60, generator=draw, dtype=torch.float64) * mask).requires_grad_())
+    stats = TokenStats(
+        logprobs().requires_grad_(), (torch.rand(60, generator=draw, dtype=torch.float64) * mask).requires_grad_()
+    )
     return stats, batch, BatchTotals(int(mask.sum()), 6, 16)
 
 
@@ -199,7 +247,12 @@ def test_loss_shares_add_up(loss_option: str) -> None:
 def test_loss_mutates_nothing(loss_option: str) -> None:
     loss = make("train/loss", loss_option, "train.kl_coef=0.2", "train.entropy_coef=0.1", protocol=Loss)
     stats, batch, totals = random_batch()
-    tensors = [getattr(part, f.name) for part in (stats, batch) for f in fields(part) if isinstance(getattr(part, f.name), Tensor)]
+    tensors = [
+        getattr(part, f.name)
+        for part in (stats, batch)
+        for f in fields(part)
+        if isinstance(getattr(part, f.name), Tensor)
+    ]
     before = [tensor.detach().clone() for tensor in tensors]
     settings = repr(loss)
     loss(stats, batch, totals).loss.backward()
@@ -253,7 +306,9 @@ def test_logger_takes_a_run(option: str, tmp_path: Path, monkeypatch: pytest.Mon
     logger = make("logger", option, protocol=RunListener, output_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []  # nothing is written for a run that is refused
     logger.start({"train": {"lr": 0.1, "ids": [1], "none": None}}, 2)
-    logger.log("train", {"reward_mean": 0.5, "time/generate_s": 1.0, "perf/tokens_per_s": 9.0}, iteration=0)  # before any evaluation
+    logger.log(
+        "train", {"reward_mean": 0.5, "time/generate_s": 1.0, "perf/tokens_per_s": 9.0}, iteration=0
+    )  # before any evaluation
     logger.log("eval", {"pass@1": 0.5, "pass@1_low": 0.25, "pass@1_high": 0.75}, iteration=0)
     logger.log("train", {"reward_mean": 0.5}, iteration=0)  # again: a resumed run repeats an iteration
     logger.close()
@@ -279,7 +334,9 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture(params=options("generation"))
-def client(request: pytest.FixtureRequest, where: Where, model: PreTrainedModel, tmp_path: Path) -> Iterator[RolloutClient]:
+def client(
+    request: pytest.FixtureRequest, where: Where, model: PreTrainedModel, tmp_path: Path
+) -> Iterator[RolloutClient]:
     """vLLM is real, and on `where`'s device; SGLang is a stand-in with a model of 12 tokens."""
     runtime: dict[str, Any] = {"model": model, "tokenizer": build_char_tokenizer(64), "eos_ids": [2], "vocab_size": 100}
     with ExitStack() as stack:
@@ -322,14 +379,18 @@ def test_client_draws_from_seeds_alone(client: RolloutClient, where: Where) -> N
     torch.manual_seed(99)
     assert_equal_draws(draw(range(4)), groups, where)
     assert_equal_draws(draw([2, 3, 1, 0]), groups, where)
-    singles = [generate(client, [PROMPTS[1]], sampling, group_size=1, seeds=[SEEDS[1] + j]) for j in range(3)]  # completion j has seed + j
+    singles = [
+        generate(client, [PROMPTS[1]], sampling, group_size=1, seeds=[SEEDS[1] + j]) for j in range(3)
+    ]  # completion j has seed + j
     assert_equal_draws([[completion for [[completion]] in singles]], [groups[1]], where)
     assert groups[0] != groups[2]  # the same prompt, another seed
     assert generate(client, [], sampling, group_size=3, seeds=[]) == []
 
 
 def assert_equal_draws(first: list[list[Completion]], second: list[list[Completion]], where: Where) -> None:
-    """Equal tokens, with equal logprobs as far as rounding depends on what else is in the batch. In 16 bit that can tip a draw."""
+    """Equal tokens, with equal logprobs as far as rounding depends on what else is in the batch. In 16 bit that can tip
+    a draw.
+    """
     pairs = [pair for groups in zip(first, second, strict=True) for pair in zip(*groups, strict=True)]
     equal = [(ours, theirs) for ours, theirs in pairs if ours.token_ids == theirs.token_ids]
     assert len(equal) >= (len(pairs) if where.dtype is torch.float32 else 0.75 * len(pairs))

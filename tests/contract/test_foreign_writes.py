@@ -1,4 +1,6 @@
-"""Somebody else writes to the weights that a run shares with its server, or has them loaded anew: nothing is learnt from them."""
+"""Somebody else writes to the weights that a run shares with its server, or has them loaded anew: nothing is learnt
+from them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ THREE = (
     "checkpoint.save_interval=1",
     "train.loss.importance_correction=none",
 )
-"""What is learnt depends on the sampled tokens and not on the last bits of their logprobs, which differ from run to run in vLLM."""
+"""What is learnt depends on the sampled tokens and not on the last bits of their logprobs, which differ from run to run
+in vLLM.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +79,9 @@ def weights(folder: Path) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(full_server: Server, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def undisturbed(
+    full_server: Server, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
     serve_again(full_server, model_folder, CPU)
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     return folder, run(folder, model_folder, *at(full_server), *THREE)
@@ -96,7 +102,9 @@ PLACES: dict[str, tuple[Any, str, int, str]] = {
 QUICK = ("while sampling", "after the first of two updates", "while saving")
 
 
-@pytest.mark.parametrize("place", [pytest.param(place, marks=[] if place in QUICK else pytest.mark.slow) for place in PLACES])
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=[] if place in QUICK else pytest.mark.slow) for place in PLACES]
+)
 def test_a_run_ends_as_if_nobody_had_written(
     place: str,
     full_server: Server,
@@ -111,7 +119,9 @@ def test_a_run_ends_as_if_nobody_had_written(
     found = run(tmp_path / "run", model_folder, *at(full_server), *THREE)
     assert weights(tmp_path / "run") == weights(undisturbed[0])
     assert_same(found, undisturbed[1])
-    assert found["train_iter_002.json"]["sync/num_foreign_writes"] == (place not in ("while evaluating", "while saving the last"))
+    assert found["train_iter_002.json"]["sync/num_foreign_writes"] == (
+        place not in ("while evaluating", "while saving the last")
+    )
     assert says in (tmp_path / "run" / "run.log").read_text()
 
 

@@ -1,4 +1,6 @@
-"""POST /generate of a real vLLM server: its answers are those of vLLM's own endpoint, of the weights that were pushed last, or refusals."""
+"""POST /generate of a real vLLM server: its answers are those of vLLM's own endpoint, of the weights that were pushed
+last, or refusals.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_an_answer_is_that_of_the_completions_endpoint(server: Server, asked: di
     assert ours["text"] == [choice["text"] for choice in theirs]
     assert ours["finish_reasons"] == [choice["finish_reason"] for choice in theirs]
     for positions, choice in zip(ours["logprobs"], theirs, strict=True):
-        assert [[int(next(iter(position))) for [position] in positions]] == [choice["token_ids"]]  # the chosen token is the first
+        assert [[int(next(iter(position))) for [position] in positions]] == [
+            choice["token_ids"]
+        ]  # the chosen token is the first
         chosen = [next(iter(position.values())) for [position] in positions]
         assert chosen == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)
         for [position], top in zip(positions, choice["logprobs"]["top_logprobs"], strict=True):
@@ -143,7 +147,10 @@ REFUSED: dict[str, tuple[int, str]] = {
     '{"prompt": {"prompt_token_ids": [-1]}}': (400, "from 0 to 99"),
     '{"prompt": {"prompt_token_ids": [100]}}': (400, "from 0 to 99"),
     '{"prompt": {"prompt_token_ids": [%s 5]}}' % ("5," * 5000): (400, "longer than the maximum model length of 4096"),
-    '{"prompt": "a", "bogus": 1, "output_kind": 2}': (400, "unknown: bogus, output_kind; a request may have prompt, model, stream"),
+    '{"prompt": "a", "bogus": 1, "output_kind": 2}': (
+        400,
+        "unknown: bogus, output_kind; a request may have prompt, model, stream",
+    ),
     '{"prompt": "a", "temperature": "hot"}': (400, "Expected `float`, got `str` - at `$.temperature`"),
     '{"prompt": "a", "temperature": -1}': (400, "temperature must be non-negative"),
     '{"prompt": "a", "temperature": NaN}': (400, "malformed"),
@@ -194,13 +201,20 @@ def test_a_run_gets_the_tokens_that_a_stock_server_gives(server: Server, samplin
     def completions(path: str) -> list[list[Completion]]:
         client = make_client(server)
         client.path = path
-        found = complete_in_order(client, [SamplingRequest(tuple(PROMPTS[i]), 3, 2**40 + i) for i in range(2)], sampling)
+        found = complete_in_order(
+            client, [SamplingRequest(tuple(PROMPTS[i]), 3, 2**40 + i) for i in range(2)], sampling
+        )
         client.close()
         assert client.path == path
         return found
 
-    ours, theirs = ([completion for group in completions(path) for completion in group] for path in ("/generate_tokens", "/v1/completions"))
-    assert [(one.token_ids, one.finish_reason) for one in ours] == [(one.token_ids, one.finish_reason) for one in theirs]
+    ours, theirs = (
+        [completion for group in completions(path) for completion in group]
+        for path in ("/generate_tokens", "/v1/completions")
+    )
+    assert [(one.token_ids, one.finish_reason) for one in ours] == [
+        (one.token_ids, one.finish_reason) for one in theirs
+    ]
     for one, other in zip(ours, theirs, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=5e-5)  # batches that differ round differently
     if sampling.stop:
@@ -231,7 +245,9 @@ def test_tokens_that_nobody_waits_for_travel_in_bundles(server: Server) -> None:
 
     def count() -> float:
         lines = httpx.get(f"{server.base_url}/metrics", timeout=60).text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:inter_token_latency_seconds_count"))
+        return sum(
+            float(line.split()[-1]) for line in lines if line.startswith("vllm:inter_token_latency_seconds_count")
+        )
 
     assert num_arrived(path="/generate_tokens") == 4  # of 32, 32, 32 and 4
     assert num_arrived() == 4
@@ -315,7 +331,9 @@ def test_others_may_ask_for_more_logprobs_at_the_same_time(server: Server, model
     with ThreadPoolExecutor(1) as thread:
         asking = thread.submit(generated, server, path="/generate_tokens", prompt=IDS, max_tokens=1500, ignore_eos=True)
         wait_until(lambda: num_running(server) == 1 or asking.done())
-        wide = completed(server, prompt={"prompt_token_ids": PROMPTS[0]}, logprobs=3, max_tokens=5, ignore_eos=True, model="policy")
+        wide = completed(
+            server, prompt={"prompt_token_ids": PROMPTS[0]}, logprobs=3, max_tokens=5, ignore_eos=True, model="policy"
+        )
         assert not asking.done()
         [choice] = asking.result()["choices"]
     assert len(wide[0]["token_ids"]) == 5
@@ -338,7 +356,9 @@ def test_answers_are_whole_and_new_while_weights_are_pushed(
 
 @pytest.mark.slow  # two starts of a server each
 @pytest.mark.parametrize("option", ["restart", "lora_restart"])
-def test_answers_are_whole_and_new_when_the_server_comes_back(option: str, where: Where, model_folder: Path, tmp_path: Path) -> None:
+def test_answers_are_whole_and_new_when_the_server_comes_back(
+    option: str, where: Where, model_folder: Path, tmp_path: Path
+) -> None:
     is_lora = option == "lora_restart"
     own = make_server(where, tmp_path, args=LORA_ARGS if is_lora else {}, python=preloaded_python(tmp_path))
     policy, old = (load(model_folder, where, lora=is_lora) for _ in range(2))
@@ -357,7 +377,9 @@ def test_answers_are_whole_and_new_when_the_server_comes_back(option: str, where
 
 
 def check_answers(answers: list[dict[str, Any]], old: Policy, new: Policy, where: Where) -> None:
-    """All are complete, each token is of the old policy or, from some token on, of the new one, and the last answer is the new one's."""
+    """All are complete, each token is of the old policy or, from some token on, of the new one, and the last answer is
+    the new one's.
+    """
     switches = []
     for answer in answers:
         assert answer["finish_reasons"] == ["length"] * 2
@@ -392,7 +414,12 @@ def test_what_atroposlib_reads_is_what_vllm_says(server: Server, model_folder: P
     from atroposlib.envs.server_handling.server_baseline import APIServerConfig
     from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
-    settings = {"api_key": "any", "base_url": f"{server.base_url}/v1", "model_name": "policy", "tokenizer_name": str(model_folder)}
+    settings = {
+        "api_key": "any",
+        "base_url": f"{server.base_url}/v1",
+        "model_name": "policy",
+        "tokenizer_name": str(model_folder),
+    }
     asked = {"n": 3, "seed": 5, "max_tokens": LENGTH, "temperature": 0.8}
     choices = completed(server, prompt=IDS, **asked)
     tokens = [choice["token_ids"] for choice in choices]
@@ -427,7 +454,13 @@ def test_adapters_are_sampled_from_by_name_or_the_newest(connect: Callable[..., 
     base = generated(client.server, **asked, model="policy")
     [theirs] = completed(client.server, **asked, model=client.weights.name)
     [base_theirs] = completed(client.server, **asked, model="policy")
-    assert unnamed["token_ids"] == named["token_ids"] == [theirs["token_ids"]] != base["token_ids"] == [base_theirs["token_ids"]]
+    assert (
+        unnamed["token_ids"]
+        == named["token_ids"]
+        == [theirs["token_ids"]]
+        != base["token_ids"]
+        == [base_theirs["token_ids"]]
+    )
     for answer, choice in ((unnamed, theirs), (base, base_theirs)):
         logprobs = [next(iter(position.values())) for [position] in answer["logprobs"][0]]
         assert logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)

@@ -23,7 +23,9 @@ Start = Callable[..., tuple[subprocess.Popen[str], list[int], list[str]]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a module that has a child, says what it sees, and goes on with `last`. Returns also the ids of both and the words."""
+    """Start a module that has a child, says what it sees, and goes on with `last`. Returns also the ids of both and the
+    words.
+    """
     started: list[subprocess.Popen[str]] = []
 
     def start(last: str, **env: str) -> tuple[subprocess.Popen[str], list[int], list[str]]:
@@ -31,7 +33,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         variables = engine(CPU).environment({"MINE": "yes", "TMPDIR": str(tmp_path), **env}, None)
         variables["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
         command = [preloaded_python(tmp_path), "-m", "a_program", "first", "second"]
-        process = subprocess.Popen(command, env=variables, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            command, env=variables, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         started.append(process)
         assert process.stdout is not None
         words = process.stdout.readline().split()

@@ -1,4 +1,6 @@
-"""`python -m offline_grpo.engine.serve`: the server of a run, started by hand, is one that trainers and environments can use."""
+"""`python -m offline_grpo.engine.serve`: the server of a run, started by hand, is one that trainers and environments
+can use.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,27 @@ from served_runs import run
 
 from offline_grpo.engine.ports import choose_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("where", [pytest.param(CPU, id="cpu")], indirect=True, scope="session")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parametrize("where", [pytest.param(CPU, id="cpu")], indirect=True, scope="session"),
+]
 
 KEY = "open-sesame"
-FAST = ("--enforce-eager", "--distributed-executor-backend", "uni", "--kv-cache-memory-bytes", "67108864", "--dtype", "float32")
-LORA = ("model/lora=default", "model.lora.target_modules=[all-linear]", "model.lora.r=8", "weight_sync.server_args.max_lora_rank=16")
+FAST = (
+    "--enforce-eager",
+    "--distributed-executor-backend",
+    "uni",
+    "--kv-cache-memory-bytes",
+    "67108864",
+    "--dtype",
+    "float32",
+)
+LORA = (
+    "model/lora=default",
+    "model.lora.target_modules=[all-linear]",
+    "model.lora.r=8",
+    "weight_sync.server_args.max_lora_rank=16",
+)
 
 
 def serve(*words: str) -> list[str]:
@@ -29,11 +47,20 @@ def serve(*words: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def command(where: object, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def command(
+    where: object, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The running command, and the URL that it printed."""
     folder = tmp_path_factory.mktemp("serve")
     (folder / "key").write_text(f"{KEY}\n")
-    own = ("--port", str(choose_port("127.0.0.1", None, key="-")), "--api-key-file", "key", "--python", forking_python(folder))
+    own = (
+        "--port",
+        str(choose_port("127.0.0.1", None, key="-")),
+        "--api-key-file",
+        "key",
+        "--python",
+        forking_python(folder),
+    )
     words = serve(str(model_folder), *own, *FAST, "--max-num-batched-tokens=32768", "--enable-lora")
     env = {**os.environ, **CPU_ENV}
     with subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.PIPE, text=True) as process:
@@ -46,13 +73,25 @@ def command(where: object, model_folder: Path, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize(
-    "overrides", [("weight_sync=reload",), ("weight_sync=shared_vllm",), ("weight_sync=lora_hotswap", *LORA)], ids=lambda words: words[0]
+    "overrides",
+    [("weight_sync=reload",), ("weight_sync=shared_vllm",), ("weight_sync=lora_hotswap", *LORA)],
+    ids=lambda words: words[0],
 )
-def test_a_trainer_uses_it(overrides: tuple[str, ...], command: tuple[object, str], model_folder: Path, tmp_path: Path) -> None:
+def test_a_trainer_uses_it(
+    overrides: tuple[str, ...], command: tuple[object, str], model_folder: Path, tmp_path: Path
+) -> None:
     _, url = command
-    if "lora" in overrides[0]:  # adapters are on top of the weights that training starts from, and others were pushed before
+    if (
+        "lora" in overrides[0]
+    ):  # adapters are on top of the weights that training starts from, and others were pushed before
         restore(url, model_folder)
-    found = (f"generation.base_url={url}", f"generation.api_key={KEY}", "generation=vllm_server", "train.iterations=2", "eval.interval=2")
+    found = (
+        f"generation.base_url={url}",
+        f"generation.api_key={KEY}",
+        "generation=vllm_server",
+        "train.iterations=2",
+        "eval.interval=2",
+    )
     metrics = run(tmp_path / "run", model_folder, *found, *overrides)
     assert metrics["train_iter_001.json"]["alignment/diff_abs_mean"] < 1e-4
     restore(url, model_folder)
@@ -61,7 +100,12 @@ def test_a_trainer_uses_it(overrides: tuple[str, ...], command: tuple[object, st
 def restore(url: str, model: Path) -> None:
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
     headers = {"Authorization": f"Bearer {KEY}"}
-    for path, content in (("/pause", None), ("/collective_rpc", body), ("/reset_prefix_cache", None), ("/resume", None)):
+    for path, content in (
+        ("/pause", None),
+        ("/collective_rpc", body),
+        ("/reset_prefix_cache", None),
+        ("/resume", None),
+    ):
         httpx.post(f"{url}{path}", json=content, headers=headers, timeout=60).raise_for_status()
 
 

@@ -1,4 +1,6 @@
-"""Architectures whose weights vLLM keeps in another way than the checkpoint: what can be compared of them is found equal."""
+"""Architectures whose weights vLLM keeps in another way than the checkpoint: what can be compared of them is found
+equal.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,20 @@ from offline_grpo.types import SamplingParams
 
 pytestmark = pytest.mark.slow  # a start of a server each
 
-LINEAR = {"hidden_size": 64, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+LINEAR = {
+    "hidden_size": 64,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 """Sizes that vLLM's kernels on CPUs take."""
 
 
 @contextmanager
-def served(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, args: Any = None, **sizes: Any) -> Iterator[VllmClient]:
+def served(
+    name: str, folder: Path, *, dtype: torch.dtype = torch.float32, args: Any = None, **sizes: Any
+) -> Iterator[VllmClient]:
     """A server of a new model, saved in `folder`, as somebody sees it who found it."""
     ZOO[name].build(**sizes).to(dtype).save_pretrained(str(folder))
     build_char_tokenizer(128).save_pretrained(str(folder))

@@ -67,9 +67,12 @@ def test_strategies_follow_one_trajectory(server: Server, model_folder: Path, tm
     assert all(found["alignment/diff_abs_mean"] < 1e-4 for name, found in reload.items() if name.startswith("train"))
 
 
-@pytest.mark.slow  # a start of a server that is not preloaded: such a one listens at once, so that there would be no before
+# a start of a server that is not preloaded: such a one listens at once, so that there would be no before
+@pytest.mark.slow
 def test_a_server_tells_when_it_has_taken_its_memory(where: object, model_folder: Path, tmp_path: Path) -> None:
-    """Where the trainer shares its GPU, it loads the policy from then on: while the server records graphs and starts to listen."""
+    """Where the trainer shares its GPU, it loads the policy from then on: while the server records graphs and starts to
+    listen.
+    """
     server = make_server(CPU, tmp_path, python=forking_python(tmp_path))
     try:
         server.begin(str(model_folder))
@@ -87,7 +90,9 @@ def test_a_server_starts_before_the_memory_plan_and_ends_where_that_refuses(
     began: list[int] = []
 
     def refuse(*_: Any, **__: Any) -> None:
-        wait_until(lambda: bool(processes_naming(str(tmp_path))), 10)  # one that is just being executed has no command line yet
+        wait_until(
+            lambda: bool(processes_naming(str(tmp_path))), 10
+        )  # one that is just being executed has no command line yet
         began.extend(processes_naming(str(tmp_path)))
         raise ConfigError("train.batch_size=8: GPU 0 has 4.0 GiB")
 
@@ -117,7 +122,13 @@ def test_restarted_servers_follow_it_too(
     serve_again(server, model_folder, CPU)
     words = ("train.iterations=3", "eval.interval=3", *overrides)
     undisturbed = run(tmp_path / quick, model_folder, *at(server), f"weight_sync={quick}", *words)
-    restarted = run(tmp_path / restarting, model_folder, *own_server(preloaded_python(tmp_path)), f"weight_sync={restarting}", *words)
+    restarted = run(
+        tmp_path / restarting,
+        model_folder,
+        *own_server(preloaded_python(tmp_path)),
+        f"weight_sync={restarting}",
+        *words,
+    )
     assert len({undisturbed[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(3)}) > 1
     assert_same(undisturbed, restarted)
 
@@ -165,8 +176,14 @@ def test_a_found_server_that_is_started_anew_gets_the_weights_again(
 
 def passed_on(server: Server, request: Request) -> Reply:
     """The server's own answer."""
-    answer = httpx.request(request.method, server.base_url + request.path, params=request.query, json=request.body, timeout=120)
-    return Reply(answer.content, status=answer.status_code, headers={"Content-Type": answer.headers.get("content-type", "text/plain")})
+    answer = httpx.request(
+        request.method, server.base_url + request.path, params=request.query, json=request.body, timeout=120
+    )
+    return Reply(
+        answer.content,
+        status=answer.status_code,
+        headers={"Content-Type": answer.headers.get("content-type", "text/plain")},
+    )
 
 
 @pytest.fixture
@@ -184,7 +201,9 @@ def stock(server: Server) -> Iterator[ScriptedServer]:
     """The server as `vllm serve` starts it: what development mode and the worker extension add is not there."""
 
     def script(request: Request) -> Reply:
-        return passed_on(server, request) if request.path in USED_OF_STOCK else Reply({"detail": "Not Found"}, status=404)
+        return (
+            passed_on(server, request) if request.path in USED_OF_STOCK else Reply({"detail": "Not Found"}, status=404)
+        )
 
     with ScriptedServer(script) as web:
         yield web
@@ -195,7 +214,14 @@ TWO = ("train.iterations=2", "eval.interval=2")
 
 def test_one_url_is_one_client_and_one_push(door: ScriptedServer, model_folder: Path, tmp_path: Path) -> None:
     """Evaluations at training's own URL: versions 0, 2 and 4 are loaded once each, and both ask the same server."""
-    found = run(tmp_path / "one", model_folder, *at(door.base_url), f"eval.base_url={door.base_url}/v1", "weight_sync=reload", *TWO)
+    found = run(
+        tmp_path / "one",
+        model_folder,
+        *at(door.base_url),
+        f"eval.base_url={door.base_url}/v1",
+        "weight_sync=reload",
+        *TWO,
+    )
     methods = [request.body["method"] for request in door.requests if request.body and "method" in request.body]
     assert methods.count("reload_weights") == 3
     assert found["eval_iter_001.json"] != found["eval_init.json"]
@@ -210,12 +236,19 @@ def test_one_url_is_one_client_and_one_push(door: ScriptedServer, model_folder: 
     ],
 )
 def test_a_stock_server_is_refused_before_a_model_is_loaded(
-    key: str, overrides: tuple[str, ...], stock: ScriptedServer, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: str,
+    overrides: tuple[str, ...],
+    stock: ScriptedServer,
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(assemble, "load_policy", lambda *_, **__: pytest.fail("a model was loaded"))
     lack = "does not load adapters" if "model/lora=default" in overrides else "has no endpoints for weights"
     host, _, port = stock.base_url.removeprefix("http://").partition(":")
-    with pytest.raises(ConfigError, match=rf"^{key}={stock.base_url}: that server {lack}.* Start one that has it: [^\n]*$") as refused:
+    with pytest.raises(
+        ConfigError, match=rf"^{key}={stock.base_url}: that server {lack}.* Start one that has it: [^\n]*$"
+    ) as refused:
         run(tmp_path / "run", model_folder, *overrides, f"{key}={stock.base_url}")
     command = str(refused.value).partition("Start one that has it: ")[2]
     assert f" -m vllm.entrypoints.openai.api_server --model {model_folder} --host {host} --port {port} " in command
@@ -225,7 +258,9 @@ def test_a_stock_server_is_refused_before_a_model_is_loaded(
 
 
 @pytest.mark.slow  # a start of a server
-def test_the_command_of_a_refusal_starts_a_right_server(stock: ScriptedServer, model_folder: Path, tmp_path: Path) -> None:
+def test_the_command_of_a_refusal_starts_a_right_server(
+    stock: ScriptedServer, model_folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "server.txt").touch()  # else the folder goes with the refused run
     with pytest.raises(ConfigError) as refused:
         run(tmp_path / "refused", model_folder, *at(stock.base_url), "weight_sync=shared_vllm")
@@ -235,7 +270,9 @@ def test_the_command_of_a_refusal_starts_a_right_server(stock: ScriptedServer, m
     command = command.replace(sys.executable, preloaded_python(tmp_path))
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
     with (tmp_path / "server.txt").open("wb") as output:
-        right = subprocess.Popen(f"exec env {command}", shell=True, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        right = subprocess.Popen(
+            f"exec env {command}", shell=True, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
     try:
         deadline = time.monotonic() + 240
         while not Server(base_url=stock.base_url, api_key=None, launcher=None, log_dir=tmp_path).api.answers("/health"):
@@ -251,14 +288,20 @@ def test_the_command_of_a_refusal_starts_a_right_server(stock: ScriptedServer, m
 
 @pytest.mark.slow
 def test_a_frozen_server_is_asked_and_never_touched(
-    stock: ScriptedServer, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stock: ScriptedServer,
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Rollouts of both iterations are the starting model's, though the policy has moved on, and everything says so."""
     drawn: list[Any] = []
     draw = OnPolicy.next
     monkeypatch.setattr(OnPolicy, "next", lambda self, iteration: drawn.append(draw(self, iteration)) or drawn[-1])
     found = run(tmp_path / "run", model_folder, *at(stock.base_url), "weight_sync=none", *TWO)
-    assert {request.path for request in stock.requests} == USED_OF_STOCK | {"/generate_tokens"}, "which it does not have"
+    assert {request.path for request in stock.requests} == USED_OF_STOCK | {"/generate_tokens"}, (
+        "which it does not have"
+    )
     start = load(model_folder, CPU)
     for groups in drawn:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -266,17 +309,26 @@ def test_a_frozen_server_is_asked_and_never_touched(
         assert distance_of(start, rollouts) < CPU.tolerance_nats
     assert all(metrics["sync/frozen"] == 1 for metrics in found.values())
     assert [found[f"train_iter_{i:03d}.json"]["sync/version"] for i in range(2)] == [0, 0]
-    assert found["train_iter_001.json"]["alignment/diff_abs_mean"] > 1e-2 > 1e-4 > found["train_iter_000.json"]["alignment/diff_abs_mean"]
+    assert (
+        found["train_iter_001.json"]["alignment/diff_abs_mean"]
+        > 1e-2
+        > 1e-4
+        > found["train_iter_000.json"]["alignment/diff_abs_mean"]
+    )
     lines = capsys.readouterr().out.splitlines()
     assert ["server frozen" in line for line in lines if "  reward " in line] == [True] * 2
-    assert sum("frozen server, not the policy" in line for line in lines) == sum("  eval  " in line for line in lines) == 2
+    assert (
+        sum("frozen server, not the policy" in line for line in lines) == sum("  eval  " in line for line in lines) == 2
+    )
     assert (tmp_path / "run" / "run.log").read_text().count("weight_sync=none: the server at") == 1
 
 
 def test_a_frozen_server_of_evaluations(stock: ScriptedServer, model_folder: Path, tmp_path: Path) -> None:
     overrides = ("eval.backend=vllm_server", f"eval.base_url={stock.base_url}", "eval.weight_sync=none")
     frozen = run(tmp_path / "frozen", model_folder, *overrides, *TWO)
-    assert {request.path for request in stock.requests} == USED_OF_STOCK | {"/generate_tokens"}, "which it does not have"
+    assert {request.path for request in stock.requests} == USED_OF_STOCK | {"/generate_tokens"}, (
+        "which it does not have"
+    )
     assert ["sync/frozen" in metrics for metrics in frozen.values()] == [name.startswith("eval") for name in frozen]
     assert frozen["train_iter_001.json"]["sync/version"] == 4
 
@@ -286,7 +338,9 @@ def distance_of(policy: Any, rollouts: list[Rollout]) -> float:
     completions = []
     for rollout in rollouts:
         token_ids = sampled(rollout)
-        completions.append(Completion(token_ids, rollout.logprobs[-len(token_ids) :], FinishReason.STOP, (0,) * len(token_ids)))
+        completions.append(
+            Completion(token_ids, rollout.logprobs[-len(token_ids) :], FinishReason.STOP, (0,) * len(token_ids))
+        )
     return distance(policy, completions, [prompt_of(rollout) for rollout in rollouts])
 
 
@@ -319,21 +373,37 @@ def test_two_processes_share_a_server_and_its_recovery(server: Server, model_fol
 
 @pytest.mark.slow
 def test_two_processes_evaluate_on_one_server(server: Server, model_folder: Path, tmp_path: Path) -> None:
-    overrides = ("eval.backend=vllm_server", f"eval.base_url={server.base_url}", "train.iterations=2", "eval.interval=2")
+    overrides = (
+        "eval.backend=vllm_server",
+        f"eval.base_url={server.base_url}",
+        "train.iterations=2",
+        "eval.interval=2",
+    )
     alone = run(tmp_path / "alone", model_folder, *overrides)
     serve_again(server, model_folder, CPU)
-    assert run_in_children(2, tmp_path / "together", *five(model_folder), *overrides) == [0, 0], printed(tmp_path / "together")
+    assert run_in_children(2, tmp_path / "together", *five(model_folder), *overrides) == [0, 0], printed(
+        tmp_path / "together"
+    )
     assert_same(alone, metrics_of(tmp_path / "together"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("option", "overrides", "fixture"), [("reload", (), "full_server"), ("lora_hotswap", LORA, "lora_server")], ids=["weights", "adapter"]
+    ("option", "overrides", "fixture"),
+    [("reload", (), "full_server"), ("lora_hotswap", LORA, "lora_server")],
+    ids=["weights", "adapter"],
 )
 def test_spread_weights_are_pushed_whole(
-    option: str, overrides: tuple[str, ...], fixture: str, request: pytest.FixtureRequest, model_folder: Path, tmp_path: Path
+    option: str,
+    overrides: tuple[str, ...],
+    fixture: str,
+    request: pytest.FixtureRequest,
+    model_folder: Path,
+    tmp_path: Path,
 ) -> None:
-    """Two processes that have a part of each weight push as one that has all. Every push is proven by logprobs, which both compute."""
+    """Two processes that have a part of each weight push as one that has all. Every push is proven by logprobs, which
+    both compute.
+    """
     server = request.getfixturevalue(fixture)
     serve_again(server, model_folder, CPU)
     words = (*at(server), f"weight_sync={option}", "train.iterations=3", "eval.interval=3", *overrides)
@@ -362,14 +432,26 @@ def test_evaluate_asks_a_server_what_it_asks_the_module(server: Server, model_fo
     for name, where in (("served", at_server), ("here", [])):
         evaluate.run([str(model_folder), *words, *where, f"--out={tmp_path / name}"])
     assert count_requests(server) - asked == 4
-    served, here = (sorted((tmp_path / name / "A-1-arithmetic.jsonl").read_text().splitlines()) for name in ("served", "here"))
-    assert [json.loads(line)["replicates"][0]["text"] for line in served] == [json.loads(line)["replicates"][0]["text"] for line in here]
+    served, here = (
+        sorted((tmp_path / name / "A-1-arithmetic.jsonl").read_text().splitlines()) for name in ("served", "here")
+    )
+    assert [json.loads(line)["replicates"][0]["text"] for line in served] == [
+        json.loads(line)["replicates"][0]["text"] for line in here
+    ]
     other = save_model(tmp_path / "other", tied=False)
-    with pytest.raises(ConfigError, match=rf"the server has another model than MODEL={other}: 1 of 29 tensors differ, lm_head"):
+    with pytest.raises(
+        ConfigError, match=rf"the server has another model than MODEL={other}: 1 of 29 tensors differ, lm_head"
+    ):
         evaluate.run([str(other), *words, *at_server, f"--out={tmp_path / 'refused'}"])
 
 
-ASYNC = ("mode=async", "rollouts.max_staleness=4", "eval.enabled=false", "train.iterations=4", "generation.max_new_tokens=300")
+ASYNC = (
+    "mode=async",
+    "rollouts.max_staleness=4",
+    "eval.enabled=false",
+    "train.iterations=4",
+    "generation.max_new_tokens=300",
+)
 
 
 @pytest.mark.slow
@@ -381,10 +463,15 @@ ASYNC = ("mode=async", "rollouts.max_staleness=4", "eval.enabled=false", "train.
     ],
     ids=["keep", "wait", "abort", "lora"],
 )
-def test_pushes_to_a_server_that_samples(overrides: tuple[str, ...], server: Server, model_folder: Path, tmp_path: Path) -> None:
+def test_pushes_to_a_server_that_samples(
+    overrides: tuple[str, ...], server: Server, model_folder: Path, tmp_path: Path
+) -> None:
     """Sampling takes longer than training, and is two iterations ahead, so that each push meets requests that run."""
     aborted, aborts = count_aborted(server), "rollouts.in_flight=abort" in overrides
-    few, endless = ("data.problems_per_iteration=2", "data.rollouts_per_problem=2"), "generation._target_=served_runs.Endless"
+    few, endless = (
+        ("data.problems_per_iteration=2", "data.rollouts_per_problem=2"),
+        "generation._target_=served_runs.Endless",
+    )
     for attempt in range(3):  # on a busy machine the trainer may be the slower one, and no push meet a request
         found = run(tmp_path / f"run{attempt}", model_folder, *at(server), *ASYNC, *overrides, *few, endless)
         assert len(found) == 4
@@ -400,4 +487,8 @@ def test_pushes_to_a_server_that_samples(overrides: tuple[str, ...], server: Ser
 
 def count_aborted(server: Server) -> float:
     lines = server.api.get("/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total{") and '"abort"' in line)
+    return sum(
+        float(line.split()[-1])
+        for line in lines
+        if line.startswith("vllm:request_success_total{") and '"abort"' in line
+    )

@@ -1,4 +1,6 @@
-"""Random groups of completions, once as padded trainers see them and once flat, for comparing losses with other libraries."""
+"""Random groups of completions, once as padded trainers see them and once flat, for comparing losses with other
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ GROUP_SIZE = 4
 
 @dataclass(frozen=True)
 class PaddedCase:
-    """B completions of at most C tokens. `mask` has padding at the end, holes inside and one empty row; all tensors are float64."""
+    """B completions of at most C tokens. `mask` has padding at the end, holes inside and one empty row; all tensors are
+    float64.
+    """
 
     lengths: list[int]  # B
     mask: Tensor  # [B, C] float64, 0 or 1
@@ -31,7 +35,9 @@ class PaddedCase:
     max_new_tokens: int = 16
 
     def flat(self, advantages: Tensor) -> tuple[TokenStats, TokenBatch, BatchTotals]:
-        """The same completions without padding, after prompts of two tokens; gradients reach the padded leaves. `advantages` is [B]."""
+        """The same completions without padding, after prompts of two tokens; gradients reach the padded leaves.
+        `advantages` is [B].
+        """
         lengths = tuple(NUM_PROMPT_TOKENS + length for length in self.lengths)
         mask = self._flatten(self.mask)  # [T]
         batch = TokenBatch(
@@ -61,7 +67,9 @@ class PaddedCase:
 
 @pytest.fixture(scope="session")
 def padded_case() -> Callable[[int], PaddedCase]:
-    """A function that makes a random `PaddedCase` from a seed; log-ratios have a spread of 0.4 nats, so clips and caps bind."""
+    """A function that makes a random `PaddedCase` from a seed; log-ratios have a spread of 0.4 nats, so clips and caps
+    bind.
+    """
 
     def make(seed: int, num_groups: int = 2) -> PaddedCase:
         generator = torch.Generator().manual_seed(seed)

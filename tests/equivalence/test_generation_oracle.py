@@ -1,4 +1,6 @@
-"""In-process sampling against a slow oracle: a full forward pass per token, no cache, no padding, no batch, filters written out."""
+"""In-process sampling against a slow oracle: a full forward pass per token, no cache, no padding, no batch, filters
+written out.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ def next_logprobs(model: PreTrainedModel, sequence: list[int], sampling: Samplin
     """Log-probabilities [V] of the token after `sequence` under the sampling distribution, float64."""
     logits = model(torch.tensor([sequence]), use_cache=False).logits[0, -1].double()
     for token in set(sequence):
-        logits[token] = logits[token] / sampling.repetition_penalty if logits[token] > 0 else logits[token] * sampling.repetition_penalty
+        logits[token] = (
+            logits[token] / sampling.repetition_penalty
+            if logits[token] > 0
+            else logits[token] * sampling.repetition_penalty
+        )
     if sampling.temperature == 0:
         return logits.log_softmax(-1)
     logits /= sampling.temperature
@@ -93,7 +99,9 @@ def test_logprobs_are_those_of_decoding_without_a_cache(model: PreTrainedModel, 
 @pytest.mark.parametrize("penalty", [1.0, 1.6])
 def test_greedy_is_transformers_own_greedy(model: PreTrainedModel, penalty: float) -> None:
     groups = sample(model, SamplingParams(20, temperature=0.0, repetition_penalty=penalty), group_size=1)
-    config = GenerationConfig(max_new_tokens=20, do_sample=False, repetition_penalty=penalty, eos_token_id=EOS, pad_token_id=0)
+    config = GenerationConfig(
+        max_new_tokens=20, do_sample=False, repetition_penalty=penalty, eos_token_id=EOS, pad_token_id=0
+    )
     for prompt, (completion,) in zip(PROMPTS, groups, strict=True):
         ids = torch.tensor([prompt])
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, len(prompt) :]
@@ -101,7 +109,9 @@ def test_greedy_is_transformers_own_greedy(model: PreTrainedModel, penalty: floa
 
 
 @pytest.mark.parametrize(
-    "sampling", [SamplingParams(2, temperature=0.8), SamplingParams(2, temperature=1.3, top_p=0.9, top_k=15)], ids=["plain", "filtered"]
+    "sampling",
+    [SamplingParams(2, temperature=0.8), SamplingParams(2, temperature=1.3, top_p=0.9, top_k=15)],
+    ids=["plain", "filtered"],
 )
 def test_tokens_come_with_their_probabilities(model: PreTrainedModel, sampling: SamplingParams) -> None:
     """Chi-square of first tokens, and of second tokens after the most frequent first one."""

@@ -1,4 +1,5 @@
-"""Instructions are judged as by torchrl's copy of the published code, on texts made of what the checks look for; and so is the reward.
+"""Instructions are judged as by torchrl's copy of the published code, on texts made of what the checks look for; and so
+is the reward.
 
 Left out is what that code asks a downloaded model for (sentences, words in capitals), or decides at random (languages).
 """
@@ -88,7 +89,12 @@ def test_torchrl_judges_alike():
 
     assert INSTRUCTION_DICT.keys() == CHECKS.keys()
     rows = map(json.loads, Path(offline_grpo.task.__path__[0], "ifeval_sample.jsonl").read_text().splitlines())
-    cases = [pair for row in rows for pair in zip(row["instruction_id_list"], row["kwargs"], strict=True) if pair[0] not in ELSEWHERE]
+    cases = [
+        pair
+        for row in rows
+        for pair in zip(row["instruction_id_list"], row["kwargs"], strict=True)
+        if pair[0] not in ELSEWHERE
+    ]
     rng = random.Random(0)
     passed = set()
     for _ in range(2500):
@@ -121,8 +127,14 @@ def test_torchrl_rewards_alike(strict):
     aggregate = IfEvalScorer.default_reward_aggregator
     settings = type("Settings", (), {"format_weights": [0.4, 0.3, 0.2, 0.1]})()
     theirs = aggregate(settings, scores, think_blocks=["a"], answer_blocks=["b"])
-    node = as_plain(compose_config("task=ifeval_sample", "task.answer_tag=answer", "task.answer_bonus=0.1", "task.think_bonus=0.05").task)
-    problem = Problem("p", ({"role": "user", "content": "?"},), json.dumps([["punctuation:no_comma", {}], ["startend:quotation", {}]]))
+    node = as_plain(
+        compose_config(
+            "task=ifeval_sample", "task.answer_tag=answer", "task.answer_bonus=0.1", "task.think_bonus=0.05"
+        ).task
+    )
+    problem = Problem(
+        "p", ({"role": "user", "content": "?"},), json.dumps([["punctuation:no_comma", {}], ["startend:quotation", {}]])
+    )
     answer = {(True, True): '"a"', (True, False): "a", (False, False): "a,"}[strict]
     ours = build(node, key="task").score(problem, f"<think>x</think><answer>{answer}</answer>").reward
     assert ours == pytest.approx(float(theirs), abs=1e-6)

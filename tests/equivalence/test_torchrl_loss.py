@@ -1,7 +1,7 @@
 """The clipped losses and the KL estimate equal torchrl's GRPOLoss.
 
-Two of torchrl's choices are left out on purpose: its KL is averaged over padding too, so it is compared on tokens without padding; and
-its CISPOLoss has no gradient on clipped tokens, which is not the paper's loss.
+Two of torchrl's choices are left out on purpose: its KL is averaged over padding too, so it is compared on tokens
+without padding; and its CISPOLoss has no gradient on clipped tokens, which is not the paper's loss.
 """
 
 from __future__ import annotations
@@ -41,11 +41,15 @@ def grpo_loss_class():
 
 @pytest.mark.parametrize(("loss_class", "aggregation"), [(DAPO, "token_mean"), (GRPO, "prompt_mean")])
 def test_clipped_surrogate_equals_torchrl(grpo_loss_class, padded_case, loss_class, aggregation):
-    torchrl_loss = grpo_loss_class(None, clip_epsilon=(0.15, 0.25), entropy_bonus=False, aggregation=aggregation).double()
+    torchrl_loss = grpo_loss_class(
+        None, clip_epsilon=(0.15, 0.25), entropy_bonus=False, aggregation=aggregation
+    ).double()
     for seed in (0, 1, 2):
         case = padded_case(seed)
         log_weight = (case.logprobs - case.old_logprobs)[..., None]  # [B, C, 1]
-        objective, _ = torchrl_loss._compute_policy_objective(log_weight, case.rewards[:, None, None].expand_as(log_weight))
+        objective, _ = torchrl_loss._compute_policy_objective(
+            log_weight, case.rewards[:, None, None].expand_as(log_weight)
+        )
         expected = torchrl_loss._aggregate_loss_value(objective, case.mask.bool()).squeeze()
         actual = loss_class(**(SETTINGS | {"kl_coef": 0.0}))(*case.flat(case.rewards)).loss
         # torchrl keeps its clip bounds in float32

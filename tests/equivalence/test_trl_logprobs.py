@@ -18,7 +18,9 @@ TEMPERATURE = 0.7
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """hidden [24, 16], weight [300, 16], bias [300], targets [24]; float32 leaves."""
     generator = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (torch.randn(*shape, generator=generator).requires_grad_() for shape in ((24, 16), (300, 16), (300,)))
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator).requires_grad_() for shape in ((24, 16), (300, 16), (300,))
+    )
     return hidden, weight, bias, torch.randint(300, (24,), generator=generator)
 
 
@@ -47,7 +49,9 @@ def test_fused_head(inputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     hidden, weight, bias, targets = inputs
     temperature = torch.full((len(hidden),), TEMPERATURE)
     actual = TiledHead(tile_width=64)(hidden, weight, bias, targets, temperature, entropy_requires_grad=True)
-    expected = ChunkedLogProbFunction.apply(hidden, weight, bias, targets, TEMPERATURE, 128, None, 1.0, ("entropy",))[:2]
+    expected = ChunkedLogProbFunction.apply(hidden, weight, bias, targets, TEMPERATURE, 128, None, 1.0, ("entropy",))[
+        :2
+    ]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     leaves = [hidden, weight, bias]
     torch.testing.assert_close(gradients(*actual, leaves), gradients(*expected, leaves), rtol=1e-4, atol=1e-4)

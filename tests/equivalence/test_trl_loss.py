@@ -1,7 +1,8 @@
 """From rewards to the gradient, every loss equals TRL's GRPOTrainer.
 
-TRL's own code computes advantages and importance weights (`_generate_and_score_completions`) and the loss (`_compute_loss`), on a stand-in
-for the trainer that holds nothing but settings and the logprobs that its model would have returned.
+TRL's own code computes advantages and importance weights (`_generate_and_score_completions`) and the loss
+(`_compute_loss`), on a stand-in for the trainer that holds nothing but settings and the logprobs that its model would
+have returned.
 """
 
 from __future__ import annotations
@@ -84,7 +85,12 @@ def trl_stand_in(case, loss: PolicyGradientLoss, name: str) -> SimpleNamespace:
     sampler, reference = SimpleNamespace(training=True, is_gradient_checkpointing=False), SimpleNamespace()
     model_logprobs = {id(sampler): case.old_logprobs, id(reference): case.ref_logprobs, id(None): case.logprobs}
     identity = SimpleNamespace(
-        gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1, process_index=0, sync_gradients=True, device="cpu"
+        gather=lambda x: x,
+        reduce=lambda x, reduction: x,
+        num_processes=1,
+        process_index=0,
+        sync_gradients=True,
+        device="cpu",
     )
     token_mask = [[int(x) for x in row[:length]] for row, length in zip(case.mask, case.lengths, strict=True)]
     sampled = [row[:length].tolist() for row, length in zip(case.rollout_logprobs, case.lengths, strict=True)]
@@ -93,12 +99,22 @@ def trl_stand_in(case, loss: PolicyGradientLoss, name: str) -> SimpleNamespace:
         accelerator=identity,
         model=sampler,
         ref_model=reference,
-        _get_per_token_logps_and_entropies=lambda model, *args, **kwargs: (model_logprobs[id(model)], case.entropy, None),
+        _get_per_token_logps_and_entropies=lambda model, *args, **kwargs: (
+            model_logprobs[id(model)],
+            case.entropy,
+            None,
+        ),
         _generate=lambda prompts: ([[5, 5]] * len(ids), ids, token_mask, ids, sampled, {}, None, None),
         _calculate_rewards=lambda *args: case.rewards[:, None],
         _tokenizer=SimpleNamespace(pad_token_id=0),
         _metrics={"train": defaultdict(list)},
-        _logs={"prompt": [], "completion": [], "rewards": defaultdict(list), "advantages": [], "extra": defaultdict(list)},
+        _logs={
+            "prompt": [],
+            "completion": [],
+            "rewards": defaultdict(list),
+            "advantages": [],
+            "extra": defaultdict(list),
+        },
         _pending_extra_logs={},
         _pending_metrics={},
         reward_weights=torch.ones(1, dtype=torch.float64),

@@ -1,4 +1,6 @@
-"""Every architecture of the zoo in bf16 on a GPU: what `auto` chooses, and that it scores as one sequence at a time does."""
+"""Every architecture of the zoo in bf16 on a GPU: what `auto` chooses, and that it scores as one sequence at a time
+does.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,13 @@ def test_auto_is_right(name: str) -> None:
 
 def test_a_deep_model_stays_far_below_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3-0.6B's shape, in bf16: rounding adds up over its 28 layers."""
-    sizes = {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128}
+    sizes = {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "head_dim": 128,
+    }
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True}
     torch.manual_seed(0)
     with CUDA:

@@ -1,4 +1,6 @@
-"""Compiled blocks and the loss head that keeps its tiles, on every architecture of the zoo. `pytest -m gpu tests/gpu`, on one GPU."""
+"""Compiled blocks and the loss head that keeps its tiles, on every architecture of the zoo. `pytest -m gpu tests/gpu`,
+on one GPU.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,10 @@ def test_its_memory_is_what_the_plan_says() -> None:
     sizes = {"num_tokens": 4096, "hidden_size": 1024, "vocab_size": 151936}
     hidden = torch.randn(sizes["num_tokens"], sizes["hidden_size"], device=CUDA).bfloat16().requires_grad_()
     weight = torch.randn(sizes["vocab_size"], sizes["hidden_size"], device=CUDA).mul_(0.03).bfloat16().requires_grad_()
-    targets, ones = torch.randint(sizes["vocab_size"], (sizes["num_tokens"],), device=CUDA), torch.ones(sizes["num_tokens"], device=CUDA)
+    targets, ones = (
+        torch.randint(sizes["vocab_size"], (sizes["num_tokens"],), device=CUDA),
+        torch.ones(sizes["num_tokens"], device=CUDA),
+    )
     for kept_gib in (3.0, 0.5):
         head = TiledHead(tile_width=None, kept_gib=kept_gib)
         for _ in range(2):  # the first compiles
@@ -80,9 +85,13 @@ def test_its_memory_is_what_the_plan_says() -> None:
             head(hidden, weight, None, targets, ones, entropy_requires_grad=False)[0].sum().backward()
             peak = torch.cuda.max_memory_allocated() - before
             hidden.grad = weight.grad = None
-        gradients = 2 * (weight.numel() + hidden.numel())  # they exist in the backward pass, which may hold less than the forward pass
+        gradients = 2 * (
+            weight.numel() + hidden.numel()
+        )  # they exist in the backward pass, which may hold less than the forward pass
         planned = head.scratch_bytes(**sizes, dtype=torch.bfloat16, device=CUDA, entropy_requires_grad=False)
-        print(f"kept_gib={kept_gib}: measured {peak / 2**20:.0f} MiB, planned {planned / 2**20:.0f} to {(planned + gradients) / 2**20:.0f}")
+        print(
+            f"kept_gib={kept_gib}: measured {peak / 2**20:.0f} MiB, planned {planned / 2**20:.0f} to {(planned + gradients) / 2**20:.0f}"
+        )
         assert 0.95 * planned <= peak <= 1.05 * (planned + gradients)
 
 

@@ -1,4 +1,6 @@
-"""FlashAttention 4 against dense attention in float32, and in a model with heads of a real size. Needs `flash-attn-4` and a Hopper GPU."""
+"""FlashAttention 4 against dense attention in float32, and in a model with heads of a real size. Needs `flash-attn-4`
+and a Hopper GPU.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from offline_grpo.model.layouts.varlen import Varlen
 from offline_grpo.model.proof import settle_compile, settle_layout
 
 CUDA = torch.device("cuda")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_flash4(CUDA, torch.bfloat16), reason="no flash-attn-4, or no GPU that it is for")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not has_flash4(CUDA, torch.bfloat16), reason="no flash-attn-4, or no GPU that it is for"),
+]
 
 LENGTHS = (1, 300, 129, 128, 17, 640)
 

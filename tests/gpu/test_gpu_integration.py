@@ -1,4 +1,6 @@
-"""Rollouts, a training epoch, the evaluator and a whole run on one GPU next to a real vLLM server. `pytest -m gpu tests/gpu`."""
+"""Rollouts, a training epoch, the evaluator and a whole run on one GPU next to a real vLLM server. `pytest -m gpu
+tests/gpu`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,13 @@ from offline_grpo.types import Completion, RolloutGroup, SamplingParams, Score
 
 pytestmark = pytest.mark.gpu
 
-OVERRIDES = ("train.precision=bf16", "train.lr=1e-3", "data.problems_per_iteration=8", "data.rollouts_per_problem=8", "eval.num_ids=16")
+OVERRIDES = (
+    "train.precision=bf16",
+    "train.lr=1e-3",
+    "data.problems_per_iteration=8",
+    "data.rollouts_per_problem=8",
+    "eval.num_ids=16",
+)
 
 SMALL_SERVER = (
     "engine.args.enforce_eager=true",
@@ -91,7 +99,9 @@ def judged(group: RolloutGroup) -> RolloutGroup:
 
 def test_a_training_epoch(bench: Bench, groups: list[RolloutGroup]) -> None:
     before = {name: p.detach().clone() for name, p in bench.policy.model.named_parameters()}
-    updater = make_updater(bench.plan, bench.policy, str(bench.folder / "model"), RunDir(bench.folder), bench.ranks, Replicas(bench.ranks))
+    updater = make_updater(
+        bench.plan, bench.policy, str(bench.folder / "model"), RunDir(bench.folder), bench.ranks, Replicas(bench.ranks)
+    )
     batch, _, _ = prepare_batch([judged(group) for group in groups], updater, bench.plan.config.train)
     assert batch is not None
     metrics = updater.run(batch, iteration=0)
@@ -120,7 +130,14 @@ def test_end_to_end(tmp_path: Path) -> None:
     )
     memory = SMALL_SERVER[1:]
     app.run(
-        compose_config("generation=vllm_server", "weight_sync=shared_vllm", *OVERRIDES, *small, *memory, f"cache_dir={tmp_path}/cache"),
+        compose_config(
+            "generation=vllm_server",
+            "weight_sync=shared_vllm",
+            *OVERRIDES,
+            *small,
+            *memory,
+            f"cache_dir={tmp_path}/cache",
+        ),
         run_dir,
     )
     metrics = metrics_of(run_dir)
@@ -135,8 +152,12 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert processes_naming(str(tmp_path)) == []
 
 
-def test_nothing_is_learnt_from_weights_that_somebody_else_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into memory that CUDA graphs read and that two processes share: the samples are discarded, and the run's own values come back."""
+def test_nothing_is_learnt_from_weights_that_somebody_else_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into memory that CUDA graphs read and that two processes share: the samples are discarded, and the run's own
+    values come back.
+    """
     original, attacks = OnPolicy.next, []
 
     def attacked(source: OnPolicy, iteration: int) -> list[RolloutGroup]:
@@ -157,16 +178,34 @@ def test_nothing_is_learnt_from_weights_that_somebody_else_loads(tmp_path: Path,
     assert all(metrics[f"train_iter_{i:03d}.json"]["alignment/diff_abs_mean"] < 0.05 for i in range(3))
 
 
-@pytest.mark.parametrize(("option", "where"), [("shared_vllm", "shared_vllm:SharedVllm.deliver"), ("ipc", "ipc:Ipc.send")])
+@pytest.mark.parametrize(
+    ("option", "where"), [("shared_vllm", "shared_vllm:SharedVllm.deliver"), ("ipc", "ipc:Ipc.send")]
+)
 def test_a_killed_trainer_leaves_nothing(option: str, where: str, tmp_path: Path) -> None:
     """SIGKILL in the middle of a push: CUDA IPC has files in shared memory too, the server's or the trainer's."""
     files, processes = set(os.listdir("/dev/shm")), processes_naming(str(tmp_path))
-    server = ("generation=vllm_server", f"weight_sync={option}", "engine.args.gpu_memory_utilization=0.2", "engine.args.enforce_eager=true")
-    overrides = (*SMALL, *OVERRIDES, *server, f"cache_dir={tmp_path}/cache", "checkpoint.enabled=false", "model.tiny.hidden_size=128")
+    server = (
+        "generation=vllm_server",
+        f"weight_sync={option}",
+        "engine.args.gpu_memory_utilization=0.2",
+        "engine.args.enforce_eager=true",
+    )
+    overrides = (
+        *SMALL,
+        *OVERRIDES,
+        *server,
+        f"cache_dir={tmp_path}/cache",
+        "checkpoint.enabled=false",
+        "model.tiny.hidden_size=128",
+    )
     kill = Kill(f"offline_grpo.weight_sync.{where}", count=3)
-    assert run_in_child(tmp_path / "run", *overrides, kill=kill, timeout_s=200, fresh=True) == -signal.SIGKILL, printed(tmp_path / "run")
+    assert run_in_child(tmp_path / "run", *overrides, kill=kill, timeout_s=200, fresh=True) == -signal.SIGKILL, printed(
+        tmp_path / "run"
+    )
     deadline = time.monotonic() + 30
-    while (set(os.listdir("/dev/shm")) - files or processes_naming(str(tmp_path)) != processes) and time.monotonic() < deadline:
+    while (
+        set(os.listdir("/dev/shm")) - files or processes_naming(str(tmp_path)) != processes
+    ) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert set(os.listdir("/dev/shm")) - files == set()
     assert processes_naming(str(tmp_path)) == processes
@@ -174,8 +213,18 @@ def test_a_killed_trainer_leaves_nothing(option: str, where: str, tmp_path: Path
 
 def test_two_servers_on_one_gpu(tmp_path: Path) -> None:
     """They start one after the other, each gets handles of its own for every tensor, and the shares of memory add up."""
-    server = ("generation=vllm_server", "weight_sync=ipc", "placement.num_engines=2", "engine.args.gpu_memory_utilization=0.1")
-    run = ("train.iterations=3", "model.tiny.hidden_size=128", f"cache_dir={tmp_path}/cache", "engine.args.enforce_eager=true")
+    server = (
+        "generation=vllm_server",
+        "weight_sync=ipc",
+        "placement.num_engines=2",
+        "engine.args.gpu_memory_utilization=0.1",
+    )
+    run = (
+        "train.iterations=3",
+        "model.tiny.hidden_size=128",
+        f"cache_dir={tmp_path}/cache",
+        "engine.args.enforce_eager=true",
+    )
     app.run(compose_config(*SMALL, *OVERRIDES, *server, *run), tmp_path / "run")
     for found in (metrics_of(tmp_path / "run")[f"train_iter_{i:03d}.json"] for i in range(3)):
         assert found["engines/num_serving"] == 2
@@ -188,10 +237,17 @@ def test_two_servers_on_one_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_server_that_dies_is_started_again(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory dies with it, and the trainer's parameters were that memory: what was trained goes on in the memory of the next."""
+    """Its memory dies with it, and the trainer's parameters were that memory: what was trained goes on in the memory of
+    the next.
+    """
     deaths = kill_engines(monkeypatch, at_push=6)
     server = ("generation=vllm_server", "weight_sync=shared_vllm", *SMALL_SERVER)
-    run = (f"train.precision={precision}", "train.iterations=3", "model.tiny.hidden_size=128", f"cache_dir={tmp_path}/cache")
+    run = (
+        f"train.precision={precision}",
+        "train.iterations=3",
+        "model.tiny.hidden_size=128",
+        f"cache_dir={tmp_path}/cache",
+    )
     app.run(compose_config(*SMALL, *OVERRIDES, *server, *run), tmp_path / "run")
     metrics = metrics_of(tmp_path / "run")
     assert len(deaths.pids) == 2

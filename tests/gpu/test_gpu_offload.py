@@ -1,4 +1,6 @@
-"""AdamW with state in the host's memory, streamed through a GPU: `pytest -m gpu tests/gpu/test_gpu_offload.py`, seconds."""
+"""AdamW with state in the host's memory, streamed through a GPU: `pytest -m gpu tests/gpu/test_gpu_offload.py`,
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def test_steps_are_those_of_resident_state_bit_for_bit(chunk: int, monkeypatch: 
     found = []
     for offloaded in (False, True):
         generator = torch.Generator(CUDA).manual_seed(0)
-        model = {name: nn.Parameter(torch.randn(s, generator=generator, device=CUDA).bfloat16()) for name, s in SHAPES.items()}
+        model = {
+            name: nn.Parameter(torch.randn(s, generator=generator, device=CUDA).bfloat16())
+            for name, s in SHAPES.items()
+        }
         masters = MasterWeights(model.items(), offload=offloaded)
         optimizer = factory.create(masters.parameters.values())
         if offloaded:
@@ -42,7 +47,9 @@ def test_steps_are_those_of_resident_state_bit_for_bit(chunk: int, monkeypatch: 
             optimizer.step()
             masters.publish()
         state = [value.cpu() for p in masters.parameters.values() for value in optimizer.state[p].values()]
-        found.append([*(p.detach().cpu() for p in model.values()), *(value.cpu() for value in masters.values.values()), *state])
+        found.append(
+            [*(p.detach().cpu() for p in model.values()), *(value.cpu() for value in masters.values.values()), *state]
+        )
         assert masters.differing() == []
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 

@@ -32,8 +32,14 @@ def little_memory():
 @pytest.mark.parametrize(
     ("overrides", "phase"),
     [
-        (("generation.batch_size=16384", "data.problems_per_iteration=512", "data.rollouts_per_problem=64"), "generate, iteration 1"),
-        (("train.batch_size=32768", "data.problems_per_iteration=512", "data.rollouts_per_problem=64"), "train, iteration 1"),
+        (
+            ("generation.batch_size=16384", "data.problems_per_iteration=512", "data.rollouts_per_problem=64"),
+            "generate, iteration 1",
+        ),
+        (
+            ("train.batch_size=32768", "data.problems_per_iteration=512", "data.rollouts_per_problem=64"),
+            "train, iteration 1",
+        ),
         ((*LARGE, "generation.max_new_tokens=8"), "load model"),
     ],
 )

@@ -32,7 +32,9 @@ def test_graphs_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         client = TransformersClient(model, tokenizer, batch_size=64)
         return generate(client, PROMPTS, SamplingParams(max_new_tokens=24), group_size=8, seeds=[1, 100, 200, 300])
 
-    monkeypatch.setattr(decoding_graph._StepGraph, "_record", lambda self, inputs: (recorded.append(1), record(self, inputs)))
+    monkeypatch.setattr(
+        decoding_graph._StepGraph, "_record", lambda self, inputs: (recorded.append(1), record(self, inputs))
+    )
     replayed = drawn()
     print(f"{name}: {len(recorded)} graphs{', refused' if model in decoding_graph._not_recorded else ''}")
     monkeypatch.setattr(decoding_graph._StepGraph, "_record", lambda self, inputs: None)
@@ -48,13 +50,20 @@ def test_graphs_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_same_seeds_draw_the_same_tokens_in_bf16() -> None:
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=1000, hidden_size=896, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=14, num_key_value_heads=2
+        vocab_size=1000,
+        hidden_size=896,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=14,
+        num_key_value_heads=2,
     )
     model = Qwen2ForCausalLM(config).to(CUDA, torch.bfloat16).eval()
     client = TransformersClient(model, build_char_tokenizer(256), batch_size=256)
     prompts = [list(range(5 + i, 45 + i)) for i in range(32)]
 
     def drawn():
-        return generate(client, prompts, SamplingParams(max_new_tokens=128), group_size=8, seeds=[1000 * i for i in range(32)])
+        return generate(
+            client, prompts, SamplingParams(max_new_tokens=128), group_size=8, seeds=[1000 * i for i in range(32)]
+        )
 
     assert drawn() == drawn()

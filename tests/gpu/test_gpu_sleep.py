@@ -19,7 +19,13 @@ def test_sleep_frees_the_memory_and_waking_takes_it_again(tmp_path: Path) -> Non
     model = save_model(tmp_path / "model", dtype=GPU.dtype)
     http = httpx.Client(headers={"Authorization": "Bearer key"}, timeout=120)
     with running(
-        make_server(GPU, tmp_path, args={"enable_sleep_mode": True, "kv_cache_memory_bytes": KV_CACHE_GIB * 2**30}, api_key="key"), model
+        make_server(
+            GPU,
+            tmp_path,
+            args={"enable_sleep_mode": True, "kv_cache_memory_bytes": KV_CACHE_GIB * 2**30},
+            api_key="key",
+        ),
+        model,
     ) as server:
         url = server.base_url
         before, awake = http.post(f"{url}/generate", json=BODY).json(), used_gib()

@@ -1,4 +1,6 @@
-"""What only a CUDA GPU can show: packed attention, 16-bit training, 8-bit optimizer state. `pytest -m gpu tests/gpu`, on one GPU."""
+"""What only a CUDA GPU can show: packed attention, 16-bit training, 8-bit optimizer state. `pytest -m gpu tests/gpu`,
+on one GPU.
+"""
 
 import json
 
@@ -27,7 +29,9 @@ def gradients(model, layout, batch):
 
 
 def test_packed_attention_scores_as_padded_rows_do(token_batch):
-    model = make_qwen2(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.05).to(CUDA, torch.bfloat16)
+    model = make_qwen2(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.05).to(
+        CUDA, torch.bfloat16
+    )
     batch = token_batch.to(CUDA)
     packed, packed_gradients = gradients(model, Varlen(), batch)
     padded, padded_gradients = gradients(model, Padded(), batch)
@@ -71,9 +75,23 @@ def test_fp32_scores_equal_the_cpus(token_batch):
 def test_a_reference_on_another_device_scores_alike(tmp_path):
     found = []
     for device in ("null", "cpu"):
-        words = ("model.device=cuda", f"model.ref_device={device}", "train.precision=fp32", "train.iterations=3", "eval.enabled=false")
-        app.run(compose_config(*words, f"cache_dir={tmp_path}/cache", "train.lr=1e-3", "model.compile=false"), tmp_path / device)
-        found.append([json.loads(path.read_text())["kl_divergence"] for path in sorted((tmp_path / device / "metrics").glob("train*"))])
+        words = (
+            "model.device=cuda",
+            f"model.ref_device={device}",
+            "train.precision=fp32",
+            "train.iterations=3",
+            "eval.enabled=false",
+        )
+        app.run(
+            compose_config(*words, f"cache_dir={tmp_path}/cache", "train.lr=1e-3", "model.compile=false"),
+            tmp_path / device,
+        )
+        found.append(
+            [
+                json.loads(path.read_text())["kl_divergence"]
+                for path in sorted((tmp_path / device / "metrics").glob("train*"))
+            ]
+        )
     beside, apart = found
     assert beside[2] > 0
     assert apart == pytest.approx(beside, rel=0.05, abs=1e-5)

@@ -1,4 +1,6 @@
-"""What needs two GPUs: a run in two processes, which add up their gradients through NCCL, and a server on a GPU of its own."""
+"""What needs two GPUs: a run in two processes, which add up their gradients through NCCL, and a server on a GPU of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,12 @@ def test_the_reference_has_a_gpu_of_its_own(tmp_path: Path) -> None:
 
 
 def test_nccl_reaches_a_server_on_the_other_gpu(tmp_path: Path) -> None:
-    server = ("generation=vllm_server", "weight_sync=nccl", "engine.args.gpu_memory_utilization=0.1", "engine.args.enforce_eager=true")
+    server = (
+        "generation=vllm_server",
+        "weight_sync=nccl",
+        "engine.args.gpu_memory_utilization=0.1",
+        "engine.args.enforce_eager=true",
+    )
     overrides = (*SMALL, "model.tiny.hidden_size=128", "train.precision=bf16", f"cache_dir={tmp_path}/cache")
     app.run(compose_config(*overrides, *server), tmp_path / "run")
     metrics = metrics_of(tmp_path / "run")

@@ -1,4 +1,6 @@
-"""Whole runs in this process draw no report, which takes longer than the rest of them. Commands do, and children that are asked to."""
+"""Whole runs in this process draw no report, which takes longer than the rest of them. Commands do, and children that
+are asked to.
+"""
 
 import pytest
 from children import draw_nothing

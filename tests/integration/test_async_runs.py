@@ -26,7 +26,9 @@ from offline_grpo.weight_sync.proof import PROBE_PROMPT_TOKENS
 
 
 class Unhurried(FakeVllm):
-    """Takes `delay_s` for a request of the run, while others come in, and does what /pause and /resume say. `at_request` may do harm."""
+    """Takes `delay_s` for a request of the run, while others come in, and does what /pause and /resume say.
+    `at_request` may do harm.
+    """
 
     def __init__(self, folder: Path, delay_s: float = 0.0) -> None:
         super().__init__(folder)
@@ -80,7 +82,10 @@ def record_of(folder: Path) -> list[list[dict[str, Any]]]:
 
 
 def apart_from_async(metrics: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    return {name: {key: value for key, value in found.items() if not key.startswith("async/")} for name, found in metrics.items()}
+    return {
+        name: {key: value for key, value in found.items() if not key.startswith("async/")}
+        for name, found in metrics.items()
+    }
 
 
 def test_without_staleness_every_file_is_that_of_on_policy(model: Path, tmp_path: Path) -> None:
@@ -88,7 +93,15 @@ def test_without_staleness_every_file_is_that_of_on_policy(model: Path, tmp_path
     for mode in ("mode=sync", "mode=async rollouts.max_staleness=0"):
         with unhurried(model) as (_, server):
             folder = tmp_path / mode[5:9]
-            run(folder, model, *server, "train.iterations=3", "checkpoint.enabled=true", "checkpoint.save_interval=2", *mode.split())
+            run(
+                folder,
+                model,
+                *server,
+                "train.iterations=3",
+                "checkpoint.enabled=true",
+                "checkpoint.save_interval=2",
+                *mode.split(),
+            )
             found.append((apart_from_async(metrics_of(folder)), weights_of(folder), record_of(folder)))
     assert found[0] == found[1]
     metrics, weights, record = found[0]
@@ -96,7 +109,13 @@ def test_without_staleness_every_file_is_that_of_on_policy(model: Path, tmp_path
     assert len({metrics[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(3)}) > 1
 
 
-AHEAD = ("mode=async", "rollouts.max_staleness=4", "train.iterations=6", "eval.enabled=false", "checkpoint.keep_best=null")
+AHEAD = (
+    "mode=async",
+    "rollouts.max_staleness=4",
+    "train.iterations=6",
+    "eval.enabled=false",
+    "checkpoint.keep_best=null",
+)
 """Two iterations ahead, of two updates each."""
 
 
@@ -129,7 +148,9 @@ def assert_bounded(folder: Path, expected: list[list[str]]) -> dict[str, dict[st
 
 
 @pytest.mark.slow
-def test_weights_that_a_restarted_server_lacks_are_not_sampled_from(model: Path, expected: list[list[str]], tmp_path: Path) -> None:
+def test_weights_that_a_restarted_server_lacks_are_not_sampled_from(
+    model: Path, expected: list[list[str]], tmp_path: Path
+) -> None:
     """While the trainer trains: it gets them again, and what was sampled from its own is thrown away."""
     with unhurried(model, 0.05) as (script, server):
 
@@ -148,7 +169,9 @@ def test_weights_that_a_restarted_server_lacks_are_not_sampled_from(model: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_killed_anywhere_it_goes_on_with_what_comes_next(seed: int, model: Path, expected: list[list[str]], tmp_path: Path) -> None:
+def test_killed_anywhere_it_goes_on_with_what_comes_next(
+    seed: int, model: Path, expected: list[list[str]], tmp_path: Path
+) -> None:
     moment = (Random(seed).choice(("generate", "train", "sync", "checkpoint")), Random(seed).randint(1, 5))
     saved = ("checkpoint.enabled=true", "checkpoint.save_interval=1")
     with unhurried(model, 0.02) as (_, server):

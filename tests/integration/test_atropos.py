@@ -1,4 +1,6 @@
-"""The whole of Atropos on the CPU: the real run-api, real environments of atroposlib's BaseEnv, a real vLLM server, and a run."""
+"""The whole of Atropos on the CPU: the real run-api, real environments of atroposlib's BaseEnv, a real vLLM server, and
+a run.
+"""
 
 import itertools
 import json
@@ -48,7 +50,9 @@ def named(trainer, text):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """`run_grpo.py experiment=atropos_shared`, whose run-api was killed, then its environment, and after five iterations the run itself."""
+    """`run_grpo.py experiment=atropos_shared`, whose run-api was killed, then its environment, and after five
+    iterations the run itself.
+    """
     folder = tmp_path_factory.mktemp("killed")
     words = (
         *SMALL,
@@ -91,7 +95,9 @@ def killed(tmp_path_factory):
     psutil.wait_procs(below, timeout=30)
     left = [process for process in below if process.is_running()]
     child.join()
-    return SimpleNamespace(folder=folder / "run", environ=environ, num_below=len(below), left=left, seconds=time.monotonic() - killed_at)
+    return SimpleNamespace(
+        folder=folder / "run", environ=environ, num_below=len(below), left=left, seconds=time.monotonic() - killed_at
+    )
 
 
 def test_a_run_trains_from_run_api_fed_by_its_own_environment_and_pushes_its_weights(killed):
@@ -103,7 +109,9 @@ def test_a_run_trains_from_run_api_fed_by_its_own_environment_and_pushes_its_wei
     assert found[0]["alignment/diff_abs_mean"] < 1e-3
     assert all(each["mismatch/kl_k3"] < 0.1 for each in found)
     assert any(each["grad_norm"] > 0 for each in found)
-    assert all(each[f"rollouts/num_dropped_{reason}"] == 0 for each in found for reason in ("malformed", "masks", "numbers"))
+    assert all(
+        each[f"rollouts/num_dropped_{reason}"] == 0 for each in found for reason in ("malformed", "masks", "numbers")
+    )
 
 
 def test_what_was_killed_was_started_again_and_left_its_log(killed):
@@ -153,10 +161,25 @@ def fed(tmp_path_factory):
     command = f"cd {world}; export HF_HUB_OFFLINE=1 HF_DATASETS_CACHE={folder}/cache; python {gsm8k} {serve} & "
     command += f"SENT={folder}/sent.jsonl python {ROOT}/tests/multi_turn_environment.py {serve} & wait"
     overrides = (
-        *(*own_server(preloaded_python(folder)), f"rollouts.environment='{command}'", "weight_sync=reload", Groups.override),
+        *(
+            *own_server(preloaded_python(folder)),
+            f"rollouts.environment='{command}'",
+            "weight_sync=reload",
+            Groups.override,
+        ),
         *("rollouts=atropos", f"rollouts.url={free_url()}", "rollouts.poll_s=0.2"),
-        *("generation.max_new_tokens=24", "eval.enabled=false", "train.iterations=2000", "train.updates_per_iteration=1"),
-        *("train.loss.ratio_reference=rollout", "train.loss.importance_correction=none", "train.kl_coef=0", "train.lr=1e-6"),
+        *(
+            "generation.max_new_tokens=24",
+            "eval.enabled=false",
+            "train.iterations=2000",
+            "train.updates_per_iteration=1",
+        ),
+        *(
+            "train.loss.ratio_reference=rollout",
+            "train.loss.importance_correction=none",
+            "train.kl_coef=0",
+            "train.lr=1e-6",
+        ),
     )
     Groups.seen, Groups.is_enough = [], both
     with pytest.raises(StopRequested):

@@ -75,7 +75,12 @@ def test_environments_learn_what_the_trainer_wants(api: RunApi) -> None:
     assert source.state_dict() == {"registration": found["group"], "num_steps": 10}
     told = api.post("/register-env", {"max_token_length": 64, "desired_name": "x", "weight": 1.0, "group_size": 2})
     assert told["status"] == "success", "the trainer has polled"
-    assert (told["checkpoint_dir"], told["starting_step"], told["checkpoint_interval"], told["num_steps"]) == ("/runs/first", 4, 3, 10)
+    assert (told["checkpoint_dir"], told["starting_step"], told["checkpoint_interval"], told["num_steps"]) == (
+        "/runs/first",
+        4,
+        3,
+        10,
+    )
 
 
 def test_batches_that_were_formed_at_once_are_trained_oldest_first(api: RunApi) -> None:
@@ -104,11 +109,14 @@ def test_a_second_trainer_is_refused(api: RunApi) -> None:
     first = started(api)
     name = first.state_dict()["registration"]
     with pytest.raises(
-        ConfigError, match=rf"^rollouts.url={api.url}: another trainer owns this API \({name}, batch_size=4, max_token_len=32\)"
+        ConfigError,
+        match=rf"^rollouts.url={api.url}: another trainer owns this API \({name}, batch_size=4, max_token_len=32\)",
     ):
         started(api)
     make_source(api.url).start(3, first.state_dict())  # the run that goes on from a checkpoint of the first
-    with pytest.raises(ConfigError, match=r"this run registered there with batch_size=4, max_token_len=32, and has 8 .* and 32 .* now"):
+    with pytest.raises(
+        ConfigError, match=r"this run registered there with batch_size=4, max_token_len=32, and has 8 .* and 32 .* now"
+    ):
         make_source(api.url, problems_per_iteration=4).start(3, first.state_dict())
 
     second = started(api, take_over=True)
@@ -155,7 +163,9 @@ def test_an_api_behind_a_proxy_that_is_started_anew(caplog: pytest.LogCaptureFix
         def forward(request: Request) -> Reply:
             try:
                 return Reply(
-                    httpx.request(request.method, f"{api.url}{request.path}", json=request.body, timeout=20, trust_env=False).content
+                    httpx.request(
+                        request.method, f"{api.url}{request.path}", json=request.body, timeout=20, trust_env=False
+                    ).content
                 )
             except httpx.TransportError:
                 return Reply(b"<html>Bad Gateway</html>", status=502)
@@ -165,7 +175,11 @@ def test_an_api_behind_a_proxy_that_is_started_anew(caplog: pytest.LogCaptureFix
                 time.sleep(0.05)
             while not told or told[-1]["status"] == "wait for trainer to start":  # which it has when it polls
                 time.sleep(0.05)
-                told.append(api.post("/register-env", {"max_token_length": 64, "desired_name": "x", "weight": 1.0, "group_size": 2}))
+                told.append(
+                    api.post(
+                        "/register-env", {"max_token_length": 64, "desired_name": "x", "weight": 1.0, "group_size": 2}
+                    )
+                )
             api.send(pair(5), pair(6))
 
         told: list[dict[str, Any]] = []
@@ -181,7 +195,9 @@ def test_an_api_behind_a_proxy_that_is_started_anew(caplog: pytest.LogCaptureFix
     assert source.metrics()["rollouts/num_lost_batches"] == 0
 
 
-def test_a_run_that_goes_on_with_more_iterations_says_what_environments_are_told(api: RunApi, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_goes_on_with_more_iterations_says_what_environments_are_told(
+    api: RunApi, caplog: pytest.LogCaptureFixture
+) -> None:
     state = started(api).state_dict()
     longer = make_source(api.url, num_steps=100)
     longer.start(3, state)
@@ -241,7 +257,9 @@ def test_a_group_of_which_no_batch_can_be_made_is_explained(
     source = started(api)
     fields = {"env_id": api.register_environment(size)} if is_registered else {}
     api.send(*(group(*[([1], [2])] * size, **fields) for _ in range(4)))
-    with pytest.raises(ConfigError, match=rf"the queue of {api.url} has a group of {size} sequences, and no batch of 4 .* can be made"):
+    with pytest.raises(
+        ConfigError, match=rf"the queue of {api.url} has a group of {size} sequences, and no batch of 4 .* can be made"
+    ):
         source.next(0)
 
 
@@ -257,7 +275,9 @@ def test_sizes_that_wait_for_each_other_are_pointed_out(
     assert caplog.text.count("smaller groups wait until they add up to the largest one exactly") == 1
 
 
-def test_batches_of_which_nothing_can_be_used_are_told_again_and_again(api: RunApi, caplog: pytest.LogCaptureFixture) -> None:
+def test_batches_of_which_nothing_can_be_used_are_told_again_and_again(
+    api: RunApi, caplog: pytest.LogCaptureFixture
+) -> None:
     source = started(api)
     api.send(*(pair(number, scores=[0.0]) for number in range(40)), pair(1), pair(2))
     assert texts(source.next(0)) == ["8 1 2", "8 2 2"]
@@ -276,7 +296,8 @@ def test_a_batch_that_is_too_large_names_what_may_be_in_it(api: RunApi, caplog: 
 
 def test_an_api_that_is_not_there() -> None:
     with pytest.raises(
-        EngineError, match=r"rollouts.url=http://127.0.0.1:9: Atropos API not reachable for 0.1 s \(rollouts.connect_timeout_s\)"
+        EngineError,
+        match=r"rollouts.url=http://127.0.0.1:9: Atropos API not reachable for 0.1 s \(rollouts.connect_timeout_s\)",
     ):
         make_source("http://127.0.0.1:9", connect_timeout_s=0.1).start(0, None)
 
@@ -285,7 +306,8 @@ def test_groups_without_logprobs_end_the_run(api: RunApi) -> None:
     source = started(api)
     api.send(pair(1, inference_logprobs=None, env_id=5), pair(2))
     with pytest.raises(
-        MissingLogprobs, match=r"^GRPO requires inference_logprobs for importance sampling! .* environment 5 .*server_type=vllm"
+        MissingLogprobs,
+        match=r"^GRPO requires inference_logprobs for importance sampling! .* environment 5 .*server_type=vllm",
     ):
         source.next(0)
 
@@ -371,7 +393,9 @@ def test_the_trajectory_is_that_of_the_run_whose_groups_it_gets(
     glossary = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
     in_glossary = glossary.partition("with rollouts=atropos\n")[2].partition("\n###")[0]
     recorded_names = json.loads((tmp_path / "run" / "metrics" / "train_iter_000.json").read_text()).keys()
-    assert {name for name in recorded_names if "rollouts" in name} == set(re.findall(r"`([a-z]+/rollouts\w*|rollouts/\w+)`", in_glossary))
+    assert {name for name in recorded_names if "rollouts" in name} == set(
+        re.findall(r"`([a-z]+/rollouts\w*|rollouts/\w+)`", in_glossary)
+    )
 
 
 @pytest.mark.slow

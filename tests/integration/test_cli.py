@@ -36,16 +36,22 @@ def command(folder: Path, script: str, *words: str) -> subprocess.CompletedProce
     return run_command(folder, ROOT / script, *words)
 
 
-def fresh_command(folder: Path, script: str, *words: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def fresh_command(
+    folder: Path, script: str, *words: str, python: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     """The same in a new interpreter."""
     arguments = [sys.executable, *python, str(ROOT / script), *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def test_children_need_not_import_what_runs_need(tmp_path: Path) -> None:
     """The server that they are forked from would not say that it could not."""
-    (tmp_path / "script.py").write_text("import os, sys; print({'pandas', 'preloaded'} <= sys.modules.keys(), os.getenv('PYTHONPATH'))")
+    (tmp_path / "script.py").write_text(
+        "import os, sys; print({'pandas', 'preloaded'} <= sys.modules.keys(), os.getenv('PYTHONPATH'))"
+    )
     assert run_command(tmp_path, tmp_path / "script.py").stdout == f"True {os.getenv('PYTHONPATH')}\n"
 
 
@@ -53,7 +59,10 @@ def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     done = command(tmp_path, "run_grpo.py", "generation._target_=offline_grpo.generation.Nothing")
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
-    assert re.match(r"error: generation._target_=offline_grpo.generation.Nothing: cannot be imported \(.*\); give the dotted path", line)
+    assert re.match(
+        r"error: generation._target_=offline_grpo.generation.Nothing: cannot be imported \(.*\); give the dotted path",
+        line,
+    )
     assert done.stdout == "offline-grpo: loading ...\n"
     assert list(tmp_path.iterdir()) == []
 
@@ -61,7 +70,9 @@ def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 def test_a_group_set_to_null_is_one_line(tmp_path: Path) -> None:
     done = command(tmp_path, "run_grpo.py", "engine=null", "train.lr=1e-3")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: engine=null: a group needs one of its options; remove the override to use the default\n"
+    assert (
+        done.stderr == "error: engine=null: a group needs one of its options; remove the override to use the default\n"
+    )
 
 
 def test_options_of_hydra_that_exclude_each_other_are_one_line(tmp_path: Path) -> None:
@@ -73,7 +84,9 @@ def test_options_of_hydra_that_exclude_each_other_are_one_line(tmp_path: Path) -
 def test_a_server_that_is_not_installed_is_refused_before_a_model_is_built(tmp_path: Path) -> None:
     done = command(tmp_path, "run_grpo.py", "generation=sglang_server")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: engine.python=null: SGLang is not installed in this environment; name an interpreter that has it")
+    assert done.stderr.startswith(
+        "error: engine.python=null: SGLang is not installed in this environment; name an interpreter that has it"
+    )
     assert len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -104,8 +117,18 @@ def test_a_sweep_leaves_a_run_for_each_value_and_a_table(tmp_path: Path, cache: 
     done, sweep_dir, rows = sweep(tmp_path, cache, "train.lr=1e-3,1e-4")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"multirun/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-\d{6}", sweep_dir.relative_to(tmp_path).as_posix())
-    assert {path.name for path in sweep_dir.iterdir()} == {"0", "1", "summary.csv", "summary.md", "sweep.png", "multirun.yaml"}
-    assert {(row["run"], row["train.lr"], row["status"]) for row in rows} == {("0", "0.001", "done"), ("1", "0.0001", "done")}
+    assert {path.name for path in sweep_dir.iterdir()} == {
+        "0",
+        "1",
+        "summary.csv",
+        "summary.md",
+        "sweep.png",
+        "multirun.yaml",
+    }
+    assert {(row["run"], row["train.lr"], row["status"]) for row in rows} == {
+        ("0", "0.001", "done"),
+        ("1", "0.0001", "done"),
+    }
     lrs = {name: metrics_of(sweep_dir / name)["train_iter_000.json"]["lr"] for name in "01"}
     assert lrs == pytest.approx({"0": 0.5e-3, "1": 0.5e-4})
     assert "2 runs, best final pass@1 first" in done.stdout
@@ -139,7 +162,9 @@ def test_the_smoke_test_prints_both_records(tmp_path: Path) -> None:
     done = fresh_command(tmp_path, "smoke_test.py")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60  # seconds on one core, whatever else it is busy with
+    assert (
+        after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
+    )  # seconds on one core, whatever else it is busy with
     for title, name in (("Train", "loss_total"), ("Eval", "pass@1")):
         [line] = [line for line in done.stdout.splitlines() if line.startswith(f"{title} metrics: {{")]
         assert f"'{name}': " in line
@@ -168,7 +193,9 @@ def test_a_full_disk_ends_the_run_in_one_line_and_resume_completes_it(
         cli.leave(error.value)
     [line] = capsys.readouterr().err.splitlines()
     assert exit_.value.code == 1
-    assert re.match(r"error: checkpoint of iteration 3 could not be written to .*No space left on device; the last checkpoint", line)
+    assert re.match(
+        r"error: checkpoint of iteration 3 could not be written to .*No space left on device; the last checkpoint", line
+    )
     assert [path.name for path in (stopped / "checkpoints").iterdir()] == ["iter_001"]
     AutoModelForCausalLM.from_pretrained(stopped / "checkpoints" / "iter_001")
 
@@ -183,7 +210,9 @@ def test_a_full_disk_ends_the_run_in_one_line_and_resume_completes_it(
 def test_all_loggers_together(tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     run_dir = tmp_path / "run"
-    assert run_in_child(run_dir, cache, *ONE_ITERATION, "logger=[json,console,wandb,tensorboard]") == 0, printed(run_dir)
+    assert run_in_child(run_dir, cache, *ONE_ITERATION, "logger=[json,console,wandb,tensorboard]") == 0, printed(
+        run_dir
+    )
     assert len(list(run_dir.glob("metrics/*.json"))) == 2
     assert "1/1  reward " in printed(run_dir)
     assert len(list(run_dir.glob("wandb/offline-run-*/*.wandb"))) == 1
@@ -225,7 +254,11 @@ def test_lora_saves_adapters_and_leaves_the_base_as_it_was(tmp_path: Path, cache
 
     [policy] = policies
     folder = Path(json.loads((checkpoint / "adapter_config.json").read_text())["base_model_name_or_path"])
-    trained = {name.replace(".base_layer", ""): tensor for name, tensor in policy.causal_lm.state_dict().items() if "lora_" not in name}
+    trained = {
+        name.replace(".base_layer", ""): tensor
+        for name, tensor in policy.causal_lm.state_dict().items()
+        if "lora_" not in name
+    }
     base = load_file(folder / "model.safetensors")
     assert len(base) > 10
     assert all(torch.equal(trained[name], tensor) for name, tensor in base.items())
@@ -246,7 +279,10 @@ def test_bf16_steps_on_masters_that_its_checkpoints_hold(tmp_path: Path, cache: 
     overrides = (cache, "train.precision=bf16", "train.schedule=constant")
     assert run_in_child(run_dir, *SMALL, *overrides) == 0, printed(run_dir)
     [*_, checkpoint] = list_checkpoints(run_dir / "checkpoints")
-    model, masters = load_file(checkpoint / "model.safetensors"), load_file(checkpoint / "trainer" / "masters.safetensors")
+    model, masters = (
+        load_file(checkpoint / "model.safetensors"),
+        load_file(checkpoint / "trainer" / "masters.safetensors"),
+    )
     assert {tensor.dtype for tensor in model.values()} == {torch.bfloat16}
     assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
     assert masters.keys() == model.keys()
@@ -258,7 +294,9 @@ def test_bf16_steps_on_masters_that_its_checkpoints_hold(tmp_path: Path, cache: 
 def test_token_budgets_train_as_whole_batches_do(tmp_path: Path, cache: str) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert run_in_child(whole, cache, *ONE_ITERATION) == 0, printed(whole)
-    assert run_in_child(cut, cache, *ONE_ITERATION, "train.batch_size=null", "train.tokens_per_microbatch=25") == 0, printed(cut)
+    assert run_in_child(cut, cache, *ONE_ITERATION, "train.batch_size=null", "train.tokens_per_microbatch=25") == 0, (
+        printed(cut)
+    )
     assert "in microbatches of up to 25 tokens" in printed(cut)
     expected, found = metrics_of(whole)["train_iter_000.json"], metrics_of(cut)["train_iter_000.json"]
     assert found == pytest.approx(expected, abs=1e-5)

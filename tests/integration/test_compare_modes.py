@@ -25,7 +25,11 @@ TESTS = Path(__file__).parents[1]
 def words(folder: Path) -> list[str]:
     """Overrides of small runs, but for those that the comparison sets."""
     own = ("train.iterations=", "eval.", "checkpoint.", "generation=")
-    return [word for word in (*five(save_model(folder / "model")), *own_server(preloaded_python(folder))) if not word.startswith(own)]
+    return [
+        word
+        for word in (*five(save_model(folder / "model")), *own_server(preloaded_python(folder)))
+        if not word.startswith(own)
+    ]
 
 
 @pytest.mark.slow

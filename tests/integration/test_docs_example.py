@@ -25,7 +25,13 @@ COMMANDS = [text.strip() for language, text in BLOCKS if language == "bash"]
 SMALL = [
     *("train.iterations=1", "train.updates_per_iteration=2", "train.batch_size=16", "train.kl_coef=0.1"),
     *("data.problems_per_iteration=8", "data.rollouts_per_problem=8", "generation.max_new_tokens=2"),
-    *("eval.num_ids=4", "eval.bootstrap_samples=20", "num_threads=1", "model.device=cpu", "model.tiny.warm_start_steps=5"),
+    *(
+        "eval.num_ids=4",
+        "eval.bootstrap_samples=20",
+        "num_threads=1",
+        "model.device=cpu",
+        "model.tiny.warm_start_steps=5",
+    ),
 ]
 IN_OTHER_RUNS = {
     "stopped_early",
@@ -58,7 +64,9 @@ def words_of(command: str) -> list[str]:
 
 
 def metric_names(path: Path) -> set[str]:
-    """The names in a metrics file, as the glossary writes them: pass@k for pass@4, reward/NAME for reward/digits, intervals left out."""
+    """The names in a metrics file, as the glossary writes them: pass@k for pass@4, reward/NAME for reward/digits,
+    intervals left out.
+    """
     names = {re.sub(r"@\d+", "@k", re.sub(r"_(low|high)$", "", name)) for name in json.loads(path.read_text())}
     names = {re.sub(r"^time/start_.+_s$", "time/start_NAME_s", name) for name in names}
     return {"reward/NAME" if name.startswith("reward/") else name for name in names}
@@ -66,12 +74,25 @@ def metric_names(path: Path) -> set[str]:
 
 def glossary(heading: str) -> set[str]:
     """The metrics in the first column of one table of the glossary."""
-    text = (ROOT / "docs" / "numerics.md").read_text().partition("## Metric glossary")[2].partition(f"### {heading}")[2].partition("###")[0]
-    return {name for line in text.splitlines() if line.startswith("| `") for name in re.findall(r"`([^`]+)`", line.split("|")[1])}
+    text = (
+        (ROOT / "docs" / "numerics.md")
+        .read_text()
+        .partition("## Metric glossary")[2]
+        .partition(f"### {heading}")[2]
+        .partition("###")[0]
+    )
+    return {
+        name
+        for line in text.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`([^`]+)`", line.split("|")[1])
+    }
 
 
 def test_the_guide_has_a_loss_a_task_a_source_and_three_commands(folder):
-    assert {path.relative_to(folder).as_posix() for path in (folder / "mine").rglob("*.*") if path.suffix != ".pyc"} == {
+    assert {
+        path.relative_to(folder).as_posix() for path in (folder / "mine").rglob("*.*") if path.suffix != ".pyc"
+    } == {
         "mine/reinforce.py",
         "mine/reverse.py",
         "mine/signs.py",
@@ -85,7 +106,9 @@ def test_the_guides_command_finds_its_files(folder):
     """From the folder that it describes."""
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     command = [sys.executable, str(ROOT / "run_grpo.py"), *words_of(COMMANDS[0]), "--cfg", "job"]
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert result.returncode == 0, result.stderr
     for line in ("_target_: mine.reverse.Reverse", "_target_: mine.reinforce.Reinforce", "positive_weight: 2.0"):
         assert line in result.stdout
@@ -106,7 +129,10 @@ def test_the_guides_run_trains_and_records_what_the_glossary_explains(folder, mo
 
 def test_a_source_sets_the_advantages(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
-    app.run(compose_config(f"cache_dir={folder}/cache", *words_of(COMMANDS[2]), *SMALL, "eval.enabled=false"), folder / "signs")
+    app.run(
+        compose_config(f"cache_dir={folder}/cache", *words_of(COMMANDS[2]), *SMALL, "eval.enabled=false"),
+        folder / "signs",
+    )
     record = json.loads((folder / "signs" / "metrics" / "train_iter_000.json").read_text())
     assert record["num_updates"] == 2
     assert 0 < record["advantage_std"] <= 1

@@ -1,4 +1,6 @@
-"""Runs that replace groups without signal: they go on from a checkpoint to the same files, bit for bit, and make all their updates."""
+"""Runs that replace groups without signal: they go on from a checkpoint to the same files, bit for bit, and make all
+their updates.
+"""
 
 import pytest
 from children import SMALL, metrics_of, weights_of

@@ -1,8 +1,9 @@
-"""No key is inert: every leaf of the configuration stands in one of the tables below, with a changed value and what that must change.
+"""No key is inert: every leaf of the configuration stands in one of the tables below, with a changed value and what
+that must change.
 
-A key that is new in `conf/` fails `test_every_key_is_in_exactly_one_table` until it has a row. Keys of the default configuration, and of
-LoRA, are changed in small runs of the whole application; those of the other components where the components are built; those that only
-act beside a server, or on a machine with GPUs, where such a run is put together.
+A key that is new in `conf/` fails `test_every_key_is_in_exactly_one_table` until it has a row. Keys of the default
+configuration, and of LoRA, are changed in small runs of the whole application; those of the other components where the
+components are built; those that only act beside a server, or on a machine with GPUs, where such a run is put together.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ View = Callable[[Trace], Any]
 
 @dataclass(frozen=True)
 class Acts:
-    """`change` (overrides, blanks between them), on top of `base`, must change what `sees` sees (to `to`, where that is said) and must
-    leave alone what `keeps` sees. @model, @done and @elsewhere stand for the folders of another model, of a finished run and of nothing,
-    @rows for a data set.
+    """`change` (overrides, blanks between them), on top of `base`, must change what `sees` sees (to `to`, where that is
+    said) and must leave alone what `keeps` sees. @model, @done and @elsewhere stand for the folders of another model,
+    of a finished run and of nothing, @rows for a data set.
     """
 
     change: str
@@ -88,7 +89,9 @@ def weights(run: Trace) -> dict[str, Any]:
 
 def moved(run: Trace) -> set[str]:
     """The parts of the model that training changed."""
-    return {".".join(name.split(".")[:3]) for name, tensor in run.end.items() if not torch.equal(tensor, run.start[name])}
+    return {
+        ".".join(name.split(".")[:3]) for name, tensor in run.end.items() if not torch.equal(tensor, run.start[name])
+    }
 
 
 def samples(run: Trace) -> Any:
@@ -138,7 +141,9 @@ FIRST = "train_iter_000.json"
 QUICK = "model.tiny.warm_start_steps=2 model.tiny.warm_start_batch_size=4"
 QUERIES = {"0.self_attn.q_proj", "1.self_attn.q_proj"}
 LORA = "model/lora=default"
-FLAT = "train.stop_when.metric=-pass@1 train.stop_when.threshold=-1 train.lr=1e-9"  # reaches nothing, and changes nothing
+FLAT = (
+    "train.stop_when.metric=-pass@1 train.stop_when.threshold=-1 train.lr=1e-9"  # reaches nothing, and changes nothing
+)
 GREEDY_BASE = "eval.replicates=1 eval.ks=[1]"
 
 RUNS: dict[str, Acts] = {
@@ -309,7 +314,9 @@ def make_loss_effect() -> Callable[[Any], Any]:
     draw = torch.Generator().manual_seed(0)
     mask = torch.rand(120, generator=draw) > 0.2
     old, rollout, ref, now = (-torch.rand(120, generator=draw) * mask for _ in range(4))
-    batch = make_batch((10,) * 12, mask, torch.randn(12, generator=draw), old, rollout_logprobs=rollout, ref_logprobs=ref)
+    batch = make_batch(
+        (10,) * 12, mask, torch.randn(12, generator=draw), old, rollout_logprobs=rollout, ref_logprobs=ref
+    )
 
     def effect(loss: Any) -> Any:
         stats = TokenStats(now.clone().requires_grad_(), torch.ones(120, requires_grad=True))
@@ -338,7 +345,11 @@ def adamw_8bit_effect(optimizer: Any) -> Any:
     asked: list[Any] = []
     on_gpu = SimpleNamespace(ndim=2, device=SimpleNamespace(type="cuda"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bitsandbytes.optim.adamw, "AdamW8bit", lambda groups, **settings: asked.append((groups[0]["weight_decay"], settings)))
+        patch.setattr(
+            bitsandbytes.optim.adamw,
+            "AdamW8bit",
+            lambda groups, **settings: asked.append((groups[0]["weight_decay"], settings)),
+        )
         optimizer.create([on_gpu])
     return asked
 
@@ -357,7 +368,11 @@ def mixture_effect(task: Any) -> Any:
 def ifeval_effect(task: Any) -> Any:
     """The first problems of both splits, and the reward of a response with thoughts, which alone have a comma."""
     problems = [problem for split in Split for problem in task.problems(split)]
-    return problems, task.score(problems[0], "<think>well, yes</think><answer>yes</answer>").reward, task.score(problems[0], "yes").reward
+    return (
+        problems,
+        task.score(problems[0], "<think>well, yes</think><answer>yes</answer>").reward,
+        task.score(problems[0], "yes").reward,
+    )
 
 
 def countdown_effect(task: Any) -> Any:
@@ -383,7 +398,9 @@ def logger_effect(logger: Any) -> Any:
     methods: Any = {"define_metric": lambda *_, **__: None, "start": lambda: None}
     fake = SimpleNamespace(**methods, file_writer=writer, transient=True)
     fake.add_text = lambda name, text, **_: asked.append({name: text})
-    fake.log = lambda values: asked.append({name: len(value.data) if name == "eval/samples" else value for name, value in values.items()})
+    fake.log = lambda values: asked.append(
+        {name: len(value.data) if name == "eval/samples" else value for name, value in values.items()}
+    )
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((wandb, "init"), (tensorboard_writer, "SummaryWriter"), (console, "Live")):
             patch.setattr(owner, name, lambda *_, **settings: asked.append(settings) or fake)
@@ -394,7 +411,10 @@ def logger_effect(logger: Any) -> Any:
             logger.log("train", {"lr": 0.5}, iteration=0)
         logger.rollouts("eval", [make_group(("a", 0.0), ("b", 1.0))], advantages=None, iteration=0)
     asked.append({"printed": printed.getvalue()})
-    return [{name: value for name, value in settings.items() if isinstance(value, (str, int, float, list))} for settings in asked]
+    return [
+        {name: value for name, value in settings.items() if isinstance(value, (str, int, float, list))}
+        for settings in asked
+    ]
 
 
 ROWS = {
@@ -494,7 +514,10 @@ BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "train/loss=gspo": (loss_effect, LOSS | {"dual_clip": 1.01}),  # ratios of whole completions stay close to 1
     "train/loss=cispo": (loss_effect, {name: value for name, value in LOSS.items() if name != "dual_clip"}),
     "train/optimizer=adamw_8bit": (adamw_8bit_effect, ADAMW),
-    "train/optimizer=adafactor": (optimizer_effect, {"lr": 0.1, "weight_decay": 0.5, "scale_parameter": True, "relative_step": True}),
+    "train/optimizer=adafactor": (
+        optimizer_effect,
+        {"lr": 0.1, "weight_decay": 0.5, "scale_parameter": True, "relative_step": True},
+    ),
     "task=sat": (task_effect, {"difficulty": 0.9, "max_solution_frac": 0.1, "system_prompt": "Think."}),
     "task=countdown": (countdown_effect, COUNTDOWN),
     "task=gsm8k": (task_effect, ROWS),
@@ -525,7 +548,11 @@ BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
         engine_effect,
         COMMAND_LINE
         | {f"args.{name}": value for name, value in VLLM_ARGS.items()}
-        | {"env.VLLM_USE_FLASHINFER_SAMPLER": "1", "env.VLLM_WORKER_MULTIPROC_METHOD": "spawn", "blackwell_workaround": True},
+        | {
+            "env.VLLM_USE_FLASHINFER_SAMPLER": "1",
+            "env.VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            "blackwell_workaround": True,
+        },
     ),
     "engine=sglang": (engine_effect, COMMAND_LINE | {f"args.{name}": value for name, value in SGLANG_ARGS.items()}),
     "weight_sync=reload": (sync_effect, PAUSING | {"location": "disk"}),
@@ -620,12 +647,19 @@ def launcher_effect(overrides: str) -> Any:
 def placement_effect(overrides: str) -> Any:
     """Which of two small GPUs the server gets, and whether what cannot fit is refused."""
     model = Qwen2Config(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 2)
-        patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**20, major=9, minor=0))
+        patch.setattr(
+            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**20, major=9, minor=0)
+        )
         patch.setattr(gpu_memory, "read_model_config", lambda *_, **__: model)
         plan = make_plan(typed(compose_config("model.device=cuda", *overrides.split())))
         try:
@@ -640,7 +674,9 @@ def cluster_effect(overrides: str) -> Any:
     """What is asked of which Ray cluster."""
     asked: list[Any] = []
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setattr(ray_cluster, "RayCluster", lambda *words, **size: asked.append((words, size)) or SimpleNamespace(close=list))
+        patch.setattr(
+            ray_cluster, "RayCluster", lambda *words, **size: asked.append((words, size)) or SimpleNamespace(close=list)
+        )
         reserve = serving.cluster_of(make_plan(typed(compose_config(*overrides.split()))), stack)
         assert reserve is not None
         reserve()
@@ -652,7 +688,9 @@ def scorers_effect(overrides: str) -> Any:
     config, asked = typed(compose_config(*overrides.split())), []
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         for module, name in ((scorers, "Scorers"), (cluster, "ClusterScorers")):
-            patch.setattr(module, name, lambda *words, name=name: asked.append((name, words)) or SimpleNamespace(close=list))
+            patch.setattr(
+                module, name, lambda *words, name=name: asked.append((name, words)) or SimpleNamespace(close=list)
+            )
         isolated(bad_rewards.Measuring(), config, None, stack, on_cluster=config.placement.score_on_cluster)
     return asked
 
@@ -676,7 +714,9 @@ def trainers_effect(overrides: str) -> Any:
 
 def evaluation_effect(overrides: str) -> Asked:
     asked = ask(overrides, role="evaluation")
-    return replace(asked, max_active=min(asked.max_active, 2))  # one at a time, or several; how many of them meet is the machine's affair
+    return replace(
+        asked, max_active=min(asked.max_active, 2)
+    )  # one at a time, or several; how many of them meet is the machine's affair
 
 
 def evaluation_sync_effect(overrides: str) -> Any:
@@ -688,14 +728,22 @@ def evaluation_sync_effect(overrides: str) -> Any:
 
 def printed_samples(overrides: str) -> str:
     with output_console().capture() as printed:
-        [listener] = [x for x in listeners(typed(compose_config(*overrides.split())), Path("/nowhere")) if isinstance(x, Samples)]
+        [listener] = [
+            x for x in listeners(typed(compose_config(*overrides.split())), Path("/nowhere")) if isinstance(x, Samples)
+        ]
         replace(listener, per_iteration=0).rollouts("eval", [make_group(("a", 0.0))], advantages=None, iteration=0)
     return printed.get()
 
 
 def head_on_gpu(overrides: str) -> int:
     """What the loss head needs there."""
-    sizes = {"num_tokens": 8192, "hidden_size": 1024, "vocab_size": 100_000, "dtype": torch.bfloat16, "device": torch.device("cuda")}
+    sizes = {
+        "num_tokens": 8192,
+        "hidden_size": 1024,
+        "vocab_size": 100_000,
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda"),
+    }
     return make_plan(typed(compose_config(*overrides.split()))).head.scratch_bytes(**sizes, entropy_requires_grad=False)
 
 
@@ -711,7 +759,11 @@ ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
         f"{OWN_SERVER} placement.check_memory=false placement.engine_devices=[0,1]",
         "placement.num_engines=2",
     ),
-    "placement.engine_devices": (placement_effect, f"{OWN_SERVER} placement.check_memory=false", "placement.engine_devices=[0]"),
+    "placement.engine_devices": (
+        placement_effect,
+        f"{OWN_SERVER} placement.check_memory=false",
+        "placement.engine_devices=[0]",
+    ),
     "placement.address": (cluster_effect, f"{OWN_SERVER} placement=ray", "placement.address=local"),
     "placement.score_on_cluster": (scorers_effect, "placement=ray", "placement.score_on_cluster=true"),
     "placement.trainer": (trainers_effect, "placement=ray", "placement.trainer=ray"),
@@ -749,7 +801,9 @@ def leaves(node: Any, prefix: str) -> Iterator[str]:
 
 
 def option_node(path: Path) -> dict[str, Any]:
-    """What an option's file sets, with the files of its group that it includes. Read as plain YAML: composing each takes Hydra a second."""
+    """What an option's file sets, with the files of its group that it includes. Read as plain YAML: composing each
+    takes Hydra a second.
+    """
     node = yaml.safe_load(path.read_text())
     for included in node.pop("defaults", []):
         if isinstance(included, str) and included != "_self_":
@@ -758,7 +812,9 @@ def option_node(path: Path) -> dict[str, Any]:
 
 
 def in_conf() -> set[tuple[str, str]]:
-    """(choice, key) of every leaf that can be composed; options of the default option's class add their new keys alone, as ("", key)."""
+    """(choice, key) of every leaf that can be composed; options of the default option's class add their new keys alone,
+    as ("", key).
+    """
     default = compose_config()
     found = {("", key) for key in leaves(as_plain(default), "")}
     for path in sorted(CONF.glob("*/**/*.yaml")):
@@ -770,13 +826,21 @@ def in_conf() -> set[tuple[str, str]]:
         node = option_node(path)
         is_another = node.get("_target_") != (OmegaConf.select(default, place) or {}).get("_target_")
         is_part = is_another or group == "logger"
-        found |= {(choice if is_part and key != "rollouts.record" else "", key) for key in leaves(node, place)}  # whatever the source
+        found |= {
+            (choice if is_part and key != "rollouts.record" else "", key) for key in leaves(node, place)
+        }  # whatever the source
     return found - {("", f"logger.console.{name}") for name in ("refresh_per_s", "names")}  # ("logger=[console]", ...)
 
 
 def test_every_key_is_in_exactly_one_table() -> None:
-    built = [(choice, f"{choice.partition('=')[0].replace('/', '.')}.{name}") for choice, (_, changes) in BUILT.items() for name in changes]
-    asked = [(f"generation={option}", f"generation.{name}") for option in ("vllm_server", "sglang_server") for name in CLIENT]
+    built = [
+        (choice, f"{choice.partition('=')[0].replace('/', '.')}.{name}")
+        for choice, (_, changes) in BUILT.items()
+        for name in changes
+    ]
+    asked = [
+        (f"generation={option}", f"generation.{name}") for option in ("vllm_server", "sglang_server") for name in CLIENT
+    ]
     environments = [("rollouts=atropos", f"rollouts.{name}") for name in ATROPOS]
     recorded = [("rollouts=replay", f"rollouts.{name}") for name in REPLAY]
     inherited = [key for key in RUNS if key.startswith("rollouts.") and key != "rollouts.record"]
@@ -810,7 +874,9 @@ def test_a_run_changes_with(key: str, run: Laboratory) -> None:
     assert row.sees is not error or row.to is not ... or is_own or after.error.startswith(key)
 
 
-@pytest.mark.parametrize("key", ["task", "generation", "weight_sync", "train.loss", "train.optimizer", "model.tiny", "logger.json"])
+@pytest.mark.parametrize(
+    "key", ["task", "generation", "weight_sync", "train.loss", "train.optimizer", "model.tiny", "logger.json"]
+)
 def test_another_target_is_looked_for(key: str, run: Laboratory) -> None:
     trace = run(f"{key}._target_=offline_grpo.nowhere.Nothing")
     assert trace.error.startswith(f"{key}._target_=offline_grpo.nowhere.Nothing: cannot be imported")
@@ -942,7 +1008,11 @@ def test_sampling_ahead_changes_with(name: str) -> None:
     def effect(*overrides: str) -> tuple[list[int], str]:
         """The iterations that are begun at the start, and what a push does to requests."""
         config = typed(compose_config("generation=vllm_server", "weight_sync=reload", "rollouts=async", *overrides))
-        runtime = dict.fromkeys(SOURCE_RUNTIME) | {"trainer_version": lambda: 0, "updates_per_iteration": 1, "num_iterations": 9}
+        runtime = dict.fromkeys(SOURCE_RUNTIME) | {
+            "trainer_version": lambda: 0,
+            "updates_per_iteration": 1,
+            "num_iterations": 9,
+        }
         source, begun = build(source_node(config), key="rollouts", **runtime), []
         source._begin = begun.append
         source.start(0, None)
@@ -956,7 +1026,12 @@ def test_sampling_ahead_changes_with(name: str) -> None:
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders with the stores `here`, `shorter`, `damaged` and `foreign`."""
     folder = tmp_path_factory.mktemp("stores")
-    for name, count, origin in (("here", 4, ORIGIN), ("shorter", 3, ORIGIN), ("damaged", 4, ORIGIN), ("foreign", 4, FOREIGN)):
+    for name, count, origin in (
+        ("here", 4, ORIGIN),
+        ("shorter", 3, ORIGIN),
+        ("damaged", 4, ORIGIN),
+        ("foreign", 4, FOREIGN),
+    ):
         write_store(folder / name, iterations=count, origin=origin)
     (folder / "damaged" / "rollouts" / "iter_001.parquet").write_bytes(b"")
     return folder
@@ -977,6 +1052,9 @@ def word_problems(folder: Path, first: int) -> Path:
         for split, start in (("train", first), ("test", first + 50)):
             (folder / name).mkdir(parents=True, exist_ok=True)
             rows = [{"question": f"{start + i * step} and {i}?", "answer": f"#### {start + i}"} for i in range(5)]
-            rows = [row | {"prompt": row["question"], "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]} for row in rows]
+            rows = [
+                row | {"prompt": row["question"], "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+                for row in rows
+            ]
             (folder / name / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder

@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_an_old_python_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 10, 13))
-    with pytest.raises(SystemExit, match=r"^error: offline-grpo needs Python 3.11, 3.12 or 3.13, and this is .*`uv run run_grpo.py`"):
+    with pytest.raises(
+        SystemExit, match=r"^error: offline-grpo needs Python 3.11, 3.12 or 3.13, and this is .*`uv run run_grpo.py`"
+    ):
         runpy.run_path(str(ROOT / "run_grpo.py"), run_name="__main__")
 
 
@@ -31,7 +33,9 @@ def test_the_configuration_of_a_checkout_is_its_own() -> None:
 def test_a_wheel_trains_outside_a_checkout(tmp_path: Path) -> None:
     checkout, work, python = tmp_path / "checkout", tmp_path / "work", tmp_path / "venv" / "bin" / "python"
     work.mkdir()
-    tracked = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for name in tracked.splitlines():
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, checkout / name)
@@ -44,13 +48,17 @@ def test_a_wheel_trains_outside_a_checkout(tmp_path: Path) -> None:
     [wheel] = tmp_path.glob("*.whl")
     subprocess.run(["uv", "pip", "install", "-q", "--no-deps", "--python", str(python), str(wheel)], check=True)
     [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # its own .pth files, such as that of this checkout, do not count
+    (site / "dependencies.pth").write_text(
+        sysconfig.get_path("purelib")
+    )  # its own .pth files, such as that of this checkout, do not count
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(words, cwd=work, capture_output=True, text=True, check=False)
 
     command = str(python.parent / "offline-grpo")
-    assert run(str(python), "-c", "import offline_grpo; print(offline_grpo.__path__[0])").stdout.strip() == str(site / "offline_grpo")
+    assert run(str(python), "-c", "import offline_grpo; print(offline_grpo.__path__[0])").stdout.strip() == str(
+        site / "offline_grpo"
+    )
     assert "\nseed: 0\n" in run(str(python), "-m", "offline_grpo", "--cfg", "job", "train.lr=0.5").stdout.join("\n\n")
     refused = run(command, "train.lr=-1")
     assert (refused.returncode, refused.stderr) == (2, "error: train.lr=-1.0: must be above 0 and finite\n")

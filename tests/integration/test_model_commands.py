@@ -46,7 +46,9 @@ def of(results: dict[str, Any], model: str, number: int) -> dict[str, Any]:
     return [entry for entry in results["metrics"] if entry["model"] == model][number]
 
 
-def test_the_base_has_what_its_run_measured_before_training(trained: tuple[Path, Path], evaluated: tuple[dict[str, Any], Path]) -> None:
+def test_the_base_has_what_its_run_measured_before_training(
+    trained: tuple[Path, Path], evaluated: tuple[dict[str, Any], Path]
+) -> None:
     """With the run's own settings, which the command line did not repeat, and its seeds."""
     results, _ = evaluated
     before = metrics_of(trained[0])["eval_init.json"]
@@ -63,7 +65,9 @@ def test_every_problem_has_a_record(evaluated: tuple[dict[str, Any], Path]) -> N
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         assert [line["index"] for line in lines] == [0, 1, 2, 3]
         scored = [
-            Arithmetic(49, ["+"], 0.2, "{a}{op}{b}=", 0.5).score(_problem(line), r["text"]) for line in lines for r in line["replicates"]
+            Arithmetic(49, ["+"], 0.2, "{a}{op}{b}=", 0.5).score(_problem(line), r["text"])
+            for line in lines
+            for r in line["replicates"]
         ]
         assert [r["reward"] for line in lines for r in line["replicates"]] == [score.reward for score in scored]
         right = [sum(r["is_correct"] for r in line["replicates"]) for line in lines]
@@ -124,11 +128,16 @@ def test_the_table_fits_80_columns(
     assert lines[-1] == f"files  {folder.relative_to(tmp_path)}"
 
 
-def test_sets_may_differ_in_their_k(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sets_may_differ_in_their_k(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     evaluate.run([str(trained[1]), "eval.ks=[1],[1,4]", "eval.num_ids=2", f"--out={tmp_path}/out"])
     [heading, first, second] = capsys.readouterr().out.splitlines()[2:5]
     assert re.findall(r"pass@\d", heading) == ["pass@1", "pass@4"]
-    assert [line.split()[0] + " " + str(line.count("[0")) for line in (first, second)] == ["eval.ks=[1] 1", "eval.ks=[1,4] 2"]
+    assert [line.split()[0] + " " + str(line.count("[0")) for line in (first, second)] == [
+        "eval.ks=[1] 1",
+        "eval.ks=[1,4] 2",
+    ]
 
 
 def test_a_terminal_shows_how_far_a_set_is(
@@ -147,10 +156,16 @@ def test_a_terminal_shows_how_far_a_set_is(
     [
         (["task=arithmetic"], "MODEL: none is named"),
         (["/no/such"], "MODEL=/no/such: no such folder"),
-        (["@base", "generation.temperature=0.5,1"], "generation.temperature=0.5,1: sets of problems can differ in task and eval alone"),
+        (
+            ["@base", "generation.temperature=0.5,1"],
+            "generation.temperature=0.5,1: sets of problems can differ in task and eval alone",
+        ),
         (["@base", "train.lr=3"], "train.lr=3: acts in training alone, and nothing is trained here; leave it out"),
         (["@base", "train/loss=dapo"], "train/loss=dapo: acts in training alone"),
-        (["@base", "eval.base_url=http://127.0.0.1:1"], "eval.base_url=http://127.0.0.1:1: evaluations that are no part of a run"),
+        (
+            ["@base", "eval.base_url=http://127.0.0.1:1"],
+            "eval.base_url=http://127.0.0.1:1: evaluations that are no part of a run",
+        ),
         (
             ["@base", "@base", "generation=vllm_server", "generation.base_url=http://127.0.0.1:1"],
             "that server has one model and 2 are named",
@@ -195,8 +210,12 @@ def test_an_exported_run_says_what_its_checkpoint_says(
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
     def expected(*messages: dict[str, str]) -> str:
-        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_tensors="pt")["input_ids"]
-        return tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :], skip_special_tokens=True)
+        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_tensors="pt")[
+            "input_ids"
+        ]
+        return tokenizer.decode(
+            model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :], skip_special_tokens=True
+        )
 
     user = {"role": "user", "content": "12+13="}
     assert capsys.readouterr().out.splitlines() == [expected(user)] * 2

@@ -1,4 +1,6 @@
-"""`python -m offline_grpo.model_info`: what it says is what a model that is really built has, and what the memory plan of a run says."""
+"""`python -m offline_grpo.model_info`: what it says is what a model that is really built has, and what the memory plan
+of a run says.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,18 @@ def saved(folder: Path, config: GPT2Config | LlamaConfig) -> str:
 @pytest.mark.parametrize(
     ("config", "prefix"),
     [
-        (GPT2Config(vocab_size=100, n_embd=32, n_layer=14, n_head=4, architectures=["GPT2LMHeadModel"]), "transformer.h."),
+        (
+            GPT2Config(vocab_size=100, n_embd=32, n_layer=14, n_head=4, architectures=["GPT2LMHeadModel"]),
+            "transformer.h.",
+        ),
         (
             LlamaConfig(
-                vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=4, tie_word_embeddings=False
+                vocab_size=100,
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=5,
+                num_attention_heads=4,
+                tie_word_embeddings=False,
             ),
             "model.layers.",
         ),
@@ -35,14 +45,23 @@ def saved(folder: Path, config: GPT2Config | LlamaConfig) -> str:
 def test_numbers_are_those_of_the_built_model(config: GPT2Config | LlamaConfig, prefix: str, tmp_path: Path) -> None:
     info, _ = look_at(saved(tmp_path / "model", config), trust=False)
     weights = dict(AutoModelForCausalLM.from_config(config).named_parameters())
-    in_blocks = [sum(p.numel() for name, p in weights.items() if name.startswith(f"{prefix}{i}.")) for i in range(info.num_blocks)]
+    in_blocks = [
+        sum(p.numel() for name, p in weights.items() if name.startswith(f"{prefix}{i}."))
+        for i in range(info.num_blocks)
+    ]
     assert info.num_weights == sum(p.numel() for p in weights.values())
     assert [*info.num_per_block] == [min(in_blocks), max(in_blocks)]
-    assert info.num_of_embeddings == sum(p.numel() for n, p in weights.items() if "embed" in n or "wte" in n or "lm_head" in n)
+    assert info.num_of_embeddings == sum(
+        p.numel() for n, p in weights.items() if "embed" in n or "wte" in n or "lm_head" in n
+    )
     assert info.is_tied == config.tie_word_embeddings
     last = info.num_blocks - 1
-    expected = {14: ["10-13", "7-13", "2-13"], 5: ["3-4", "2-4"]}[info.num_blocks]  # 25 and 50% rounded up; the last 12 of enough
-    assert [preset.override for preset in info.presets] == [f"train.train_layer_indices={indices}" for indices in expected]
+    expected = {14: ["10-13", "7-13", "2-13"], 5: ["3-4", "2-4"]}[
+        info.num_blocks
+    ]  # 25 and 50% rounded up; the last 12 of enough
+    assert [preset.override for preset in info.presets] == [
+        f"train.train_layer_indices={indices}" for indices in expected
+    ]
     assert info.presets[0].num_trained == sum(in_blocks[int(expected[0].split("-")[0]) : last + 1])
     rows = 16 * sum(sum(p.shape) for name, p in weights.items() if name.startswith(prefix) and p.dim() == 2)
     assert info.adapter_mb * 1e6 == pytest.approx(2 * rows)  # A and B in bf16 of every matrix of the blocks
@@ -51,13 +70,22 @@ def test_numbers_are_those_of_the_built_model(config: GPT2Config | LlamaConfig, 
 
 @pytest.mark.slow
 def test_the_page_fits_a_terminal_and_json_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = LlamaConfig(vocab_size=200, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=200, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
     name = saved(tmp_path / "m", config)
     model_info.run([name, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["presets"][0]["override"] == "train.train_layer_indices=1"
     assert [fit["name"] for fit in found["fits"]] == [
-        *("full, AdamW", "full, AdamW offload", "full, 8-bit AdamW", "full, Adafactor", "last 25%, AdamW", "LoRA r=16, AdamW")
+        *(
+            "full, AdamW",
+            "full, AdamW offload",
+            "full, 8-bit AdamW",
+            "full, Adafactor",
+            "last 25%, AdamW",
+            "LoRA r=16, AdamW",
+        )
     ]
     assert all(fit["room_frac"]["80"] == 0.92 for fit in found["fits"])  # everything fits, up to vLLM's own share
     info, _ = look_at(name, trust=False)

@@ -1,4 +1,6 @@
-"""Whole runs, sampled in process, of architectures that are not plain transformers; tests/unit/model/test_architectures.py has more."""
+"""Whole runs, sampled in process, of architectures that are not plain transformers;
+tests/unit/model/test_architectures.py has more.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,17 @@ def test_it_trains_on_what_it_samples(name: str, tmp_path: Path) -> None:
     ZOO[name].build(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     overrides = [o for o in SMALL if not o.startswith("model.tiny")]
-    run = ("model=hf", f"model.train_id={tmp_path}/model", "train.iterations=2", "generation.max_new_tokens=6", "eval.enabled=false")
-    app.run(compose_config(*overrides, *run, f"cache_dir={tmp_path}/cache", "train.gradient_checkpointing=true"), tmp_path / "run")
+    run = (
+        "model=hf",
+        f"model.train_id={tmp_path}/model",
+        "train.iterations=2",
+        "generation.max_new_tokens=6",
+        "eval.enabled=false",
+    )
+    app.run(
+        compose_config(*overrides, *run, f"cache_dir={tmp_path}/cache", "train.gradient_checkpointing=true"),
+        tmp_path / "run",
+    )
     for iteration in range(2):
         found = metrics_of(tmp_path / "run")[f"train_iter_{iteration:03d}.json"]
         assert found["alignment/diff_abs_mean"] < 1e-4
@@ -29,7 +40,15 @@ def test_it_trains_on_what_it_samples(name: str, tmp_path: Path) -> None:
 
 
 def test_prompts_that_the_tokenizer_cannot_read_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = (*SMALL, "train.iterations=1", "eval.enabled=false", "model.tiny.warm_start_steps=1", f"cache_dir={tmp_path}/cache")
+    run = (
+        *SMALL,
+        "train.iterations=1",
+        "eval.enabled=false",
+        "model.tiny.warm_start_steps=1",
+        f"cache_dir={tmp_path}/cache",
+    )
     app.run(compose_config(*run, "data.num_train_seeds=20", 'task.prompt_template="¿{a}{op}{b}?"'), tmp_path / "run")
     [told] = [line for line in "".join(capsys.readouterr()).splitlines() if "does not know some characters" in line]
-    assert re.search(r"characters of 20 prompts, such as '¿\d+.\d+\?', and the model reads <unk> for each; use another model$", told)
+    assert re.search(
+        r"characters of 20 prompts, such as '¿\d+.\d+\?', and the model reads <unk> for each; use another model$", told
+    )

@@ -1,4 +1,6 @@
-"""Whole runs with masters and optimizer state in the host's memory: as those without, killed and resumed, and of two processes."""
+"""Whole runs with masters and optimizer state in the host's memory: as those without, killed and resumed, and of two
+processes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Where memory runs out, a run ends with one line: who asked for how much, and what would need less. CUDA's own: `tests/gpu`."""
+"""Where memory runs out, a run ends with one line: who asked for how much, and what would need less. CUDA's own:
+`tests/gpu`.
+"""
 
 from dataclasses import replace
 
@@ -33,14 +35,22 @@ PLAN = DevicePlan(
         lower("fp32 masters", 10, "model.train_id=M"),
         lower("KV cache of sampling, beyond gradients and activations", 2, "generation.batch_size=64"),
     ),
-    server=(lower("server: weights", 3, "engine.args.share=0.4"), lower("server: KV cache and the rest", 30, "engine.args.share=0.4")),
+    server=(
+        lower("server: weights", 3, "engine.args.share=0.4"),
+        lower("server: KV cache and the rest", 30, "engine.args.share=0.4"),
+    ),
 )
 
 PLANS = (replace(PLAN, gpu=0), PLAN)
 
 
 def told(error, tmp_path, *, phase, plan=PLANS):
-    with pytest.raises(OutOfMemory) as caught, progress.followed(), told_if_out_of_memory(plan, RunDir(tmp_path)), progress.phase(phase, 2):
+    with (
+        pytest.raises(OutOfMemory) as caught,
+        progress.followed(),
+        told_if_out_of_memory(plan, RunDir(tmp_path)),
+        progress.phase(phase, 2),
+    ):
         raise error
     return str(caught.value)
 
@@ -54,19 +64,33 @@ def test_a_gpu_without_memory_is_one_line_with_the_prediction_and_three_settings
     )
 
 
-@pytest.mark.parametrize(("phase", "first"), [("generate", "generation.batch_size=64"), ("eval", "generation.batch_size=64")])
+@pytest.mark.parametrize(
+    ("phase", "first"), [("generate", "generation.batch_size=64"), ("eval", "generation.batch_size=64")]
+)
 def test_what_the_phase_needs_most_comes_first(tmp_path, phase, first):
     assert f"change one of: {first}" in told(torch.OutOfMemoryError(CUDA_SAYS), tmp_path, phase=phase)
 
 
 def test_without_a_prediction_it_says_what_helps_in_general(tmp_path):
-    line = told(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), tmp_path, phase="load", plan=())
-    assert line.startswith("the GPU is out of memory in the phase load, iteration 3: CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
+    line = told(
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        tmp_path,
+        phase="load",
+        plan=(),
+    )
+    assert line.startswith(
+        "the GPU is out of memory in the phase load, iteration 3: CUDA error: CUBLAS_STATUS_ALLOC_FAILED"
+    )
     assert "train.gradient_checkpointing: set it to true" in line
 
 
 def test_other_errors_keep_their_traceback_which_names_the_phase(tmp_path):
-    with pytest.raises(RuntimeError, match="shapes") as caught, progress.followed(), progress.phase("sync"), progress.phase("train", 0):
+    with (
+        pytest.raises(RuntimeError, match="shapes") as caught,
+        progress.followed(),
+        progress.phase("sync"),
+        progress.phase("train", 0),
+    ):
         raise RuntimeError("shapes differ")
     assert caught.value.__notes__ == ["in the phase train, iteration 1"]
     with pytest.raises(RuntimeError, match="shapes"), told_if_out_of_memory([PLAN], RunDir(tmp_path)):
@@ -82,6 +106,7 @@ def test_a_run_whose_machine_has_too_little(tmp_path, monkeypatch):
 
     monkeypatch.setattr(GRPO, "__call__", more_than_there_is)
     with pytest.raises(
-        OutOfMemory, match=r"this machine is out of memory in the phase train, iteration 1: it asked for 18014398509481984 "
+        OutOfMemory,
+        match=r"this machine is out of memory in the phase train, iteration 1: it asked for 18014398509481984 ",
     ):
         app.run(compose_config("experiment=smoke"), tmp_path / "run")

@@ -23,7 +23,9 @@ def in_shell(folder: Path, line: str) -> tuple[int, str]:
     """Exit code and stderr of a line in which `grpo` is run_grpo.py, and `module` is python -m."""
     python, script = shlex.quote(sys.executable), shlex.quote(str(ROOT / "run_grpo.py"))
     functions = f'grpo() {{ {python} {script} "$@"; }}; module() {{ {python} -m "$@"; }}; '
-    done = subprocess.run(["bash", "-c", functions + line], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-c", functions + line], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
     return done.returncode, done.stderr
 
 
@@ -64,7 +66,9 @@ def test_a_run_without_clipping_saves_and_goes_on(cache: str, tmp_path: Path, mo
     """Infinity is no number of JSON."""
     monkeypatch.chdir(tmp_path)
     app.run(compose_config(cache, *SMALL, "train.iterations=1", "train.grad_clip=inf"), tmp_path / "run")
-    app.run(compose_config(cache, *SMALL, "train.iterations=1", "train.grad_clip=inf", "resume=run"), tmp_path / "again")
+    app.run(
+        compose_config(cache, *SMALL, "train.iterations=1", "train.grad_clip=inf", "resume=run"), tmp_path / "again"
+    )
     assert as_plain(compose_config("train.grad_clip=inf"))["train"]["grad_clip"] == "inf"
     assert typed(compose_config("train.grad_clip='inf'")).train.grad_clip == float("inf")
     assert "finished" in (tmp_path / "run" / "run.log").read_text()

@@ -16,7 +16,9 @@ CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.whic
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: install one, or name it in the environment variable CHROMIUM"),
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="no Chromium: install one, or name it in the environment variable CHROMIUM"
+    ),
 ]
 
 
@@ -70,7 +72,9 @@ def test_the_pictures_are_there_and_fit(browser: Any, sweep: Path, width: int, d
     assert len(boxes) == len(plots) >= 5
     assert all(box["height"] > 200 and box["width"] > 300 and box["x"] + box["width"] <= width for box in boxes)
     assert page.evaluate("document.documentElement.scrollWidth") == width
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ("rgb(21, 24, 28)" if dark else "rgb(255, 255, 255)")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (
+        "rgb(21, 24, 28)" if dark else "rgb(255, 255, 255)"
+    )
     assert page.locator("nav a").all_inner_texts()[:3] == ["Results", "Look at", "Learning curves"]
 
 
@@ -112,7 +116,11 @@ def test_held_out_problems_of_a_run_are_drawn(browser: Any, tmp_path: Path) -> N
 def test_held_out_problems_of_a_sweep_are_drawn(page: Any) -> None:
     page.locator("#solved").scroll_into_view_if_needed()
     page.wait_for_selector("#solved .hm image")
-    assert page.locator("#solved .xtick text").all_text_contents() == ["train/loss=grpo", "train/loss=gspo", "train/loss=<b>dapo</b>"]
+    assert page.locator("#solved .xtick text").all_text_contents() == [
+        "train/loss=grpo",
+        "train/loss=gspo",
+        "train/loss=<b>dapo</b>",
+    ]
     assert "of each configuration, over all its seeds" in page.locator("#problems p").inner_text()
 
 
@@ -127,13 +135,19 @@ def test_names_leave_room_for_their_pictures_on_a_phone(browser: Any, tmp_path: 
         assert plot["width"] > whole["width"] / 3
         labels = page.locator(f"{picture} .ytick text, {picture} .xtick text").all()
         assert all(box["x"] >= whole["x"] - 1 for label in labels if (box := label.bounding_box()))
-    assert sorted(page.locator("#forest .ytick text").all_text_contents()) == [f"train/loss=\u2026_has_{number}_in_it" for number in (1, 2)]
+    assert sorted(page.locator("#forest .ytick text").all_text_contents()) == [
+        f"train/loss=\u2026_has_{number}_in_it" for number in (1, 2)
+    ]
     page.close()
     wide = opened(browser, tmp_path / "report.html")
     wide.locator("#solved").scroll_into_view_if_needed()
     wide.wait_for_selector("#solved .hm image")
     assert wide.locator("#solved .xtick text").first.text_content() == "train/loss=\u2026_has_2_in_it"
-    assert wide.locator("#forest .ytick text").first.text_content().startswith("train/loss=a_loss_with_a_very_long_name_that_has_")
+    assert (
+        wide.locator("#forest .ytick text")
+        .first.text_content()
+        .startswith("train/loss=a_loss_with_a_very_long_name_that_has_")
+    )
     wide.close()
 
 
@@ -178,7 +192,11 @@ def test_the_legend_and_the_links_of_findings(page: Any) -> None:
 
 
 def test_findings_are_said_once(page: Any, browser: Any, tmp_path: Path) -> None:
-    assert page.locator("#findings li").all_inner_texts()[0].startswith("all 3 runs: 50% of the tokens are clipped at last. Try ")
+    assert (
+        page.locator("#findings li")
+        .all_inner_texts()[0]
+        .startswith("all 3 runs: 50% of the tokens are clipped at last. Try ")
+    )
     assert page.locator("#findings p").all_inner_texts() == [""]
     short = opened(browser, save_page([make_run(tmp_path / "run", iterations=2)], tmp_path / "report.html"))
     assert short.locator("#findings p").inner_text().startswith("The run has fewer than 10 iterations")
@@ -186,12 +204,19 @@ def test_findings_are_said_once(page: Any, browser: Any, tmp_path: Path) -> None
 
 
 def test_a_phone_shows_results_and_all_findings(browser: Any, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", clip_frac=0.5, truncated_frac=0.5, **{"mismatch/ess_frac": 0.5, "scoring/num_failed": 1.0})
+    run = make_run(
+        tmp_path / "run", clip_frac=0.5, truncated_frac=0.5, **{"mismatch/ess_frac": 0.5, "scoring/num_failed": 1.0}
+    )
     page = opened(browser, save_page([run], tmp_path / "report.html"), width=400)
     last = page.locator("#results tbody tr:first-child td:nth-child(3)").bounding_box()
     assert last["x"] + last["width"] <= 400
     assert page.locator("#findings li").count() == 4
-    assert page.evaluate("(({ scrollHeight, clientHeight }) => scrollHeight - clientHeight)(document.querySelector('#findings ul'))") == 0
+    assert (
+        page.evaluate(
+            "(({ scrollHeight, clientHeight }) => scrollHeight - clientHeight)(document.querySelector('#findings ul'))"
+        )
+        == 0
+    )
     page.close()
 
 

@@ -226,7 +226,14 @@ FILES = {
         interval: 1
         """,
 }
-RUN = (*SMALL, "train.iterations=1", "model.device=cpu", "train.kl_coef=0.1", "eval.enabled=false", "checkpoint.enabled=false")
+RUN = (
+    *SMALL,
+    "train.iterations=1",
+    "model.device=cpu",
+    "train.kl_coef=0.1",
+    "eval.enabled=false",
+    "checkpoint.enabled=false",
+)
 CHOSEN = ("model/head=dense", "model/layout=one_by_one")
 
 
@@ -264,8 +271,13 @@ def test_an_optimizer(search_path: str, cache: str, tmp_path: Path) -> None:
     )
     app.run(compose_config(search_path, *run, "train/optimizer=sgd"), tmp_path / "run")
     [model] = re.findall("loading the model (.*)", (tmp_path / "run" / "run.log").read_text())
-    before, after = load_file(f"{model}/model.safetensors"), load_file(tmp_path / "run" / "checkpoints" / "iter_000" / "model.safetensors")
-    assert sum(float((after[name] - before[name]).square().sum()) for name in before) ** 0.5 == pytest.approx(0.01, rel=1e-3)
+    before, after = (
+        load_file(f"{model}/model.safetensors"),
+        load_file(tmp_path / "run" / "checkpoints" / "iter_000" / "model.safetensors"),
+    )
+    assert sum(float((after[name] - before[name]).square().sum()) for name in before) ** 0.5 == pytest.approx(
+        0.01, rel=1e-3
+    )
 
 
 def test_a_source_of_rollouts_with_advantages_and_no_problems(search_path: str, cache: str, tmp_path: Path) -> None:
@@ -274,7 +286,14 @@ def test_a_source_of_rollouts_with_advantages_and_no_problems(search_path: str, 
     from mine import stored  # pyright: ignore[reportMissingImports]
 
     assert stored.seen.pop() == [
-        *(("weights_changed", 0), ("start", 0, None), ("next", 0), ("weights_changed", 1), ("next", 1), ("weights_changed", 2)),
+        *(
+            ("weights_changed", 0),
+            ("start", 0, None),
+            ("next", 0),
+            ("weights_changed", 1),
+            ("next", 1),
+            ("weights_changed", 2),
+        ),
         ("close",),
     ]
     found = metrics_of(tmp_path / "run")["train_iter_001.json"]
@@ -285,9 +304,19 @@ def test_a_source_of_rollouts_with_advantages_and_no_problems(search_path: str, 
     assert problems is None, "no problems are made for a source that needs none"
 
 
-def test_a_logger_that_raises_ends_the_run_in_one_line_and_costs_nobody_else_a_record(search_path: str, cache: str, tmp_path: Path) -> None:
-    """The run ends as it does wherever metrics cannot be written: the checkpoint of that iteration does not count, and is made again."""
-    saving = ("train.iterations=2", "checkpoint.enabled=true", "checkpoint.save_interval=1", "eval.enabled=true", "eval.interval=1")
+def test_a_logger_that_raises_ends_the_run_in_one_line_and_costs_nobody_else_a_record(
+    search_path: str, cache: str, tmp_path: Path
+) -> None:
+    """The run ends as it does wherever metrics cannot be written: the checkpoint of that iteration does not count, and
+    is made again.
+    """
+    saving = (
+        "train.iterations=2",
+        "checkpoint.enabled=true",
+        "checkpoint.save_interval=1",
+        "eval.enabled=true",
+        "eval.interval=1",
+    )
     run, words = tmp_path / "run", (*RUN, cache, *saving, "+logger.fragile._target_=mine.fragile.Fragile")
     line = r"logger.fragile: mine.fragile.Fragile.log raised ConnectionError: no server \(fragile.py, line 12, in log\); the fix belongs in"
     with pytest.raises(GrpoError, match=line):
@@ -320,8 +349,8 @@ def test_a_client_and_a_strategy(search_path: str, cache: str, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_run_whose_engine_lags_behind_resumes_exactly(search_path: str, cache: str, tmp_path: Path) -> None:
-    """The engine gets weights at every third iteration. Iteration 2 has just pushed; after iteration 3 the engine is one behind, and the
-    resumed run must go on with what it served then, and push when the uninterrupted one does."""
+    """The engine gets weights at every third iteration. Iteration 2 has just pushed; after iteration 3 the engine is
+    one behind, and the resumed run must go on with what it served then, and push when the uninterrupted one does."""
     lagging = (*RUN, *COPIES, cache, "weight_sync.interval=3", "train.iterations=8", "checkpoint.enabled=true")
     keep = ("checkpoint.save_interval=1", "checkpoint.keep_last_k=99")
     whole = tmp_path / "whole"
@@ -348,12 +377,19 @@ def test_the_memory_plan_takes_their_word(search_path: str) -> None:
     from transformers import Qwen2Config
 
     config = Qwen2Config(
-        vocab_size=20480, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+        vocab_size=20480,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
     )
 
     def activations(*overrides: str) -> int:
         plan = make_plan(typed(compose_config(search_path, "train.batch_size=4", *overrides)))
-        request = memory_request(plan, config, None, prompt_tokens=(24, 24), trainers=[0], engine_gpus=(), total_bytes=[2**40])
+        request = memory_request(
+            plan, config, None, prompt_tokens=(24, 24), trainers=[0], engine_gpus=(), total_bytes=[2**40]
+        )
         [device] = predict(request)
         return next(part.num_bytes for part in device.parts if part.name == "activations")
 

@@ -34,7 +34,9 @@ def test_two_processes_follow_the_trajectory_of_one(cache: str, tmp_path: Path) 
         assert found[name] == pytest.approx(expected[name], abs=1e-6, rel=1e-5), name
     assert expected["train_iter_003.json"]["grad_norm"] > 0
     assert weights_of(together).keys() == weights_of(alone).keys()
-    first, same = (parquet.read_table(run / "rollouts" / "iter_000.parquet") for run in (alone, together))  # of all processes, once
+    first, same = (
+        parquet.read_table(run / "rollouts" / "iter_000.parquet") for run in (alone, together)
+    )  # of all processes, once
     assert first.num_rows == 20
     assert first.drop(["logprobs"]) == same.drop(["logprobs"])  # batches of other sizes round otherwise
     written = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}

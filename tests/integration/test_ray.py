@@ -1,4 +1,6 @@
-"""Servers on the machines of a Ray cluster: two on this one, which Ray takes for machines. One of them is lost in the middle of a run."""
+"""Servers on the machines of a Ray cluster: two on this one, which Ray takes for machines. One of them is lost in the
+middle of a run.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,19 @@ def in_cluster(cluster: Any, folder: Path) -> tuple[str, ...]:
 
 def drawn(folder: Path) -> list[Any]:
     columns = ["problem_id", "completion_ids", "reward", "version", "advantage"]
-    return [pq.read_table(file, columns=columns).to_pylist() for file in sorted((folder / "rollouts").glob("iter_*.parquet"))]
+    return [
+        pq.read_table(file, columns=columns).to_pylist()
+        for file in sorted((folder / "rollouts").glob("iter_*.parquet"))
+    ]
 
 
 def lose_a_machine(cluster: Any, folder: Path) -> None:
     """Both its server and Ray on it are gone when this returns, and Ray elsewhere knows it."""
     import ray
 
-    begin_of = [log.read_text().splitlines()[0].partition("--port")[2].split()[0] for log in sorted(folder.glob("server_*.log"))]
+    begin_of = [
+        log.read_text().splitlines()[0].partition("--port")[2].split()[0] for log in sorted(folder.glob("server_*.log"))
+    ]
     cluster.remove_node(cluster.machines.pop(), allow_graceful=False)
     wait_until(lambda: sum(bool(processes_naming(port)) for port in begin_of) == 1)
     wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2)
@@ -68,24 +75,34 @@ def find_another(cluster: Any, folder: Path) -> None:
 
 @pytest.mark.slow  # four starts of a server, and of a cluster
 def test_a_machine_is_lost_and_another_one_is_found(cluster: Any, model: Path, tmp_path: Path) -> None:
-    """The run goes on with the other server, has both again later, draws what it draws without Ray, and leaves nothing in the cluster."""
+    """The run goes on with the other server, has both again later, draws what it draws without Ray, and leaves nothing
+    in the cluster.
+    """
     import ray
 
     expected, folder = tmp_path / "expected", tmp_path / "run"
     run(expected, model, *own_server(preloaded_python(tmp_path)), "weight_sync=reload")
-    mishaps = {("generate", 1): partial(lose_a_machine, cluster, folder), ("generate", 3): partial(find_another, cluster, folder)}
+    mishaps = {
+        ("generate", 1): partial(lose_a_machine, cluster, folder),
+        ("generate", 3): partial(find_another, cluster, folder),
+    }
     run(folder, model, *in_cluster(cluster, tmp_path), mishaps=mishaps)
     found = metrics_of(folder)
     trained = [found[f"train_iter_{i:03d}.json"] for i in range(5)]
     assert [metrics["engines/num_serving"] for metrics in trained] == [2, 1, 1, 2, 2]
     assert {metrics["sync/num_recoveries"] for metrics in trained} == {0}
-    assert_same({name: {k: v for k, v in of.items() if not k.startswith("engines/")} for name, of in found.items()}, metrics_of(expected))
+    assert_same(
+        {name: {k: v for k, v in of.items() if not k.startswith("engines/")} for name, of in found.items()},
+        metrics_of(expected),
+    )
     assert drawn(folder) == drawn(expected)
     assert not processes_naming(str(tmp_path))
     assert not list(folder.glob(".weights-*"))
 
     too_many = ("placement.num_engines=3", "train.iterations=1")
-    with pytest.raises(ConfigError, match=r"^placement.num_engines=3: each needs a CPU core .* has room for 2 \(.*: 0 GPUs and 1 CPU,"):
+    with pytest.raises(
+        ConfigError, match=r"^placement.num_engines=3: each needs a CPU core .* has room for 2 \(.*: 0 GPUs and 1 CPU,"
+    ):
         run(tmp_path / "three", model, *in_cluster(cluster, tmp_path), *too_many)
     assert not ray.is_initialized()
     ray.init(cluster.address, log_to_driver=False)
@@ -101,10 +118,15 @@ def test_a_machine_is_lost_and_another_one_is_found(cluster: Any, model: Path, t
             r"^placement.address=127.0.0.1:1: nobody answers .*refused\); start one with `ray start",
         ),
         (["placement.address=here"], r"^placement.address=here: nobody answers there"),
-        (["placement.address=local", "+placement.ray_init.num_cpu=3"], r"^placement.ray_init=.*: ray.init does not take this \(.*num_cpu"),
+        (
+            ["placement.address=local", "+placement.ray_init.num_cpu=3"],
+            r"^placement.ray_init=.*: ray.init does not take this \(.*num_cpu",
+        ),
     ],
 )
-def test_a_cluster_that_is_not_there_is_refused_in_time(words: list[str], message: str, model: Path, tmp_path: Path) -> None:
+def test_a_cluster_that_is_not_there_is_refused_in_time(
+    words: list[str], message: str, model: Path, tmp_path: Path
+) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match=message):
         run(tmp_path / "run", model, *own_server(sys.executable), *TWO, "placement=ray", *words)
@@ -113,7 +135,10 @@ def test_a_cluster_that_is_not_there_is_refused_in_time(words: list[str], messag
 
 def test_without_ray_the_extra_is_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"^placement.address=auto: Ray is not installed \(.*\); start with `uv run --extra ray \.\.\.`$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^placement.address=auto: Ray is not installed \(.*\); start with `uv run --extra ray \.\.\.`$",
+    ):
         run(tmp_path / "run", model, *own_server(sys.executable), *TWO, "placement=ray")
 
 
@@ -122,8 +147,14 @@ def test_without_ray_the_extra_is_named(model: Path, tmp_path: Path, monkeypatch
     [
         (["+placement.ray_init.num_cpus=2"], "placement.ray_init={'num_cpus': 2}: acts with placement=ray alone"),
         (["placement=ray", "placement.engine_devices=[1]"], "placement.engine_devices=[1]: are this machine's"),
-        (["placement=ray", "weight_sync=shared_vllm"], "placement.address=auto: weight_sync=shared_vllm needs a server on the trainer's"),
-        (["placement=ray", "weight_sync=ipc"], "placement.address=auto: weight_sync=ipc needs a server on the trainer's own GPU"),
+        (
+            ["placement=ray", "weight_sync=shared_vllm"],
+            "placement.address=auto: weight_sync=shared_vllm needs a server on the trainer's",
+        ),
+        (
+            ["placement=ray", "weight_sync=ipc"],
+            "placement.address=auto: weight_sync=ipc needs a server on the trainer's own GPU",
+        ),
     ],
 )
 def test_what_cannot_be_on_another_machine_is_refused(words: list[str], message: str, model: Path) -> None:
@@ -136,5 +167,7 @@ def test_a_machine_without_vllm_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     actor = ServerActor(engine(CPU, python=None, api_key="ours"), tmp_path, 0, {}, {})
     monkeypatch.setattr("offline_grpo.engine.command_line.find_spec", lambda _: None)
     monkeypatch.setattr("platform.node", lambda: "node7")
-    with pytest.raises(ConfigError, match=r"^node7, a machine of the Ray cluster: engine.python=null: vLLM is not installed"):
+    with pytest.raises(
+        ConfigError, match=r"^node7, a machine of the Ray cluster: engine.python=null: vLLM is not installed"
+    ):
         actor.begin("model", {}, 0)

@@ -1,4 +1,6 @@
-"""`placement.trainer=ray`: the processes of one run in a Ray cluster, of two things on this machine that Ray takes for machines."""
+"""`placement.trainer=ray`: the processes of one run in a Ray cluster, of two things on this machine that Ray takes for
+machines.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,17 @@ def cluster() -> Iterator[Any]:
 
 def start(cluster: Any, folder: Path, *overrides: str) -> subprocess.Popen[str]:
     """The command as a user types it, with two processes."""
-    on_ray = ("placement=ray", f"placement.address={cluster.address}", "placement.trainer=ray", "placement.num_trainers=2")
+    on_ray = (
+        "placement=ray",
+        f"placement.address={cluster.address}",
+        "placement.trainer=ray",
+        "placement.num_trainers=2",
+    )
     words = [*SMALL, *on_ray, f"cache_dir={folder.parent}/cache", f"hydra.run.dir={folder}", *overrides]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, SCRIPT, *words], cwd=folder.parent, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, *words], cwd=folder.parent, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes
+    )
 
 
 def trainers(folder: Path, driver: subprocess.Popen[str]) -> list[int]:
@@ -93,7 +102,9 @@ def test_whatever_dies_nothing_is_left_running(cluster: Any, tmp_path: Path) -> 
     folder = tmp_path / "process"
     run = start(cluster, folder, LONG)
     wait_for_iterations(folder)
-    [other] = [pid for pid in trainers(folder, run) if f"hydra.run.dir={folder}" not in " ".join(psutil.Process(pid).cmdline())]
+    [other] = [
+        pid for pid in trainers(folder, run) if f"hydra.run.dir={folder}" not in " ".join(psutil.Process(pid).cmdline())
+    ]
     began = time.monotonic()
     os.kill(other, signal.SIGKILL)
     out, err = run.communicate(timeout=60)
@@ -125,7 +136,9 @@ def test_what_has_no_room_is_refused(cluster: Any, tmp_path: Path) -> None:
     run = start(cluster, tmp_path / "run", "placement.num_trainers=3")
     _, err = run.communicate(timeout=60)
     assert run.returncode == 2
-    assert err.splitlines()[-1].startswith("error: placement.num_trainers=3: each needs a CPU core on one machine, and the Ray cluster at ")
+    assert err.splitlines()[-1].startswith(
+        "error: placement.num_trainers=3: each needs a CPU core on one machine, and the Ray cluster at "
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -155,7 +168,8 @@ def test_what_it_cannot_do_is_refused(words: list[str], message: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("script", "started"), [("here/run_grpo.py", ["/at/here/run_grpo.py"]), ("/lib/offline_grpo/__main__.py", ["-m", "offline_grpo"])]
+    ("script", "started"),
+    [("here/run_grpo.py", ["/at/here/run_grpo.py"]), ("/lib/offline_grpo/__main__.py", ["-m", "offline_grpo"])],
 )
 def test_the_first_process_is_told_the_folder(script: str, started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The others write nothing. One that goes on is in its own run's."""
@@ -184,10 +198,16 @@ def test_the_first_process_is_told_the_folder(script: str, started: list[str], m
         commands = ray_trainers._commands(resumed, Path("outputs/1"))
         assert next(commands) == [sys.executable, *started, *first]
         second, third = next(commands), next(commands)
-        assert second == third == [sys.executable, *started, *[word for word in typed if not word.startswith("hydra.run.dir")]]
+        assert (
+            second
+            == third
+            == [sys.executable, *started, *[word for word in typed if not word.startswith("hydra.run.dir")]]
+        )
 
 
 def test_under_another_launcher_it_is_refused(tmp_path: Path) -> None:
     done = run_command(tmp_path, SCRIPT, "placement=ray", "placement.trainer=ray", count=2)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: placement.trainer=ray: starts the training processes itself; leave torchrun or")
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: placement.trainer=ray: starts the training processes itself; leave torchrun or"
+    )

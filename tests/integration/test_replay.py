@@ -45,7 +45,10 @@ def replay(live: Path, run: Path, cache: str, *words: str) -> Path:
 
 
 def without_epoch(run: Path) -> dict[str, dict[str, float]]:
-    return {name: {key: value for key, value in found.items() if key != "rollouts/epoch"} for name, found in metrics_of(run).items()}
+    return {
+        name: {key: value for key, value in found.items() if key != "rollouts/epoch"}
+        for name, found in metrics_of(run).items()
+    }
 
 
 def test_training_live_and_replaying_it_give_the_same_weights_metrics_and_record(live, cache, tmp_path):
@@ -78,10 +81,18 @@ def test_metrics_of_an_iteration_come_after_its_rollouts_however_slow_the_disk(c
 
 def test_a_replay_samples_nothing_and_is_resumed_to_the_bit(live, cache, tmp_path, monkeypatch):
     monkeypatch.setattr(TransformersClient, "generate", lambda *_: pytest.fail("asked the engine"))
-    words = ("eval.enabled=false", "rollouts.problems_per_iteration=3", "rollouts.shuffle=true", "train.schedule=constant")
+    words = (
+        "eval.enabled=false",
+        "rollouts.problems_per_iteration=3",
+        "rollouts.shuffle=true",
+        "train.schedule=constant",
+    )
     whole = replay(live, tmp_path / "whole", cache, *words)
     halves = replay(live, tmp_path / "halves", cache, *words, "train.iterations=2")
-    app.run(compose_config(cache, *WORDS, "rollouts=replay", f"rollouts.path={live}", *words, f"resume={halves}"), tmp_path / "fresh")
+    app.run(
+        compose_config(cache, *WORDS, "rollouts=replay", f"rollouts.path={live}", *words, f"resume={halves}"),
+        tmp_path / "fresh",
+    )
     assert weights_of(halves) == weights_of(whole)
     assert weights_of(whole)["iter_002"] != weights_of(live)["iter_002"]
     assert metrics_of(halves) == metrics_of(whole)
@@ -109,5 +120,7 @@ def test_a_folder_of_datasets_and_several_runs_are_stores_too(live, cache, tmp_p
 @pytest.mark.parametrize("setting", ["data.rollouts_per_problem=4", "++data.shuffle=false"])
 def test_a_setting_that_a_replay_does_not_read_is_refused(live: Path, cache: str, tmp_path: Path, setting: str) -> None:
     words = (cache, *WORDS, "rollouts=replay", f"rollouts.path={live}", setting)
-    with pytest.raises(ConfigError, match=f"^{re.escape(setting)}: this source does not read it, so it would do nothing; leave it out"):
+    with pytest.raises(
+        ConfigError, match=f"^{re.escape(setting)}: this source does not read it, so it would do nothing; leave it out"
+    ):
         app.run(compose_config(*words), tmp_path / "run", overrides=[setting])

@@ -64,13 +64,26 @@ def samples_of(run_dir):
 def test_a_run_leaves_its_record(uninterrupted):
     assert (uninterrupted / "report.png").stat().st_size > 10_000
     names = set(metrics_of(uninterrupted))
-    assert names == {f"train_iter_{i:03d}.json" for i in range(4)} | {"eval_init.json", "eval_iter_001.json", "eval_iter_003.json"}
+    assert names == {f"train_iter_{i:03d}.json" for i in range(4)} | {
+        "eval_init.json",
+        "eval_iter_001.json",
+        "eval_iter_003.json",
+    }
     assert {path.name for path in uninterrupted.iterdir()} == {
         *("metrics", "checkpoints", "samples", "rollouts"),
         *("report.png", "run.log", "environment.json"),
     }
     first = json.loads((uninterrupted / "metrics" / "train_iter_000.json").read_text())
-    for key in ("loss_total", "loss_pg", "loss_kl", "loss_entropy", "kl_divergence", "reward_mean", "grad_norm", "time/generate_s"):
+    for key in (
+        "loss_total",
+        "loss_pg",
+        "loss_kl",
+        "loss_entropy",
+        "kl_divergence",
+        "reward_mean",
+        "grad_norm",
+        "time/generate_s",
+    ):
         assert key in first
     assert first["grad_norm"] > 0
     assert first["reward_std"] > 0
@@ -86,7 +99,9 @@ def test_same_seed_same_metrics_and_another_seed_others(uninterrupted, cache, tm
     assert metrics_of(other)["train_iter_000.json"] != metrics_of(uninterrupted)["train_iter_000.json"]
 
 
-@pytest.mark.parametrize("phase", [pytest.param(phase, marks=[] if phase in QUICK else pytest.mark.slow) for phase in KILLS])
+@pytest.mark.parametrize(
+    "phase", [pytest.param(phase, marks=[] if phase in QUICK else pytest.mark.slow) for phase in KILLS]
+)
 def test_killed_and_resumed_ends_with_the_same_files(phase, uninterrupted, cache, tmp_path):
     cache = f"cache_dir={tmp_path}/cache" if phase == "building the model" else cache
     day = tmp_path / "outputs" / "2026-01-01"
@@ -94,7 +109,9 @@ def test_killed_and_resumed_ends_with_the_same_files(phase, uninterrupted, cache
     kill = KILLS[phase]
     mishaps = {} if isinstance(kill, Kill) else {kill: partial(signal.raise_signal, signal.SIGKILL)}
     draws = phase == "drawing the report"
-    code = run_in_child(killed, cache, *SMALL, kill=kill if isinstance(kill, Kill) else None, mishaps=mishaps, draws=draws)
+    code = run_in_child(
+        killed, cache, *SMALL, kill=kill if isinstance(kill, Kill) else None, mishaps=mishaps, draws=draws
+    )
     assert code == -signal.SIGKILL, printed(killed)
     assert run_in_child(fresh, cache, "resume=auto", *SMALL, draws=draws) == 0, printed(fresh)
     had_checkpoint = not fresh.exists()
@@ -106,23 +123,31 @@ def test_killed_and_resumed_ends_with_the_same_files(phase, uninterrupted, cache
 
 
 FORWARD = "offline_grpo.model.scoring:Scoring.forward"
-# The proof of the layout of policy and reference (FORWARD twice each). The 4 iterations: an evaluation of 8 answers, and in each 16 answers
-# (SCORE), 2 scoring passes (FORWARD; policy and reference), 2 updates (FORWARD and STEP each). Evaluations of 8 answers after the second
-# and the fourth.
-AFTER_THE_THIRD = "stopping after the (updates|weight sync|record) of iteration 3"  # whatever it is when the thread says so
+# The proof of the layout of policy and reference (FORWARD twice each). The 4 iterations: an evaluation of 8 answers,
+# and in each 16 answers (SCORE), 2 scoring passes (FORWARD; policy and reference), 2 updates (FORWARD and STEP each).
+# Evaluations of 8 answers after the second and the fourth.
+AFTER_THE_THIRD = (
+    "stopping after the (updates|weight sync|record) of iteration 3"  # whatever it is when the thread says so
+)
 STOPS = {
     # what is under way -> where the signal comes, the number of the last complete iteration, what is said
     "sampling the fourth": (Kill(SCORE, 8 + 3 * 16 + 8 + 5), 3, "stopping"),
     "before the first step of the third": (Kill(STEP, 5, "before"), 3, AFTER_THE_THIRD),
     "in the second update of the third": (Kill(STEP, 6), 3, AFTER_THE_THIRD),
     "scoring the third": (Kill(FORWARD, 2 * 2 + 2 * 4 + 1), 2, "stopping"),
-    "in the first backward pass of the third": (Kill("offline_grpo.loss.base:PolicyGradientLoss.__call__", 5), 2, "stopping"),
+    "in the first backward pass of the third": (
+        Kill("offline_grpo.loss.base:PolicyGradientLoss.__call__", 5),
+        2,
+        "stopping",
+    ),
     "evaluating after the second": (Kill(SCORE, 8 + 2 * 16 + 5), 2, "stopping"),
     "evaluating after the last": (Kill(SCORE, 8 + 4 * 16 + 8 + 5), 4, "stopping"),
 }
 
 
-@pytest.mark.parametrize("under_way", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in STOPS])
+@pytest.mark.parametrize(
+    "under_way", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in STOPS]
+)
 def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(under_way, uninterrupted, cache, tmp_path):
     kill, num_complete, line = STOPS[under_way]
     stopped, fresh = tmp_path / "stopped", tmp_path / "fresh"
@@ -145,8 +170,12 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(under_way, uninterr
 def test_a_signal_in_the_last_seconds_loses_nothing(kill, uninterrupted, cache, tmp_path):
     run_dir = tmp_path / "run"
     draws = kill.where.startswith("matplotlib")
-    assert run_in_child(run_dir, cache, *SMALL, kill=replace(kill, number=signal.SIGTERM), draws=draws) == 0, printed(run_dir)
-    assert re.search("SIGTERM: stopping after the (record of iteration 4|report; the run is complete);", printed(run_dir))
+    assert run_in_child(run_dir, cache, *SMALL, kill=replace(kill, number=signal.SIGTERM), draws=draws) == 0, printed(
+        run_dir
+    )
+    assert re.search(
+        "SIGTERM: stopping after the (record of iteration 4|report; the run is complete);", printed(run_dir)
+    )
     assert_same_files(run_dir, uninterrupted)
     assert re.search("^pass@1", printed(run_dir), re.MULTILINE)
 
@@ -173,7 +202,9 @@ def test_a_finished_run_resumed_by_path_can_be_made_longer(cache, tmp_path):
     finished = r"^finished: 4 of 4 iterations; longer: .* resume=\S+ train.iterations=8; anew: leave resume out$"
     assert re.search(finished, printed(fresh), re.MULTILINE)
     assert run_in_child(fresh, *overrides, f"resume={run_dir}", "seed=5") == 0, printed(fresh)
-    assert re.search(r"^finished: 4 of 4 iterations; changed to no effect: .*\bseed=5\b.*; longer: ", printed(fresh), re.MULTILINE)
+    assert re.search(
+        r"^finished: 4 of 4 iterations; changed to no effect: .*\bseed=5\b.*; longer: ", printed(fresh), re.MULTILINE
+    )
     assert run_in_child(fresh, *overrides, f"resume={run_dir}", "train.precision=bf16", "train.iterations=6") == 2
     assert "error: train.precision=bf16: the run that goes on has fp32, and its weights and masters" in printed(fresh)
     assert_same_files(run_dir, whole)
@@ -181,7 +212,13 @@ def test_a_finished_run_resumed_by_path_can_be_made_longer(cache, tmp_path):
 
 @pytest.mark.slow
 def test_adapters_in_16_bits_go_on_from_their_fp32_masters(tmp_path):
-    overrides = [f"cache_dir={tmp_path}/cache", *SMALL, "model/lora=default", "train.precision=bf16", "train.schedule=constant"]
+    overrides = [
+        f"cache_dir={tmp_path}/cache",
+        *SMALL,
+        "model/lora=default",
+        "train.precision=bf16",
+        "train.schedule=constant",
+    ]
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     assert run_in_child(whole, *overrides) == 0, printed(whole)
     assert run_in_child(run_dir, *overrides, "train.iterations=2") == 0, printed(run_dir)
@@ -201,7 +238,9 @@ def test_adapters_in_16_bits_go_on_from_their_fp32_masters(tmp_path):
 def test_a_command_goes_on_with_the_configuration_of_its_run(cache, tmp_path):
     """The line that the run printed when it was stopped, and more iterations."""
     run_dir, words = tmp_path / "a run", (*SMALL[:-1], "train/loss=dapo", "eval.enabled=false")
-    first = run_command(tmp_path, ROOT / "run_grpo.py", cache, *words, "train.iterations=2", f"hydra.run.dir='{run_dir}'")
+    first = run_command(
+        tmp_path, ROOT / "run_grpo.py", cache, *words, "train.iterations=2", f"hydra.run.dir='{run_dir}'"
+    )
     assert first.returncode == 0, first.stderr
     again = run_command(tmp_path, ROOT / "run_grpo.py", "resume='a run'", "train.iterations=4", "train.lr=1e-5")
     assert again.returncode == 0, again.stderr
@@ -210,14 +249,18 @@ def test_a_command_goes_on_with_the_configuration_of_its_run(cache, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a run"]
     lrs = [metrics["lr"] for metrics in metrics_of(run_dir).values()]
     assert lrs == pytest.approx([2.25e-4, 0.75e-4, 0.75e-5, 0.25e-5])
-    config, starts = (yaml.safe_load((run_dir / ".hydra" / f"{name}.yaml").read_text()) for name in ("config", "starts"))
+    config, starts = (
+        yaml.safe_load((run_dir / ".hydra" / f"{name}.yaml").read_text()) for name in ("config", "starts")
+    )
     assert config["train"]["loss"]["_target_"].endswith("DAPO")
     assert config["train"]["iterations"] == 4
     assert config["eval"]["max_new_tokens"] == "${generation.max_new_tokens}"
     assert [start.get("after_iteration") for start in starts] == [None, 2]
     assert starts[1]["changes"]["train.iterations"] == [2, 4]
     assert yaml.safe_load((run_dir / ".hydra" / "config_first.yaml").read_text())["train"]["iterations"] == 2
-    refused = run_command(tmp_path, ROOT / "run_grpo.py", cache, *words, f"hydra.run.dir='{run_dir}'", "resume=auto", "train.lr=-1")
+    refused = run_command(
+        tmp_path, ROOT / "run_grpo.py", cache, *words, f"hydra.run.dir='{run_dir}'", "resume=auto", "train.lr=-1"
+    )
     assert refused.returncode == 2
     assert yaml.safe_load((run_dir / ".hydra" / "config.yaml").read_text()) == config
 
@@ -244,23 +287,35 @@ def test_other_rows_and_other_rewards_in_the_same_place_are_told(cache, tmp_path
     write("2", 0.5)
     again = run_command(tmp_path, ROOT / "run_grpo.py", "resume=run", "train.iterations=2", "train.lr=1e-5")
     assert again.returncode == 0, again.stderr
-    told = re.findall(r"^(.*): its content has changed since this run was started last", again.stdout + again.stderr, re.MULTILINE)
+    told = re.findall(
+        r"^(.*): its content has changed since this run was started last", again.stdout + again.stderr, re.MULTILINE
+    )
     assert told == ["task.path=rows.jsonl", f"task.reward ({tmp_path}/a_reward.py)"]
 
 
 def test_a_run_that_stops_early_stops_there_after_a_kill_too(cache, tmp_path):
-    greedy = ("eval.do_sample=false", "eval.replicates=1", "eval.ks=[1]", "eval.interval=1", "checkpoint.save_interval=1")
+    greedy = (
+        "eval.do_sample=false",
+        "eval.replicates=1",
+        "eval.ks=[1]",
+        "eval.interval=1",
+        "checkpoint.save_interval=1",
+    )
     overrides = [cache, *SMALL, *greedy, "train.lr=1e-9", "train.stop_when.patience=2", "checkpoint.keep_best=-pass@1"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run_in_child(whole, *overrides) == 0, printed(whole)
     assert "stopped early after iteration 2: no better pass@1 than" in printed(whole)
-    assert metrics_of(whole).keys() == {"eval_init.json"} | {f"{name}_iter_00{i}.json" for name in ("train", "eval") for i in (0, 1)}
+    assert metrics_of(whole).keys() == {"eval_init.json"} | {
+        f"{name}_iter_00{i}.json" for name in ("train", "eval") for i in (0, 1)
+    }
     assert [metrics_of(whole)[f"train_iter_00{i}.json"].get("stopped_early") for i in (0, 1)] == [None, 1.0]
     mishap = {("generate", 1): partial(signal.raise_signal, signal.SIGKILL)}
     assert run_in_child(killed, *overrides, mishaps=mishap) == -signal.SIGKILL
     assert run_in_child(tmp_path / "fresh", *overrides, f"resume={killed}") == 0, printed(tmp_path / "fresh")
     assert metrics_of(killed) == metrics_of(whole)
     assert weights_of(killed) == weights_of(whole)
-    states = [json.loads((run / "checkpoints" / "iter_001" / "trainer" / "state.json").read_text()) for run in (killed, whole)]
+    states = [
+        json.loads((run / "checkpoints" / "iter_001" / "trainer" / "state.json").read_text()) for run in (killed, whole)
+    ]
     assert states[0]["milestones"] == states[1]["milestones"]
     assert [(run / "checkpoints" / "best").readlink().name for run in (killed, whole)] == ["iter_000"] * 2

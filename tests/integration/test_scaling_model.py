@@ -1,4 +1,6 @@
-"""benchmarks/scaling_model.py: its check against the measurement holds, and docs/scaling.md has the table that it prints."""
+"""benchmarks/scaling_model.py: its check against the measurement holds, and docs/scaling.md has the table that it
+prints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Rewards computed on the machines of a Ray cluster: on all of them, with the results of this machine, whatever happens to one."""
+"""Rewards computed on the machines of a Ray cluster: on all of them, with the results of this machine, whatever happens
+to one.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def test_all_machines_score_also_when_one_is_lost_and_another_joins(
 ) -> None:
     monkeypatch.setattr("offline_grpo.generation.scoring.cluster.LOOK_INTERVAL_S", 0.0)
     go = tmp_path / "go"
-    before, handlers = {process.pid for process in hosts()}, [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before, handlers = (
+        {process.pid for process in hosts()},
+        [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+    )
     task = bad_rewards.on_cluster(cluster.address, "bad_rewards:where", timeout_s=100.0)
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], "Ray lets them be"
     try:
@@ -61,7 +66,9 @@ def test_all_machines_score_also_when_one_is_lost_and_another_joins(
         cluster.remove_node(cluster.machines.pop(), allow_graceful=False)
         wait_until(lambda: any("has gone" in line for line in caplog.messages))
         go.touch()  # not before: until then the lost machine might still answer
-        assert len({judgement.result().reward for judgement in under_way}) == 1, "what the lost machine was asked, the other one answers"
+        assert len({judgement.result().reward for judgement in under_way}) == 1, (
+            "what the lost machine was asked, the other one answers"
+        )
         assert sum("has gone; its completions are scored on others" in line for line in caplog.messages) == 1
         cluster.machines.append(cluster.add_node(num_cpus=1))
         wait_until(lambda: len(set(scored(task, ["any"] * 24))) == 2)
@@ -96,7 +103,9 @@ def test_what_misbehaves_costs_its_own_reward(cluster: Any, caplog: pytest.LogCa
 def test_a_machine_that_cannot_make_the_task_is_named(cluster: Any) -> None:
     task = bad_rewards.on_cluster(cluster.address, "bad_rewards:vowels", made_by="nowhere:f")
     try:
-        with pytest.raises(ScoreError, match=rf"^{os.uname().nodename}, a machine of the Ray cluster: .*nowhere:f: cannot be imported"):
+        with pytest.raises(
+            ScoreError, match=rf"^{os.uname().nodename}, a machine of the Ray cluster: .*nowhere:f: cannot be imported"
+        ):
             scored(task, ["fine"])
     finally:
         task.close()
@@ -142,7 +151,14 @@ def test_a_run_is_the_same_wherever_it_is_scored(cluster: Any, tmp_path: Path) -
     task += ("task._target_=offline_grpo.task.dataset.Dataset",)  # which `five` has set to another
     task += ("data.num_train_seeds=null", "train.iterations=2", "scoring.workers=2")
     run(tmp_path / "here", model, *task)
-    run(tmp_path / "there", model, *task, "placement=ray", f"placement.address={cluster.address}", "placement.score_on_cluster=true")
+    run(
+        tmp_path / "there",
+        model,
+        *task,
+        "placement=ray",
+        f"placement.address={cluster.address}",
+        "placement.score_on_cluster=true",
+    )
     assert_same(metrics_of(tmp_path / "here"), metrics_of(tmp_path / "there"))
     assert drawn(tmp_path / "here") == drawn(tmp_path / "there")
     log = (tmp_path / "there" / "run.log").read_text()
@@ -161,7 +177,10 @@ def test_a_killed_trainer_leaves_nothing_that_scores(cluster: Any) -> None:
     )
     paths = os.pathsep.join(path for path in sys.path if path)
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": paths},
     ) as trainer:
         assert trainer.stdout is not None
         trainer.stdout.readline()
@@ -172,13 +191,19 @@ def test_a_killed_trainer_leaves_nothing_that_scores(cluster: Any) -> None:
 
 def drawn(folder: Path) -> list[Any]:
     columns = ["problem_id", "completion_ids", "reward", "advantage"]
-    return [pq.read_table(file, columns=columns).to_pylist() for file in sorted((folder / "rollouts").glob("iter_*.parquet"))]
+    return [
+        pq.read_table(file, columns=columns).to_pylist()
+        for file in sorted((folder / "rollouts").glob("iter_*.parquet"))
+    ]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["placement.score_on_cluster=true"], "placement.score_on_cluster=True: acts with placement=ray alone; leave it out"),
+        (
+            ["placement.score_on_cluster=true"],
+            "placement.score_on_cluster=True: acts with placement=ray alone; leave it out",
+        ),
         (
             ["placement=ray", "placement.score_on_cluster=true"],
             "placement.score_on_cluster=True: this task's scores are computed",
@@ -190,7 +215,9 @@ def drawn(folder: Path) -> list[Any]:
     ],
 )
 def test_what_would_not_be_scored_there_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i} plus 1?", "answer": str(i + 1)}) + "\n" for i in range(40)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i} plus 1?", "answer": str(i + 1)}) + "\n" for i in range(40))
+    )
     data = [f"task.path={tmp_path / 'rows.jsonl'}", "data.num_train_seeds=null"] if "task=dataset" in words else []
     with pytest.raises(ConfigError) as refused:
         make_plan(typed(compose_config(*words, *data)))

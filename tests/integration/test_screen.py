@@ -1,4 +1,6 @@
-"""What a run tells while it goes on, from the command to the table: order of the records, progress inside the phases, width."""
+"""What a run tells while it goes on, from the command to the table: order of the records, progress inside the phases,
+width.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ SCRIPT = Path(__file__).parents[2] / "run_grpo.py"
 def run(tmp_path_factory) -> Any:
     """Of a run of two iterations with a redirected output: its folder, what listeners heard, and the printed lines."""
     root = tmp_path_factory.mktemp("screen")
-    overrides = (*SMALL, Heard.override, f"cache_dir={root}/cache", "train.iterations=2", "train.batch_size=4", "generation.batch_size=8")
+    overrides = (
+        *SMALL,
+        Heard.override,
+        f"cache_dir={root}/cache",
+        "train.iterations=2",
+        "train.batch_size=4",
+        "generation.batch_size=8",
+    )
     overrides += ("model.tiny.warm_start_steps=10",)
     Heard.events.clear()
     with pytest.MonkeyPatch.context() as patch, (root / "out.txt").open("w") as out:
@@ -32,13 +41,23 @@ def run(tmp_path_factory) -> Any:
 
 def test_training_comes_before_the_evaluation_after_it(run):
     _, events, _ = run
-    assert [event[1:] for event in events if event[0] == "log"] == [("eval", -1), ("train", 0), ("train", 1), ("eval", 1)]
+    assert [event[1:] for event in events if event[0] == "log"] == [
+        ("eval", -1),
+        ("train", 0),
+        ("train", 1),
+        ("eval", 1),
+    ]
 
 
 def test_the_start_has_phases_before_the_run_starts(run):
     _, events, _ = run
     before = events[: events.index(("start", 2))]
-    assert [event[1] for event in before if event[0] == "phase"] == ["warm start", "load model", "masters", "load reference"]
+    assert [event[1] for event in before if event[0] == "phase"] == [
+        "warm start",
+        "load model",
+        "masters",
+        "load reference",
+    ]
     assert ("progress", 5, 10, "steps") in before
 
 
@@ -60,7 +79,10 @@ def test_progress_inside_an_iteration_reaches_its_total(run):
     trained = inside(events, "train", 0)
     assert [step for step in trained if step[2] == "microbatches scored"][-1] == (4, 4, "microbatches scored")
     assert [step for step in trained if step[2] == "updates"] == [(0, 2, "updates"), (1, 2, "updates")]
-    assert [step for step in trained if step[2] == "microbatches"] == [(0, 2, "microbatches"), (1, 2, "microbatches")] * 2
+    assert [step for step in trained if step[2] == "microbatches"] == [
+        (0, 2, "microbatches"),
+        (1, 2, "microbatches"),
+    ] * 2
 
 
 def test_a_file_has_a_line_per_record_none_wider_than_80_columns_but_for_paths(run):
@@ -75,7 +97,12 @@ def test_a_file_has_a_line_per_record_none_wider_than_80_columns_but_for_paths(r
 def test_the_first_record_tells_what_the_start_took(run):
     first, second = (json.loads((run[0] / "metrics" / f"train_iter_00{i}.json").read_text()) for i in range(2))
     parts = {key: value for key, value in first.items() if key.startswith("time/start_")}
-    assert {"time/start_imports_and_data_s", "time/start_load_model_s", "time/start_warm_start_s", "time/start_eval_s"} < parts.keys()
+    assert {
+        "time/start_imports_and_data_s",
+        "time/start_load_model_s",
+        "time/start_warm_start_s",
+        "time/start_eval_s",
+    } < parts.keys()
     assert sum(parts.values()) - parts["time/start_s"] <= parts["time/start_s"]
     assert not [key for key in second if key.startswith("time/start")]
     assert first["num_trainable_parameters"] > 1000
@@ -87,12 +114,21 @@ def test_a_sweep_that_is_stopped_has_its_table_and_goes_on(cache, tmp_path):
     """One run is done, one was stopped, and the third never began; then it is finished by the command that was printed."""
     stops = "+logger.stops={_target_:children.StopsRun,name:'1'}"
     small = (*SMALL, cache, "train.iterations=2", "eval.interval=1", stops)
-    result = run_command(tmp_path / "cwd", SCRIPT, "--multirun", f"hydra.sweep.dir={tmp_path}/sweep", *small, "seed=0,1,2")
+    result = run_command(
+        tmp_path / "cwd", SCRIPT, "--multirun", f"hydra.sweep.dir={tmp_path}/sweep", *small, "seed=0,1,2"
+    )
     assert result.returncode == 143, result.stderr
     lines = result.stdout.splitlines()
     assert "1 configuration, 2 runs, best mean final pass@1 first" in lines
     assert "run 1: stopped at 1/2, not in the mean" in lines
-    assert {path.name for path in (tmp_path / "sweep").iterdir()} == {"0", "1", "multirun.yaml", "summary.csv", "summary.md", "sweep.png"}
+    assert {path.name for path in (tmp_path / "sweep").iterdir()} == {
+        "0",
+        "1",
+        "multirun.yaml",
+        "summary.csv",
+        "summary.md",
+        "sweep.png",
+    }
     assert f"the sweep goes on with: uv run run_grpo.py resume={tmp_path}/sweep" in result.stderr.splitlines()
     first = contents(tmp_path / "sweep" / "0")
     again = run_command(tmp_path / "cwd", SCRIPT, f"resume={tmp_path}/sweep", "logger.stops.name=none")

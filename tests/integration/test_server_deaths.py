@@ -28,8 +28,8 @@ pytestmark = pytest.mark.slow  # four starts of a server
 
 @dataclass(frozen=True)
 class Victim:
-    """A run under `shared_vllm` that stands still in its fourth iteration: its updates are in the server's memory, and the server waits for
-    the push. Before, its engine was killed."""
+    """A run under `shared_vllm` that stands still in its fourth iteration: its updates are in the server's memory, and
+    the server waits for the push. Before, its engine was killed."""
 
     process: BaseProcess
     folder: Path
@@ -72,7 +72,9 @@ def test_a_server_that_dies_is_started_again(victim: Victim, tmp_path: Path) -> 
     assert recoveries == [sum(death <= i for _, death in DEATHS) for i in range(ITERATIONS)]
     assert all(disturbed[f"train_iter_{i:03d}.json"]["alignment/diff_abs_mean"] < 1e-4 for i in range(ITERATIONS))
     assert (victim.folder / "run.log").read_text().count("Serving the weights again") == len(DEATHS)
-    undisturbed = run(tmp_path / "undisturbed", victim.model, *at(victim.base_url), "generation.api_key=ours", "weight_sync=reload")
+    undisturbed = run(
+        tmp_path / "undisturbed", victim.model, *at(victim.base_url), "generation.api_key=ours", "weight_sync=reload"
+    )
     assert_same(disturbed, {name: undisturbed[name] for name in disturbed})
     assert len({undisturbed[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(ITERATIONS)}) > 1
 
@@ -92,7 +94,9 @@ def test_a_trainer_killed_while_the_server_loads_leaves_nothing(tmp_path: Path) 
     """The same where weights travel as files."""
     model, leftovers = save_model(tmp_path / "model"), frozenset(ownerless())
     kill = Kill("offline_grpo.weight_sync.reload:shutil.rmtree", count=3)
-    code = run_in_child(tmp_path / "run", *five(model), *own_server(forking_python(tmp_path)), "weight_sync=reload", kill=kill)
+    code = run_in_child(
+        tmp_path / "run", *five(model), *own_server(forking_python(tmp_path)), "weight_sync=reload", kill=kill
+    )
     assert code == -signal.SIGKILL, printed(tmp_path / "run")
     assert_nothing_left(tmp_path / "run", model, leftovers)
 
@@ -106,7 +110,10 @@ def assert_nothing_left(folder: Path, model: Path, leftovers: frozenset[str]) ->
     """`folder` is the run's."""
 
     def is_so() -> bool:
-        servers = (*processes_naming(str(model)), *(process for log in folder.glob("server_*.log") for process in writers(log)))
+        servers = (
+            *processes_naming(str(model)),
+            *(process for log in folder.glob("server_*.log") for process in writers(log)),
+        )
         return set(ownerless()) <= leftovers and not servers
 
     wait_for(is_so, 20, "the end of servers and files")

@@ -48,9 +48,14 @@ def at(*servers: Server) -> tuple[str, ...]:
 
 
 def drawn(folder: Path) -> list[Any]:
-    """What was sampled and what it was worth. Logprobs are left out: their last bits depend on what a server computes at the same time."""
+    """What was sampled and what it was worth. Logprobs are left out: their last bits depend on what a server computes
+    at the same time.
+    """
     files = sorted((folder / "rollouts").glob("iter_*.parquet"))
-    return [pq.read_table(file, columns=["problem_id", "completion_ids", "reward", "version", "advantage"]).to_pylist() for file in files]
+    return [
+        pq.read_table(file, columns=["problem_id", "completion_ids", "reward", "version", "advantage"]).to_pylist()
+        for file in files
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +69,10 @@ def one(model: Path, servers: list[Server], tmp_path_factory: pytest.TempPathFac
 def assert_same_run(folder: Path, expected: Path) -> list[dict[str, float]]:
     """Equal, apart from logprobs, up to rounding. Returns the metrics of training."""
     found = metrics_of(folder)
-    others = {name: {key: value for key, value in values.items() if not key.startswith("engines/")} for name, values in found.items()}
+    others = {
+        name: {key: value for key, value in values.items() if not key.startswith("engines/")}
+        for name, values in found.items()
+    }
     assert_same(others, metrics_of(expected))
     assert len(drawn(expected)) == 5
     assert drawn(folder) == drawn(expected)
@@ -87,14 +95,16 @@ def port_of(log: Path) -> str:
 def held_python(folder: Path) -> str:
     """`preloaded_python`, which starts nothing while there is the file `hold` in `folder`."""
     script = folder / "held_python"
-    script.write_text(f'#!/bin/sh\nwhile [ -e {folder}/hold ]; do sleep 0.1; done\nexec {preloaded_python(folder)} "$@"\n')
+    script.write_text(
+        f'#!/bin/sh\nwhile [ -e {folder}/hold ]; do sleep 0.1; done\nexec {preloaded_python(folder)} "$@"\n'
+    )
     script.chmod(0o755)
     return str(script)
 
 
 def kill_one_that_samples(folder: Path) -> None:
-    """Stop the second engine, so that what it is asked stays open, and kill it soon. Until `wait_for_the_third_start` none starts again:
-    a slow trainer would see it ready an iteration earlier."""
+    """Stop the second engine, so that what it is asked stays open, and kill it soon. Until `wait_for_the_third_start`
+    none starts again: a slow trainer would see it ready an iteration earlier."""
     (folder.parent / "hold").touch()
     victim = engine_core(folder / "server_1.log")
     victim.suspend()
@@ -113,8 +123,18 @@ def wait_for_the_third_start(folder: Path) -> None:
 def test_a_death_while_sampling(model: Path, one: Path, tmp_path: Path) -> None:
     """The other one answers what was open, and the run goes on without waiting; later the dead one serves again."""
     folder = tmp_path / "run"
-    mishaps = {("generate", 1): partial(kill_one_that_samples, folder), ("generate", 3): partial(wait_for_the_third_start, folder)}
-    run(folder, model, *own_server(held_python(tmp_path)), "weight_sync=reload", "placement.num_engines=2", mishaps=mishaps)
+    mishaps = {
+        ("generate", 1): partial(kill_one_that_samples, folder),
+        ("generate", 3): partial(wait_for_the_third_start, folder),
+    }
+    run(
+        folder,
+        model,
+        *own_server(held_python(tmp_path)),
+        "weight_sync=reload",
+        "placement.num_engines=2",
+        mishaps=mishaps,
+    )
     trained = assert_same_run(folder, one)
     assert [metrics["engines/num_serving"] for metrics in trained] == [2, 1, 1, 2, 2]
     assert [metrics["engines/num_restarts"] for metrics in trained] == [0, 1, 1, 1, 1]
@@ -130,7 +150,10 @@ def test_a_death_while_sampling(model: Path, one: Path, tmp_path: Path) -> None:
 def test_a_death_while_sampling_ahead(model: Path, one: Path, tmp_path: Path) -> None:
     """Nothing that was sampled is thrown away, and the trainer does not wait for the server's start."""
     folder = tmp_path / "run"
-    mishaps = {("generate", 1): partial(kill_one_that_samples, folder), ("generate", 3): partial(wait_for_the_third_start, folder)}
+    mishaps = {
+        ("generate", 1): partial(kill_one_that_samples, folder),
+        ("generate", 3): partial(wait_for_the_third_start, folder),
+    }
     ahead = ("mode=async", "rollouts.max_staleness=4", "weight_sync=reload", "placement.num_engines=2")
     run(folder, model, *own_server(held_python(tmp_path)), *ahead, mishaps=mishaps)
     found = metrics_of(folder)

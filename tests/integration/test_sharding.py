@@ -19,7 +19,14 @@ from transformers import AutoModelForCausalLM
 from offline_grpo.engine.server import Server
 
 SHARDED = "train.sharding=fsdp2"
-RUN = (*SMALL, "train.iterations=2", "train.batch_size=3", "train.epochs=2", "data.problems_per_iteration=3", "checkpoint.save_interval=1")
+RUN = (
+    *SMALL,
+    "train.iterations=2",
+    "train.batch_size=3",
+    "train.epochs=2",
+    "data.problems_per_iteration=3",
+    "checkpoint.save_interval=1",
+)
 TIED = {"tie_word_embeddings": True}
 CASES: list[dict[str, Any]] = [
     {"model": "qwen2", "changes": TIED},
@@ -85,7 +92,9 @@ def test_a_run_goes_on_with_any_number_of_processes(cache: str, tmp_path: Path) 
         shutil.copytree(source, again)
         shutil.rmtree(again / "checkpoints/iter_001")
         run = (f"resume={again}", *RUN, cache, override)
-        codes = run_in_children(count, tmp_path / "start", *run) if count > 1 else [run_in_child(tmp_path / "start", *run)]
+        codes = (
+            run_in_children(count, tmp_path / "start", *run) if count > 1 else [run_in_child(tmp_path / "start", *run)]
+        )
         assert codes == [0] * count, printed(tmp_path / "start")
         same_trajectory(again, source)
     assert (tmp_path / "two_by_2" / saved).read_bytes() == (two / saved).read_bytes()
@@ -93,14 +102,18 @@ def test_a_run_goes_on_with_any_number_of_processes(cache: str, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_parts_are_written_by_all_and_read_by_any_number(cache: str, tmp_path: Path) -> None:
-    """Two write; one and four go on. So do two that were killed when all parts of the next checkpoint were there, and nothing else."""
+    """Two write; one and four go on. So do two that were killed when all parts of the next checkpoint were there, and
+    nothing else.
+    """
     two = tmp_path / "two"
     run = (*RUN, cache, SHARDED, "checkpoint.format=sharded")
     assert run_in_children(2, two, *run) == [0, 0], printed(two)
     trainer = two / "checkpoints/iter_000/trainer"
     written = {"manifest.json", "state.json", "parts.pt", "part_00000.safetensors", "part_00001.safetensors"}
     assert {path.name for path in trainer.iterdir()} == written
-    assert {f"trainer/{name}" for name in written - {"manifest.json"}} < json.loads((trainer / "manifest.json").read_text())["files"].keys()
+    assert {f"trainer/{name}" for name in written - {"manifest.json"}} < json.loads(
+        (trainer / "manifest.json").read_text()
+    )["files"].keys()
     sizes = [(trainer / f"part_{rank:05d}.safetensors").stat().st_size for rank in (0, 1)]
     assert max(sizes) < 1.1 * min(sizes)
     AutoModelForCausalLM.from_pretrained(two / "checkpoints/iter_001")
@@ -110,7 +123,11 @@ def test_parts_are_written_by_all_and_read_by_any_number(cache: str, tmp_path: P
         shutil.copytree(two, again)
         shutil.rmtree(again / "checkpoints/iter_001")
         goes_on = (*run, *changes, f"resume={again}")
-        codes = run_in_children(count, tmp_path / "start", *goes_on) if count > 1 else [run_in_child(tmp_path / "start", *goes_on)]
+        codes = (
+            run_in_children(count, tmp_path / "start", *goes_on)
+            if count > 1
+            else [run_in_child(tmp_path / "start", *goes_on)]
+        )
         assert codes == [0] * count, printed(tmp_path / "start")
         same_trajectory(again, two)
     killed = tmp_path / "killed"
@@ -146,8 +163,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Ser
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [("weight_sync.interval=2",), ("mode=async", "rollouts.max_staleness=0")])
-def test_four_that_sample_from_a_server_are_one(mode: tuple[str, ...], server: tuple[Path, Server], tmp_path: Path) -> None:
-    """Served weights older than the policy's, which four processes keep in parts, and sampling in a thread beside collectives."""
+def test_four_that_sample_from_a_server_are_one(
+    mode: tuple[str, ...], server: tuple[Path, Server], tmp_path: Path
+) -> None:
+    """Served weights older than the policy's, which four processes keep in parts, and sampling in a thread beside
+    collectives.
+    """
     model, found = server
     shared = (*five(model), *at(found), "generation.api_key=ours", "weight_sync=reload", "train.iterations=4", *mode)
     alone, four = tmp_path / "alone", tmp_path / "four"

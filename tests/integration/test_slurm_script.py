@@ -19,7 +19,8 @@ CALLED = 'printf "%q " "$@" > "$CALLS.$$"; mv "$CALLS.$$" "$CALLS/$$"'
 NUM_SERVERS = 2
 PROGRAMS = {
     "scontrol": 'printf "%s\\n" node1 node2 node3',
-    "curl": f'until [ "$(ls "$CALLS" | wc -l)" = {NUM_SERVERS} ]; do sleep 0.05; done',  # servers answer when they are up
+    # servers answer when they are up
+    "curl": f'until [ "$(ls "$CALLS" | wc -l)" = {NUM_SERVERS} ]; do sleep 0.05; done',
     "srun": f'{CALLED}; case "$*" in *serve*) exec sleep 1 > /dev/null 2>&1;; esac',
 }
 
@@ -35,7 +36,12 @@ def submitted(folder: Path) -> list[list[str]]:
     slurm = {"SLURM_JOB_NODELIST": "node[1-3]", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": str(NUM_SERVERS)}
     env = {**os.environ, **slurm, "PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(calls)}
     subprocess.run(
-        ["bash", str(SCRIPT), "org/model", "seed=3", "train.lr=2e-6"], env=env, cwd=folder, check=True, timeout=60, capture_output=True
+        ["bash", str(SCRIPT), "org/model", "seed=3", "train.lr=2e-6"],
+        env=env,
+        cwd=folder,
+        check=True,
+        timeout=60,
+        capture_output=True,
     )
     return sorted((shlex.split(call.read_text()) for call in calls.iterdir()), key=lambda words: "torchrun" in words)
 

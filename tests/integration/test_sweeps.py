@@ -40,10 +40,16 @@ def runs(sweep: Path) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "seeds"), [("joblib", "0,1"), ("submitit_local", "0"), ("ray", "0")])
-def test_a_launcher_runs_all_jobs_and_the_exit_code_is_that_of_the_worst(tmp_path: Path, launcher: str, seeds: str) -> None:
-    """Of these, joblib alone keeps its processes, so that they have several jobs each; with the others a job is a new one."""
+def test_a_launcher_runs_all_jobs_and_the_exit_code_is_that_of_the_worst(
+    tmp_path: Path, launcher: str, seeds: str
+) -> None:
+    """Of these, joblib alone keeps its processes, so that they have several jobs each; with the others a job is a new
+    one.
+    """
     cluster = TWO_CORES if launcher == "ray" else ()
-    done, sweep = multirun(tmp_path, f"hydra/launcher={launcher}", *cluster, "experiment=smoke", f"seed={seeds}", "train.lr=1e-3,-1")
+    done, sweep = multirun(
+        tmp_path, f"hydra/launcher={launcher}", *cluster, "experiment=smoke", f"seed={seeds}", "train.lr=1e-3,-1"
+    )
     assert done.returncode == 2, done.stderr
     assert runs(sweep) == ({"0", "2"} if launcher == "joblib" else {"0"})
     assert not (sweep / sweep_jobs.FAILED).exists()
@@ -56,8 +62,22 @@ def test_a_launcher_runs_all_jobs_and_the_exit_code_is_that_of_the_worst(tmp_pat
 
 @pytest.mark.slow
 def test_a_signal_stops_the_runs_on_a_cluster_where_nothing_is_lost(tmp_path: Path) -> None:
-    words = ("hydra/launcher=ray", *TWO_CORES, "experiment=smoke", "checkpoint.save_interval=1000", "seed=0,1", "hydra.sweep.dir=sweep")
-    command = [sys.executable, str(ROOT / "run_grpo.py"), "--multirun", *words, "train.iterations=100000", "eval.enabled=false"]
+    words = (
+        "hydra/launcher=ray",
+        *TWO_CORES,
+        "experiment=smoke",
+        "checkpoint.save_interval=1000",
+        "seed=0,1",
+        "hydra.sweep.dir=sweep",
+    )
+    command = [
+        sys.executable,
+        str(ROOT / "run_grpo.py"),
+        "--multirun",
+        *words,
+        "train.iterations=100000",
+        "eval.enabled=false",
+    ]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as sweep:
         deadline = time.monotonic() + 240
         while runs(tmp_path / "sweep") != {"0", "1"}:
@@ -69,7 +89,8 @@ def test_a_signal_stops_the_runs_on_a_cluster_where_nothing_is_lost(tmp_path: Pa
         finally:
             sweep.kill()
     assert sweep.returncode == 128 + signal.SIGTERM, printed
-    line = r"^stopped by SIGTERM; the sweep goes on with: .*run_grpo.py resume=sweep$"  # the jobs' last lines may come too late
+    # the jobs' last lines may come too late
+    line = r"^stopped by SIGTERM; the sweep goes on with: .*run_grpo.py resume=sweep$"
     assert re.search(line, printed, re.MULTILINE), printed
     assert "Traceback" not in printed
     for number in (0, 1):
@@ -81,7 +102,13 @@ def test_a_signal_stops_the_runs_on_a_cluster_where_nothing_is_lost(tmp_path: Pa
 @pytest.fixture
 def side_by_side(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A sweep with joblib of which two jobs of four train, without end."""
-    words = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "experiment=smoke", "checkpoint.save_interval=1000", "seed=0,1,2,3")
+    words = (
+        "hydra/launcher=joblib",
+        "hydra.launcher.n_jobs=2",
+        "experiment=smoke",
+        "checkpoint.save_interval=1000",
+        "seed=0,1,2,3",
+    )
     words += ("hydra.sweep.dir=sweep", "train.iterations=100000", "eval.enabled=false", "num_threads=1")
     command = [sys.executable, str(ROOT / "run_grpo.py"), "--multirun", *words]
     with (tmp_path / "printed").open("w") as output:
@@ -92,7 +119,9 @@ def side_by_side(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's `&` makes the tests ignore it
+            preexec_fn=lambda: signal.signal(
+                signal.SIGINT, signal.default_int_handler
+            ),  # a shell's `&` makes the tests ignore it
         )
     with process:
         try:
@@ -125,7 +154,11 @@ def test_a_signal_lets_jobs_side_by_side_save(
     assert side_by_side.wait(timeout=120) == 128 + number
     printed = (tmp_path / "printed").read_text()
     done = "of 4 jobs 2 have a checkpoint, and 0 of these are finished"
-    assert re.search(rf"^stopped by {number.name}; {done}; the sweep goes on with: .*run_grpo.py resume=sweep$", printed, re.MULTILINE)
+    assert re.search(
+        rf"^stopped by {number.name}; {done}; the sweep goes on with: .*run_grpo.py resume=sweep$",
+        printed,
+        re.MULTILINE,
+    )
     assert "Traceback" not in printed
     assert "before the run began" not in printed
     assert are_saved(tmp_path / "sweep")
@@ -133,7 +166,9 @@ def test_a_signal_lets_jobs_side_by_side_save(
 
 
 @pytest.mark.slow
-def test_jobs_side_by_side_save_and_end_when_their_sweep_is_killed(side_by_side: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_jobs_side_by_side_save_and_end_when_their_sweep_is_killed(
+    side_by_side: subprocess.Popen[str], tmp_path: Path
+) -> None:
     workers = psutil.Process(side_by_side.pid).children()
     side_by_side.kill()
     assert not psutil.wait_procs(workers, timeout=120)[1]
@@ -152,7 +187,9 @@ def test_a_cluster_for_a_sweep_that_is_not_there_is_refused(tmp_path: Path, addr
 
 @pytest.mark.slow
 def test_a_cluster_that_is_too_small_for_a_run_is_refused(tmp_path: Path) -> None:
-    done, sweep = multirun(tmp_path, "hydra/launcher=ray", *TWO_CORES, "hydra.launcher.num_cpus=3", "hydra.launcher.num_gpus=1", "seed=0,1")
+    done, sweep = multirun(
+        tmp_path, "hydra/launcher=ray", *TWO_CORES, "hydra.launcher.num_cpus=3", "hydra.launcher.num_gpus=1", "seed=0,1"
+    )
     assert done.returncode == 2
     asked = "error: hydra.launcher.num_cpus=3 hydra.launcher.num_gpus=1: no machine of the Ray cluster has as many for a run"
     assert done.stderr.splitlines()[-1] == f"{asked} (there are 0 GPUs and 2 CPUs)"
@@ -183,17 +220,25 @@ def job(tmp_path: Path) -> Iterator[Path]:
     HydraConfig.instance().cfg = None
 
 
-def test_failures_of_other_processes_reach_the_one_that_started_the_sweep(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_of_other_processes_reach_the_one_that_started_the_sweep(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sweep_jobs, "exit_codes", [])
     record_failure(2)
     (job / "multirun.yaml").touch()
     (job / "0").mkdir()
     SweepJobs().on_multirun_end(HydraConfig.instance().cfg)  # type: ignore[arg-type]
     assert sweep_jobs.exit_codes == [2]
-    assert {path.name for path in job.iterdir()} == {"multirun.yaml", "0", sweep_jobs.FAILED}  # the last until the process ends
+    assert {path.name for path in job.iterdir()} == {
+        "multirun.yaml",
+        "0",
+        sweep_jobs.FAILED,
+    }  # the last until the process ends
 
 
-def test_a_sweep_whose_jobs_were_all_refused_leaves_no_folder(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_whose_jobs_were_all_refused_leaves_no_folder(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sweep_jobs, "exit_codes", [])
     record_failure(2)
     (job / "multirun.yaml").touch()
@@ -201,13 +246,17 @@ def test_a_sweep_whose_jobs_were_all_refused_leaves_no_folder(job: Path, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("words", "exit_code", "kept"), [([], 2, "before"), ([], 1, "after"), (["seed=0,1"], 2, "after")])
+@pytest.mark.parametrize(
+    ("words", "exit_code", "kept"), [([], 2, "before"), ([], 1, "after"), (["seed=0,1"], 2, "after")]
+)
 def test_settings_that_all_jobs_refuse_do_not_stay_on_record(
     job: Path, words: list[str], exit_code: int, kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweep_jobs, "exit_codes", [])
     sweeper = {"_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper", "params": None}
-    HydraConfig.instance().cfg.hydra.update({"overrides": {"task": words}, "sweeper": sweeper, "launcher": {"_target_": "Basic"}})  # type: ignore[union-attr]
+    HydraConfig.instance().cfg.hydra.update(
+        {"overrides": {"task": words}, "sweeper": sweeper, "launcher": {"_target_": "Basic"}}
+    )  # type: ignore[union-attr]
     record, callback = job / "multirun.yaml", SweepJobs()
     record.write_text("before")
     (job / "0").mkdir()

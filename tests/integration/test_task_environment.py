@@ -1,4 +1,6 @@
-"""The project's Atropos environment alone: what it asks, what it sends, what it takes over from a run. test_atropos.py has it at work."""
+"""The project's Atropos environment alone: what it asks, what it sends, what it takes over from a run. test_atropos.py
+has it at work.
+"""
 
 import asyncio
 import json
@@ -52,7 +54,12 @@ def make(module, tokenizer_folder, monkeypatch):
         async def answer(**request):
             environment.asked.append(request)
             written = [[*environment.tokenizer.encode(str(7 + 5 * i)), 2] for i in range(request["n"])]
-            return request["input_ids"], written, [[-0.5 - t for t in range(len(ids))] for ids in written], ["stop"] * request["n"]
+            return (
+                request["input_ids"],
+                written,
+                [[-0.5 - t for t in range(len(ids))] for ids in written],
+                ["stop"] * request["n"],
+            )
 
         environment.server.tokens_and_logprobs_completion = answer
         environment.run = runner.run  # always in the same event loop, as in a program
@@ -117,12 +124,16 @@ def test_any_task_is_served(make, tmp_path, option):
 
 
 def test_evaluation_asks_every_held_out_problem_once(make, tmp_path, capsys):
-    environment = make(task_overrides="eval.num_ids=6", eval_temperature=0.3, data_dir_to_save_evals=str(tmp_path / "eval"))
+    environment = make(
+        task_overrides="eval.num_ids=6", eval_temperature=0.3, data_dir_to_save_evals=str(tmp_path / "eval")
+    )
     environment.run(environment.evaluate())
     held_out = environment._task.problems(Split.EVAL)[:6]
     asked = sorted(request["input_ids"] for request in environment.asked)
     assert asked == sorted(encode(environment.tokenizer, problem.messages) for problem in held_out)
-    assert {(request["temperature"], request["n"], request["split"]) for request in environment.asked} == {(0.3, 1, "eval")}
+    assert {(request["temperature"], request["n"], request["split"]) for request in environment.asked} == {
+        (0.3, 1, "eval")
+    }
     correct = sum(problem.answer == "7" for problem in held_out) / 6
     assert f"eval/percent_correct={correct:.4g}" in capsys.readouterr().out
     stored = json.loads((tmp_path / "eval" / "metrics.json").read_text())
@@ -143,7 +154,13 @@ def test_the_key_comes_from_the_environment_and_is_not_in_what_is_printed(make):
 
 
 def test_task_sampling_and_group_size_are_those_of_the_run_that_starts_it(make, module, tmp_path, monkeypatch):
-    words = ("task=sat", "task.difficulty=0.1", "generation.temperature=0.8", "data.rollouts_per_problem=5", "generation.stop=[END]")
+    words = (
+        "task=sat",
+        "task.difficulty=0.1",
+        "generation.temperature=0.8",
+        "data.rollouts_per_problem=5",
+        "generation.stop=[END]",
+    )
     (tmp_path / ".hydra").mkdir()
     OmegaConf.save(compose_with_hydra(*words), tmp_path / ".hydra" / "config.yaml")
     monkeypatch.setenv("OFFLINE_GRPO_RUN", str(tmp_path))
@@ -163,8 +180,15 @@ def test_the_files_for_zero_shot_maths_have_the_seeds_settings(module, name, por
     given = yaml.safe_load((ROOT / "environments" / "configs" / f"math_zero_{name}.yaml").read_text())
     config = module["TaskConfig"](**given["env"])
     assert set(given["env"]) <= set(module["TaskConfig"].model_fields)
-    assert (config.task, config.tokenizer_name, config.wandb_name) == ("gsm8k", "Qwen/Qwen3-4B-Instruct-2507", f"math-zero-{name}-env")
-    assert (config.rollout_server_url, given["openai"]["base_url"]) == (f"http://localhost:800{port}", f"http://localhost:900{port}/v1")
+    assert (config.task, config.tokenizer_name, config.wandb_name) == (
+        "gsm8k",
+        "Qwen/Qwen3-4B-Instruct-2507",
+        f"math-zero-{name}-env",
+    )
+    assert (config.rollout_server_url, given["openai"]["base_url"]) == (
+        f"http://localhost:800{port}",
+        f"http://localhost:900{port}/v1",
+    )
     assert (config.max_token_length, config.group_size, config.batch_size) == (8192, 8, 64)
     assert (config.total_steps, config.steps_per_eval, config.max_num_workers_per_node) == (120, 20, 24)
     assert config.use_wandb

@@ -1,4 +1,6 @@
-"""Mutated bridge files against real shared memory: refused in one line, or the views are inside the memory and can be read and written."""
+"""Mutated bridge files against real shared memory: refused in one line, or the views are inside the memory and can be
+read and written.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def attack(path: Path, bridge: Bridge, seeds: range) -> tuple[int, int]:
         rng = random.Random(seed)
         if seed % 5 == 0:
             path.write_text(text)
-            DAMAGES[rng.choice(["cut short", "empty", "zeroed", "one bit", "a lost block", "doubled", "garbage"])](path, rng)
+            DAMAGES[rng.choice(["cut short", "empty", "zeroed", "one bit", "a lost block", "doubled", "garbage"])](
+                path, rng
+            )
         else:
             path.write_text(json.dumps(mutated(json.loads(text), rng)))
         try:

@@ -1,4 +1,6 @@
-"""Every file of a checkpoint, damaged in a dozen ways: noticed and named; and where the manifest was made to fit, one line and no code."""
+"""Every file of a checkpoint, damaged in a dozen ways: noticed and named; and where the manifest was made to fit, one
+line and no code.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,23 @@ QUICK = [case for index, case in enumerate(CASES) if index % 7 == 0]
 
 
 def checkpointer_of(folder: Path, updater):
-    shared = {"policy": updater.policy, "updater": updater, "ranks": updater.ranks, "source": SimpleNamespace(state_dict=dict)}
+    shared = {
+        "policy": updater.policy,
+        "updater": updater,
+        "ranks": updater.ranks,
+        "source": SimpleNamespace(state_dict=dict),
+    }
     schedule, milestones = PushSchedule(3), Milestones(None, StopWhenConfig("pass@1", None, None))
     config = config_of(precision="bf16")
-    return Checkpointer(**shared, folder=folder, schedule=schedule, milestones=milestones, config=config, keep_last_k=None, format="full")
+    return Checkpointer(
+        **shared,
+        folder=folder,
+        schedule=schedule,
+        milestones=milestones,
+        config=config,
+        keep_last_k=None,
+        format="full",
+    )
 
 
 def trainer_of(folder: Path):
@@ -65,7 +80,9 @@ def written(tmp_path_factory) -> Path:
         updater.counters.num_updates += 1
         checkpointer.write(iteration).commit()
     names = {
-        str(path.relative_to(folder / "checkpoints" / "iter_001")) for path in folder.glob("checkpoints/iter_001/**/*") if path.is_file()
+        str(path.relative_to(folder / "checkpoints" / "iter_001"))
+        for path in folder.glob("checkpoints/iter_001/**/*")
+        if path.is_file()
     }
     assert {*FILES, MANIFEST} <= names
     return folder
@@ -131,8 +148,19 @@ def test_all_others_with_a_manifest_that_fits_load_or_are_one_line(file: str, na
 
 
 TINY = (
-    *("num_threads=1", "train.iterations=3", "data.problems_per_iteration=2", "data.rollouts_per_problem=2", "data.num_train_seeds=20"),
-    *("eval.enabled=false", "checkpoint.save_interval=1", "generation.max_new_tokens=4", "train.drop_zero_signal_groups=false"),
+    *(
+        "num_threads=1",
+        "train.iterations=3",
+        "data.problems_per_iteration=2",
+        "data.rollouts_per_problem=2",
+        "data.num_train_seeds=20",
+    ),
+    *(
+        "eval.enabled=false",
+        "checkpoint.save_interval=1",
+        "generation.max_new_tokens=4",
+        "train.drop_zero_signal_groups=false",
+    ),
     *("model.tiny.warm_start_steps=5", "model.tiny.hidden_size=32", "task.format_weight=0.5"),
 )
 
@@ -145,13 +173,17 @@ def test_a_run_goes_on_from_the_newest_sound_checkpoint_to_the_same_end(tmp_path
     shutil.copytree(whole, damaged)
     DAMAGES["one bit"](damaged / "checkpoints" / "iter_002" / "trainer" / "optimizer.pt", random.Random(0))
     with pytest.raises(
-        CheckpointError, match=r"iter_002: is damaged: trainer/optimizer.pt has changed .*; the newest sound one is .*iter_001"
+        CheckpointError,
+        match=r"iter_002: is damaged: trainer/optimizer.pt has changed .*; the newest sound one is .*iter_001",
     ):
         app.run(compose_config(*overrides, f"resume={damaged}/checkpoints/iter_002"), tmp_path / "fresh")
     capsys.readouterr()
     app.run(compose_config(*overrides, f"resume={damaged}"), tmp_path / "fresh")
     printed = capsys.readouterr().out
-    assert f"iter_002: is damaged: trainer/optimizer.pt has changed since it was written; using {damaged}/checkpoints/iter_001" in printed
+    assert (
+        f"iter_002: is damaged: trainer/optimizer.pt has changed since it was written; using {damaged}/checkpoints/iter_001"
+        in printed
+    )
     assert "going on after iteration 2 of 3" in printed
     assert weights_of(damaged) == weights_of(whole)
     assert metrics_of(damaged) == metrics_of(whole)
@@ -159,4 +191,7 @@ def test_a_run_goes_on_from_the_newest_sound_checkpoint_to_the_same_end(tmp_path
     DAMAGES["one bit"](damaged / "checkpoints" / "iter_002" / "model.safetensors", random.Random(0))
     for key in ("model.train_id", "model.ref_id"):
         with pytest.raises(CheckpointError, match=rf"^{key}=.*iter_002: is damaged: model.safetensors has changed"):
-            app.run(compose_config(*overrides, "train.kl_coef=0.1", f"{key}={damaged}/checkpoints/iter_002"), tmp_path / "fresh")
+            app.run(
+                compose_config(*overrides, "train.kl_coef=0.1", f"{key}={damaged}/checkpoints/iter_002"),
+                tmp_path / "fresh",
+            )

@@ -1,4 +1,6 @@
-"""A disk that is full, or a folder that cannot be written, at any write of a run: one line, and nothing that was there is lost."""
+"""A disk that is full, or a folder that cannot be written, at any write of a run: one line, and nothing that was there
+is lost.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,27 @@ from offline_grpo.report import plots
 from offline_grpo.run import app
 
 SMALL = (
-    *("num_threads=1", "train.iterations=3", "data.problems_per_iteration=2", "data.rollouts_per_problem=2", "data.num_train_seeds=20"),
-    *("eval.num_ids=2", "eval.replicates=1", "eval.ks=[1]", "eval.bootstrap_samples=5", "eval.interval=1", "checkpoint.save_interval=1"),
-    *("model.tiny.warm_start_steps=5", "model.tiny.hidden_size=32", "task.format_weight=0.5", "generation.max_new_tokens=4"),
+    *(
+        "num_threads=1",
+        "train.iterations=3",
+        "data.problems_per_iteration=2",
+        "data.rollouts_per_problem=2",
+        "data.num_train_seeds=20",
+    ),
+    *(
+        "eval.num_ids=2",
+        "eval.replicates=1",
+        "eval.ks=[1]",
+        "eval.bootstrap_samples=5",
+        "eval.interval=1",
+        "checkpoint.save_interval=1",
+    ),
+    *(
+        "model.tiny.warm_start_steps=5",
+        "model.tiny.hidden_size=32",
+        "task.format_weight=0.5",
+        "generation.max_new_tokens=4",
+    ),
     *("train.drop_zero_signal_groups=false", "checkpoint.keep_last_k=all"),
 )
 
@@ -46,7 +66,9 @@ def whole(cache: str, tmp_path_factory) -> Path:
 
 @contextmanager
 def full_for(pattern: str, after: int) -> Iterator[list[str]]:
-    """Files whose paths match cannot be filled: opened for writing, they are `/dev/full`. The first `after` of them are spared."""
+    """Files whose paths match cannot be filled: opened for writing, they are `/dev/full`. The first `after` of them are
+    spared.
+    """
     opened: list[str] = []
 
     def open_full(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
@@ -78,12 +100,16 @@ def assert_ended_alike(run: Path, whole: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_cannot_be_filled_is_one_line_and_costs_nothing(pattern, after, cache, whole, tmp_path, capfd) -> None:
+def test_a_file_that_cannot_be_filled_is_one_line_and_costs_nothing(
+    pattern, after, cache, whole, tmp_path, capfd
+) -> None:
     run = tmp_path / "run"
     (run / ".hydra").mkdir(parents=True)
     with full_for(pattern, after) as opened, pytest.raises(GrpoError, match="No space left on device") as error:
         app.run(compose_config(cache, *SMALL), run)
-    assert len(opened) - after - 1 in ((0, 1) if "rollouts" in pattern else (0,))  # the evaluation's may be written before it is noticed
+    assert len(opened) - after - 1 in (
+        (0, 1) if "rollouts" in pattern else (0,)
+    )  # the evaluation's may be written before it is noticed
     assert "\n" not in str(error.value)
     assert str(run) in str(error.value)
     assert "Traceback" not in capfd.readouterr().err
@@ -100,7 +126,9 @@ def test_a_run_whose_messages_cannot_be_kept_goes_on(cache, whole, tmp_path, cap
     assert_ended_alike(run, whole)
     printed = capfd.readouterr().err
     assert printed.count("cannot be written") == 1
-    assert "run.log: cannot be written ([Errno 28] No space left on device); messages are lost, the run goes on" in printed
+    assert (
+        "run.log: cannot be written ([Errno 28] No space left on device); messages are lost, the run goes on" in printed
+    )
     assert "Traceback" not in printed
 
 
@@ -110,7 +138,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], check=True, capture_output=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], check=True, capture_output=True
+        )
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("needs permission to mount a file system")
     yield folder

@@ -1,4 +1,6 @@
-"""Batches of a gigabyte, compressed bombs and worse where those of an Atropos API belong: each is lost, and the next one is trained on."""
+"""Batches of a gigabyte, compressed bombs and worse where those of an Atropos API belong: each is lost, and the next
+one is trained on.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ def test_one_batch_is_lost_and_the_next_one_comes(what: str) -> None:
             registered.update(request.body)
             return Reply({"uuid": 1})
         answers: dict[str, Any] = {
-            "/info": {"batch_size": registered.get("batch_size", -1), "max_token_len": registered.get("max_token_len", -1)},
+            "/info": {
+                "batch_size": registered.get("batch_size", -1),
+                "max_token_len": registered.get("max_token_len", -1),
+            },
             "/wandb_info": {"group": registered.get("wandb_group"), "project": registered.get("wandb_project")},
             "/status": {"current_step": 0, "queue_size": 0},
         }

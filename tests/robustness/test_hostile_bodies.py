@@ -1,4 +1,6 @@
-"""Malformed answers, to clients and control calls: each is refused in one line, or what is read of it is what a strict reading finds."""
+"""Malformed answers, to clients and control calls: each is refused in one line, or what is read of it is what a strict
+reading finds.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,13 @@ COMPLETIONS = [([5, 2], [-0.5, -0.25], "stop"), ([6, 7, 8, 49], [-1, -2.5, 0.0, 
 
 def vllm_body() -> dict[str, Any]:
     choices = [
-        {"index": index, "token_ids": ids, "prompt_token_ids": PROMPT, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}
+        {
+            "index": index,
+            "token_ids": ids,
+            "prompt_token_ids": PROMPT,
+            "logprobs": {"token_logprobs": logprobs},
+            "finish_reason": reason,
+        }
         for index, (ids, logprobs, reason) in enumerate(COMPLETIONS)
     ]
     return {"choices": choices}
@@ -85,7 +93,9 @@ def check(completions: list[Any], said: list[Any]) -> None:
     for ids, logprobs, _ in said:
         assert 1 <= len(ids) == len(logprobs) <= MAX_TOKENS
         assert all(type(token) is int and token in range(VOCAB) for token in ids)
-        assert all(type(logprob) in (int, float) and -9999 < logprob <= 1e-3 and math.isfinite(logprob) for logprob in logprobs)
+        assert all(
+            type(logprob) in (int, float) and -9999 < logprob <= 1e-3 and math.isfinite(logprob) for logprob in logprobs
+        )
 
 
 def check_message(message: str, url: str) -> None:
@@ -140,9 +150,13 @@ def test_other_programs_that_answer(tmp_path: Path) -> None:
     handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
         threading.Thread(target=web.serve_forever, args=(0.02,), daemon=True).start()
-        server = Server(base_url=f"http://127.0.0.1:{web.server_address[1]}", api_key=None, launcher=None, log_dir=tmp_path)
+        server = Server(
+            base_url=f"http://127.0.0.1:{web.server_address[1]}", api_key=None, launcher=None, log_dir=tmp_path
+        )
         server.start("model")
-        with pytest.raises(EngineError, match=r"/version: a malformed answer .*<html>hello</html>; is that the right server"):
+        with pytest.raises(
+            EngineError, match=r"/version: a malformed answer .*<html>hello</html>; is that the right server"
+        ):
             VllmClient.control(server).check_version()
         with pytest.raises(EngineError, match=r"/server_info: status 404"):
             SglangClient.control(server).check_version()

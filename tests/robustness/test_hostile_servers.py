@@ -1,4 +1,6 @@
-"""Whole runs against servers that anything may answer for: one line that names the URL, or the result of an undisturbed run."""
+"""Whole runs against servers that anything may answer for: one line that names the URL, or the result of an undisturbed
+run.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,16 @@ DEADLINE_S = 2.0
 
 RPC = "/collective_rpc"
 MANY_TIMES = ("/generate_tokens", "/generate", f"{RPC} grpo_tag", "/pause", "/resume")
-COMMON = ("/health", "/version", f"{RPC} grpo_tag", f"{RPC} grpo_state", f"{RPC} grpo_set_tag", "/pause", "/resume", "/reset_prefix_cache")
+COMMON = (
+    "/health",
+    "/version",
+    f"{RPC} grpo_tag",
+    f"{RPC} grpo_state",
+    f"{RPC} grpo_set_tag",
+    "/pause",
+    "/resume",
+    "/reset_prefix_cache",
+)
 
 
 @dataclass(frozen=True)
@@ -49,10 +60,15 @@ KINDS = {
         (*COMMON, f"{RPC} grpo_describe", f"{RPC} grpo_export", f"{RPC} grpo_layout", "/generate_tokens"),
     ),
     "sglang": Kind(
-        ("generation=sglang_server", "weight_sync=none"), lambda _: FakeSglang(), ("/health", "/server_info", "/generate", "/generate")
+        ("generation=sglang_server", "weight_sync=none"),
+        lambda _: FakeSglang(),
+        ("/health", "/server_info", "/generate", "/generate"),
     ),
     "evaluations": Kind(
-        ("eval.backend=vllm_server", "eval.interval=1"), FakeVllm, (*COMMON, f"{RPC} reload_weights", "/generate_tokens"), group="eval"
+        ("eval.backend=vllm_server", "eval.interval=1"),
+        FakeVllm,
+        (*COMMON, f"{RPC} reload_weights", "/generate_tokens"),
+        group="eval",
     ),
 }
 
@@ -106,7 +122,11 @@ def sample(kind: str, model: Path, folder: Path, disturb: Callable[[Any], Any]) 
         try:
             group = KINDS[kind].group
             settings = (f"{group}.base_url={url}", f"{group}.timeout_s={DEADLINE_S}", f"{group}.max_retries=1")
-            short = ("train.iterations=2", f"eval.enabled={'true' if group == 'eval' else 'false'}", "checkpoint.keep_best=null")
+            short = (
+                "train.iterations=2",
+                f"eval.enabled={'true' if group == 'eval' else 'false'}",
+                "checkpoint.keep_best=null",
+            )
             metrics = served_runs.run(folder / "run", model, *KINDS[kind].overrides, *settings, *short)
         except (EngineError, ConfigError) as error:
             return str(error), url
@@ -121,7 +141,11 @@ def hurried(exchange: Any) -> Any:
     return lambda *words, timeout_s, **named: exchange(*words, timeout_s=min(timeout_s, DEADLINE_S), **named)
 
 
-CASES = [("reload", "html", ""), ("reload", "mutated", "/generate_tokens"), ("shared_vllm", "slow", f"{RPC} grpo_export")]
+CASES = [
+    ("reload", "html", ""),
+    ("reload", "mutated", "/generate_tokens"),
+    ("shared_vllm", "slow", f"{RPC} grpo_export"),
+]
 QUICK = [
     *CASES,
     ("shared_vllm", "deep", f"{RPC} grpo_tag"),
@@ -136,7 +160,9 @@ def attacked(kind: str, attack: str, route: str, seed: int, undisturbed: Any, mo
     first = random.choice((0, 1, 2)) if route in MANY_TIMES else 0
     times = random.choice((1, 10**6))
     started = time.monotonic()
-    found, url = sample(kind, model, folder, lambda honest: Hostile(honest, ATTACKS[attack], route, first, times, random))
+    found, url = sample(
+        kind, model, folder, lambda honest: Hostile(honest, ATTACKS[attack], route, first, times, random)
+    )
     assert time.monotonic() - started < 60
     if isinstance(found, str):
         assert url in found, found

@@ -1,4 +1,6 @@
-"""Whatever ends a run, nothing is left: processes, shared memory, temporary files, unfinished files, copies of the server's key."""
+"""Whatever ends a run, nothing is left: processes, shared memory, temporary files, unfinished files, copies of the
+server's key.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,12 @@ def start(folder: Path, python: str, *overrides: str) -> subprocess.Popen[bytes]
     """A run as a user starts it, with a temporary folder of its own. `python`: that of the server."""
     (folder / "tmp").mkdir()
     paths = os.pathsep.join(str(ROOT / "tests" / name) for name in (".", "robustness"))
-    command = [sys.executable, str(ROOT / "run_grpo.py"), f"hydra.run.dir={folder / 'run'}", *five(save_model(folder / "model"))]
+    command = [
+        sys.executable,
+        str(ROOT / "run_grpo.py"),
+        f"hydra.run.dir={folder / 'run'}",
+        *five(save_model(folder / "model")),
+    ]
     command += [*own_server(python), "checkpoint.enabled=true", "checkpoint.save_interval=1", *overrides]
     with (folder / "out.txt").open("wb") as output:
         env = {**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
@@ -92,7 +99,11 @@ def wait_for(condition: Callable[[], Any], folder: Path, timeout_s: float = 400)
 def server_of(folder: Path) -> psutil.Process:
     """The server itself, below its guardian."""
     [port] = re.findall(r"--port (\d+)", (folder / "run" / "server_0.log").read_text().splitlines()[0])
-    [server] = [p for pid in processes_naming(f"--port {port}") if "guardian" not in " ".join((p := psutil.Process(pid)).cmdline())]
+    [server] = [
+        p
+        for pid in processes_naming(f"--port {port}")
+        if "guardian" not in " ".join((p := psutil.Process(pid)).cmdline())
+    ]
     return server
 
 
@@ -108,8 +119,11 @@ def test_nothing_is_left(ending: str, tmp_path: Path) -> None:
         "server SIGKILL": ["+logger=[tensorboard,wandb]", "logger.wandb.mode=offline"],
         "ENOSPC": ["+logger.fills._target_=test_leftovers.FillsDisk"],
     }
-    # Whatever it is but SIGKILL, the run lets go of its server in the same way: once is enough with processes as they are without tests.
-    python = {"server SIGKILL": first_forking, "SIGTERM": preloaded_python, "ENOSPC": preloaded_python}.get(ending, forking_python)
+    # Whatever it is but SIGKILL, the run lets go of its server in the same way: once is enough with processes as they
+    # are without tests.
+    python = {"server SIGKILL": first_forking, "SIGTERM": preloaded_python, "ENOSPC": preloaded_python}.get(
+        ending, forking_python
+    )
     num_iterations = 20 if ending == "server SIGKILL" else 500  # more than there are until the signal comes
     process = start(tmp_path, python(tmp_path), f"train.iterations={num_iterations}", *loggers.get(ending, []))
     try:

@@ -31,7 +31,9 @@ def content(run: Path) -> tuple:
     return metrics_of(run), weights_of(run), kept, hidden, rest, (run / "checkpoints" / "best").readlink()
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= QUICK else []) for seed in range(ALL)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= QUICK else []) for seed in range(ALL)]
+)
 def test_killed_at_a_random_moment_and_resumed(seed, undisturbed, cache, tmp_path):
     expected, duration_s = undisturbed
     day = tmp_path / "outputs" / "2026-01-01"
@@ -46,11 +48,15 @@ def test_killed_at_a_random_moment_and_resumed(seed, undisturbed, cache, tmp_pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_after_the_last_commit_nothing_is_trained_again_however_often_the_command_is_repeated(number, undisturbed, cache, tmp_path):
+def test_after_the_last_commit_nothing_is_trained_again_however_often_the_command_is_repeated(
+    number, undisturbed, cache, tmp_path
+):
     day = tmp_path / "outputs" / "2026-01-01"
     run, fresh = day / "00-00-00-000000", day / "00-01-00-000000"
     kill = Kill("offline_grpo.checkpoint.checkpointer:PendingCheckpoint.commit", 4, "after", number=number)
-    assert run_in_child(run, cache, *WORDS, kill=kill) == (0 if number == signal.SIGINT else -signal.SIGKILL), printed(run)
+    assert run_in_child(run, cache, *WORDS, kill=kill) == (0 if number == signal.SIGINT else -signal.SIGKILL), printed(
+        run
+    )
     assert (run / "report.png").exists() == (number == signal.SIGINT)
     for _ in range(2):
         assert run_in_child(fresh, cache, "resume=auto", *WORDS) == 0, printed(fresh)
@@ -58,7 +64,14 @@ def test_after_the_last_commit_nothing_is_trained_again_however_often_the_comman
         assert content(run) == content(undisturbed[0])
     said = printed(fresh)
     assert (
-        len(re.findall(r"^finished: 4 of 4 iterations; longer: .* train.iterations=8 .*; anew: leave resume out$", said, re.MULTILINE)) == 2
+        len(
+            re.findall(
+                r"^finished: 4 of 4 iterations; longer: .* train.iterations=8 .*; anew: leave resume out$",
+                said,
+                re.MULTILINE,
+            )
+        )
+        == 2
     )
     assert len(re.findall("^pass@1", said, re.MULTILINE)) == 2
     assert "loading the model" not in said

@@ -1,4 +1,6 @@
-"""A run that goes on from one of its earlier checkpoints and is killed goes on with the new history, not with the old one."""
+"""A run that goes on from one of its earlier checkpoints and is killed goes on with the new history, not with the old
+one.
+"""
 
 import shutil
 import signal
@@ -30,7 +32,9 @@ def test_the_old_history_is_set_aside_and_the_new_one_is_what_it_would_be_alone(
     assert run_in_child(fresh, *changed, f"resume={alone}") == 0, printed(fresh)
 
     kill = {("train", 3): partial(signal.raise_signal, signal.SIGKILL)}
-    assert run_in_child(run, *changed, f"resume={run}/checkpoints/iter_001", mishaps=kill) == -signal.SIGKILL, printed(run)
+    assert run_in_child(run, *changed, f"resume={run}/checkpoints/iter_001", mishaps=kill) == -signal.SIGKILL, printed(
+        run
+    )
     aside = run / "set_aside" / "start_002"
     assert f"set aside in {aside}: what an earlier start wrote after iteration 2" in printed(run)
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["iter_002"]

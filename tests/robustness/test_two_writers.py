@@ -1,4 +1,6 @@
-"""Two processes that mean one folder: one of them trains, the other is refused in a line before it has written anything."""
+"""Two processes that mean one folder: one of them trains, the other is refused in a line before it has written
+anything.
+"""
 
 import random
 import re
@@ -14,9 +16,7 @@ from children import SMALL, metrics_of, printed, run_command, run_in_child, star
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "run_grpo.py"
-REFUSED = (
-    r"^error: {key}: process {pid} writes to {folder} \(since .*, {done}: \d\); stop it with `kill -INT {pid}`, or start in another folder$"
-)
+REFUSED = r"^error: {key}: process {pid} writes to {folder} \(since .*, {done}: \d\); stop it with `kill -INT {pid}`, or start in another folder$"
 WORDS = (*SMALL, "model.tiny.warm_start_steps=0", "checkpoint.save_interval=1")
 PAIRS = 11
 WAITS = "+logger.waits._target_=children.Waits"
@@ -41,7 +41,11 @@ def letting_go(folder: Path):
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
 
 
 def assert_refused(done, key: str, pid: int, folder: Path, what: str = "iterations recorded") -> None:
@@ -82,9 +86,13 @@ def test_whoever_comes_second_is_refused_and_the_first_ends_as_if_it_were_alone(
     assert not (run / ".lock").exists()
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed else []) for seed in range(PAIRS)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed else []) for seed in range(PAIRS)]
+)
 def test_of_two_that_start_at_once_one_trains(seed, alone, cache, tmp_path):
-    """Both in one new folder; both with `resume=auto`; or both to go on with a run that was killed, one of them with other settings."""
+    """Both in one new folder; both with `resume=auto`; or both to go on with a run that was killed, one of them with
+    other settings.
+    """
     rng, kind = random.Random(seed), ("auto", "folder", "path")[seed % 3]
     day = tmp_path / "outputs" / "2026-01-01"
     folders = [day / "00-00-00-000000"] * 2 if kind == "folder" else [day / "00-00-00-000000", day / "00-00-00-000001"]
@@ -92,7 +100,8 @@ def test_of_two_that_start_at_once_one_trains(seed, alone, cache, tmp_path):
     if kind == "path":
         killed = day / "killed"
         assert (
-            run_in_child(killed, cache, *WORDS, mishaps={("train", 2): partial(signal.raise_signal, signal.SIGKILL)}) == -signal.SIGKILL
+            run_in_child(killed, cache, *WORDS, mishaps={("train", 2): partial(signal.raise_signal, signal.SIGKILL)})
+            == -signal.SIGKILL
         ), printed(killed)
         more = [[f"resume={killed}"]] * 2
     processes = []
@@ -125,7 +134,9 @@ def test_of_two_sweeps_that_start_at_once_one_runs_and_its_folder_is_refused_to_
         pid = int((tmp_path / "waiting").read_text())
         [sweep] = (tmp_path / "multirun").glob("*/*")
         [refused] = [command.result() for command in both if command.done()]
-        assert re.match(f"^error: (resume=auto|hydra.sweep.dir={sweep}): process {pid} writes to {sweep} ", refused.stderr), refused.stderr
+        assert re.match(
+            f"^error: (resume=auto|hydra.sweep.dir={sweep}): process {pid} writes to {sweep} ", refused.stderr
+        ), refused.stderr
         for typed in (f"hydra.sweep.dir={sweep}", f"resume={sweep}"):
             third = run_command(tmp_path, SCRIPT, *(words if typed.startswith("hydra") else ()), typed)
             assert_refused(third, f"hydra.sweep.dir={sweep}", pid, sweep, "runs begun")

@@ -17,7 +17,9 @@ from offline_grpo.disk import OwnFolder, matching, sweep, write_whole
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
-def test_a_full_disk_leaves_the_old_file_and_no_other(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_old_file_and_no_other(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "train_iter_000.json"
     write_whole(path, "old")
 
@@ -50,7 +52,10 @@ def run_and_kill(code: str, folder: Path) -> None:
     """Python code in a process that ends by SIGKILL."""
     prelude = "import os, pathlib, sys\nfrom offline_grpo.disk import *\nfolder = pathlib.Path(sys.argv[1])\n"
     end = "\nos.kill(os.getpid(), 9)"
-    assert subprocess.run([sys.executable, "-c", prelude + code + end, str(folder)], check=False).returncode == -signal.SIGKILL
+    assert (
+        subprocess.run([sys.executable, "-c", prelude + code + end, str(folder)], check=False).returncode
+        == -signal.SIGKILL
+    )
 
 
 def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
@@ -60,9 +65,13 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     kept.write_bytes(b"x")
     hidden = tmp_path / "checkpoints" / ".writing_iter_001"
     (hidden / "trainer").mkdir(parents=True)
-    of_another = tmp_path / "outputs" / "run" / "checkpoints" / ".writing_iter_002"  # of a run that goes on, below `hydra.run.dir=.`
+    of_another = (
+        tmp_path / "outputs" / "run" / "checkpoints" / ".writing_iter_002"
+    )  # of a run that goes on, below `hydra.run.dir=.`
     of_another.mkdir(parents=True)
-    run_and_kill("os.fsync = lambda _: os.kill(os.getpid(), 9)\nwrite_whole(folder / 'metrics' / 'a.json', 'half')", tmp_path)
+    run_and_kill(
+        "os.fsync = lambda _: os.kill(os.getpid(), 9)\nwrite_whole(folder / 'metrics' / 'a.json', 'half')", tmp_path
+    )
     assert len(list((tmp_path / "metrics").iterdir())) == 1
     sweep(tmp_path)
     assert [path for path in sorted(tmp_path.rglob("*")) if path.is_file()] == [kept]
@@ -70,9 +79,17 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     assert of_another.exists()
 
 
-@pytest.mark.parametrize("pattern", ["*/*", "*/*/checkpoints/.writing_*", ".*.unfinished", "*/.writing_*", "*/*/multirun.yaml"])
+@pytest.mark.parametrize(
+    "pattern", ["*/*", "*/*/checkpoints/.writing_*", ".*.unfinished", "*/.writing_*", "*/*/multirun.yaml"]
+)
 def test_what_matches_is_what_pathlib_finds(pattern: str, tmp_path: Path) -> None:
-    for name in ("a/b/checkpoints/.writing_1", ".a/.b/checkpoints/.writing_1", "a/.writing_2", ".x.unfinished", "[c]/d/multirun.yaml"):
+    for name in (
+        "a/b/checkpoints/.writing_1",
+        ".a/.b/checkpoints/.writing_1",
+        "a/.writing_2",
+        ".x.unfinished",
+        "[c]/d/multirun.yaml",
+    ):
         (tmp_path / name).mkdir(parents=True)
     assert sorted(matching(tmp_path, pattern)) == sorted(tmp_path.glob(pattern)) != []
     assert matching(tmp_path / "none", pattern) == []

@@ -58,11 +58,17 @@ def silent_port() -> Iterator[int]:
 @pytest.mark.parametrize("words", [("model=hf", "model.train_id=some/model"), ("task=gsm8k",)])
 def test_a_run_that_needs_it_is_refused_in_one_line_before_torch_is_imported(words: tuple[str, ...]) -> None:
     code = "import sys; from offline_grpo.run import main\ntry: main.main()\nfinally: print({'torch', 'datasets'} & set(sys.modules))"
-    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | {"HF_ENDPOINT": REFUSED}
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | {
+        "HF_ENDPOINT": REFUSED
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment, check=False
+    )
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout.splitlines()[-1]) == (2, "set()")
-    assert line.startswith(("error: model.train_id=some/model: the Hugging Face Hub cannot", "error: task.path=openai/gsm8k: the Hugging"))
+    assert line.startswith(
+        ("error: model.train_id=some/model: the Hugging Face Hub cannot", "error: task.path=openai/gsm8k: the Hugging")
+    )
     assert "Connection refused" in line
 
 
@@ -71,7 +77,9 @@ def test_a_silent_network_is_given_up_in_time(silent_port: int, monkeypatch: pyt
     monkeypatch.setattr(hub, "CONNECT_TIMEOUT_S", 0.5)
     monkeypatch.setattr(hub, "ANSWER_TIMEOUT_S", 60.0)
     began = time.monotonic()
-    with pytest.raises(ConfigError, match=r"model.ref_id=some/model: .* \(no connection to http://127.* within 0.5 s\)"):
+    with pytest.raises(
+        ConfigError, match=r"model.ref_id=some/model: .* \(no connection to http://127.* within 0.5 s\)"
+    ):
         hub.need_model("some/model", "model.ref_id")
     assert time.monotonic() - began < 30
 
@@ -119,7 +127,9 @@ def test_commands_refuse_in_time_where_the_hub_is_mute() -> None:
     """It takes the connection and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         endpoint = f"http://127.0.0.1:{mute.getsockname()[1]}"
-        environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | {"HF_ENDPOINT": endpoint}
+        environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | {
+            "HF_ENDPOINT": endpoint
+        }
 
         def refused(command: str) -> tuple[int, str, str]:
             code = f"import sys; from offline_grpo import {command}\ntry: {command}.main()\nfinally: print('torch' in sys.modules)"
@@ -175,5 +185,7 @@ def test_nobody_asks_where_nothing_is_downloaded(tmp_path: Path, monkeypatch: py
 def test_what_is_no_id_is_not_asked_for(name: str) -> None:
     """A name may be longer than that of any file."""
     hub.need_model(name, "MODEL")
-    with pytest.raises(ConfigError, match=f"^MODEL={name}: no such folder; give a local model folder or a Hugging Face id"):
+    with pytest.raises(
+        ConfigError, match=f"^MODEL={name}: no such folder; give a local model folder or a Hugging Face id"
+    ):
         find_model(name)

@@ -31,7 +31,11 @@ def columns(row: str) -> int:
 def commands(page: Path) -> Iterator[str]:
     """Those that train with the options of this repository, each on one line."""
     for block in re.findall(r"^```(?:bash|sh)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
-        yield from (line for line in block.replace("\\\n", " ").splitlines() if "run_grpo.py" in line and "--config-dir" not in line)
+        yield from (
+            line
+            for line in block.replace("\\\n", " ").splitlines()
+            if "run_grpo.py" in line and "--config-dir" not in line
+        )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -57,4 +61,6 @@ def test_commands_choose_options_that_are_there(page: Path) -> None:
     for command in commands(page):
         for group, option in re.findall(r"(?<=[\s'])([a-z_/]+)=([a-z0-9_]+)(?=[\s',]|$)", command):
             folder = CONF / group
-            assert not folder.is_dir() or (folder / f"{option}.yaml").exists() or group.startswith("hydra/"), f"{group}={option}: {command}"
+            assert not folder.is_dir() or (folder / f"{option}.yaml").exists() or group.startswith("hydra/"), (
+                f"{group}={option}: {command}"
+            )

@@ -59,7 +59,13 @@ def test_listeners_hear_of_phases_and_of_how_far_they_are() -> None:
     progress.report(7, 8, "completions")
     with progress.phase("train", 3):
         pass
-    assert heard.events == [("generate", 3), (5, 8, "completions"), ("start server", -1), ("generate", 3), (6, 8, "completions")]
+    assert heard.events == [
+        ("generate", 3),
+        (5, 8, "completions"),
+        ("start server", -1),
+        ("generate", 3),
+        (6, 8, "completions"),
+    ]
 
 
 def test_a_phase_that_fails_is_over() -> None:
@@ -87,10 +93,14 @@ def test_what_the_start_took(clock: Clock) -> None:
         assert "eighty" not in progress.describe_start()
     assert found.keys() == {"time/start_s", "time/start_imports_and_data_s", "time/start_load_model_s"}
     assert found["time/start_load_model_s"] == pytest.approx(0.1, abs=1e-4)
-    assert found["time/start_s"] == pytest.approx(found["time/start_imports_and_data_s"] + found["time/start_load_model_s"], abs=1e-4)
+    assert found["time/start_s"] == pytest.approx(
+        found["time/start_imports_and_data_s"] + found["time/start_load_model_s"], abs=1e-4
+    )
 
 
-def test_the_first_run_of_a_process_began_with_the_process_and_the_next_one_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_run_of_a_process_began_with_the_process_and_the_next_one_when_it_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(progress, "_runs_of_this_process", iter(range(2)))
     age_s = time.time() - psutil.Process().create_time()
     with progress.followed():

@@ -10,12 +10,20 @@ SECRET = "sk-3.14+x"
 def test_values_of_secret_keys_are_hidden_at_any_depth() -> None:
     config = {
         "generation": {"api_key": SECRET, "max_new_tokens": 8, "base_url": f"https://me:{SECRET}@host/v1"},
-        "engine": {"api_key": None, "env": {"HF_TOKEN": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET, "A": "1"}, "args": [{"password": SECRET}]},
+        "engine": {
+            "api_key": None,
+            "env": {"HF_TOKEN": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET, "A": "1"},
+            "args": [{"password": SECRET}],
+        },
         "task": {"token_budget": 3, "tokenizer": "x"},
     }
     assert redacted(config) == {
         "generation": {"api_key": "***", "max_new_tokens": 8, "base_url": "https://***@host/v1"},
-        "engine": {"api_key": None, "env": {"HF_TOKEN": "***", "AWS_SECRET_ACCESS_KEY": "***", "A": "1"}, "args": [{"password": "***"}]},
+        "engine": {
+            "api_key": None,
+            "env": {"HF_TOKEN": "***", "AWS_SECRET_ACCESS_KEY": "***", "A": "1"},
+            "args": [{"password": "***"}],
+        },
         "task": {"token_budget": 3, "tokenizer": "x"},
     }
     assert config["generation"]["api_key"] == SECRET, "the run itself still needs it"

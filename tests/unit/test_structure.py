@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md that a program can check: who imports whom, and how long things get."""
+"""The rules of docs/architecture.md that a program can check: who imports whom."""
 
 import ast
 import re
@@ -77,29 +77,19 @@ def test_what_takes_seconds_is_imported_where_it_is_needed(path):
     """A default run needs none of these, and each of its starts would wait for them."""
     at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {name.split(".")[0] for name in imports(at_import)}
-    of_vllm = (f"engine/inside_vllm/offline_grpo_{name}.py" for name in ("generate", "scheduler"))  # only vLLM's own processes import them
-    allowed = {module: {"vllm"} for module in of_vllm} | {"model/lora_layer.py": {"peft"}}  # the latter is for models with adapters
+    of_vllm = (
+        f"engine/inside_vllm/offline_grpo_{name}.py" for name in ("generate", "scheduler")
+    )  # only vLLM's own processes import them
+    allowed = {module: {"vllm"} for module in of_vllm} | {
+        "model/lora_layer.py": {"peft"}
+    }  # the latter is for models with adapters
     assert names & {"peft", "bitsandbytes", "wandb", "tensorboard", "vllm"} <= allowed.get(relative(path), set())
 
 
-@pytest.mark.parametrize("path", [*FILES, ROOT / "run_grpo.py", ROOT / "smoke_test.py"], ids=lambda path: path.name)
-def test_files_and_functions_stay_short(path):
-    assert len(path.read_text().splitlines()) <= {"interfaces.py": 460, "types.py": 330}.get(path.name, 300)
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno < 60, node.name
-
-
-@pytest.mark.parametrize("path", sorted((SOURCE / "report" / "assets").glob("*.js")), ids=lambda path: path.name)
-def test_what_runs_in_a_browser_stays_short_too(path):
-    lines = path.read_text().splitlines()
-    assert len(lines) <= 200
-    assert max(map(len, lines)) <= 140
-
-
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-STEPS = re.findall(r"^(.*?)\s(\w[\w/]*\.py) ([\w.]+)$", ARCHITECTURE.partition("```text\n")[2].partition("```")[0], re.MULTILINE)
+STEPS = re.findall(
+    r"^(.*?)\s(\w[\w/]*\.py) ([\w.]+)$", ARCHITECTURE.partition("```text\n")[2].partition("```")[0], re.MULTILINE
+)
 
 
 def defined(path):
@@ -127,7 +117,9 @@ def test_the_algorithm_names_functions_that_exist(code, file, name):
     assert called in code or name == "MasterWeights", f"{called} is not what the line calls: {code.strip()}"
 
 
-@pytest.mark.parametrize("room", sorted(path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"))
+@pytest.mark.parametrize(
+    "room", sorted(path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__")
+)
 def test_every_file_has_its_place_on_the_page(room):
     row = next(line for line in ARCHITECTURE.splitlines() if line.startswith(f"| `{room}/` |"))
     for path in (SOURCE / room).glob("*.py"):

@@ -1,14 +1,15 @@
 """Checkpoints: `checkpoints/iter_NNN/` is a standard Hugging Face folder (or a peft adapter) plus the trainer state.
 
     iter_004/  config.json  model.safetensors  tokenizer.json ...      loadable by from_pretrained and vLLM
-               trainer/state.json                                       iteration, counters, schedule, milestones, source, configuration
-               trainer/optimizer.pt  trainer/masters.safetensors        optimizer and scaler; fp32 master weights of a 16-bit model
-               trainer/served.safetensors                               weights that the engine serves, if older than the model
-               trainer/parts.pt  trainer/part_00000.safetensors ...     in place of these three, see parts.py
-               trainer/manifest.json                                    size and hash of every other file
+               trainer/state.json                                       iteration, counters, schedule, milestones,
+               source, configuration trainer/optimizer.pt  trainer/masters.safetensors        optimizer and scaler; fp32
+               master weights of a 16-bit model trainer/served.safetensors                               weights that
+               the engine serves, if older than the model trainer/parts.pt  trainer/part_00000.safetensors ...     in
+               place of these three, see parts.py trainer/manifest.json                                    size and hash
+               of every other file
 
-A checkpoint is written under a hidden name and renamed once it is complete and on disk, so a folder named iter_NNN is always complete.
-With `checkpoint.keep_best`, `checkpoints/best` is a link to the best one.
+A checkpoint is written under a hidden name and renamed once it is complete and on disk, so a folder named iter_NNN is
+always complete. With `checkpoint.keep_best`, `checkpoints/best` is a link to the best one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from offline_grpo.checkpoint import state as trainer_state
-from offline_grpo.checkpoint.files import BEST, latest_checkpoint, list_checkpoints, make_empty, set_link, sync_file, sync_folder
+from offline_grpo.checkpoint.files import (
+    BEST,
+    latest_checkpoint,
+    list_checkpoints,
+    make_empty,
+    set_link,
+    sync_file,
+    sync_folder,
+)
 from offline_grpo.checkpoint.manifest import write_manifest
 from offline_grpo.checkpoint.state import TrainerState, read_state
 from offline_grpo.errors import CheckpointError, reason_of
@@ -58,10 +67,14 @@ class PendingCheckpoint:
     is_main: bool
 
     def commit(self) -> None:
-        """Rename the checkpoint, then delete all but the best one and the newest `keep_last_k`. Later ones are of another history."""
+        """Rename the checkpoint, then delete all but the best one and the newest `keep_last_k`. Later ones are of
+        another history.
+        """
         if not self.is_main:
             return
-        if self.best is not None:  # before the rename: a run that is killed in between repeats the iteration, and sets the link again
+        if (
+            self.best is not None
+        ):  # before the rename: a run that is killed in between repeats the iteration, and sets the link again
             set_link(self.final.with_name(BEST), self.best.name)
         replaced = self.hidden.with_name(f".writing_{self.final.name}_replaced")
         if self.final.exists():  # moved in one step: deleting it takes long enough to be killed in
@@ -77,8 +90,8 @@ class PendingCheckpoint:
 
 @dataclass(frozen=True)
 class Restored:
-    """Values from a checkpoint that `restore` does not load itself: the iteration, the state of the rollout source, and whether the
-    evaluation after the iteration was interrupted."""
+    """Values from a checkpoint that `restore` does not load itself: the iteration, the state of the rollout source, and
+    whether the evaluation after the iteration was interrupted."""
 
     iteration: int
     source: Mapping[str, Any]
@@ -91,7 +104,8 @@ class Checkpointer:
 
     Args:
         config: the resolved configuration, saved in each checkpoint.
-        format: "full", or "sharded": tensors that are spread over processes are written by all of them. The model is whole in both.
+        format: "full", or "sharded": tensors that are spread over processes are written by all of them. The model
+            is whole in both.
     """
 
     folder: Path
@@ -112,7 +126,8 @@ class Checkpointer:
             owes_evaluation: see `interfaces.Checkpointer.write`.
 
         Raises:
-            CheckpointError: on every process, if the folder cannot be written (full disk, permissions). Earlier checkpoints stay intact.
+            CheckpointError: on every process, if the folder cannot be written (full disk, permissions). Earlier
+            checkpoints stay intact.
         """
         hidden = self._hidden(iteration)
         self.ranks.on_main(lambda: self._told(iteration, lambda: make_empty(hidden)))
@@ -120,7 +135,9 @@ class Checkpointer:
         if self._is_in_parts:
             write = partial(self._save_parts, tensors, hidden / "trainer")
             tensors = self.ranks.gather_results(lambda: self._told(iteration, write))[0]
-        self.updater.sharding.lead(lambda: self._told(iteration, lambda: self._write(hidden, iteration, owes_evaluation, tensors)), tensors)
+        self.updater.sharding.lead(
+            lambda: self._told(iteration, lambda: self._write(hidden, iteration, owes_evaluation, tensors)), tensors
+        )
         best = self.milestones.best_iteration
         return PendingCheckpoint(
             hidden,
@@ -139,7 +156,11 @@ class Checkpointer:
     def _trainer_tensors(self) -> dict[str, Any]:
         """What is saved beside the model: file name -> tensors. Of spread ones, every process has its parts."""
         _, served = self.schedule.state_dict(self.updater.counters.version)
-        return {"masters": self.policy.masters.state_dict(), "served": dict(served), "optimizer": self.updater.state_dict()}
+        return {
+            "masters": self.policy.masters.state_dict(),
+            "served": dict(served),
+            "optimizer": self.updater.state_dict(),
+        }
 
     @property
     def _is_in_parts(self) -> bool:
@@ -160,7 +181,11 @@ class Checkpointer:
         """What `action` returns; its failure as one line, with nothing left behind."""
         try:
             return action()
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk as their own errors
+        except (
+            OSError,
+            RuntimeError,
+            SafetensorError,
+        ) as error:  # torch and safetensors report a full disk as their own errors
             is_full = not isinstance(error, OSError) and shutil.disk_usage(self.folder).free < LITTLE_BYTES
             reason = "No space left on device" if is_full else reason_of(error)
             shutil.rmtree(self._hidden(iteration), ignore_errors=True)
@@ -180,7 +205,10 @@ class Checkpointer:
         else:
             for name in ("masters", "served"):
                 if whole[name]:
-                    save_file({key: tensor.contiguous() for key, tensor in whole[name].items()}, trainer / f"{name}.safetensors")
+                    save_file(
+                        {key: tensor.contiguous() for key, tensor in whole[name].items()},
+                        trainer / f"{name}.safetensors",
+                    )
             torch.save(whole["optimizer"], trainer / "optimizer.pt")
         record = TrainerState(
             iteration=iteration,
@@ -210,15 +238,21 @@ class Checkpointer:
             self.schedule.load_state_dict(record.schedule, tensors["served"])
             self.milestones.load_state_dict(record.milestones)
         except Exception as error:  # whatever damaged files raise, in torch's unpickler, safetensors or an optimizer
-            raise CheckpointError(f"resume={checkpoint}: its trainer state does not fit this configuration ({reason_of(error)})") from error
+            raise CheckpointError(
+                f"resume={checkpoint}: its trainer state does not fit this configuration ({reason_of(error)})"
+            ) from error
         best = self.milestones.best_iteration
-        if best is not None and not self._path(best).exists():  # an older checkpoint is gone on from, when a later one was the best
+        if (
+            best is not None and not self._path(best).exists()
+        ):  # an older checkpoint is gone on from, when a later one was the best
             self.milestones.forget_best()
         return Restored(record.iteration, record.source, record.owes_evaluation)
 
     def _read_whole(self, trainer: Path) -> dict[str, Any]:
         """See `_trainer_tensors`. The optimizer's are whole."""
-        is_copied = self.policy.is_sharded or self.policy.masters.host is not None  # so the file need not be in memory as well
+        is_copied = (
+            self.policy.is_sharded or self.policy.masters.host is not None
+        )  # so the file need not be in memory as well
         served = trainer / "served.safetensors"
         trained = self.policy.trained_parameters() if served.exists() else {}
         return {

@@ -29,8 +29,12 @@ def export_model(source: ModelSource, out: Path, *, merge: bool, dtype: str | No
     require_new(out, f"OUT={out}")
     if out.resolve() == Path.cwd():  # it is replaced, and a shell in it would be nowhere
         raise ConfigError(f"OUT={out}: is the folder that you are in; name a new folder")
-    if any(_is_checkpoints(folder) for folder in out.resolve().parents):  # it would be taken for one, or for damage to one
-        raise ConfigError(f"OUT={out}: is in the checkpoints folder of a run, which only the run writes; name a folder elsewhere")
+    if any(
+        _is_checkpoints(folder) for folder in out.resolve().parents
+    ):  # it would be taken for one, or for damage to one
+        raise ConfigError(
+            f"OUT={out}: is in the checkpoints folder of a run, which only the run writes; name a folder elsewhere"
+        )
     if source.adapter is not None and not merge and dtype is not None:
         raise ConfigError(f"--dtype={dtype}: an adapter is written as it is; use it with --merge")
     try:
@@ -42,7 +46,11 @@ def export_model(source: ModelSource, out: Path, *, merge: bool, dtype: str | No
             _write(source, hidden, merge=merge, dtype=dtype)
             (hidden / "README.md").write_text(card)
             hidden.replace(out.resolve())  # a link stays a link
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk as their own errors
+    except (
+        OSError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:  # torch and safetensors report a full disk as their own errors
         raise CheckpointError(f"OUT={out}: could not be written ({reason_of(error)}); nothing is left there") from error
 
 
@@ -81,5 +89,7 @@ def push_to_hub(folder: Path, repo: str, *, private: bool) -> str:
         api.upload_folder(repo_id=url.repo_id, folder_path=str(folder))
     except (LocalTokenNotFoundError, HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
         fix = "log in with `uv run hf auth login`, and look at the name: USER/MODEL"
-        raise ConfigError(f"--push-to-hub={repo}: {reason_of(error)}; {fix}. The folder {folder} is complete") from error
+        raise ConfigError(
+            f"--push-to-hub={repo}: {reason_of(error)}; {fix}. The folder {folder} is complete"
+        ) from error
     return str(url)

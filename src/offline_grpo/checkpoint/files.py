@@ -21,7 +21,9 @@ log = logging.getLogger(__name__)
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a run's `checkpoints` folder, oldest first."""
-    return sorted((path for path in folder.glob("iter_*") if path.name[5:].isdecimal()), key=lambda path: int(path.name[5:]))
+    return sorted(
+        (path for path in folder.glob("iter_*") if path.name[5:].isdecimal()), key=lambda path: int(path.name[5:])
+    )
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -39,7 +41,9 @@ def set_link(link: Path, target: str) -> None:
 
 
 def latest_state(folder: Path) -> TrainerState | None:
-    """What the newest checkpoint says whose `state.json` can be read; its other files are not looked at. None if there is none."""
+    """What the newest checkpoint says whose `state.json` can be read; its other files are not looked at. None if there
+    is none.
+    """
     for checkpoint in reversed(list_checkpoints(folder)):
         try:
             return read_state(checkpoint)
@@ -57,12 +61,17 @@ def verified_state(checkpoint: Path, *, key: str = "resume") -> TrainerState:
     try:
         return _verified(checkpoint, key)
     except CheckpointError as error:
-        sound = next((path for path, found in _newest_first(checkpoint.parent) if isinstance(found, TrainerState)), None)
-        raise CheckpointError(f"{error}; the newest sound one is {sound}" if sound is not None else str(error)) from error
+        sound = next(
+            (path for path, found in _newest_first(checkpoint.parent) if isinstance(found, TrainerState)), None
+        )
+        raise CheckpointError(
+            f"{error}; the newest sound one is {sound}" if sound is not None else str(error)
+        ) from error
 
 
 def check_model_folder(name: str, key: str) -> None:
-    """Look at the model's files in a checkpoint that a run shall start from as from any model. Others may have been added.
+    """Look at the model's files in a checkpoint that a run shall start from as from any model. Others may have been
+    added.
 
     Args:
         name: of any model; nothing is checked of what no run wrote.
@@ -74,11 +83,14 @@ def check_model_folder(name: str, key: str) -> None:
     checkpoint = Path(name).expanduser()
     damage = find_damage(checkpoint, of_model=True) if (checkpoint / manifest.FILE).exists() else None
     if damage is not None:
-        raise CheckpointError(f"{key}={name}: is damaged: {damage}; take another checkpoint, or delete {manifest.FILE} if that is meant")
+        raise CheckpointError(
+            f"{key}={name}: is damaged: {damage}; take another checkpoint, or delete {manifest.FILE} if that is meant"
+        )
 
 
 def newest_sound(folder: Path) -> tuple[Path, TrainerState] | None:
-    """The newest checkpoint in a run's `checkpoints` folder whose files are all as they were written; None if there is no checkpoint.
+    """The newest checkpoint in a run's `checkpoints` folder whose files are all as they were written; None if there is
+    no checkpoint.
 
     Reads the files of each, from the newest on, until one is sound. A warning names the damaged ones.
 

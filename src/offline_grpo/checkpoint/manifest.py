@@ -1,6 +1,8 @@
-"""`trainer/manifest.json`: size and SHA-256 of every other file of a checkpoint, so that damage is noticed before it is trained on.
+"""`trainer/manifest.json`: size and SHA-256 of every other file of a checkpoint, so that damage is noticed before it is
+trained on.
 
-It protects against disks, copies and people that change a file, not against somebody who changes the manifest too. Imports no torch.
+It protects against disks, copies and people that change a file, not against somebody who changes the manifest too.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from offline_grpo.errors import reason_of
 TRAINER = "trainer/"
 FILE = f"{TRAINER}manifest.json"
 NUM_THREADS = 4
-"""Files that are hashed at the same time: hashlib lets go of the interpreter, and disks are not faster than a few cores."""
+"""Files that are hashed at the same time: hashlib lets go of the interpreter, and disks are not faster than a few
+cores.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ def find_damage(checkpoint: Path, *, of_model: bool = False) -> str | None:
     Hidden files, which file systems and browsers of files leave behind, do not count.
 
     Args:
-        of_model: look at the model's own files alone, and not at the trainer's; others, such as a chat template, may have been added.
+        of_model: look at the model's own files alone, and not at the trainer's; others, such as a chat template,
+            may have been added.
     """
     try:
         recorded = parse_json(_Manifest, read_regular(checkpoint / FILE, MAX_BYTES)).files
@@ -85,7 +90,11 @@ def _files(checkpoint: Path) -> set[str]:
     found = set()
     for folder, folders, files in os.walk(checkpoint):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-        found |= {os.path.relpath(os.path.join(folder, name), checkpoint) for name in (*files, *links) if not name.startswith(".")}
+        found |= {
+            os.path.relpath(os.path.join(folder, name), checkpoint)
+            for name in (*files, *links)
+            if not name.startswith(".")
+        }
     return found - {FILE}
 
 

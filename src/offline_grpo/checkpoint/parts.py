@@ -1,7 +1,9 @@
-"""`checkpoint.format=sharded`: every process writes its own rows of the tensors that are spread over processes, and reads those it needs.
+"""`checkpoint.format=sharded`: every process writes its own rows of the tensors that are spread over processes, and
+reads those it needs.
 
-    trainer/parts.pt                 masters, served weights and optimizer; for each spread tensor the text "part of spread tensor N"
-    trainer/part_00000.safetensors   rank 0's rows of tensor N, under the key N; the metadata `first_rows` has the index of the first one
+    trainer/parts.pt                 masters, served weights and optimizer; for each spread tensor the text "part of
+    spread tensor N" trainer/part_00000.safetensors   rank 0's rows of tensor N, under the key N; the metadata
+    `first_rows` has the index of the first one
 
 Plain files, and no torch.distributed.checkpoint: its index is a pickle, which may run any code when it is read.
 """
@@ -68,7 +70,8 @@ class Parts:
                 self._pieces.setdefault(number, []).append((int(firsts[number]), file.get_slice(number)))
 
     def like(self, target: Tensor, value: Any) -> Any:
-        """This process's rows of the saved tensor that `value` names, all of them if `target` is whole; other values as they are.
+        """This process's rows of the saved tensor that `value` names, all of them if `target` is whole; other values as
+        they are.
 
         Raises:
             ValueError: rows that are missing, or of another shape.
@@ -83,7 +86,12 @@ class Parts:
         if not isinstance(target, DTensor):
             return local
         return DTensor.from_local(
-            local.to(target.device), target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
+            local.to(target.device),
+            target.device_mesh,
+            target.placements,
+            run_check=False,
+            shape=target.shape,
+            stride=target.stride(),
         )
 
     def _read(self, number: str, first: int, end: int) -> Iterator[Tensor]:

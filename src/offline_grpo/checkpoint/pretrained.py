@@ -1,4 +1,6 @@
-"""A model by whatever name people have for it: a Hub id, a Hugging Face folder, a peft adapter, a checkpoint, a run folder."""
+"""A model by whatever name people have for it: a Hub id, a Hugging Face folder, a peft adapter, a checkpoint, a run
+folder.
+"""
 
 from __future__ import annotations
 
@@ -66,10 +68,17 @@ class ModelSource:
         """The one beside the weights, or else that of the base."""
         local = Path(self.adapter) if self.adapter is not None else None
         has_own = local is not None and (local / "tokenizer_config.json").exists()
-        return load_tokenizer(str(local) if has_own else self.weights, key=KEY, trust_remote_code=self.trust_remote_code)
+        return load_tokenizer(
+            str(local) if has_own else self.weights, key=KEY, trust_remote_code=self.trust_remote_code
+        )
 
     def load(
-        self, *, device: torch.device, dtype: torch.dtype | None = None, attn_implementation: str = "auto", merge: bool = False
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        attn_implementation: str = "auto",
+        merge: bool = False,
     ) -> LanguageModel:
         """The model in eval mode, frozen. Its GPU becomes torch's current one.
 
@@ -83,9 +92,13 @@ class ModelSource:
         make_current(device)
         try:
             how: Any = {"key": KEY, "trust_remote_code": self.trust_remote_code}
-            model = load_causal_lm(self.weights, attn_implementation, device, dtype or self.trained_dtype, **how).requires_grad_(False)
+            model = load_causal_lm(
+                self.weights, attn_implementation, device, dtype or self.trained_dtype, **how
+            ).requires_grad_(False)
         except torch.OutOfMemoryError as error:
-            raise ConfigError(f"{KEY}={self.name}: the weights in {self.weights} cannot be loaded ({reason_of(error)})") from error
+            raise ConfigError(
+                f"{KEY}={self.name}: the weights in {self.weights} cannot be loaded ({reason_of(error)})"
+            ) from error
         if self.adapter is None:
             return model
         from peft import PeftModel
@@ -94,7 +107,9 @@ class ModelSource:
         try:
             adapted = PeftModel.from_pretrained(model.float() if merge else model, self.adapter)
         except Exception as error:  # whatever a damaged adapter raises, in peft or safetensors
-            raise ConfigError(f"{KEY}={self.name}: its adapter does not fit the base {self.weights} ({reason_of(error)})") from error
+            raise ConfigError(
+                f"{KEY}={self.name}: its adapter does not fit the base {self.weights} ({reason_of(error)})"
+            ) from error
         if not merge:
             return adapted.eval()
         return adapted.merge_and_unload().to(own).eval()  # type: ignore[return-value, operator]
@@ -116,7 +131,9 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
         best = folder / "checkpoints" / BEST
         found = best if best.exists() else latest_checkpoint(folder / "checkpoints")
         if found is None:
-            raise ConfigError(f"{KEY}={name}: a run without a checkpoint; give a checkpoint, a model folder or a Hugging Face id")
+            raise ConfigError(
+                f"{KEY}={name}: a run without a checkpoint; give a checkpoint, a model folder or a Hugging Face id"
+            )
         folder = found
     checkpoint = folder.resolve() if is_run or os.path.lexists(folder / "trainer") else None
     state = verified_state(checkpoint, key=KEY) if checkpoint is not None else None

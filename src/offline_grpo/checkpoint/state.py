@@ -1,6 +1,8 @@
-"""`trainer/state.json`: what a checkpoint says about its run. Read strictly, because a wrong number here would train another model.
+"""`trainer/state.json`: what a checkpoint says about its run. Read strictly, because a wrong number here would train
+another model.
 
-The types are the schema: no key may be missing, unknown or of another type, and `__post_init__` has the ranges. Imports no torch.
+The types are the schema: no key may be missing, unknown or of another type, and `__post_init__` has the ranges. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -59,7 +61,10 @@ class TrainerState:
             "schedule": 0 <= pushes.version <= updates.version and 0 <= pushes.num_skipped <= MAX_COUNT,
             "lr_schedule.kind": lr.kind in ("constant", "linear", "cosine"),
             "lr_schedule": 0 <= lr.first <= updates.num_updates and 0 <= lr.scale <= 1,
-            "lr_schedule.num_updates": 0 <= min(lr.num_updates, lr.warmup_steps) <= max(lr.num_updates, lr.warmup_steps) <= MAX_COUNT,
+            "lr_schedule.num_updates": 0
+            <= min(lr.num_updates, lr.warmup_steps)
+            <= max(lr.num_updates, lr.warmup_steps)
+            <= MAX_COUNT,
         }
         is_right["milestones"] = self.milestones.keys() <= {"keep_best", "stop_when"}
         for name, watch in self.milestones.items():
@@ -91,7 +96,9 @@ def read_state(checkpoint: Path, *, key: str = "resume") -> TrainerState:
         content = read_regular(checkpoint / FILE, MAX_BYTES)
     except OSError as error:
         reason = error.strerror or reason_of(error)
-        raise CheckpointError(f"{key}={checkpoint}: no readable {FILE} ({reason}), so this is not a checkpoint of a run") from error
+        raise CheckpointError(
+            f"{key}={checkpoint}: no readable {FILE} ({reason}), so this is not a checkpoint of a run"
+        ) from error
     try:
         found = parse_json(dict[str, Any], content)
         if found.get("format") != FORMAT:

@@ -21,7 +21,9 @@ def in_background(call: Callable[[], T]) -> Future[T]:
 
 
 def at_once(call: Callable[[S], T], items: Sequence[S]) -> list[T]:
-    """What `call` returns for each item, all at the same time. The first error is raised when all have ended: nobody is left at work."""
+    """What `call` returns for each item, all at the same time. The first error is raised when all have ended: nobody is
+    left at work.
+    """
     if len(items) == 1:
         return [call(items[0])]
     outcomes = [in_background(partial(call, item)) for item in items]
@@ -30,7 +32,9 @@ def at_once(call: Callable[[S], T], items: Sequence[S]) -> list[T]:
 
 
 def made_once(make: Callable[[], T]) -> Callable[[], T]:
-    """`make`, called once in the life of the process. `functools.cache` alone may call it twice, where threads are the first at once."""
+    """`make`, called once in the life of the process. `functools.cache` alone may call it twice, where threads are the
+    first at once.
+    """
     making, cached = threading.Lock(), cache(make)
 
     @wraps(make)

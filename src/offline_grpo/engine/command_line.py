@@ -37,7 +37,8 @@ class CommandLine(ABC):
         python: interpreter that has the server's package; null is the one that runs the trainer.
         host: address to listen on; any other than this machine's own needs an api_key.
         port: null takes a free one.
-        api_key: what requests must carry, the control endpoints included; null asks for none (a run makes one up, see `EngineSpec`).
+        api_key: what requests must carry, the control endpoints included; null asks for none (a run makes one up,
+            see `EngineSpec`).
         start_timeout_s: from the start until /health answers.
         args: options of the server, underscores for dashes. null leaves an option out, true gives it without a value.
         env: further environment variables.
@@ -54,7 +55,8 @@ class CommandLine(ABC):
     name: ClassVar[str]
     package: ClassVar[str]
     essentials: ClassVar[Mapping[str, Any]]
-    """Settings that a server started by hand must have to be usable by a run: `args`, `env`, and fields of the class."""
+    """Settings that a server started by hand must have to be usable by a run: `args`, `env`, and fields of the class.
+    """
     tells_of_memory: ClassVar[bool] = False
     """See `Launcher`."""
     key_is_option: ClassVar[bool]
@@ -93,7 +95,9 @@ class CommandLine(ABC):
         return ["--config", str(file)]
 
     @classmethod
-    def by_hand(cls, model: str, base_url: str, *, has_key: bool, args: Mapping[str, Any], env: Mapping[str, str]) -> str:
+    def by_hand(
+        cls, model: str, base_url: str, *, has_key: bool, args: Mapping[str, Any], env: Mapping[str, str]
+    ) -> str:
         """A shell command that starts a server like the run's own, listening at `base_url`."""
         url = urlsplit(base_url)
         host = url.hostname or "127.0.0.1"

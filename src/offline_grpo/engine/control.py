@@ -42,7 +42,8 @@ class ServerControl(Protocol):
         ...
 
     def load_weights(self, folder: str, *, tag: str, pause_mode: str, check: Check = None) -> None:
-        """Load the weights of a folder in place of those being served, and note their tag. The server is paused meanwhile.
+        """Load the weights of a folder in place of those being served, and note their tag. The server is paused
+        meanwhile.
 
         Args:
             check: called in between. The server goes on as it was if it raises an error.
@@ -54,7 +55,9 @@ class ServerControl(Protocol):
         ...
 
     def served_tag(self) -> str | None:
-        """The tag that anybody noted last; None if nobody has since the server was started, "" if weights were loaded since then."""
+        """The tag that anybody noted last; None if nobody has since the server was started, "" if weights were loaded
+        since then.
+        """
         ...
 
     def served_bits(self) -> ServedBits | None:
@@ -62,8 +65,8 @@ class ServerControl(Protocol):
         ...
 
     def other_numbers(self, sums: Mapping[str, str]) -> list[str]:
-        """Of parameters with other fingerprints, those that do not just have the same numbers in another order, as some architectures are
-        served.
+        """Of parameters with other fingerprints, those that do not just have the same numbers in another order, as some
+        architectures are served.
 
         Args:
             sums: see `offline_grpo_fingerprint.sums`.

@@ -78,7 +78,9 @@ class Engine:
 
     @property
     def has_lost_weights(self) -> bool:
-        """Whether a server that the run started has ended, or a server that was found was started anew since its weights were tagged."""
+        """Whether a server that the run started has ended, or a server that was found was started anew since its
+        weights were tagged.
+        """
         return False
 
 
@@ -92,7 +94,9 @@ class ServerEngine(Engine):
         self.control: Any = client.control(client.server)
         """A `ServerControl`; a strategy for one kind of server may use all that this kind's control can do."""
         self.probe_room: int | None = None
-        """How many tokens the prompts of a probe may have, once the server has refused longer ones; see `weight_sync/proof.py`."""
+        """How many tokens the prompts of a probe may have, once the server has refused longer ones; see
+        `weight_sync/proof.py`.
+        """
 
     @property
     def server(self) -> Server:

@@ -1,11 +1,14 @@
-"""Runs one command and outlives its parent just long enough to clean up: a server must not survive the run that started it.
+"""Runs one command and outlives its parent just long enough to clean up: a server must not survive the run that started
+it.
 
     python -I guardian.py PARENT_PID DEATH_PIPE REMOVE -- COMMAND ...
 
-Started by `process.py`, in a process group of its own, with the standard library alone. The parent holds the other end of the pipe
-`DEATH_PIPE` (a file descriptor, the read end): when it closes, because the parent let go or died by whatever signal, the command's
-processes are terminated, then killed, and the folder `REMOVE` (empty: none) is deleted. So are files in shared memory that only this run
-used: engines that are killed leave theirs behind, and CUDA IPC those of a parent that is. Leaves with the command's exit code.
+Started by `process.py`, in a process group of its own, with the standard library alone. The parent holds the other end
+of the pipe `DEATH_PIPE` (a file descriptor, the read end): when it closes, because the parent let go or died by
+whatever signal, the command's processes are terminated, then killed, and the folder `REMOVE` (empty: none) is deleted.
+So are files in shared memory that only this run
+used: engines that are killed leave theirs behind, and CUDA IPC those of a parent that is. Leaves with the command's
+    exit code.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ def main(arguments: list[str]) -> int:
         next_look = 0.0
         while server.poll() is None and os.getppid() == parent and not _is_closed(pipe):
             before, names = names, _names_in_shared_memory()
-            if names != before or time.monotonic() >= next_look:  # by whom a file was used cannot be told once they are dead
+            if (
+                names != before or time.monotonic() >= next_look
+            ):  # by whom a file was used cannot be told once they are dead
                 pids |= {parent, *_children()}
                 shared |= _shared_files(pids)
                 next_look = time.monotonic() + LOOK_S
@@ -83,8 +88,8 @@ def _is_closed(pipe: int) -> bool:
 def _terminate(server: subprocess.Popen[bytes]) -> None:
     """SIGTERM, then SIGKILL, to the command and to all that it started.
 
-    Those that clean up come last, because they end by themselves once the others have: Python's resource trackers, which delete the
-    semaphores of their processes, and the guardians of servers that the command started.
+    Those that clean up come last, because they end by themselves once the others have: Python's resource trackers,
+    which delete the semaphores of their processes, and the guardians of servers that the command started.
     """
     if server.poll() is None:
         _signal(_children(), signal.SIGTERM)
@@ -110,7 +115,9 @@ def _cleans_up(pid: int) -> bool:
 
 
 def _reap(server: subprocess.Popen[bytes]) -> None:
-    """Collect every child that has ended. Only `server` itself may collect the server: it takes a missing exit status for success."""
+    """Collect every child that has ended. Only `server` itself may collect the server: it takes a missing exit status
+    for success.
+    """
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid == server.pid:
@@ -138,7 +145,9 @@ def _shared_files(pids: Iterable[int]) -> set[str]:
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
             paths = {fields[5].rstrip("\n") for line in file if len(fields := line.split(maxsplit=5)) == 6}
-            found |= {path for path in paths if path.startswith(SHARED_MEMORY) and "/" not in path.removeprefix(SHARED_MEMORY)}
+            found |= {
+                path for path in paths if path.startswith(SHARED_MEMORY) and "/" not in path.removeprefix(SHARED_MEMORY)
+            }
     return found
 
 
@@ -154,7 +163,9 @@ def _cuda_ipc_files() -> dict[str, int]:
 
 
 def remove_cuda_driver_files() -> None:
-    """For the end of a process that used CUDA IPC: delete what the driver leaves of it, and of servers that have ended before it."""
+    """For the end of a process that used CUDA IPC: delete what the driver leaves of it, and of servers that have ended
+    before it.
+    """
     mapped = _shared_files([os.getpid()])
     for path, pid in _cuda_ipc_files().items():
         is_ours = pid == os.getpid() or (path in mapped and not os.path.exists(f"/proc/{pid}"))
@@ -186,8 +197,8 @@ def _start_time(pid: int) -> float:
 
 
 def _children() -> list[int]:
-    """Every process below this one, from /proc, until it has gone: one whose first thread has ended is a zombie, while others of its
-    threads may still hold its ports and its memory."""
+    """Every process below this one, from /proc, until it has gone: one whose first thread has ended is a zombie, while
+    others of its threads may still hold its ports and its memory."""
     parents = {}
     for name in os.listdir("/proc"):
         if name.isdigit():

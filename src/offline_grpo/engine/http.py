@@ -1,5 +1,6 @@
-"""HTTP to an inference server. Anything may answer at its address, so one function reads every answer: within a deadline, up to a limit
-of bytes, uncompressed, without following redirects. What is not as expected becomes one line that names the URL and the cause."""
+"""HTTP to an inference server. Anything may answer at its address, so one function reads every answer: within a
+deadline, up to a limit of bytes, uncompressed, without following redirects. What is not as expected becomes one line
+that names the URL and the cause."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ SAFE_TO_RETRY_STATUS = (429, 502, 503, 504)
 """The server, or a proxy before it, says that it has not handled the request."""
 
 KEEP_ALIVE_S = 3.0
-"""How long an idle connection is kept. Servers close theirs after 5 s, and a request sent at that moment would break."""
+"""How long an idle connection is kept. Servers close theirs after 5 s, and a request sent at that moment would break.
+"""
 
 MAX_CONTROL_BYTES = 32 * 2**20
 """Of an answer to a control call. The longest, the layout of a model with 100,000 tensors, has 25 MB."""
@@ -70,7 +72,9 @@ class Answer:
     def check_status(self) -> None:
         """Raise Refused unless the status is 200; the message has what the server says about it."""
         if 300 <= self.status < 400:
-            raise Refused(f"{self.url}: status {self.status}: redirects are not followed; name the address that it leads to")
+            raise Refused(
+                f"{self.url}: status {self.status}: redirects are not followed; name the address that it leads to"
+            )
         if self.status != 200:
             kind = NotFound if self.status == 404 else Refused
             raise kind(f"{self.url}: status {self.status}: {self.reason()}")
@@ -79,7 +83,8 @@ class Answer:
         """What `reader` makes of the parsed JSON.
 
         Raises:
-            EngineError: no JSON, or an error that `reader` ran into or raised. It does not keep the parsed answer alive, which can be
+            EngineError: no JSON, or an error that `reader` ran into or raised. It does not keep the parsed answer
+            alive, which can be
                 twenty times as large as the body.
         """
         try:
@@ -120,12 +125,19 @@ class ServerApi:
         keep_alive_s: 0 for a server that closes connections after an error, at which the next request would break.
     """
 
-    def __init__(self, base_url: str, api_key: str | None, *, timeout_s: float = 120.0, keep_alive_s: float | None = None) -> None:
+    def __init__(
+        self, base_url: str, api_key: str | None, *, timeout_s: float = 120.0, keep_alive_s: float | None = None
+    ) -> None:
         self._http = connection(base_url, api_key, ssl_context(base_url), keep_alive_s=keep_alive_s)
         self._timeout_s = timeout_s
 
     def get(
-        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None, max_bytes: int = MAX_CONTROL_BYTES
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        max_bytes: int = MAX_CONTROL_BYTES,
     ) -> Answer:
         """The answer to GET `path`.
 
@@ -139,7 +151,12 @@ class ServerApi:
         return answer
 
     def post(
-        self, path: str, body: Mapping[str, Any] | None = None, *, params: Mapping[str, Any] | None = None, timeout_s: float | None = None
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        params: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
     ) -> Answer:
         """The answer to POST `path`, see `get`."""
         answer = self._call("POST", path, timeout_s, json=body, params=params)
@@ -155,7 +172,8 @@ class ServerApi:
         return True
 
     def has(self, path: str) -> bool:
-        """Whether there is a route for POST `path`; asked with GET, which changes nothing and which such routes refuse with status 405.
+        """Whether there is a route for POST `path`; asked with GET, which changes nothing and which such routes refuse
+        with status 405.
 
         Raises:
             EngineError: no connection, or no permission.
@@ -165,7 +183,9 @@ class ServerApi:
             answer.check_status()
         return answer.status != 404
 
-    def _call(self, method: str, path: str, timeout_s: float | None, max_bytes: int = MAX_CONTROL_BYTES, **arguments: Any) -> Answer:
+    def _call(
+        self, method: str, path: str, timeout_s: float | None, max_bytes: int = MAX_CONTROL_BYTES, **arguments: Any
+    ) -> Answer:
         timeout_s = timeout_s or self._timeout_s
         asking = exchange(self._http, method, path, timeout_s=timeout_s, max_bytes=max_bytes, **arguments)
         answer = asyncio.run_coroutine_threadsafe(asking, _control_loop())
@@ -180,7 +200,9 @@ class ServerApi:
         raise kind(f"{url_of(self._http, path)}: {failure}; is the server running, and reachable from here?")
 
 
-async def exchange(http: httpx.AsyncClient, method: str, path: str, *, timeout_s: float, max_bytes: int, **arguments: Any) -> Answer:
+async def exchange(
+    http: httpx.AsyncClient, method: str, path: str, *, timeout_s: float, max_bytes: int, **arguments: Any
+) -> Answer:
     """Send a request and read its whole answer.
 
     Args:
@@ -189,23 +211,28 @@ async def exchange(http: httpx.AsyncClient, method: str, path: str, *, timeout_s
     Raises:
         TimeoutError: `timeout_s` has passed.
         BROKEN: no connection, a broken one, or something else than HTTP.
-        EngineError: a compressed answer, whose size nobody knows before it is unpacked, or one of more than `max_bytes`.
+        EngineError: a compressed answer, whose size nobody knows before it is unpacked, or one of more than
+        `max_bytes`.
     """
     url, body = url_of(http, path), bytearray()
     async with asyncio.timeout(timeout_s), http.stream(method, path, **arguments) as response:
         encoding = response.headers.get("Content-Encoding", "identity")
         if encoding != "identity":
-            raise EngineError(f"{url}: a compressed answer ({printable(encoding[:40])}), which nobody asked for; is a proxy in between?")
+            raise EngineError(
+                f"{url}: a compressed answer ({printable(encoding[:40])}), which nobody asked for; is a proxy in between?"
+            )
         async for part in response.aiter_raw():
             body += part
             if len(body) > max_bytes:
-                raise TooLarge(f"{url}: the answer has more than the {max_bytes} bytes that it can need; is that the right server?")
+                raise TooLarge(
+                    f"{url}: the answer has more than the {max_bytes} bytes that it can need; is that the right server?"
+                )
     return Answer(url, response.status_code, body)
 
 
 BROKEN = (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError)
-"""What `exchange` raises where no answer came. The second and the third are of addresses in redirects, which httpx parses though it does
-not follow them; OSErrors are of TLS."""
+"""What `exchange` raises where no answer came. The second and the third are of addresses in redirects, which httpx
+parses though it does not follow them; OSErrors are of TLS."""
 
 
 def connection(
@@ -220,7 +247,9 @@ def connection(
     return httpx.AsyncClient(
         base_url=base_url,
         headers={"Accept-Encoding": "identity", **authorization(api_key)},
-        limits=httpx.Limits(max_connections=max_connections, keepalive_expiry=KEEP_ALIVE_S if keep_alive_s is None else keep_alive_s),
+        limits=httpx.Limits(
+            max_connections=max_connections, keepalive_expiry=KEEP_ALIVE_S if keep_alive_s is None else keep_alive_s
+        ),
         timeout=None,
         trust_env=False,
         verify=verify,
@@ -233,11 +262,15 @@ def ssl_context(base_url: str) -> ssl.SSLContext | bool:
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """The header that vLLM and SGLang expect where they were given a key; raises ConfigError for a key that fits into none."""
+    """The header that vLLM and SGLang expect where they were given a key; raises ConfigError for a key that fits into
+    none.
+    """
     if api_key is None:
         return {}
     if not (api_key.isascii() and api_key.isprintable()):
-        raise ConfigError("generation.api_key or engine.api_key: must consist of printable ASCII characters: it is sent in an HTTP header")
+        raise ConfigError(
+            "generation.api_key or engine.api_key: must consist of printable ASCII characters: it is sent in an HTTP header"
+        )
     return {"Authorization": f"Bearer {api_key}"}
 
 
@@ -252,7 +285,9 @@ def describe(error: Exception) -> str:
     cause: BaseException = error
     if isinstance(error, httpx.ConnectError):
         what = "no connection"
-        while (deeper := cause.__cause__ or cause.__context__) is not None:  # httpx itself says that all attempts failed
+        while (
+            deeper := cause.__cause__ or cause.__context__
+        ) is not None:  # httpx itself says that all attempts failed
             cause = deeper
     return f"{what} ({printable(str(cause)[:200]) or type(cause).__name__})"
 
@@ -271,8 +306,8 @@ def printable(text: str) -> str:
 
 @made_once
 def _control_loop() -> asyncio.AbstractEventLoop:
-    """One for the life of the process, because a connection belongs to the loop that it was opened in. Threads that make the first calls
-    at the same time, as to several servers, get the same one."""
+    """One for the life of the process, because a connection belongs to the loop that it was opened in. Threads that
+    make the first calls at the same time, as to several servers, get the same one."""
     return start_loop("control of servers")
 
 

@@ -17,18 +17,24 @@ class Launcher(Protocol):
     start_timeout_s: float
     args: Mapping[str, Any]
     tells_of_memory: bool
-    """Whether the server makes the file that its environment names OFFLINE_GRPO_HAS_MEMORY; see `Server.wait_for_memory`."""
+    """Whether the server makes the file that its environment names OFFLINE_GRPO_HAS_MEMORY; see
+    `Server.wait_for_memory`.
+    """
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
         """The command line that serves `model`, with a strategy's `args` on top of the configured ones."""
         ...
 
     def key_args(self, folder: Path) -> list[str]:
-        """What the command line needs for a key that must not stand on it: other users can read that. May write to the private `folder`."""
+        """What the command line needs for a key that must not stand on it: other users can read that. May write to the
+        private `folder`.
+        """
         ...
 
     def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
-        """The environment of the command, with a strategy's `env` and the GPUs that it may see (None: those that we see)."""
+        """The environment of the command, with a strategy's `env` and the GPUs that it may see (None: those that we
+        see).
+        """
         ...
 
     def check_installed(self) -> None:

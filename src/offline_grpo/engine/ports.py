@@ -13,8 +13,9 @@ import psutil
 from offline_grpo.errors import ConfigError
 
 SERVER_PORTS = range(15000, 30000)
-"""Where free ports are looked for: a server opens its port only seconds after it was chosen, and meanwhile the system could give those
-above 32767 to any connection that a process of this machine opens (Linux: net.ipv4.ip_local_port_range)."""
+"""Where free ports are looked for: a server opens its port only seconds after it was chosen, and meanwhile the system
+could give those above 32767 to any connection that a process of this machine opens (Linux:
+net.ipv4.ip_local_port_range)."""
 TRIES = 100
 RELEASE_S = 10.0
 """How long the processes of a server that was killed may take to end, and to let go of its port."""
@@ -38,19 +39,29 @@ def choose_port(host: str, port: int | None, *, key: str) -> int:
     """`port`, or a free one for null.
 
     Args:
-        key: the setting of `port`, such as engine.port, beside which engine.host is that of `host`; or the only one, that of `host`.
+        key: the setting of `port`, such as engine.port, beside which engine.host is that of `host`; or the only
+            one, that of `host`.
 
     Raises:
-        ConfigError: something listens there already, and the message names the process; or `host` is no address of this machine.
+        ConfigError: something listens there already, and the message names the process; or `host` is no address of this
+        machine.
     """
     try:
         return _probed(host, port) if port is not None else _any_free(host)
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # the address is to blame: no other port would help
             host_key = f"{key.removesuffix('port')}host" if key.endswith("port") else key
-            raise ConfigError(f"{host_key}={host}: cannot be used ({error.strerror}); name an address of this machine") from error
-        owner = f"is taken by {owner_of(port)}" if port and owner_of(port) else f"cannot be used on {host} ({error.strerror})"
-        raise ConfigError(f"{key}={port}: {owner}; stop that process, choose another port, or null for any free one") from error
+            raise ConfigError(
+                f"{host_key}={host}: cannot be used ({error.strerror}); name an address of this machine"
+            ) from error
+        owner = (
+            f"is taken by {owner_of(port)}"
+            if port and owner_of(port)
+            else f"cannot be used on {host} ({error.strerror})"
+        )
+        raise ConfigError(
+            f"{key}={port}: {owner}; stop that process, choose another port, or null for any free one"
+        ) from error
 
 
 def choose_again(host: str, port: int, *, key: str) -> None:
@@ -69,7 +80,9 @@ def choose_again(host: str, port: int, *, key: str) -> None:
 def _any_free(host: str) -> int:
     for _ in range(TRIES):
         try:
-            return _probed(host, secrets.choice(SERVER_PORTS))  # not drawn by `random`, whose state belongs to the run's seed
+            return _probed(
+                host, secrets.choice(SERVER_PORTS)
+            )  # not drawn by `random`, whose state belongs to the run's seed
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
@@ -84,9 +97,15 @@ def _probed(host: str, port: int) -> int:
 
 
 def owner_of(port: int) -> str | None:
-    """The process that listens on a port, such as `python3 server.py (pid 4711)`; None if there is none that we may see."""
+    """The process that listens on a port, such as `python3 server.py (pid 4711)`; None if there is none that we may
+    see.
+    """
     try:
-        listeners = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port]
+        listeners = [
+            c
+            for c in psutil.net_connections("tcp")
+            if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port
+        ]
     except psutil.AccessDenied:
         return None
     for listener in listeners:

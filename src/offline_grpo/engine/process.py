@@ -1,4 +1,6 @@
-"""A server process: started through `guardian.py` in a process group of its own, watched, and stopped with all that it started."""
+"""A server process: started through `guardian.py` in a process group of its own, watched, and stopped with all that it
+started.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +49,18 @@ class ServerProcess:
         EngineError: the command cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], log_path: Path, remove: Path | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], *, env: Mapping[str, str], log_path: Path, remove: Path | None = None
+    ) -> None:
         self.command = list(command)
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         read_end, self._pipe = os.pipe()
         guardian = [sys.executable, "-I", str(GUARDIAN), str(os.getpid()), str(read_end), str(remove or ""), "--"]
         try:
-            with open(log_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as output:  # SGLang prints its key
+            with open(
+                log_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)
+            ) as output:  # SGLang prints its key
                 output.write(f"$ {shown(command)}\n".encode())
                 output.flush()
                 self._guardian = subprocess.Popen(
@@ -85,7 +91,9 @@ class ServerProcess:
         code = self._guardian.poll()
         if code is None or code >= 0:
             return code
-        if not had_ended:  # the guardian itself was killed, and the server with it: what the server has started is left to us
+        if (
+            not had_ended
+        ):  # the guardian itself was killed, and the server with it: what the server has started is left to us
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._guardian.pid, signal.SIGKILL)
         return 128 - code
@@ -106,9 +114,13 @@ class ServerProcess:
     def end_unhealthy(self) -> NoReturn:
         """Stop a server that runs but cannot work any more, and raise EngineDied."""
         self.stop()
-        raise EngineDied(f"the server was not healthy any more and was stopped; {last_lines(self.log_path)} The whole log: {self.log_path}")
+        raise EngineDied(
+            f"the server was not healthy any more and was stopped; {last_lines(self.log_path)} The whole log: {self.log_path}"
+        )
 
-    def wait_until(self, is_ready: Callable[[], bool], *, timeout_s: float, what: str, since_s: float | None = None) -> None:
+    def wait_until(
+        self, is_ready: Callable[[], bool], *, timeout_s: float, what: str, since_s: float | None = None
+    ) -> None:
         """Wait until `is_ready()`, telling every ten seconds for how long, and what the server printed last.
 
         Args:
@@ -156,11 +168,17 @@ def last_line(path: Path) -> str:
 def last_lines(path: Path, *, count: int = 2) -> str:
     """What a log says about an error, as one line of text: the last exceptions in it, else its last lines."""
     lines = _tail(path)
-    searched = (EXCEPTION.search(line) for line in lines if " WARNING " not in line)  # those speak of exceptions that may come
+    searched = (
+        EXCEPTION.search(line) for line in lines if " WARNING " not in line
+    )  # those speak of exceptions that may come
     exceptions = list(dict.fromkeys(found[0].strip() for found in searched if found))
     causes = [text for text in exceptions if not POINTER.search(text)]
     chosen = (causes or exceptions or lines)[-count:]
-    return "its last words: " + " | ".join(line.strip()[:300].rstrip(".") for line in chosen) + "." if chosen else "it printed nothing."
+    return (
+        "its last words: " + " | ".join(line.strip()[:300].rstrip(".") for line in chosen) + "."
+        if chosen
+        else "it printed nothing."
+    )
 
 
 def _tail(path: Path, num_bytes: int = 2**20) -> list[str]:

@@ -26,12 +26,13 @@ SETTLE_S = 10.0
 
 
 class RayCluster:
-    """A cluster in which room for servers is reserved. The room is given back by `close`, and when this process ends, however it does.
+    """A cluster in which room for servers is reserved. The room is given back by `close`, and when this process ends,
+    however it does.
 
     Args:
         address, settings: see `connect`.
-        num_servers: each gets `gpus_per_server` GPUs where the cluster has GPUs, else one CPU core; on different machines where there is
-            room.
+        num_servers: each gets `gpus_per_server` GPUs where the cluster has GPUs, else one CPU core; on different
+            machines where there is room.
 
     Raises:
         ConfigError: Ray is not installed, no cluster answers, or it is too small.
@@ -64,7 +65,8 @@ class RayCluster:
 
 
 class Room:
-    """Room in the cluster that this process is connected to, for so many actors of one kind. `close` ends them, and gives it back.
+    """Room in the cluster that this process is connected to, for so many actors of one kind. `close` ends them, and
+    gives it back.
 
     Args:
         address: see `connect`; for messages.
@@ -104,7 +106,11 @@ class Room:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-        options = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0.0), "scheduling_strategy": place}
+        options = {
+            "num_cpus": self._needs["CPU"],
+            "num_gpus": self._needs.get("GPU", 0.0),
+            "scheduling_strategy": place,
+        }
         return ray.remote(kind).options(**options).remote(*arguments)
 
     def close(self) -> None:
@@ -119,8 +125,8 @@ def connect(address: str, settings: Mapping[str, Any], *, group: str = "placemen
     """Connect this process to a cluster; whether it was not connected before.
 
     Args:
-        address: `placement.address`: auto for the cluster that this machine is part of, local for a new one on this machine alone, or
-            HOST:PORT.
+        address: `placement.address`: auto for the cluster that this machine is part of, local for a new one on this
+            machine alone, or HOST:PORT.
         settings: further arguments of `ray.init`.
         group: of these settings, for messages.
 
@@ -132,7 +138,9 @@ def connect(address: str, settings: Mapping[str, Any], *, group: str = "placemen
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(f"{group}.address={address}: Ray is not installed ({error}); start with `uv run --extra ray ...`") from error
+        raise ConfigError(
+            f"{group}.address={address}: Ray is not installed ({error}); start with `uv run --extra ray ...`"
+        ) from error
     if ray.is_initialized():
         return False
     start_one = f"start one with `ray start --head` (docs/scaling.md), or use {group}.address=local"
@@ -144,7 +152,9 @@ def connect(address: str, settings: Mapping[str, Any], *, group: str = "placemen
     except (ConnectionError, RuntimeError, TypeError, ValueError, OSError) as error:
         if "keyword argument" in str(error):
             raise ConfigError(f"{group}.ray_init={dict(settings)}: ray.init does not take this ({error})") from error
-        raise ConfigError(f"{group}.address={address}: no Ray cluster that can be used ({reason_of(error)}); {start_one}") from error
+        raise ConfigError(
+            f"{group}.address={address}: no Ray cluster that can be used ({reason_of(error)}); {start_one}"
+        ) from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in its place, which ends the process at once
     return True
@@ -164,7 +174,9 @@ def _check_answers(address: str, group: str, start_one: str) -> None:
 
 
 def _current_cluster() -> str:
-    """HOST:PORT of the cluster that `ray start` has made this machine a part of; it may have ended since. Empty where there was none."""
+    """HOST:PORT of the cluster that `ray start` has made this machine a part of; it may have ended since. Empty where
+    there was none.
+    """
     with suppress(OSError):
         return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster").read_text().strip()
     return ""

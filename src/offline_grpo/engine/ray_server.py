@@ -1,7 +1,7 @@
 """A server on some machine of a Ray cluster, which an actor there starts, watches and stops.
 
-`begin` launches the server without waiting, `start` waits until it is ready; both may be called again. An actor that is lost is replaced:
-while it waits for its place by `_has_place`, later by `stop`, which comes before every restart.
+`begin` launches the server without waiting, `start` waits until it is ready; both may be called again. An actor that is
+lost is replaced: while it waits for its place by `_has_place`, later by `stop`, which comes before every restart.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from offline_grpo.errors import ConfigError, EngineDied, EngineError, GrpoError
 log = logging.getLogger(__name__)
 
 ANSWER_S = 10.0
-"""An actor answers within milliseconds. A longer silence means that its machine is lost; Ray itself notices after about 30 s."""
+"""An actor answers within milliseconds. A longer silence means that its machine is lost; Ray itself notices after about
+30 s.
+"""
 STOP_S = 30.0
 PREFIX = ".weights-"
 
@@ -34,11 +36,14 @@ class ServerActor:
     """What Ray runs on the server's machine: a `Server` that listens at the machine's address.
 
     Args:
-        launcher, log_dir, number, args, env: see `Server`. Where machines do not share the run's folder, the log is in a folder of the
+        launcher, log_dir, number, args, env: see `Server`. Where machines do not share the run's folder, the log is in
+        a folder of the
             same name on the server's own.
     """
 
-    def __init__(self, launcher: Launcher, log_dir: Path, number: int, args: Mapping[str, Any], env: Mapping[str, str]) -> None:
+    def __init__(
+        self, launcher: Launcher, log_dir: Path, number: int, args: Mapping[str, Any], env: Mapping[str, str]
+    ) -> None:
         import ray
 
         self._log_number = 0
@@ -93,10 +98,12 @@ class ServerActor:
 
 
 class RayServer(Server):
-    """A managed server wherever the cluster has room for it. When it, or its machine, is lost, it is started again where there is room.
+    """A managed server wherever the cluster has room for it. When it, or its machine, is lost, it is started again
+    where there is room.
 
     Args:
-        hire: creates a `ServerActor` with these arguments and returns its handle at once; Ray starts it when there is room.
+        hire: creates a `ServerActor` with these arguments and returns its handle at once; Ray starts it when there
+            is room.
         launcher, log_dir, number, log_numbers, args, env: see `Server`.
     """
 
@@ -119,7 +126,12 @@ class RayServer(Server):
         self._log_number = 0
         self._begun: Any = None  # the actor's answer to `begin`, until `start` has waited for it
         self._employ()
-        common: dict[str, Any] = {"api_key": launcher.api_key, "launcher": None, "log_dir": log_dir, "log_numbers": log_numbers}
+        common: dict[str, Any] = {
+            "api_key": launcher.api_key,
+            "launcher": None,
+            "log_dir": log_dir,
+            "log_numbers": log_numbers,
+        }
         super().__init__(base_url="http://a-machine-of-the-cluster", **common, key="placement.address")
         self.wait_for_place()
 
@@ -154,7 +166,9 @@ class RayServer(Server):
         while not self._has_place():
             now = time.monotonic()
             if now - began > self._start_timeout_s:
-                raise EngineError(f"the Ray cluster had no room for a server for {self._start_timeout_s:g} s (engine.start_timeout_s)")
+                raise EngineError(
+                    f"the Ray cluster had no room for a server for {self._start_timeout_s:g} s (engine.start_timeout_s)"
+                )
             if now - told >= PROGRESS_INTERVAL_S:
                 told = now
                 log.info("waiting for room in the Ray cluster: %.0f s", now - began)
@@ -181,10 +195,20 @@ class RayServer(Server):
             while not self._ask("is_ready"):
                 if time.monotonic() - told >= PROGRESS_INTERVAL_S:
                     told = time.monotonic()
-                    log.info("waiting for the server on %s: %.0f s; %s", self._machine, told - self._began_s, self._ask("last_line"))
+                    log.info(
+                        "waiting for the server on %s: %.0f s; %s",
+                        self._machine,
+                        told - self._began_s,
+                        self._ask("last_line"),
+                    )
                 time.sleep(POLL_S)
             self._ask("start", *self._words, timeout_s=STOP_S)
-        log.info("a server is ready on %s, at %s, after %.0f s", self._machine, self.base_url, time.monotonic() - self._began_s)
+        log.info(
+            "a server is ready on %s, at %s, after %.0f s",
+            self._machine,
+            self.base_url,
+            time.monotonic() - self._began_s,
+        )
         self._begun = self._began_s = None
 
     @property
@@ -204,8 +228,8 @@ class RayServer(Server):
         return self._place is None
 
     def _look(self) -> None:
-        """See `Server._look`. A machine that does not answer is one that has ended. Whoever waits does so here: the actor does one thing at
-        a time."""
+        """See `Server._look`. A machine that does not answer is one that has ended. Whoever waits does so here: the
+        actor does one thing at a time."""
         self._ask("check_alive")
 
     def check_healthy(self) -> None:

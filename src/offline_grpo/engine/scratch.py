@@ -15,7 +15,9 @@ LONGEST_SOCKET_FOLDER = 107 - len("/") - 36
 COMPILED = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
 """Where a server keeps what it compiles: variable, and folder in the user's cache."""
 OF_THE_SHELL = {name: os.environ[name] for name in COMPILED if name in os.environ}
-"""As they were when the run began: torch sets the second one in a process that compiles, and servers that start later would inherit it."""
+"""As they were when the run began: torch sets the second one in a process that compiles, and servers that start later
+would inherit it.
+"""
 
 
 class Scratch(OwnFolder):
@@ -26,7 +28,9 @@ class Scratch(OwnFolder):
 
 
 def temporary_folder(scratch: Path) -> dict[str, str]:
-    """Environment of a server whose sockets and temporary files go away with its scratch folder; what it has compiled stays."""
+    """Environment of a server whose sockets and temporary files go away with its scratch folder; what it has compiled
+    stays.
+    """
     folder = scratch / "tmp"
     if len(os.fsencode(folder)) > LONGEST_SOCKET_FOLDER:  # on a machine without /dev/shm
         return {}

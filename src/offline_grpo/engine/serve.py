@@ -1,4 +1,6 @@
-"""`python -m offline_grpo.engine.serve MODEL`: the vLLM server of a run, by itself, for trainers and Atropos environments to call."""
+"""`python -m offline_grpo.engine.serve MODEL`: the vLLM server of a run, by itself, for trainers and Atropos
+environments to call.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,31 @@ users can read command lines. The server has POST /generate, /v1, and what weigh
 def parser() -> argparse.ArgumentParser:
     """What the command takes, besides options of vLLM."""
     parser = argparse.ArgumentParser(
-        prog="python -m offline_grpo.engine.serve", description=__doc__, epilog=EPILOG, allow_abbrev=False, usage="%(prog)s MODEL [OPTIONS]"
+        prog="python -m offline_grpo.engine.serve",
+        description=__doc__,
+        epilog=EPILOG,
+        allow_abbrev=False,
+        usage="%(prog)s MODEL [OPTIONS]",
     )
     parser.add_argument("model", metavar="MODEL", help="model folder or Hub id")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than the default need a key")
     parser.add_argument("--port", type=port_or_null, default=9001, help="null: any free one (default: 9001)")
     parser.add_argument("--dtype", default="bfloat16", help="that of the trainer's train.precision (default: bfloat16)")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.45, metavar="FRAC", help="of the GPU (default: 0.45)")
-    parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="prompt and completion (default: the model's limit)")
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.45, metavar="FRAC", help="of the GPU (default: 0.45)"
+    )
+    parser.add_argument(
+        "--max-model-len", type=int, metavar="TOKENS", help="prompt and completion (default: the model's limit)"
+    )
     parser.add_argument("--enable-lora", action="store_true", help="for weight_sync=lora_hotswap")
     parser.add_argument("--max-lora-rank", type=int, default=16, metavar="RANK", help="of adapters (default: 16)")
-    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="requests must carry the key that this file holds")
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="requests must carry the key that this file holds"
+    )
     parser.add_argument("--python", metavar="FILE", help="interpreter that has vLLM (default: this one)")
-    parser.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="FOLDER", help="for what vLLM prints (default: logs)")
+    parser.add_argument(
+        "--log-dir", type=Path, default=Path("logs"), metavar="FOLDER", help="for what vLLM prints (default: logs)"
+    )
     return parser
 
 
@@ -57,7 +71,9 @@ def run(words: Sequence[str] | None = None) -> None:
             f"--host={options.host}: on that address others could control the server; give it a key by --api-key-file, or use 127.0.0.1"
         )
     if options.python is None and find_spec("vllm") is None:
-        raise ConfigError("--python: vLLM is not installed in this environment; start with `uv run --extra vllm -m ...`, or name another's")
+        raise ConfigError(
+            "--python: vLLM is not installed in this environment; start with `uv run --extra vllm -m ...`, or name another's"
+        )
     engine = launcher(options, others, key)
     port = choose_port(options.host, options.port, key="--port")
     at_port: Any = replace(engine, port=port)
@@ -94,7 +110,9 @@ def launcher(options: argparse.Namespace, others: Sequence[str], key: str | None
 
 
 def passed_through(words: Sequence[str]) -> dict[str, Any]:
-    """Options of vLLM, `["--max-num-seqs", "64", "--enforce-eager"]` as `{"max_num_seqs": "64", "enforce_eager": True}`."""
+    """Options of vLLM, `["--max-num-seqs", "64", "--enforce-eager"]` as `{"max_num_seqs": "64", "enforce_eager":
+    True}`.
+    """
     given: dict[str, Any] = {}
     name = ""
     for word in words:
@@ -102,12 +120,18 @@ def passed_through(words: Sequence[str]) -> dict[str, Any]:
             name, _, value = word[2:].partition("=")
             name = name.replace("-", "_")
             if name in ELSEWHERE:
-                raise ConfigError(f"--{name.replace('_', '-')}: is decided elsewhere; a key is given by --api-key-file, a model as MODEL")
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: is decided elsewhere; a key is given by --api-key-file, a model as MODEL"
+                )
             given[name] = value or True
         elif not name:
             raise ConfigError(f"{word}: MODEL is one word and comes first; options of vLLM begin with --")
         else:
-            given[name] = word if given[name] is True else [*([given[name]] if isinstance(given[name], str) else given[name]), word]
+            given[name] = (
+                word
+                if given[name] is True
+                else [*([given[name]] if isinstance(given[name], str) else given[name]), word]
+            )
     return given
 
 

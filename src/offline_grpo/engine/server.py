@@ -1,4 +1,6 @@
-"""The inference server of a run: a managed one, which the run starts, watches and stops, or an external one, found at a URL."""
+"""The inference server of a run: a managed one, which the run starts, watches and stops, or an external one, found at a
+URL.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,9 @@ class Server:
 
     def _command(self, model: str, args: Mapping[str, Any] | None) -> list[str]:
         assert self._launcher is not None
-        return self._launcher.command(model, self._port, {**self._args, **(args or {})}) + self._launcher.key_args(self.scratch)
+        return self._launcher.command(model, self._port, {**self._args, **(args or {})}) + self._launcher.key_args(
+            self.scratch
+        )
 
     def start(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
         """Start a managed server on `model` and wait until it is healthy; of an external one, only check that it is.
@@ -155,18 +159,26 @@ class Server:
                 self.api.get("/health", timeout_s=HEALTH_TIMEOUT_S)
             except EngineError as error:
                 start_one = f"python -m offline_grpo.engine.serve {model} starts a vLLM server"
-                raise EngineError(f"{self.key}={self.base_url}: no healthy server answers ({error}); {start_one}") from error
+                raise EngineError(
+                    f"{self.key}={self.base_url}: no healthy server answers ({error}); {start_one}"
+                ) from error
             return
         self.begin(model, args=args)
         self._wait_until(lambda: self.api.answers("/health"))
         assert self._process is not None
         assert self._began_s is not None
         seconds, self._began_s = time.monotonic() - self._began_s, None
-        log.info("%s is ready at %s after %.0f s; its log: %s", self._launcher.name, self.base_url, seconds, self._process.log_path)
+        log.info(
+            "%s is ready at %s after %.0f s; its log: %s",
+            self._launcher.name,
+            self.base_url,
+            seconds,
+            self._process.log_path,
+        )
 
     def wait_for_memory(self) -> None:
-        """Wait until a server that `begin` started has taken its GPU's memory. Before, it measures what is free: what others allocate then
-        is taken for its own, and it ends if they free something.
+        """Wait until a server that `begin` started has taken its GPU's memory. Before, it measures what is free: what
+        others allocate then is taken for its own, and it ends if they free something.
 
         Raises:
             EngineError: as `start`.
@@ -208,7 +220,9 @@ class Server:
         return self._process is not None or self._watched_pid is not None
 
     def check_alive(self, *, grace_s: float = 0.0) -> None:
-        """Raise EngineDied if a managed server has ended, or ends within `grace_s` seconds; an external one always passes."""
+        """Raise EngineDied if a managed server has ended, or ends within `grace_s` seconds; an external one always
+        passes.
+        """
         deadline = time.monotonic() + grace_s
         while self.is_observed:
             self._look()
@@ -224,8 +238,9 @@ class Server:
             raise EngineDied(f"the server at {self.base_url}, which another process of this run started, has ended.")
 
     def check_healthy(self) -> None:
-        """Raise EngineDied if a managed server has ended or is unhealthy: one whose engine has died ends only when its requests have. One
-        that answers late has time (see `Patience`): vLLM's has one thread, which long answers keep busy too."""
+        """Raise EngineDied if a managed server has ended or is unhealthy: one whose engine has died ends only when its
+        requests have. One that answers late has time (see `Patience`): vLLM's has one thread, which long answers keep
+        busy too."""
         self.check_alive()
         if self._process is None:
             return
@@ -246,12 +261,12 @@ class Server:
     def watched(self, call: Callable[[], T]) -> T:
         """Run a request while polling health; raise EngineDied if a managed server exits or turns unhealthy.
 
-        Without the polling a request would wait until its timeout: a server whose engine has died ends only when its open requests have,
-        and they wait for the engine.
+        Without the polling a request would wait until its timeout: a server whose engine has died ends only when its
+        open requests have, and they wait for the engine.
 
         Raises:
-            EngineDied: see above; also if the server ends within seconds of a failed request, which may be the first sign of it.
-            EngineError: the request failed, and the server lives.
+            EngineDied: see above; also if the server ends within seconds of a failed request, which may be the first
+            sign of it. EngineError: the request failed, and the server lives.
         """
         try:
             return self._with_health_checks(call) if self._is_watched else call()
@@ -276,7 +291,9 @@ class Server:
     def stop(self) -> None:
         """Stop a managed server, and remove the scratch folder; an external server goes on."""
         if self._process is not None:
-            is_unasked = self._began_s is not None and not self.has_ended  # so its log says nothing about why the run ends
+            is_unasked = (
+                self._began_s is not None and not self.has_ended
+            )  # so its log says nothing about why the run ends
             self._process.stop()
             if is_unasked:
                 self._process.log_path.unlink(missing_ok=True)

@@ -32,8 +32,9 @@ class SglangControl(HttpControl):
     def load_weights(self, folder: str, *, tag: str, pause_mode: str, check: Check = None) -> None:
         """See `ServerControl.load_weights`; caches are cleared too.
 
-        The steps are those that cannot end the server: it stops with an error when it loads weights and still has a request, or what the
-        last one left behind. After an error it stays paused: it must not serve half-loaded weights.
+        The steps are those that cannot end the server: it stops with an error when it loads weights and still has a
+        request, or what the last one left behind. After an error it stays paused: it must not serve half-loaded
+        weights.
         """
         assert pause_mode == "abort", pause_mode  # `Reload.requires` has ruled out the others
         self.post("/pause_generation", {"mode": "abort"}, timeout_s=3600)

@@ -1,6 +1,7 @@
 """Which servers may start at the same time: those that share no GPU.
 
-While a vLLM server starts, it measures how much memory it takes, and takes for its own what another one allocates meanwhile.
+While a vLLM server starts, it measures how much memory it takes, and takes for its own what another one allocates
+meanwhile.
 """
 
 from __future__ import annotations

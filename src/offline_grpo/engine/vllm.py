@@ -20,20 +20,24 @@ EXTENSION = "offline_grpo_worker.WorkerExtension"
 GENERATE = "offline_grpo_generate.Generate"
 SCHEDULER = "offline_grpo_scheduler.bundling_scheduler"
 KEY = "OFFLINE_GRPO_API_KEY"
-"""Where the token gate of a server that a run starts finds the key. vLLM 0.25 files what it compiles under the value of each of its own
-variables, VLLM_API_KEY among them: with a new key for every run, it compiled everything anew."""
+"""Where the token gate of a server that a run starts finds the key. vLLM 0.25 files what it compiles under the value of
+each of its own variables, VLLM_API_KEY among them: with a new key for every run, it compiled everything anew."""
 TOKEN_GATE = "offline_grpo_worker.TokenGate"
 SERVED_NAME = "policy"
 GRAPHED = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
-"""The numbers of sequences for which vLLM records CUDA graphs by itself. For more at once it launches kernel by kernel, which then takes
-most of the time of the engine's Python process."""
+"""The numbers of sequences for which vLLM records CUDA graphs by itself. For more at once it launches kernel by kernel,
+which then takes most of the time of the engine's Python process."""
 GRAPHED_STEP, MOST_GRAPHED = 64, 1024
 """vLLM decodes no more together, unless it is told to."""
 OF_GRAPHS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "enforce_eager"}
 EXECUTOR, CORES_FOR_MP = "distributed_executor_backend", 4
-"""`mp` keeps two processes busy, each of which waits for the other in a loop; on two cores the HTTP server hardly gets a turn."""
+"""`mp` keeps two processes busy, each of which waits for the other in a loop; on two cores the HTTP server hardly gets
+a turn.
+"""
 LORA_KERNELS = os.environ.get("VLLM_TUNED_CONFIG_FOLDER") or str(EXTENSION_FOLDER / "lora_kernels")
-"""Settings of vLLM's LoRA kernels that are faster for few tokens (`benchmarks/lora_kernels.py`); on other GPUs vLLM uses its own."""
+"""Settings of vLLM's LoRA kernels that are faster for few tokens (`benchmarks/lora_kernels.py`); on other GPUs vLLM
+uses its own.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +45,9 @@ class VllmEngine(CommandLine):
     """The command line and environment of a vLLM managed server. See `CommandLine`.
 
     Args:
-        blackwell_workaround: switch programmatic dependent launch (PDL, also called GDC) off in the server's LoRA kernels, which are known
-            to fail with it on SM100 GPUs. Sets VLLM_LORA_DISABLE_PDL for the server and nothing else.
+        blackwell_workaround: switch programmatic dependent launch (PDL, also called GDC) off in the server's LoRA
+            kernels, which are known to fail with it on SM100 GPUs. Sets VLLM_LORA_DISABLE_PDL for the server and
+            nothing else.
     """
 
     blackwell_workaround: bool
@@ -64,11 +69,20 @@ class VllmEngine(CommandLine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("VLLM_API_KEY" not in self.env, "engine.env.VLLM_API_KEY", "...", "set engine.api_key, which the run sends too")
+        require(
+            "VLLM_API_KEY" not in self.env,
+            "engine.env.VLLM_API_KEY",
+            "...",
+            "set engine.api_key, which the run sends too",
+        )
 
     def expecting(self, num_sequences: int) -> VllmEngine:
-        """See `CommandLine.expecting`: with CUDA graphs for as many sequences, unless `args` say which graphs there are."""
-        given = {name.replace("-", "_") for name, value in self.args.items() if value is not None and value is not False}
+        """See `CommandLine.expecting`: with CUDA graphs for as many sequences, unless `args` say which graphs there
+        are.
+        """
+        given = {
+            name.replace("-", "_") for name, value in self.args.items() if value is not None and value is not False
+        }
         num_sequences = min(num_sequences, int(self.args.get("max_num_seqs") or MOST_GRAPHED))
         if num_sequences <= GRAPHED[-1] or given & OF_GRAPHS:
             return self
@@ -82,9 +96,21 @@ class VllmEngine(CommandLine):
         settings["worker_extension_cls"] = EXTENSION
         if settings.get(EXECUTOR) == "auto":
             settings[EXECUTOR] = "mp" if usable_cores() >= CORES_FOR_MP else None
-        gate = [] if self.api_key is None else [TOKEN_GATE]  # the key travels in the environment, where other users cannot read it
-        middleware = [word for name in (GENERATE, *gate) for word in ("--middleware", name)]  # vLLM puts each around those before it
-        return [self.interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags(settings), *middleware]
+        gate = (
+            [] if self.api_key is None else [TOKEN_GATE]
+        )  # the key travels in the environment, where other users cannot read it
+        middleware = [
+            word for name in (GENERATE, *gate) for word in ("--middleware", name)
+        ]  # vLLM puts each around those before it
+        return [
+            self.interpreter,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            model,
+            *flags(settings),
+            *middleware,
+        ]
 
     def variables(self, env: Mapping[str, str]) -> dict[str, str]:
         """See `CommandLine.variables`."""

@@ -40,9 +40,10 @@ class VllmControl(HttpControl):
         """Stop generating, and clear KV caches.
 
         Args:
-            mode: what happens to requests in flight: "keep" goes on with them after `resume`, "wait" lets them end first, "abort" ends them
-                with what they have.
-            check: see `ServerControl.load_weights`. A server that a failed push has left paused was checked by that one.
+            mode: what happens to requests in flight: "keep" goes on with them after `resume`, "wait" lets them end
+                first, "abort" ends them with what they have.
+            check: see `ServerControl.load_weights`. A server that a failed push has left paused was checked by that
+                one.
         """
         if self.is_paused:
             return
@@ -71,14 +72,25 @@ class VllmControl(HttpControl):
         self.post("/reset_prefix_cache")
 
     def call_worker(
-        self, method: str, *, read: Callable[[Any], Any] = lambda result: result, timeout_s: float = 600.0, **kwargs: Any
+        self,
+        method: str,
+        *,
+        read: Callable[[Any], Any] = lambda result: result,
+        timeout_s: float = 600.0,
+        **kwargs: Any,
     ) -> Any:
-        """What the worker's method returns, as `read` understands it (see `Answer.read`); of several workers, the first one's."""
+        """What the worker's method returns, as `read` understands it (see `Answer.read`); of several workers, the first
+        one's.
+        """
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
-        return self.post("/collective_rpc", body, timeout_s=timeout_s + 10).read(lambda answer: read(answer["results"][0]))
+        return self.post("/collective_rpc", body, timeout_s=timeout_s + 10).read(
+            lambda answer: read(answer["results"][0])
+        )
 
     def load_weights(self, folder: str, *, tag: str, pause_mode: str, check: Check = None) -> None:
-        """See `ServerControl.load_weights`. After an error the server stays paused: it must not serve half-written weights."""
+        """See `ServerControl.load_weights`. After an error the server stays paused: it must not serve half-written
+        weights.
+        """
         self.pause(pause_mode, check)
         self.call_worker("reload_weights", weights_path=folder)
         self.reset_prefix_cache()
@@ -89,7 +101,9 @@ class VllmControl(HttpControl):
         """See `ServerControl.other_numbers`."""
         if not sums:
             return []
-        found = self.call_worker("grpo_sums", names=list(sums), read=lambda answer: {name: text_of(answer[name]) for name in sums})
+        found = self.call_worker(
+            "grpo_sums", names=list(sums), read=lambda answer: {name: text_of(answer[name]) for name in sums}
+        )
         return [name for name, own in sums.items() if found[name] != own]
 
     def set_tag(self, tag: str) -> None:
@@ -102,10 +116,14 @@ class VllmControl(HttpControl):
 
     def served_bits(self) -> ServedBits:
         """See `ServerControl.served_bits`."""
-        return self.call_worker("grpo_state", read=lambda state: ServedBits(text_of(state["dtype"]), {**state["fingerprints"]}))
+        return self.call_worker(
+            "grpo_state", read=lambda state: ServedBits(text_of(state["dtype"]), {**state["fingerprints"]})
+        )
 
     def describe(self) -> dict[str, Any]:
-        """Who and what the worker is: pid, device, gpu_uuid (None on CPUs), and refusals, why its weights cannot be shared."""
+        """Who and what the worker is: pid, device, gpu_uuid (None on CPUs), and refusals, why its weights cannot be
+        shared.
+        """
         return self.call_worker("grpo_describe", read=_description)
 
     def load_adapter(self, name: str, path: str) -> None:

@@ -19,10 +19,11 @@ from offline_grpo.types import FinishReason, Metrics, Problem, Rollout, RolloutG
 
 @dataclass(frozen=True, kw_only=True)
 class PassAtKEvaluator:
-    """Draws `replicates` completions of each problem and averages (see `pass_at_k.py` for the metrics); of a mixture, also task by task.
+    """Draws `replicates` completions of each problem and averages (see `pass_at_k.py` for the metrics); of a mixture,
+    also task by task.
 
-    The seed of a completion depends on `seed_base`, cycle, problem and replicate alone, so the metrics are the same however the
-    work is batched or spread over processes.
+    The seed of a completion depends on `seed_base`, cycle, problem and replicate alone, so the metrics are the same
+    however the work is batched or spread over processes.
 
     Args:
         rank, world_size: process `rank` of `world_size` samples every `world_size`-th problem.
@@ -73,7 +74,9 @@ class PassAtKEvaluator:
         return {
             f"{place}{name}": value
             for place, own in found.items()
-            for name, value in metrics_with_intervals(_table(own), self.ks, bootstrap_samples=self.bootstrap_samples, seed=seed).items()
+            for name, value in metrics_with_intervals(
+                _table(own), self.ks, bootstrap_samples=self.bootstrap_samples, seed=seed
+            ).items()
         }
 
 

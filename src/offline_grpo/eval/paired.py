@@ -1,4 +1,6 @@
-"""Which of two models is better on the same problems: the difference of their success rates, its interval, and an exact test."""
+"""Which of two models is better on the same problems: the difference of their success rates, its interval, and an exact
+test.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,15 @@ class PairedResult:
     num_worse: int
 
 
-def compare(first: NDArray[np.int64], second: NDArray[np.int64], replicates: int, *, bootstrap_samples: int, seed: int) -> PairedResult:
+def compare(
+    first: NDArray[np.int64], second: NDArray[np.int64], replicates: int, *, bootstrap_samples: int, seed: int
+) -> PairedResult:
     """Compare success rates problem by problem.
 
-    The interval is the percentile bootstrap over problems, both models of a problem drawn together. The p-value is that of Fisher's
-    randomisation test for pairs (The Design of Experiments, 1935, section 21): were the models alike, each problem's difference would be
-    as likely with the other sign. With one replicate that is the exact sign test (McNemar's).
+    The interval is the percentile bootstrap over problems, both models of a problem drawn together. The p-value is that
+    of Fisher's randomisation test for pairs (The Design of Experiments, 1935, section 21): were the models alike, each
+    problem's difference would be as likely with the other sign. With one replicate that is the exact sign test
+    (McNemar's).
 
     Args:
         first, second: right answers of each problem, [N], out of `replicates`.
@@ -50,15 +55,19 @@ def compare(first: NDArray[np.int64], second: NDArray[np.int64], replicates: int
 
 
 def sign_flip_p_value(differences: NDArray[np.int64]) -> float:
-    """The share of all 2^N ways to give the N whole numbers signs whose sum is at least as far from 0 as the one that was seen.
+    """The share of all 2^N ways to give the N whole numbers signs whose sum is at least as far from 0 as the one that
+    was seen.
 
-    The distribution of the sum is built up number by number, so nothing is sampled: [2 S + 1] probabilities with S the sum of sizes.
+    The distribution of the sum is built up number by number, so nothing is sampled: [2 S + 1] probabilities with S the
+    sum of sizes.
     """
     sizes = np.abs(differences[differences != 0])
     total = int(sizes.sum())
     distribution: FloatArray = np.zeros(2 * total + 1)
     distribution[total] = 1.0  # nothing is added yet: the sum is 0
     for size in sizes:
-        distribution = 0.5 * (np.roll(distribution, size) + np.roll(distribution, -size))  # its ends are 0 as long as they could wrap
+        distribution = 0.5 * (
+            np.roll(distribution, size) + np.roll(distribution, -size)
+        )  # its ends are 0 as long as they could wrap
     sums = np.abs(np.arange(-total, total + 1))
     return float(min(1.0, distribution[sums >= abs(int(differences.sum()))].sum()))

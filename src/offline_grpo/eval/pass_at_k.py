@@ -1,6 +1,7 @@
 """pass@k and its relatives, each with a 95% interval over problems.
 
-Every problem is answered n times (its replicates); N problems give tables of shape [N, n]. All metrics are averages over problems.
+Every problem is answered n times (its replicates); N problems give tables of shape [N, n]. All metrics are averages
+over problems.
 """
 
 from __future__ import annotations
@@ -44,11 +45,14 @@ def pass_at_k(num_correct: NDArray[np.int64], replicates: int, k: int) -> FloatA
     return np.array(by_num_correct)[num_correct]  # [N]
 
 
-def metrics_with_intervals(table: ReplicateTable, ks: Sequence[int], *, bootstrap_samples: int, seed: int) -> dict[str, float]:
-    """All evaluation metrics; a metric `m` that varies between problems comes with its 95% interval as `m_low` and `m_high`.
+def metrics_with_intervals(
+    table: ReplicateTable, ks: Sequence[int], *, bootstrap_samples: int, seed: int
+) -> dict[str, float]:
+    """All evaluation metrics; a metric `m` that varies between problems comes with its 95% interval as `m_low` and
+    `m_high`.
 
-    The interval is the percentile bootstrap over problems: it says how far the number would move had other problems been drawn from
-    the same distribution. Where all problems scored alike it has no width, however few they are.
+    The interval is the percentile bootstrap over problems: it says how far the number would move had other problems
+    been drawn from the same distribution. Where all problems scored alike it has no width, however few they are.
 
     `reward_std_all` is the population standard deviation over all N * n rewards.
     """
@@ -65,7 +69,8 @@ def metrics_with_intervals(table: ReplicateTable, ks: Sequence[int], *, bootstra
     metrics: dict[str, float] = {"tasks": float(num_problems), "replicates": float(replicates)}
     for i, name in enumerate([*means, "reward_std_all"]):
         metrics |= {name: float(point[i]), f"{name}_low": float(low[i]), f"{name}_high": float(high[i])}
-    # With as many replicates for every problem, the mean over problems is the mean over completions; both names are in use.
+    # With as many replicates for every problem, the mean over problems is the mean over completions; both names are in
+    # use.
     metrics["reward_mean_taskavg_all"] = metrics["reward_mean_all"]
     metrics["success_rate_taskavg_all"] = metrics["success_rate_all"]
     return metrics
@@ -74,7 +79,9 @@ def metrics_with_intervals(table: ReplicateTable, ks: Sequence[int], *, bootstra
 def metric_names(ks: Sequence[int], replicates: int) -> list[str]:
     """The metrics of `metrics_with_intervals`, apart from counts and the ends of intervals."""
     shape = (1, replicates)
-    table = ReplicateTable(np.zeros(shape), np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), np.zeros(shape, np.int64))
+    table = ReplicateTable(
+        np.zeros(shape), np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), np.zeros(shape, np.int64)
+    )
     names = metrics_with_intervals(table, ks, bootstrap_samples=1, seed=0)
     return [name for name in names if name not in ("tasks", "replicates") and not name.endswith(("_low", "_high"))]
 

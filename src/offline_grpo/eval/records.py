@@ -1,4 +1,6 @@
-"""Results of every problem as JSON lines: what each model wrote and what it scored, one file for each model and set of problems."""
+"""Results of every problem as JSON lines: what each model wrote and what it scored, one file for each model and set of
+problems.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ def record_of(index: int, group: RolloutGroup) -> dict[str, Any]:
         for rollout in group.rollouts
     ]
     messages = [dict(message) for message in problem.messages]
-    return {"index": index, "problem_id": problem.problem_id, "messages": messages, "answer": problem.answer, "replicates": replicates}
+    return {
+        "index": index,
+        "problem_id": problem.problem_id,
+        "messages": messages,
+        "answer": problem.answer,
+        "replicates": replicates,
+    }
 
 
 class Records:
@@ -45,7 +53,9 @@ class Records:
 
 @contextmanager
 def recording(path: Path) -> Iterator[Records]:
-    """Lines come in the order in which engines answer; where the block ends well they are put into the order of the problems."""
+    """Lines come in the order in which engines answer; where the block ends well they are put into the order of the
+    problems.
+    """
     with path.open("w", encoding="utf-8") as file:
         yield Records(file)
     with path.open(encoding="utf-8") as file:  # `str.splitlines` would end lines inside a text too, at U+2028

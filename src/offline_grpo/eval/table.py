@@ -12,10 +12,14 @@ from offline_grpo.types import Metrics
 WIDTH = 80
 
 
-def results_table(models: Mapping[str, str], metrics: Mapping[tuple[str, str], Metrics], ks: Mapping[str, Sequence[int]]) -> list[str]:
-    """A line for each model's name, then a row for each set and model: pass@k with 95% intervals, for the smallest and the largest k.
+def results_table(
+    models: Mapping[str, str], metrics: Mapping[tuple[str, str], Metrics], ks: Mapping[str, Sequence[int]]
+) -> list[str]:
+    """A line for each model's name, then a row for each set and model: pass@k with 95% intervals, for the smallest and
+    the largest k.
 
-    Sets whose short names are the same have numbers, and a line for each name at the end. More than two k are told two at a time.
+    Sets whose short names are the same have numbers, and a line for each name at the end. More than two k are told two
+    at a time.
 
     Args:
         models: what each short name stands for.
@@ -35,7 +39,10 @@ def results_table(models: Mapping[str, str], metrics: Mapping[tuple[str, str], M
             for letter in models:
                 found = metrics.get((letter, name), {})
                 if any(key in found for key in keys):
-                    cells = [f"{found[k]:.3f} [{found[f'{k}_low']:.3f}, {found[f'{k}_high']:.3f}]" if k in found else "" for k in keys]
+                    cells = [
+                        f"{found[k]:.3f} [{found[f'{k}_low']:.3f}, {found[f'{k}_high']:.3f}]" if k in found else ""
+                        for k in keys
+                    ]
                     lines.append(_row(label, f"{found['tasks']:.0f}", letter, cells))
     return lines + legend
 
@@ -44,8 +51,12 @@ def comparison_lines(first: str, comparisons: Mapping[tuple[str, str], PairedRes
     """What the paired tests say, two lines for each, or more if its name is long."""
     lines = []
     for (letter, name), found in comparisons.items():
-        lines += _wrapped(f"{letter} - {first} on {name}: {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}], {p_text(found)}")
-        lines.append(f"    better on {found.num_better} and worse on {found.num_worse} of {found.num_problems} problems")
+        lines += _wrapped(
+            f"{letter} - {first} on {name}: {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}], {p_text(found)}"
+        )
+        lines.append(
+            f"    better on {found.num_better} and worse on {found.num_worse} of {found.num_problems} problems"
+        )
     return lines
 
 
@@ -60,7 +71,9 @@ def truncation_lines(metrics: Mapping[tuple[str, str], Any], limit: float = 0.2)
         line
         for (letter, name), found in metrics.items()
         if found["truncated_frac"] > limit
-        for line in _wrapped(f"{letter} on {name}: {found['truncated_frac']:.0%} of the completions were cut; raise eval.max_new_tokens")
+        for line in _wrapped(
+            f"{letter} on {name}: {found['truncated_frac']:.0%} of the completions were cut; raise eval.max_new_tokens"
+        )
     ]
 
 

@@ -1,6 +1,7 @@
 """Decoding on a GPU as a CUDA graph: the kernels of a step are launched together, not one after the other by Python.
 
-For a cache of fixed size transformers' `generate` would compile the model, which takes minutes; a graph of the same pass takes a second.
+For a cache of fixed size transformers' `generate` would compile the model, which takes minutes; a graph of the same
+pass takes a second.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ log = logging.getLogger(__name__)
 
 
 def has_graphs(lm: Any) -> bool:
-    """Whether decoding steps of this model can be recorded, by what transformers says of it. Falcon with ALiBi says so, and breaks.
+    """Whether decoding steps of this model can be recorded, by what transformers says of it. Falcon with ALiBi says so,
+    and breaks.
 
     Not with hooks, such as those of FSDP2.
     """
@@ -37,7 +39,8 @@ def has_graphs(lm: Any) -> bool:
 def with_fixed_size(filled: DynamicCache, lm: Any, max_length: int) -> Cache:
     """What is in `filled`, which is emptied, in tensors that never move and hold `max_length` tokens.
 
-    `filled` itself for layers that count in Python, which a recorded step would not do, such as those of sliding windows.
+    `filled` itself for layers that count in Python, which a recorded step would not do, such as those of sliding
+    windows.
     """
     cache = StaticCache(config=lm.config.get_text_config(decoder=True), max_cache_len=max_length)
     if any(type(layer) is not StaticLayer for layer in cache.layers):
@@ -62,7 +65,9 @@ def graphed_steps(lm: Any) -> Iterator[None]:
 
 
 class _StepGraph:
-    """A forward pass for one token per row. The first call runs as usual, which loads kernels; the second is recorded and replayed."""
+    """A forward pass for one token per row. The first call runs as usual, which loads kernels; the second is recorded
+    and replayed.
+    """
 
     def __init__(self, lm: Any) -> None:
         self._lm = lm

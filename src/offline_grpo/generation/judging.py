@@ -41,14 +41,17 @@ class Judgement:
         text: the completion without special tokens.
 
     Raises:
-        ScoreError: the task raised, or returned something else than a score. `result` raises it where the score is async.
+        ScoreError: the task raised, or returned something else than a score. `result` raises it where the score is
+        async.
     """
 
     def __init__(self, task: Task, problem: Problem, text: str) -> None:
         self._problem, self._text = problem, text
         with _Asking(problem, text):
             score = task.score(problem, text)
-            self._future = asyncio.run_coroutine_threadsafe(_awaited(score), _loop()) if inspect.isawaitable(score) else None
+            self._future = (
+                asyncio.run_coroutine_threadsafe(_awaited(score), _loop()) if inspect.isawaitable(score) else None
+            )
             self._score = checked(score) if self._future is None else None
 
     @property
@@ -72,8 +75,8 @@ class Judgement:
 def scores_of(judgements: Sequence[Judgement]) -> list[Score]:
     """The scores of a group, as soon as all are there.
 
-    A score that failed is 0, or that of the worst completion whose score is below 0: a policy would learn to make code fail that
-    punishes.
+    A score that failed is 0, or that of the worst completion whose score is below 0: a policy would learn to make code
+    fail that punishes.
     """
     scores = [judgement.result() for judgement in judgements]
     least = min((score.reward for score in scores if score.failure is None), default=0.0)
@@ -94,8 +97,12 @@ def checked(score: object) -> Score:
         raise ScoreError(f"the task's score has is_correct={score.is_correct!r:.80}; it must be True or False")
     for name, value in (("reward", score.reward), *score.parts.items(), *score.measured.items()):
         if not (isinstance(value, (int, float)) and -LARGEST <= value <= LARGEST):  # no NaN is
-            raise ScoreError(f"the task's score has {name}={value!r:.80}; it must be a finite number, from -{LARGEST:g} to {LARGEST:g}")
-    return score if isinstance(score.is_correct, bool) else replace(score, is_correct=bool(score.is_correct))  # JSON knows no numpy
+            raise ScoreError(
+                f"the task's score has {name}={value!r:.80}; it must be a finite number, from -{LARGEST:g} to {LARGEST:g}"
+            )
+    return (
+        score if isinstance(score.is_correct, bool) else replace(score, is_correct=bool(score.is_correct))
+    )  # JSON knows no numpy
 
 
 async def _awaited(score: Awaitable[Score]) -> Score:
@@ -105,8 +112,8 @@ async def _awaited(score: Awaitable[Score]) -> Score:
 
 @made_once
 def _loop() -> asyncio.AbstractEventLoop:
-    """One event loop for the life of the process, because clients that async code makes once belong to the loop that they were used in.
-    Threads that begin to score at the same time get the same one."""
+    """One event loop for the life of the process, because clients that async code makes once belong to the loop that
+    they were used in. Threads that begin to score at the same time get the same one."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=_run, args=(loop,), name="scores", daemon=True).start()
     return loop
@@ -114,7 +121,9 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     while True:
-        with suppress(SystemExit, KeyboardInterrupt):  # of a task that a score has made: asyncio leaves its loop, and all that it awaits
+        with suppress(
+            SystemExit, KeyboardInterrupt
+        ):  # of a task that a score has made: asyncio leaves its loop, and all that it awaits
             loop.run_forever()
 
 
@@ -125,11 +134,15 @@ def _room() -> asyncio.Semaphore:
 
 @dataclass
 class _SlowScores:
-    """Warns about a score that takes longer than `SLOW_S`. A thread looks on, because the code that is slow may never return."""
+    """Warns about a score that takes longer than `SLOW_S`. A thread looks on, because the code that is slow may never
+    return.
+    """
 
     _current: dict[int, tuple[float, Problem, str]] = field(default_factory=dict, init=False)  # by thread
     _thread: threading.Thread | None = field(default=None, init=False)
-    _starting: threading.Lock = field(default_factory=threading.Lock, init=False)  # threads that begin to score at once share one
+    _starting: threading.Lock = field(
+        default_factory=threading.Lock, init=False
+    )  # threads that begin to score at once share one
 
     def begin(self, problem: Problem, text: str) -> None:
         if self._thread is None:
@@ -155,8 +168,9 @@ _slow = _SlowScores()
 
 
 class _Asking:
-    """While code of the user's own scores: it is watched, and if it raises, one line names problem and completion, instead of a traceback
-    from inside that code. A class, because generators of `contextlib` would take as long as a simple score does."""
+    """While code of the user's own scores: it is watched, and if it raises, one line names problem and completion,
+    instead of a traceback from inside that code. A class, because generators of `contextlib` would take as long as a
+    simple score does."""
 
     def __init__(self, problem: Problem, text: str) -> None:
         self._problem, self._text = problem, text
@@ -164,12 +178,18 @@ class _Asking:
     def __enter__(self) -> None:
         _slow.begin(self._problem, self._text)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         _slow.end()
         if error is None:
             return
         about = about_completion(self._problem, self._text)
         if isinstance(error, ScoreError):
             raise ScoreError(f"{error}; {about}") from error
-        if isinstance(error, (Exception, SystemExit)) and not isinstance(error, (GrpoError, StopRequested)):  # whatever that code raises
-            raise ScoreError(f"a completion cannot be scored, {told(error)}; {about}; HYDRA_FULL_ERROR=1 shows the traceback") from error
+        if isinstance(error, (Exception, SystemExit)) and not isinstance(
+            error, (GrpoError, StopRequested)
+        ):  # whatever that code raises
+            raise ScoreError(
+                f"a completion cannot be scored, {told(error)}; {about}; HYDRA_FULL_ERROR=1 shows the traceback"
+            ) from error

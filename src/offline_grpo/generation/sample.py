@@ -24,10 +24,11 @@ def sample_groups(
     group_size: int,
     on_scored: Callable[[float], None] = lambda seconds: None,
 ) -> Iterator[tuple[int, RolloutGroup]]:
-    """Sample `group_size` completions of each problem, score them, and yield the index of each draw with its group, in any order.
+    """Sample `group_size` completions of each problem, score them, and yield the index of each draw with its group, in
+    any order.
 
-    A group is scored as soon as its completions are there, while the engine goes on with the others. Scores that have to be waited for are
-    waited for together.
+    A group is scored as soon as its completions are there, while the engine goes on with the others. Scores that have
+    to be waited for are waited for together.
 
     Args:
         draws: problems, each with the seed of its first completion (see `SamplingRequest`).
@@ -91,10 +92,14 @@ def _judge(task: Task, codec: TextCodec, problem: Problem, completion: Completio
     return _Answer(completion, text, Judgement(task, problem, text))
 
 
-def _group(problem: Problem, prompt_ids: Sequence[int], answers: Sequence[_Answer], sampling: SamplingParams) -> RolloutGroup:
+def _group(
+    problem: Problem, prompt_ids: Sequence[int], answers: Sequence[_Answer], sampling: SamplingParams
+) -> RolloutGroup:
     scores = scores_of([answer.judgement for answer in answers])
     rollouts = (
-        Rollout.of_one_turn(prompt_ids, answer.completion, temperature=sampling.temperature, text=answer.text, score=score)
+        Rollout.of_one_turn(
+            prompt_ids, answer.completion, temperature=sampling.temperature, text=answer.text, score=score
+        )
         for answer, score in zip(answers, scores, strict=True)
     )
     return RolloutGroup(problem, tuple(rollouts))

@@ -27,14 +27,18 @@ _LOW_BITS = 2**64 - 1
 
 
 class Draws:
-    """What the rows of a batch have drawn so far. All rows are at the same step; a row's tokens after `ended` mean nothing."""
+    """What the rows of a batch have drawn so far. All rows are at the same step; a row's tokens after `ended` mean
+    nothing.
+    """
 
     def __init__(self, num_rows: int, max_new_tokens: int, device: torch.device) -> None:
         self.token_ids = torch.zeros(num_rows, max_new_tokens, dtype=torch.int64, device=device)  # [B, N]
         self.logprobs = torch.zeros(num_rows, max_new_tokens, dtype=torch.float32, device=device)  # [B, N], nats
         self.num_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)  # [B]
         self.ended = torch.zeros(num_rows, dtype=torch.bool, device=device)  # [B]: by EOS or a stop string
-        self.rows = torch.arange(num_rows, device=device)  # [R]: which of the B rows are in the current call of `generate`
+        self.rows = torch.arange(
+            num_rows, device=device
+        )  # [R]: which of the B rows are in the current call of `generate`
         self.step = 0
 
     @property
@@ -49,13 +53,17 @@ class Draws:
 
     def first_non_finite(self) -> tuple[int, int] | None:
         """Row and step of the first token whose logprob is not a finite number: the model's logits were not."""
-        is_drawn = torch.arange(self.logprobs.shape[1], device=self.logprobs.device) < self.num_tokens[:, None]  # [B, N]
+        is_drawn = (
+            torch.arange(self.logprobs.shape[1], device=self.logprobs.device) < self.num_tokens[:, None]
+        )  # [B, N]
         bad = (is_drawn & ~self.logprobs.isfinite()).nonzero()
         return (int(bad[0, 0]), int(bad[0, 1])) if len(bad) else None
 
     def completions(self, version: int) -> list[Completion]:
         """One completion for each of the B rows."""
-        token_ids, logprobs, num_tokens, ended = (x.tolist() for x in (self.token_ids, self.logprobs, self.num_tokens, self.ended))
+        token_ids, logprobs, num_tokens, ended = (
+            x.tolist() for x in (self.token_ids, self.logprobs, self.num_tokens, self.ended)
+        )
         return [
             Completion(
                 token_ids=tuple(token_ids[row][:length]),
@@ -88,8 +96,8 @@ def filters(sampling: SamplingParams) -> list[LogitsProcessor]:
 def uniforms(seeds: Sequence[int], length: int) -> Tensor:
     """Random numbers [B, length] in [0, 1), row i from seed i alone, all of whose bits count up to the 128th.
 
-    The seed is the key of a Philox generator (Salmon et al., SC 2011), which makes unrelated streams of related keys. One generator is
-    given one key after the other: a new one for each row would take four times as long.
+    The seed is the key of a Philox generator (Salmon et al., SC 2011), which makes unrelated streams of related keys.
+    One generator is given one key after the other: a new one for each row would take four times as long.
     """
     generator = np.random.Generator(np.random.Philox(key=0))
     at_its_start = generator.bit_generator.state
@@ -102,10 +110,12 @@ def uniforms(seeds: Sequence[int], length: int) -> Tensor:
 
 
 class SeededSampler(LogitsProcessor):
-    """The last logits processor: picks each row's token, writes it and its logprob into `draws`, and makes the token the only choice.
+    """The last logits processor: picks each row's token, writes it and its logprob into `draws`, and makes the token
+    the only choice.
 
-    A token is picked by inverting the cumulative distribution at the row's own random number, so a row's completion does not depend
-    on its batch, nor on torch's global random state. With `uniforms` None the most probable token is picked.
+    A token is picked by inverting the cumulative distribution at the row's own random number, so a row's completion
+    does not depend on its batch, nor on torch's global random state. With `uniforms` None the most probable token is
+    picked.
     """
 
     def __init__(self, draws: Draws, uniforms: Tensor | None) -> None:
@@ -115,7 +125,9 @@ class SeededSampler(LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         draws = self._draws
         probs = scores.softmax(-1)  # [R, V]
-        tokens = probs.argmax(-1) if self._uniforms is None else invert_cdf(probs, self._uniforms[draws.rows, draws.step])  # [R]
+        tokens = (
+            probs.argmax(-1) if self._uniforms is None else invert_cdf(probs, self._uniforms[draws.rows, draws.step])
+        )  # [R]
         draws.token_ids[draws.rows, draws.step] = tokens
         draws.logprobs[draws.rows, draws.step] = probs.gather(1, tokens[:, None]).squeeze(1).log()
         draws.step += 1
@@ -123,31 +135,38 @@ class SeededSampler(LogitsProcessor):
 
 
 def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token [R] at which the cumulative sum of `probs` [R, V] exceeds `uniforms` [R] (of the total, which rounding moves off 1).
+    """The first token [R] at which the cumulative sum of `probs` [R, V] exceeds `uniforms` [R] (of the total, which
+    rounding moves off 1).
 
-    A token of probability 0 adds nothing to the sum, so it is never the first. A GPU adds in an order that is not the same each time, and
-    in float32 the difference is as large as the probability of a rare token.
+    A token of probability 0 adds nothing to the sum, so it is never the first. A GPU adds in an order that is not the
+    same each time, and in float32 the difference is as large as the probability of a rare token.
     """
     cdf = probs.cumsum(-1, dtype=torch.float64 if probs.is_cuda else None)  # [R, V]
-    thresholds = uniforms[:, None].to(cdf.dtype) * cdf[:, -1:]  # [R, 1], below the total because a random number is at most 1 - 2**-24
+    thresholds = (
+        uniforms[:, None].to(cdf.dtype) * cdf[:, -1:]
+    )  # [R, 1], below the total because a random number is at most 1 - 2**-24
     # NaN exceeds nothing: the clamp keeps the index valid until `first_non_finite` reports it
     return torch.searchsorted(cdf, thresholds, right=True).squeeze(1).clamp_(max=probs.shape[1] - 1)
 
 
 class RowEnds(StoppingCriteria):
-    """Marks the rows whose newest token ended them, and ends `generate` early once half of its rows have, so that they can be dropped.
+    """Marks the rows whose newest token ended them, and ends `generate` early once half of its rows have, so that they
+    can be dropped.
 
     Args:
         eos_ids: tokens that end a completion.
         stop: strings that end a completion; looked for in the completion's text without special tokens.
     """
 
-    def __init__(self, draws: Draws, eos_ids: Sequence[int], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, draws: Draws, eos_ids: Sequence[int], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         self._draws = draws
         self._eos_ids = torch.tensor(eos_ids, dtype=torch.int64, device=draws.token_ids.device)
         self._stop = tuple(stop)
         self._tokenizer = tokenizer
-        # A stop string has at most one token per byte; the tokens before them keep it off the text's start, where decoders strip spaces
+        # A stop string has at most one token per byte; the tokens before them keep it off the text's start, where
+        # decoders strip spaces
         self._window = max((len(string.encode()) for string in stop), default=0) + 4
 
     def __call__(self, input_ids: torch.LongTensor, scores: object, **kwargs: object) -> torch.BoolTensor:

@@ -13,7 +13,16 @@ from typing import Any, ClassVar
 import httpx
 
 from offline_grpo.engine.control import ServerControl
-from offline_grpo.engine.http import BROKEN, SAFE_TO_RETRY_STATUS, Answer, Refused, connection, describe, exchange, ssl_context
+from offline_grpo.engine.http import (
+    BROKEN,
+    SAFE_TO_RETRY_STATUS,
+    Answer,
+    Refused,
+    connection,
+    describe,
+    exchange,
+    ssl_context,
+)
 from offline_grpo.engine.server import GRACE_S, Server
 from offline_grpo.errors import EngineError
 from offline_grpo.generation.streaming import Streaming
@@ -42,11 +51,12 @@ Choice = tuple[Sequence[int], Sequence[float], str]
 
 
 class ServerClient(Streaming):
-    """A `RolloutClient` that asks a server over HTTP: token ids in, token ids and logprobs out. Each subclass implements one
-    server's API: `path` is its endpoint for completions, `engine_name` the kind of server.
+    """A `RolloutClient` that asks a server over HTTP: token ids in, token ids and logprobs out. Each subclass
+    implements one server's API: `path` is its endpoint for completions, `engine_name` the kind of server.
 
-    Generation is a pure function of weights, prompt and seed, so a request that failed on the way is sent again: after a refused or broken
-    connection, a truncated answer, or a status that asks for it (429, 502, 503, 504). Any other status is an error at once.
+    Generation is a pure function of weights, prompt and seed, so a request that failed on the way is sent again: after
+    a refused or broken connection, a truncated answer, or a status that asks for it (429, 502, 503, 504). Any other
+    status is an error at once.
 
     Args:
         server: what to ask. Its death is noticed between attempts, and every few seconds while an answer is waited for.
@@ -68,7 +78,14 @@ class ServerClient(Streaming):
     """Whether logprobs are those after top-p, top-k and penalty, as a `Completion` should have them."""
 
     def __init__(
-        self, *, server: Server, eos_ids: Sequence[int], vocab_size: int, batch_size: int, timeout_s: float, max_retries: int
+        self,
+        *,
+        server: Server,
+        eos_ids: Sequence[int],
+        vocab_size: int,
+        batch_size: int,
+        timeout_s: float,
+        max_retries: int,
     ) -> None:
         super().__init__(server.base_url, batch_size)
         self.weights = ServedWeights()
@@ -111,10 +128,16 @@ class ServerClient(Streaming):
         finally:
             self._idle.append(http)
 
-    async def _complete(self, http: httpx.AsyncClient, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
-        """Sends a request again that the server aborted: a partial completion is useless. What a push has aborted is no failed attempt."""
+    async def _complete(
+        self, http: httpx.AsyncClient, request: SamplingRequest, sampling: SamplingParams
+    ) -> list[Completion]:
+        """Sends a request again that the server aborted: a partial completion is useless. What a push has aborted is no
+        failed attempt.
+        """
         per_completion = (
-            MAX_BYTES_BESIDE + self.max_bytes_per_token * sampling.max_new_tokens + MAX_BYTES_PER_PROMPT_TOKEN * len(request.prompt_ids)
+            MAX_BYTES_BESIDE
+            + self.max_bytes_per_token * sampling.max_new_tokens
+            + MAX_BYTES_PER_PROMPT_TOKEN * len(request.prompt_ids)
         )
         max_bytes = MAX_BYTES_BESIDE + request.num_completions * per_completion
         num_aborted = 0
@@ -129,10 +152,14 @@ class ServerClient(Streaming):
                 continue  # a push came between, and the adapter that it named is no more
             finally:
                 self.num_asked -= Counter([weights.name])  # and without those that are 0
-            completions = answer.read(lambda parsed, version=weights.version: self._completions(parsed, request, sampling, version))
+            completions = answer.read(
+                lambda parsed, version=weights.version: self._completions(parsed, request, sampling, version)
+            )
             if all(completion.finish_reason is not FinishReason.ABORT for completion in completions):
                 return completions
-            await self._check_whether_it_ends(weights, GRACE_S)  # the push that aborted it is not over, also of a server that was found
+            await self._check_whether_it_ends(
+                weights, GRACE_S
+            )  # the push that aborted it is not over, also of a server that was found
             num_aborted += self.weights is weights
         raise EngineError(
             f"{self._url}: the server aborted the request, {self.max_retries + 1} times; does somebody else pause it or load weights?"
@@ -145,7 +172,9 @@ class ServerClient(Streaming):
                 await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.8, 1.2))
                 await asyncio.to_thread(self.server.check_alive)
             try:
-                answer = await self._unless_it_ends(exchange(http, "POST", path, timeout_s=self.timeout_s, max_bytes=max_bytes, json=body))
+                answer = await self._unless_it_ends(
+                    exchange(http, "POST", path, timeout_s=self.timeout_s, max_bytes=max_bytes, json=body)
+                )
             except TimeoutError as error:
                 group = self.server.key.partition(".")[0]
                 raise EngineError(
@@ -184,7 +213,8 @@ class ServerClient(Streaming):
         return GRACE_S if self.server.is_observed else 0.0
 
     async def _check_whether_it_ends(self, weights: ServedWeights, grace_s: float) -> None:
-        """Raises EngineDied where the failure was the first sign of the server's death. A push that has ended meanwhile explains it.
+        """Raises EngineDied where the failure was the first sign of the server's death. A push that has ended meanwhile
+        explains it.
 
         Args:
             weights: those that were asked.
@@ -200,10 +230,16 @@ class ServerClient(Streaming):
     def _url(self) -> str:
         return f"{self.server.base_url}{self.path}"
 
-    def _completions(self, parsed: Any, request: SamplingRequest, sampling: SamplingParams, version: int) -> list[Completion]:
-        completions = [self._completion(*choice, sampling.max_new_tokens, version) for choice in self.choices(parsed, request)]
+    def _completions(
+        self, parsed: Any, request: SamplingRequest, sampling: SamplingParams, version: int
+    ) -> list[Completion]:
+        completions = [
+            self._completion(*choice, sampling.max_new_tokens, version) for choice in self.choices(parsed, request)
+        ]
         if len(completions) != request.num_completions:
-            raise EngineError(f"{self._url}: {len(completions)} completions where {request.num_completions} were asked for")
+            raise EngineError(
+                f"{self._url}: {len(completions)} completions where {request.num_completions} were asked for"
+            )
         return completions
 
     def _completion(
@@ -221,7 +257,9 @@ class ServerClient(Streaming):
         lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
         if lowest < 0 or highest >= self._vocab_size:
             wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"a token has id {wrong}, where the model that is trained has ids from 0 to {self._vocab_size - 1}")
+            raise ValueError(
+                f"a token has id {wrong}, where the model that is trained has ids from 0 to {self._vocab_size - 1}"
+            )
         for position, logprob in enumerate(logprobs):
             if not LOWEST_LOGPROB < logprob <= 1e-3:  # NaN fails this too; the 1e-3 is room for rounding
                 raise EngineError(

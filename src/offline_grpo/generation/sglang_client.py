@@ -13,12 +13,13 @@ from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 class SglangClient(ServerClient):
     """See `ServerClient`. Made from the source of SGLang 0.5.11 to 0.5.15, and run against 0.5.15.
 
-    Seeds act under `--enable-deterministic-inference` alone, and its `n` would draw all completions of a prompt with one seed. So a request
-    is a batch: the prompt once per completion, each with sampling parameters of its own.
+    Seeds act under `--enable-deterministic-inference` alone, and its `n` would draw all completions of a prompt with
+    one seed. So a request is a batch: the prompt once per completion, each with sampling parameters of its own.
 
-    Logprobs are those of softmax(logits / temperature), with a repetition penalty in the logits, unless SGLANG_RETURN_ORIGINAL_LOGPROB is
-    set in the server's environment. SGLang does not renormalise them over what `top_p` and `top_k` leave. Its repetition penalty is for
-    tokens of the completion alone, and its overlapping scheduler applies it late.
+    Logprobs are those of softmax(logits / temperature), with a repetition penalty in the logits, unless
+    SGLANG_RETURN_ORIGINAL_LOGPROB is set in the server's environment. SGLang does not renormalise them over what
+    `top_p` and `top_k` leave. Its repetition penalty is for tokens of the completion alone, and its overlapping
+    scheduler applies it late.
     """
 
     engine_name: ClassVar[str | None] = "SGLang"
@@ -46,7 +47,9 @@ class SglangClient(ServerClient):
         }
         return {
             "input_ids": [list(request.prompt_ids)] * request.num_completions,
-            "sampling_params": [{**common, "sampling_seed": (request.seed + j) % 2**63} for j in range(request.num_completions)],
+            "sampling_params": [
+                {**common, "sampling_seed": (request.seed + j) % 2**63} for j in range(request.num_completions)
+            ],
             "return_logprob": True,
         }
 
@@ -57,7 +60,9 @@ class SglangClient(ServerClient):
 
 def _choice(meta: Any, prompt_length: int) -> Choice:
     reason = meta["finish_reason"]["type"]
-    if reason != "abort" and meta["prompt_tokens"] != prompt_length:  # the length is all that it tells, and not of what it dropped unread
+    if (
+        reason != "abort" and meta["prompt_tokens"] != prompt_length
+    ):  # the length is all that it tells, and not of what it dropped unread
         raise ValueError(f"the prompt had {prompt_length} tokens and the server read {meta['prompt_tokens']}")
     tokens = meta["output_token_logprobs"]  # (logprob, token id, text or None) each
     if meta["completion_tokens"] != len(tokens):

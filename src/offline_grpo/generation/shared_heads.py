@@ -1,7 +1,7 @@
 """Attention of a single new token per row that reads each key and value once, however many query heads share it.
 
-transformers gives every query head its own copy of them where there is a mask, and a cache of fixed size always has one. On an H100 these
-copies were half of a decoding step.
+transformers gives every query head its own copy of them where there is a mask, and a cache of fixed size always has
+one. On an H100 these copies were half of a decoding step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ SDPA = "sdpa"
 def shared_heads() -> Iterator[None]:
     """Inside, transformers' models that use `scaled_dot_product_attention` decode without copies."""
     before = ALL_ATTENTION_FUNCTIONS[SDPA]
-    AttentionInterface.register(SDPA, functools.partial(_attention, before))  # compiled blocks look whether there is more than these
+    AttentionInterface.register(
+        SDPA, functools.partial(_attention, before)
+    )  # compiled blocks look whether there is more than these
     try:
         yield
     finally:
@@ -51,5 +53,7 @@ def _attention(
     if length > 1 or heads == kv_heads or not (has_one_mask and is_plain):
         return otherwise(module, query, key, value, attention_mask, scaling=scaling, **others)
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, size)
-    output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)  # [B, kv_heads, groups, Dv]
+    output = scaled_dot_product_attention(
+        grouped, key, value, attn_mask=attention_mask, scale=scaling
+    )  # [B, kv_heads, groups, Dv]
     return output.reshape(batch, 1, heads, -1), None

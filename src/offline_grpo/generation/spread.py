@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 class SpreadClient(Streaming):
     """A `RolloutClient` over the clients of several servers that serve the same weights.
 
-    All completions of a prompt come from one server, which computes the prompt once. Which one it is changes no sample, because seeds
-    belong to the requests. What was open at a server that died is asked of the others.
+    All completions of a prompt come from one server, which computes the prompt once. Which one it is changes no sample,
+    because seeds belong to the requests. What was open at a server that died is asked of the others.
 
     Args:
         clients: at least one. Each is asked for its own `batch_size` at once; more where others have died.
@@ -31,10 +31,12 @@ class SpreadClient(Streaming):
     engine_name: ClassVar[str | None] = "several servers"
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
-        super().__init__(", ".join(client.server.base_url for client in clients), sum(client.batch_size for client in clients))
+        super().__init__(
+            ", ".join(client.server.base_url for client in clients), sum(client.batch_size for client in clients)
+        )
         self.serving = list(clients)
-        """Those that are asked; replaced as a whole. None, where the last one has died while another one gets the weights: requests wait
-        for that one."""
+        """Those that are asked; replaced as a whole. None, where the last one has died while another one gets the
+        weights: requests wait for that one."""
         self._changing = threading.Lock()  # the deployment and the thread of the requests both know of deaths
         self.weights = ServedWeights()
         self._num_open = dict.fromkeys(clients, 0)
@@ -66,11 +68,16 @@ class SpreadClient(Streaming):
                 self._num_open[client] -= 1
 
     def metrics(self) -> Metrics:
-        """How evenly the tokens sampled since the last call are spread: those of the busiest server over the mean of all."""
+        """How evenly the tokens sampled since the last call are spread: those of the busiest server over the mean of
+        all.
+        """
         num_tokens = list(self._num_tokens.values())
         self._num_tokens = dict.fromkeys(self._num_tokens, 0)
         mean = sum(num_tokens) / len(num_tokens)
-        return {"engines/num_serving": float(len(self.serving)), "engines/imbalance": max(num_tokens) / mean if mean else 1.0}
+        return {
+            "engines/num_serving": float(len(self.serving)),
+            "engines/imbalance": max(num_tokens) / mean if mean else 1.0,
+        }
 
     def serve_from(self, clients: Sequence[ServerClient]) -> None:
         """From now on, ask these."""
@@ -89,4 +96,6 @@ class SpreadClient(Streaming):
                 raise death
             self.serving = others
         if client in before:
-            log.warning("sampling goes on with %d other server%s: %s", len(others), "s" if len(others) > 1 else "", death)
+            log.warning(
+                "sampling goes on with %d other server%s: %s", len(others), "s" if len(others) > 1 else "", death
+            )

@@ -1,7 +1,7 @@
 """Many requests at a time: how a client takes them from an iterable, sends them, and hands out what is answered.
 
-The public side is synchronous. Requests run in an event loop on a thread of their own, so that a signal to the main thread interrupts
-the wait at once, and connections outlive a call.
+The public side is synchronous. Requests run in an event loop on a thread of their own, so that a signal to the main
+thread interrupts the wait at once, and connections outlive a call.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Streaming(ABC):
         """Close connections; no request is open any more."""
 
     def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
-        """See `RolloutClient.generate`. As many requests as may be in flight wait behind them. Several threads may call it: they share what
-        may be in flight.
+        """See `RolloutClient.generate`. As many requests as may be in flight wait behind them. Several threads may call
+        it: they share what may be in flight.
 
         Raises:
             EngineDied: the server, one that this run started, has ended.
@@ -88,7 +88,9 @@ class Streaming(ABC):
             return asyncio.run_coroutine_threadsafe(self.ask(request, sampling), self._running_loop())
 
     def generate_now(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> list[list[Completion]]:
-        """The completions of a few requests, in their order, asked at once, whatever else is in flight or waits. Raises as `generate`."""
+        """The completions of a few requests, in their order, asked at once, whatever else is in flight or waits. Raises
+        as `generate`.
+        """
         answers = [self.submit(request, sampling) for request in requests]
         try:
             return [answer.result() for answer in answers]
@@ -99,7 +101,9 @@ class Streaming(ABC):
                 answer.cancel()
 
     def close(self) -> None:
-        """Close the connections and end the thread; what other threads wait for is cancelled. The client can be used again afterwards."""
+        """Close the connections and end the thread; what other threads wait for is cancelled. The client can be used
+        again afterwards.
+        """
         with self._changing_loop:
             if self._loop is not None:
                 asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result()
@@ -115,8 +119,12 @@ class Streaming(ABC):
                 self._loop, self._slots = start_loop(f"requests to {self._name}"), asyncio.Semaphore(self._num_at_once)
             return self._loop
 
-    async def _ask_in_turn(self, failed: threading.Event, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
-        """Ask when there is a slot. After a failure, what waits of the same call is not sent while the caller learns of it."""
+    async def _ask_in_turn(
+        self, failed: threading.Event, request: SamplingRequest, sampling: SamplingParams
+    ) -> list[Completion]:
+        """Ask when there is a slot. After a failure, what waits of the same call is not sent while the caller learns of
+        it.
+        """
         async with self._slots:
             if failed.is_set():
                 raise asyncio.CancelledError

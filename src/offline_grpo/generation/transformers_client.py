@@ -1,6 +1,8 @@
-"""Samples from the module that is being trained, through transformers' own `generate`: no server, no second copy of the weights.
+"""Samples from the module that is being trained, through transformers' own `generate`: no server, no second copy of the
+weights.
 
-Rows of one prompt share its prefill, and rows that have ended are dropped from the batch, so the work is that of the tokens returned.
+Rows of one prompt share its prefill, and rows that have ended are dropped from the batch, so the work is that of the
+tokens returned.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
-from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from offline_grpo.errors import ConfigError, EngineError
@@ -32,15 +41,18 @@ from offline_grpo.model.text import end_ids
 from offline_grpo.types import Completion, CompletionStream, SamplingParams, SamplingRequest, ServedWeights
 
 REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Not cuDNN's attention: on an H100 it rounds the same decoding step differently each time once there are more than 64 keys."""
+"""Not cuDNN's attention: on an H100 it rounds the same decoding step differently each time once there are more than 64
+keys.
+"""
 
 
 @dataclass
 class TransformersClient:
     """A `RolloutClient` on a transformers causal language model, or a peft model around one.
 
-    A completion's logprobs are those of the distribution that it was sampled from (temperature, penalty and filters included); greedy
-    completions have those of temperature 1. The same seeds give the same tokens, on the CPU whatever the batch size.
+    A completion's logprobs are those of the distribution that it was sampled from (temperature, penalty and filters
+    included); greedy completions have those of temperature 1. The same seeds give the same tokens, on the CPU whatever
+    the batch size.
 
     Args:
         model: shared with the trainer; its mode and generation config are restored after each call.
@@ -58,7 +70,9 @@ class TransformersClient:
     def __post_init__(self) -> None:
         if (lacks := self._lacks()) is not None:
             name = type(self._lm).__name__
-            raise ConfigError(f"generation=transformers: {name} {lacks}, so it cannot be sampled in process; use generation=vllm_server")
+            raise ConfigError(
+                f"generation=transformers: {name} {lacks}, so it cannot be sampled in process; use generation=vllm_server"
+            )
 
     @property
     def _lm(self) -> Any:
@@ -79,7 +93,8 @@ class TransformersClient:
         return DynamicCache(config=self._lm.config.get_text_config(decoder=True))
 
     def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
-        """See `RolloutClient.generate`. All requests are taken at once, and those with prompts of like length are decoded together.
+        """See `RolloutClient.generate`. All requests are taken at once, and those with prompts of like length are
+        decoded together.
 
         Raises:
             ConfigError: an empty prompt, or one that with `max_new_tokens` exceeds the model's context.
@@ -106,7 +121,9 @@ class TransformersClient:
     ) -> list[Completion]:
         """Decode B rows together, each a (request, replicate)."""
         place = {index: i for i, index in enumerate(dict.fromkeys(index for index, _ in batch))}
-        eos_ids = end_ids(self._lm.generation_config, self.tokenizer)  # of the model's own config, before a neutral one takes its place
+        eos_ids = end_ids(
+            self._lm.generation_config, self.tokenizer
+        )  # of the model's own config, before a neutral one takes its place
         with sampling_state(self._lm), not_compiled(self._lm), sdpa_kernel(REPEATABLE), shared_heads():
             draws = self._sample(
                 [requests[index].prompt_ids for index in place],
@@ -123,7 +140,12 @@ class TransformersClient:
         return draws.completions(self.weights.version)
 
     def _sample(
-        self, prompts: Sequence[Sequence[int]], prompt_of_row: list[int], seeds: list[int], sampling: SamplingParams, eos_ids: list[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        prompt_of_row: list[int],
+        seeds: list[int],
+        sampling: SamplingParams,
+        eos_ids: list[int],
     ) -> Draws:
         """A batch: completions of U distinct prompts, in B >= U rows."""
         lm = self._lm
@@ -145,7 +167,9 @@ class TransformersClient:
                     token_ids,
                     attention_mask=mask,
                     past_key_values=cache,
-                    generation_config=GenerationConfig(max_new_tokens=draws.num_steps_left, do_sample=False, use_cache=True),
+                    generation_config=GenerationConfig(
+                        max_new_tokens=draws.num_steps_left, do_sample=False, use_cache=True
+                    ),
                     logits_processor=processors,
                     stopping_criteria=ends,
                     synced_gpus=False,  # of sharded weights this process has all while it samples
@@ -159,17 +183,23 @@ class TransformersClient:
     def _prefill(self, cache: DynamicCache, token_ids: Tensor, mask: Tensor) -> None:
         """Fill the cache with the keys and values of tokens [U, P], without logits."""
         position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
-        decoder_of(self._lm)(input_ids=token_ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True)
+        decoder_of(self._lm)(
+            input_ids=token_ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
+        )
 
     def _check(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> None:
         context = context_length(self._lm.config)
         for index, prompt in enumerate(request.prompt_ids for request in requests):
             if len(prompt) == 0:
-                raise ConfigError(f"prompt {index} has no tokens to continue; check the task's messages and the model's chat template")
+                raise ConfigError(
+                    f"prompt {index} has no tokens to continue; check the task's messages and the model's chat template"
+                )
             if context is not None and len(prompt) + sampling.max_new_tokens > context:
                 room = context - len(prompt)
                 fix = (
-                    f"use {room} or less, or leave out problems with longer prompts" if room > 0 else "leave out problems that are as long"
+                    f"use {room} or less, or leave out problems with longer prompts"
+                    if room > 0
+                    else "leave out problems that are as long"
                 )
                 raise ConfigError(
                     f"generation.max_new_tokens={sampling.max_new_tokens}: prompt {index} has {len(prompt)} tokens and the model's "
@@ -183,21 +213,23 @@ def _keep_rows(cache: Cache, rows: Tensor) -> None:
 
 
 def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids [B, P] and mask [B, P], int64. A row is padded with its own first token, so that a repetition penalty sees no token
-    that is not in the prompt.
+    """Token ids [B, P] and mask [B, P], int64. A row is padded with its own first token, so that a repetition penalty
+    sees no token that is not in the prompt.
 
     Example: prompts 5 6 7 and 8 give 5 6 7 / 8 8 8 and 1 1 1 / 0 0 1.
     """
     width = max(map(len, prompts))
-    token_ids = torch.tensor([[prompt[0]] * (width - len(prompt)) + list(prompt) for prompt in prompts], dtype=torch.int64)
+    token_ids = torch.tensor(
+        [[prompt[0]] * (width - len(prompt)) + list(prompt) for prompt in prompts], dtype=torch.int64
+    )
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], dtype=torch.int64)
     return token_ids.to(device), mask.to(device)
 
 
 @contextmanager
 def sampling_state(lm: PreTrainedModel) -> Iterator[None]:
-    """Inside: dropout off, and a neutral generation config, because `generate` fills what it is not told from the model's own.
-    Afterwards: every module's former mode, and the model's own generation config."""
+    """Inside: dropout off, and a neutral generation config, because `generate` fills what it is not told from the
+    model's own. Afterwards: every module's former mode, and the model's own generation config."""
     own_config = lm.generation_config
     lm.generation_config = GenerationConfig()
     try:

@@ -1,4 +1,6 @@
-"""Samples from a vLLM server: through the endpoint that every server of a run has, or through the one that stock servers have."""
+"""Samples from a vLLM server: through the endpoint that every server of a run has, or through the one that stock
+servers have.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,16 @@ from offline_grpo.types import Completion, SamplingParams, SamplingRequest, Serv
 log = logging.getLogger(__name__)
 
 TOKENS = "/generate_tokens"
-"""Token ids in, token ids and logprobs out, and nothing that takes time per token besides; see `engine/inside_vllm/`."""
+"""Token ids in, token ids and logprobs out, and nothing that takes time per token besides; see `engine/inside_vllm/`.
+"""
 STOCK = "/v1/completions"
-"""Takes and returns token ids in every version. Makes text that nobody reads, unless it is asked to look for strings in it."""
+"""Takes and returns token ids in every version. Makes text that nobody reads, unless it is asked to look for strings in
+it.
+"""
 
 STOCK_BYTES_PER_TOKEN = 1024
-"""It writes a token's text three times, beside 60 bytes of numbers; the longest tokens of today's vocabularies have 128 characters, such as
-line breaks, with two bytes each in JSON."""
+"""It writes a token's text three times, beside 60 bytes of numbers; the longest tokens of today's vocabularies have 128
+characters, such as line breaks, with two bytes each in JSON."""
 
 
 class VllmClient(ServerClient):
@@ -41,7 +46,9 @@ class VllmClient(ServerClient):
         return VllmControl(server)
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
-        """See `ServerClient.body`. vLLM draws completion j of a request with its seed + j, and refuses n > 1 at temperature 0."""
+        """See `ServerClient.body`. vLLM draws completion j of a request with its seed + j, and refuses n > 1 at
+        temperature 0.
+        """
         prompt = list(request.prompt_ids)
         stock = {"prompt": prompt, "logprobs": 0, "return_token_ids": True}  # logprobs of the sampled token alone
         return {
@@ -71,12 +78,17 @@ class VllmClient(ServerClient):
             if [choice["index"] for choice in choices] != list(range(len(choices))):
                 raise ValueError("choices are not numbered from 0")
             prompts = [choice["prompt_token_ids"] for choice in choices[:1]]
-            found = [(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]) for choice in choices]
+            found = [
+                (choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+                for choice in choices
+            ]
         if prompts and prompts[0] != list(request.prompt_ids):
             raise ValueError("the prompt came back changed")
         return found
 
-    async def _complete(self, http: httpx.AsyncClient, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
+    async def _complete(
+        self, http: httpx.AsyncClient, request: SamplingRequest, sampling: SamplingParams
+    ) -> list[Completion]:
         path = self.path
         try:
             return await super()._complete(http, request, sampling)
@@ -86,7 +98,9 @@ class VllmClient(ServerClient):
             if path == STOCK or not isinstance(refusal, NotFound):
                 raise
             if self.path == TOKENS:  # else another request was told so
-                log.info("%s has no POST %s, so it is asked at %s, which is slower", self.server.base_url, TOKENS, STOCK)
+                log.info(
+                    "%s has no POST %s, so it is asked at %s, which is slower", self.server.base_url, TOKENS, STOCK
+                )
                 self.path, self.max_bytes_per_token = STOCK, STOCK_BYTES_PER_TOKEN
             return await super()._complete(http, request, sampling)
 
@@ -97,8 +111,13 @@ class VllmClient(ServerClient):
                 f"{self.server.base_url}: the server has lost the adapter {name}: it was started anew, or it was told to unload it."
             )
 
-    def _completions(self, parsed: Any, request: SamplingRequest, sampling: SamplingParams, version: int) -> list[Completion]:
+    def _completions(
+        self, parsed: Any, request: SamplingRequest, sampling: SamplingParams, version: int
+    ) -> list[Completion]:
         """Greedy completions of a prompt are all alike, so one is asked for."""
         if sampling.temperature > 0:
             return super()._completions(parsed, request, sampling, version)
-        return super()._completions(parsed, replace(request, num_completions=1), sampling, version) * request.num_completions
+        return (
+            super()._completions(parsed, replace(request, num_completions=1), sampling, version)
+            * request.num_completions
+        )

@@ -20,7 +20,11 @@ NAMES = {
     "ratio_mean": ("grpo/mean_ratio",),
     "clip_frac": ("grpo/clipped_fraction",),
     **{f"alignment/diff_{name}": (f"alignment/diff_{name}",) for name in ("mean", "abs_mean", "max")},
-    **{f"logprobs/{side}_{name}": (f"logprobs/{side}_{name}",) for side in ("inference", "training") for name in ("mean", "std")},
+    **{
+        f"logprobs/{side}_{name}": (f"logprobs/{side}_{name}",)
+        for side in ("inference", "training")
+        for name in ("mean", "std")
+    },
     "sync/version": ("bridge/update_count",),
     "num_trainable_parameters": ("lora/trainable_params",),
 }
@@ -43,7 +47,12 @@ def renamed(metrics: Metrics) -> tuple[dict[str, float], dict[str, float]]:
 def console_lines(at: str, metrics: Metrics) -> list[str]:
     """What that trainer prints after a step; a part that was not measured is left out."""
     parts = (
-        ("Loss: {loss_total:.6f}", "Grad norm: {grad_norm:.4f}", "Step time: {time/train_s:.2f}s", "Sync time: {time/sync_s:.2f}s"),
+        (
+            "Loss: {loss_total:.6f}",
+            "Grad norm: {grad_norm:.4f}",
+            "Step time: {time/train_s:.2f}s",
+            "Sync time: {time/sync_s:.2f}s",
+        ),
         ("GRPO: ratio={ratio_mean:.3f}", "clipped={clip_frac:.1%}"),
         ("Advantages: +{num_advantages_positive:.0f} / -{num_advantages_negative:.0f}",),
         ("LogP: pos={pos_logp:.3f}", "neg={neg_logp:.3f}"),

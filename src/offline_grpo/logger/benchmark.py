@@ -1,4 +1,6 @@
-"""What a run cost: sums over its iterations, told as the Atropos trainer's BENCHMARK SUMMARY and its `benchmark/*` in Weights & Biases."""
+"""What a run cost: sums over its iterations, told as the Atropos trainer's BENCHMARK SUMMARY and its `benchmark/*` in
+Weights & Biases.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Benchmark:
         return self.total_s(name) / max(self.num_steps, 1)
 
     def tokens_per_s(self, name: str) -> float:
-        """Of sampling ("generate"), training ("train") or everything ("iteration"), over all seconds of it; 0 where it never ran."""
+        """Of sampling ("generate"), training ("train") or everything ("iteration"), over all seconds of it; 0 where it
+        never ran.
+        """
         tokens = self.num_tokens_trained if name == "train" else self.num_completion_tokens
         seconds = self.total_s("sampling" if name == "generate" else name)
         return tokens / seconds if seconds else 0.0
@@ -70,7 +74,10 @@ class Benchmark:
 
     def summary(self, mode: str) -> list[str]:
         """The block of lines. Its labels are an interface: other people's scripts look for them."""
-        gb = {name: "-" if value is None else f"{value:.2f} GB" for name, value in (("Peak", self.peak_gb), ("Avg", self.mean_gb))}
+        gb = {
+            name: "-" if value is None else f"{value:.2f} GB"
+            for name, value in (("Peak", self.peak_gb), ("Avg", self.mean_gb))
+        }
         rows = {
             "  Total training time": f"{self.total_s():.2f}s ({self.total_s() / 60:.2f} min)",
             "  Total steps": str(self.num_steps),
@@ -101,5 +108,7 @@ class Benchmark:
 
 
 def mode_of(config: Mapping[str, Any]) -> str:
-    """How a run moved its weights, by the module of its strategy: `shared_vllm` for `offline_grpo.weight_sync.shared_vllm.SharedVllm`."""
+    """How a run moved its weights, by the module of its strategy: `shared_vllm` for
+    `offline_grpo.weight_sync.shared_vllm.SharedVllm`.
+    """
     return str(config["weight_sync"]["_target_"]).split(".")[-2]

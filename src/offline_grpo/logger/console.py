@@ -30,7 +30,8 @@ CELL_WIDTH = 13
 
 @dataclass
 class ConsoleLogger(RunListener):
-    """Shows iteration, phase and how far it is, metrics, last evaluation and remaining time: live on a terminal, otherwise a line a record.
+    """Shows iteration, phase and how far it is, metrics, last evaluation and remaining time: live on a terminal,
+    otherwise a line a record.
 
     Args:
         refresh_per_s: refresh rate of the live display, in Hz.
@@ -47,11 +48,15 @@ class ConsoleLogger(RunListener):
     _began_s: float = field(default=0.0, init=False, repr=False)
     _phase: str = field(default="", init=False, repr=False)
     _phase_began_s: float = field(default=0.0, init=False, repr=False)
-    _progress: Mapping[str, tuple[int, int]] = field(default_factory=dict, init=False, repr=False)  # unit -> done, total
+    _progress: Mapping[str, tuple[int, int]] = field(
+        default_factory=dict, init=False, repr=False
+    )  # unit -> done, total
     _train: Metrics = field(default_factory=dict, init=False, repr=False)
     _eval: tuple[int, Metrics] | None = field(default=None, init=False, repr=False)
     _last_mark_s: float = field(default=0.0, init=False, repr=False)
-    _iteration_s: deque[float] = field(default_factory=lambda: deque(maxlen=ITERATIONS_IN_ESTIMATE), init=False, repr=False)
+    _iteration_s: deque[float] = field(
+        default_factory=lambda: deque(maxlen=ITERATIONS_IN_ESTIMATE), init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         check_choice("logger.console.names", self.names)
@@ -109,15 +114,22 @@ class ConsoleLogger(RunListener):
             live.stop()
 
     def _go_live(self) -> None:
-        """Begin to draw, on a terminal. What is drawn before `start` vanishes at the end: a run that is refused leaves its error alone."""
+        """Begin to draw, on a terminal. What is drawn before `start` vanishes at the end: a run that is refused leaves
+        its error alone.
+        """
         if self._live is None and self.console.is_terminal:
             self._live = Live(
-                get_renderable=self._render, console=self.console, refresh_per_second=self.refresh_per_s, transient=not self._num_iterations
+                get_renderable=self._render,
+                console=self.console,
+                refresh_per_second=self.refresh_per_s,
+                transient=not self._num_iterations,
             )
             self._live.start()
 
     def _mark_time(self, name: str, iteration: int) -> None:
-        """Record the duration of an iteration, including its evaluation; the evaluation before training belongs to no iteration."""
+        """Record the duration of an iteration, including its evaluation; the evaluation before training belongs to no
+        iteration.
+        """
         now_s = time.monotonic()
         if name == "train":
             self._iteration_s.append(now_s - self._last_mark_s)
@@ -154,7 +166,9 @@ class ConsoleLogger(RunListener):
     def _phase_row(self) -> RenderableType:
         if self._phase in FINAL_PHASES:
             return Text(self._phase, "bold")
-        shown = [(unit, done, total) for unit, (done, total) in self._progress.items() if done < total > 1 or total == 0]
+        shown = [
+            (unit, done, total) for unit, (done, total) in self._progress.items() if done < total > 1 or total == 0
+        ]
         parts = [f"{done:,}/{total:,} {unit}" if total else f"{done:,} {unit}" for unit, done, total in shown]
         took = clock(time.monotonic() - self._phase_began_s)
         self._spinner.update(text=Text.assemble((self._phase, "bold"), GAP, GAP.join([*parts, ""]), (took, "dim")))

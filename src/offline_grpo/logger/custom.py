@@ -14,7 +14,8 @@ from offline_grpo.types import Metrics, RolloutGroup
 
 
 def custom_last(listeners: Mapping[str, RunListener]) -> list[RunListener]:
-    """The package's listeners, then those of the user's own as `CustomListener`s: where one of these raises, nobody else lacks the record.
+    """The package's listeners, then those of the user's own as `CustomListener`s: where one of these raises, nobody
+    else lacks the record.
 
     Args:
         listeners: by their keys in the configuration.
@@ -48,7 +49,9 @@ class CustomListener(RunListener):
         with self._named("progress"):
             self.listener.progress(done, total, unit)
 
-    def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int) -> None:
+    def rollouts(
+        self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int
+    ) -> None:
         with self._named("rollouts"):
             self.listener.rollouts(name, groups, advantages=advantages, iteration=iteration)
 

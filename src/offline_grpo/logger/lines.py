@@ -34,7 +34,9 @@ def _shown(form: str, value: float) -> str:
 
 
 def train_line(at: str, metrics: Metrics, left: str, *, width: int) -> str:
-    """`  3/100  reward 0.412  success 0.375  ...  0:01:10 left`, with as many metrics as `width` has room for, two at least."""
+    """`  3/100  reward 0.412  success 0.375  ...  0:01:10 left`, with as many metrics as `width` has room for, two at
+    least.
+    """
     cells = [f"{label} {value}" for label, value in train_cells(metrics)]
     while len(cells) > 2 and len(GAP.join([at, *cells, left])) > width:
         cells.pop()
@@ -43,13 +45,17 @@ def train_line(at: str, metrics: Metrics, left: str, *, width: int) -> str:
 
 def eval_cells(metrics: Metrics) -> list[str]:
     """`pass@1 0.431 [0.380, 0.490]` for each k, with its 95% interval."""
-    keys = sorted((key for key in metrics if key.startswith("pass@") and key[5:].isdigit()), key=lambda key: int(key[5:]))
+    keys = sorted(
+        (key for key in metrics if key.startswith("pass@") and key[5:].isdigit()), key=lambda key: int(key[5:])
+    )
     cells = [f"{key} {metrics[key]:.3f} [{metrics[f'{key}_low']:.3f}, {metrics[f'{key}_high']:.3f}]" for key in keys]
     return [*cells, "frozen server, not the policy"] if "sync/frozen" in metrics else cells
 
 
 def folded(head: str, cells: Sequence[str], *, width: int) -> list[str]:
-    """Lines of at most `width` with `head` and the cells; a cell that has no room goes to the next line, below the first cell."""
+    """Lines of at most `width` with `head` and the cells; a cell that has no room goes to the next line, below the
+    first cell.
+    """
     lines = [head]
     for cell in cells:
         is_first = len(lines) == 1 and lines[0] == head

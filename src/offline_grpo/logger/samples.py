@@ -26,7 +26,8 @@ _SHOWN_CHARS = 400
 
 @dataclass(frozen=True)
 class Samples(RunListener):
-    """Writes `samples/iter_000.jsonl`, ... and, for evaluations, `samples/eval_init.jsonl`, `samples/eval_iter_009.jsonl`, ...
+    """Writes `samples/iter_000.jsonl`, ... and, for evaluations, `samples/eval_init.jsonl`,
+    `samples/eval_iter_009.jsonl`, ...
 
     A file is complete or absent, and the same again if a resumed run repeats the iteration.
 
@@ -41,16 +42,29 @@ class Samples(RunListener):
 
     def __post_init__(self) -> None:
         is_count = isinstance(self.per_iteration, int) and self.per_iteration >= 0
-        require(is_count or self.per_iteration == "all", "samples.per_iteration", self.per_iteration, "a number, 0 for none, or all")
+        require(
+            is_count or self.per_iteration == "all",
+            "samples.per_iteration",
+            self.per_iteration,
+            "a number, 0 for none, or all",
+        )
         require(self.on_console >= 0, "samples.on_console", self.on_console, "must be 0 or more")
 
-    def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int) -> None:
+    def rollouts(
+        self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int
+    ) -> None:
         if self.per_iteration != 0:
             count = None if self.per_iteration == "all" else int(self.per_iteration)
-            self._write(name, iteration, [record(*sample) | {"iteration": iteration} for sample in chosen(groups, advantages, count)])
+            self._write(
+                name,
+                iteration,
+                [record(*sample) | {"iteration": iteration} for sample in chosen(groups, advantages, count)],
+            )
         if name == "eval" and self.on_console:
             samples = [record(*sample) for sample in chosen(groups, advantages, self.on_console)]
-            print_samples(output_console(), samples, "before training" if iteration == -1 else f"after iteration {iteration + 1}")
+            print_samples(
+                output_console(), samples, "before training" if iteration == -1 else f"after iteration {iteration + 1}"
+            )
 
     def _write(self, name: str, iteration: int, records: Sequence[Mapping[str, Any]]) -> None:
         folder = self.output_dir / "samples"
@@ -64,7 +78,9 @@ class Samples(RunListener):
 def chosen(
     groups: Sequence[RolloutGroup], advantages: Advantages | None, count: int | None
 ) -> Iterator[tuple[RolloutGroup, Rollout, float | None]]:
-    """The best and the worst completion of the first problems, those first whose rewards differ; every one if `count` is None."""
+    """The best and the worst completion of the first problems, those first whose rewards differ; every one if `count`
+    is None.
+    """
     indexed = list(enumerate(groups))
     if count is None:
         picks = [(i, j) for i, group in indexed for j in range(len(group.rollouts))]
@@ -78,8 +94,8 @@ def chosen(
 
 
 def record(group: RolloutGroup, rollout: Rollout, advantage: float | None) -> dict[str, Any]:
-    """A completion as a line of JSON. Prompt and answer are null without a problem, the advantage in evaluations, the finish reason
-    where nobody knows it."""
+    """A completion as a line of JSON. Prompt and answer are null without a problem, the advantage in evaluations, the
+    finish reason where nobody knows it."""
     problem = group.problem
     return {
         "problem_id": None if problem is None else problem.problem_id,
@@ -109,7 +125,11 @@ def print_samples(console: Console, samples: Sequence[Mapping[str, Any]], when: 
         grid = Table.grid(padding=(0, 2), pad_edge=True)
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
-        for label, text in (("prompt", prompt_text(sample)), ("wrote", sample["completion"]), ("answer", sample["answer"] or "")):
+        for label, text in (
+            ("prompt", prompt_text(sample)),
+            ("wrote", sample["completion"]),
+            ("answer", sample["answer"] or ""),
+        ):
             grid.add_row(label, Text(visible(text)))
         console.print(grid)
 

@@ -22,7 +22,8 @@ HPARAM_METRICS = ("eval/pass@1", "eval/reward_mean_all", "train/reward_mean", "t
 
 @dataclass
 class TensorBoardLogger(RunListener):
-    """Writes event files to `tensorboard/` under `output_dir`; the x axis of `train/...` and `eval/...` is completed iterations.
+    """Writes event files to `tensorboard/` under `output_dir`; the x axis of `train/...` and `eval/...` is completed
+    iterations.
 
     Args:
         flush_s: longest time that values are buffered in memory before they are written, in seconds.
@@ -48,7 +49,11 @@ class TensorBoardLogger(RunListener):
         self._writer.add_text("config", f"```json\n{json.dumps(public, indent=2, default=str)}\n```")
         # Not `add_hparams`: that would make a run of its own for each call.
         kinds = (bool, int, float, str)  # that its table takes
-        settings = {key: value if isinstance(value, kinds) else str(value) for key, value in flat(public).items() if value is not None}
+        settings = {
+            key: value if isinstance(value, kinds) else str(value)
+            for key, value in flat(public).items()
+            if value is not None
+        }
         experiment, begin, self._end = hparams(settings, dict.fromkeys(HPARAM_METRICS, 0.0))
         for summary in (experiment, begin):
             self._writer.file_writer.add_summary(summary)
@@ -59,18 +64,23 @@ class TensorBoardLogger(RunListener):
         for key, value in tagged(name, metrics).items():
             self._writer.add_scalar(key, value, global_step=step)
 
-    def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int) -> None:
+    def rollouts(
+        self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int
+    ) -> None:
         """The samples of an evaluation, as text."""
         self._begin(name, iteration)
         if name == "eval" and self.samples:
             records = [record(*sample) for sample in chosen(groups, advantages, self.samples)]
             text = "\n\n".join(json.dumps(line, indent=1) for line in records)
-            self._writer.add_text("eval/samples", f"```json\n{text}\n```", global_step=completed_iterations(name, iteration))
+            self._writer.add_text(
+                "eval/samples", f"```json\n{text}\n```", global_step=completed_iterations(name, iteration)
+            )
 
     def _begin(self, name: str, iteration: int) -> None:
         """Tell TensorBoard from which step on it forgets what an earlier start of this run has logged.
 
-        That is one more than where a resumed run begins: the evaluation before that stands there, and is not done again.
+        That is one more than where a resumed run begins: the evaluation before that stands there, and is not done
+        again.
         """
         if self._has_begun:
             return

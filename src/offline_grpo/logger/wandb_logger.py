@@ -31,8 +31,21 @@ LONGEST = {"project": 128, "tag": 64}
 STEP_METRIC = "iteration"
 SUMMARIES = {
     "max": (
-        *("eval/pass@*", "eval/pass_ordered@*", "eval/mean@*", "eval/best@*", "eval/success_rate_all", "eval/reward_mean_all"),
-        *("train/reward_mean", "train/success_rate", "train/kl_divergence", "train/grad_norm", "train/perf/gpu_memory*"),
+        *(
+            "eval/pass@*",
+            "eval/pass_ordered@*",
+            "eval/mean@*",
+            "eval/best@*",
+            "eval/success_rate_all",
+            "eval/reward_mean_all",
+        ),
+        *(
+            "train/reward_mean",
+            "train/success_rate",
+            "train/kl_divergence",
+            "train/grad_norm",
+            "train/perf/gpu_memory*",
+        ),
     ),
     "min": ("eval/truncated_frac", "train/truncated_frac", "train/entropy", "train/num_groups_trained"),
 }
@@ -47,10 +60,12 @@ class WandbLogger(RunListener):
 
     Args:
         group: "auto" is the folder of the sweep that the run belongs to, and no group outside a sweep.
-        names: "atropos" writes training metrics under the names of Atropos' trainer, and its `benchmark/*` of this start at the end.
+        names: "atropos" writes training metrics under the names of Atropos' trainer, and its `benchmark/*` of this
+            start at the end.
 
     Raises:
-        ConfigError: the project is missing, Weights & Biases does not take a setting, or there is no API key to be online with.
+        ConfigError: the project is missing, Weights & Biases does not take a setting, or there is no API key to be
+        online with.
     """
 
     output_dir: Path
@@ -74,7 +89,9 @@ class WandbLogger(RunListener):
             raise ConfigError(f"logger.wandb.mode={self.mode}: must be one of {', '.join(MODES)}{origin}")
         check_choice("logger.wandb.names", self.names)
         if not self.project:
-            raise ConfigError(f"logger.wandb.project={self.project}: set the project of the run, for example offline-grpo")
+            raise ConfigError(
+                f"logger.wandb.project={self.project}: set the project of the run, for example offline-grpo"
+            )
         _check_names(self.project, self.tags)
         if self.mode == "online":
             _log_in()
@@ -94,7 +111,9 @@ class WandbLogger(RunListener):
                 tags=self.tags,
                 config=redacted(config),
                 id=self._stable_run_id(),
-                resume="allow" if self.mode == "online" else None,  # offline, the shared id joins the parts when they are synced
+                resume="allow"
+                if self.mode == "online"
+                else None,  # offline, the shared id joins the parts when they are synced
             )
         self._mode = mode_of(config) if self.names == "atropos" else ""
         with self._going_on_without():
@@ -125,7 +144,9 @@ class WandbLogger(RunListener):
                     self._run.define_metric(key, step_metric=STEP_METRIC, summary=f"{best},last")
         self._run.log({STEP_METRIC: completed_iterations(name, iteration)} | shown)
 
-    def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int) -> None:
+    def rollouts(
+        self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int
+    ) -> None:
         """A table of the samples of an evaluation."""
         if name == "train" or not self.samples or self._run is None:
             return
@@ -156,7 +177,10 @@ class WandbLogger(RunListener):
             if getattr(error, "errno", None) in NOT_WRITABLE:
                 raise
             self._run = None
-            log.warning("logger.wandb: %s; the run goes on without Weights & Biases, and logger=json has its metrics", told(error))
+            log.warning(
+                "logger.wandb: %s; the run goes on without Weights & Biases, and logger=json has its metrics",
+                told(error),
+            )
             _forget_process()
 
     def _group(self) -> str | None:
@@ -180,7 +204,9 @@ def _check_names(project: str, tags: Sequence[str]) -> None:
     if found:
         raise ConfigError(f"logger.wandb.project={project}: cannot have {' '.join(found)} in it; choose another name")
     if len(project) > LONGEST["project"]:
-        raise ConfigError(f"logger.wandb.project={project}: has {len(project)} letters; use {LONGEST['project']} at most")
+        raise ConfigError(
+            f"logger.wandb.project={project}: has {len(project)} letters; use {LONGEST['project']} at most"
+        )
     for tag in tags:
         if not 1 <= len(tag) <= LONGEST["tag"]:
             raise ConfigError(f"logger.wandb.tags: the tag {tag!r} has {len(tag)} letters; use 1 to {LONGEST['tag']}")
@@ -204,11 +230,15 @@ def _refused(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, ConfigError) or getattr(error, "errno", None) == errno.ENOSPC:  # a full disk is told as such
+        if (
+            isinstance(error, ConfigError) or getattr(error, "errno", None) == errno.ENOSPC
+        ):  # a full disk is told as such
             raise
         variables = sorted(name for name in os.environ if name.startswith("WANDB_") and name != "WANDB_SERVICE")
         place = f" and the environment variables {', '.join(variables)}" if variables else ""
-        raise ConfigError(f"{what}: Weights & Biases says: {_said(error)}; look at logger.wandb{place}, or leave wandb out") from error
+        raise ConfigError(
+            f"{what}: Weights & Biases says: {_said(error)}; look at logger.wandb{place}, or leave wandb out"
+        ) from error
 
 
 def _said(error: Exception) -> str:

@@ -3,8 +3,9 @@
     loss = pg + kl_coef * kl - entropy_coef * entropy
     pg   = sum_t weight[t] * importance[t] * surrogate[t]      kl = sum_t weight[t] * (ratio[t] *) kl_estimate[t]
 
-Each loss implements `surrogate` and `weights` (its aggregation), and overrides `ratio` if the ratio is not per token. The terms and their
-weights follow TRL 1.16 `GRPOTrainer._compute_loss`; the equivalence tests compare values and gradients with it.
+Each loss implements `surrogate` and `weights` (its aggregation), and overrides `ratio` if the ratio is not per token.
+The terms and their weights follow TRL 1.16 `GRPOTrainer._compute_loss`; the equivalence tests compare values and
+gradients with it.
 """
 
 from __future__ import annotations
@@ -26,18 +27,20 @@ RATIO_REFERENCES = ("old", "rollout")
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientLoss(ABC):
-    """A policy-gradient loss over flat tokens. Called on a microbatch, it returns that microbatch's share (see `LossOutput`).
+    """A policy-gradient loss over flat tokens. Called on a microbatch, it returns that microbatch's share (see
+    `LossOutput`).
 
     Args:
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        ratio_reference: what the policy is divided by in the ratio: "old", the policy before the iteration's first update, or "rollout",
-            the engine that sampled, whose weights may be those of an earlier iteration.
+        ratio_reference: what the policy is divided by in the ratio: "old", the policy before the iteration's first
+            update, or "rollout", the engine that sampled, whose weights may be those of an earlier iteration.
         kl_coef: weight of the KL penalty to the reference.
         kl_estimator: "k1" | "k2" | "k3", see `terms.kl_estimate`.
         kl_placement: "loss" adds the penalty to the loss; with "reward" the trainer subtracts it from the rewards.
-        kl_importance_weight: multiply the KL estimate by the ratio, gradient included; without it the gradient of k3 is not that of
-            the KL (DeepSeek-V3.2, arXiv 2512.02556). Applies to kl_placement "loss".
-        entropy_coef: weight of the entropy bonus, which is a mean over all completion tokens for every aggregation of the loss.
+        kl_importance_weight: multiply the KL estimate by the ratio, gradient included; without it the gradient of
+            k3 is not that of the KL (DeepSeek-V3.2, arXiv 2512.02556). Applies to kl_placement "loss".
+        entropy_coef: weight of the entropy bonus, which is a mean over all completion tokens for every aggregation
+            of the loss.
         importance_correction: how to correct the surrogate (and nothing else) for the engine's probabilities, see
             `terms.importance_weights`. "none" with ratio_reference "rollout", whose ratio contains that correction.
         importance_cap, importance_floor: bounds of the ratio in that correction.
@@ -64,7 +67,11 @@ class PolicyGradientLoss(ABC):
         self._require("clip_low", 0 <= self.clip_low <= 1, "a number in [0, 1]")
         for key in ("clip_high", "kl_coef", "entropy_coef"):
             self._require(key, getattr(self, key) >= 0, "a number >= 0")
-        self._require("importance_cap", self.importance_cap >= 1, "a number >= 1, which is the ratio when engine and trainer agree")
+        self._require(
+            "importance_cap",
+            self.importance_cap >= 1,
+            "a number >= 1, which is the ratio when engine and trainer agree",
+        )
         self._require("importance_floor", 0 <= self.importance_floor <= 1, "a number in [0, 1]")
         self._require_choice("ratio_reference", RATIO_REFERENCES)
         self._require_choice("kl_estimator", terms.KL_ESTIMATORS)
@@ -83,10 +90,14 @@ class PolicyGradientLoss(ABC):
         return self.kl_placement == "reward" and self.kl_coef > 0
 
     def reward_penalties(self, batch: TokenBatch) -> Tensor:
-        """`kl_coef` times the sum of each sequence's KL estimates, [S]; kl_placement "reward" subtracts this from the rewards."""
+        """`kl_coef` times the sum of each sequence's KL estimates, [S]; kl_placement "reward" subtracts this from the
+        rewards.
+        """
         if batch.ref_logprobs is None:
             raise ValueError("kl_placement is reward but the batch has no ref_logprobs")
-        estimates = terms.kl_estimate(batch.old_logprobs, batch.ref_logprobs, self.kl_estimator) * batch.completion_mask  # [T]
+        estimates = (
+            terms.kl_estimate(batch.old_logprobs, batch.ref_logprobs, self.kl_estimator) * batch.completion_mask
+        )  # [T]
         return self.kl_coef * terms.segment_sum(estimates, batch)
 
     @abstractmethod
@@ -102,13 +113,16 @@ class PolicyGradientLoss(ABC):
         return terms.bounded(log_ratio).exp()
 
     def times_ratio(self, kl: Tensor, ratio: Tensor, policy: TokenStats, batch: TokenBatch) -> Tensor:
-        """KL estimates times the ratio, [T]; `batch` has `ref_logprobs`. For a ratio per token, see `terms.k3_times_ratio`."""
+        """KL estimates times the ratio, [T]; `batch` has `ref_logprobs`. For a ratio per token, see
+        `terms.k3_times_ratio`.
+        """
         if self.kl_estimator != "k3" or batch.ref_logprobs is None:
             return kl * ratio
         return terms.k3_times_ratio(policy.logprobs, batch.ref_logprobs, ratio)
 
     def __call__(self, policy: TokenStats, batch: TokenBatch, totals: BatchTotals) -> LossOutput:
-        """This microbatch's share of the loss and metrics of the optimizer batch that `totals` describes. Does not modify its arguments.
+        """This microbatch's share of the loss and metrics of the optimizer batch that `totals` describes. Does not
+        modify its arguments.
 
         Raises:
             ConfigError: the surrogate, the ratio or the weights of a subclass are not one number for each token.
@@ -140,21 +154,29 @@ class PolicyGradientLoss(ABC):
         return LossOutput(loss=loss, metrics=_detached(scalars) | _token_means(per_token, token_mean))
 
     def _need_one_per_token(self, logprobs: Tensor, **found: Tensor) -> None:
-        """Raise ConfigError about a method of the user's own that sums or averages: what it returns would be spread over all tokens."""
+        """Raise ConfigError about a method of the user's own that sums or averages: what it returns would be spread
+        over all tokens.
+        """
         for name, values in found.items():
             if values.shape != logprobs.shape:
                 shapes = f"has the shape {[*values.shape]} and must be one number for each token, {[*logprobs.shape]}"
-                raise ConfigError(f"train.loss: what {type(self).__name__}.{name}() returns {shapes}; weights() says how they are averaged")
+                raise ConfigError(
+                    f"train.loss: what {type(self).__name__}.{name}() returns {shapes}; weights() says how they are averaged"
+                )
 
     def _kl(self, policy: TokenStats, batch: TokenBatch) -> Tensor | None:
-        """KL estimates [T]; None without a reference, because a KL of 0 would claim that policy and reference are equal."""
+        """KL estimates [T]; None without a reference, because a KL of 0 would claim that policy and reference are
+        equal.
+        """
         if batch.ref_logprobs is None:
             if self.kl_coef > 0 and not self.kl_in_reward:
                 raise ValueError(f"kl_coef is {self.kl_coef} but the batch has no ref_logprobs")
             return None
         return terms.kl_estimate(policy.logprobs, batch.ref_logprobs, self.kl_estimator)
 
-    def _kl_term(self, kl: Tensor | None, ratio: Tensor, policy: TokenStats, batch: TokenBatch, weights: Tensor) -> Tensor:
+    def _kl_term(
+        self, kl: Tensor | None, ratio: Tensor, policy: TokenStats, batch: TokenBatch, weights: Tensor
+    ) -> Tensor:
         if kl is None or self.kl_coef == 0 or self.kl_in_reward:
             return weights.new_zeros(())
         weighted = self.times_ratio(kl, ratio, policy, batch) if self.kl_importance_weight else kl
@@ -178,7 +200,8 @@ class ClippedLoss(PolicyGradientLoss, ABC):
     """A loss with PPO's clipped surrogate; subclasses choose the aggregation.
 
     Args:
-        dual_clip: upper bound, above 1 + clip_high, on the ratio of tokens with negative advantage; None for no bound (see `terms`).
+        dual_clip: upper bound, above 1 + clip_high, on the ratio of tokens with negative advantage; None for no
+            bound (see `terms`).
     """
 
     dual_clip: float | None
@@ -186,10 +209,16 @@ class ClippedLoss(PolicyGradientLoss, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         above = 1 + self.clip_high
-        self._require("dual_clip", self.dual_clip is None or self.dual_clip > above, f"null or a number > 1 + clip_high = {above:g}")
+        self._require(
+            "dual_clip",
+            self.dual_clip is None or self.dual_clip > above,
+            f"null or a number > 1 + clip_high = {above:g}",
+        )
 
     def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:
-        return terms.clipped_surrogate(ratio, advantages, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
+        return terms.clipped_surrogate(
+            ratio, advantages, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip
+        )
 
 
 def _ratio_metrics(ratio: Tensor, surrogate: Surrogate, importance: Tensor) -> dict[str, Tensor]:

@@ -1,9 +1,11 @@
-"""CISPO: REINFORCE with a clipped importance weight that carries no gradient, so every token keeps its own (MiniMax-M1, arXiv 2506.13585).
+"""CISPO: REINFORCE with a clipped importance weight that carries no gradient, so every token keeps its own (MiniMax-M1,
+arXiv 2506.13585).
 
     loss = sum_t -stop_gradient(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t log policy_t / number of completion tokens
 
-The bounds are deltas, as in the paper and in verl. TRL's `epsilon_high` is the bound itself, so its 5.0 is `clip_high: 4.0` here. With
-`clip_low: 1.0` the lower bound is 0 and never applies; this is the paper's choice and the only one that TRL offers.
+The bounds are deltas, as in the paper and in verl. TRL's `epsilon_high` is the bound itself, so its 5.0 is `clip_high:
+4.0` here. With `clip_low: 1.0` the lower bound is 0 and never applies; this is the paper's choice and the only one that
+TRL offers.
 
 Departures from the paper: a KL term is available (the paper has none: `train.kl_coef=0`).
 """
@@ -24,7 +26,8 @@ from offline_grpo.types import BatchTotals, TokenBatch
 class CISPO(PolicyGradientLoss):
     """Clipped importance weight times logprob, mean over tokens. See `PolicyGradientLoss` for the settings.
 
-    The clip fractions count tokens with a clipped weight, for both signs of the advantage. Their gradient is scaled, not removed.
+    The clip fractions count tokens with a clipped weight, for both signs of the advantage. Their gradient is scaled,
+    not removed.
     """
 
     def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:

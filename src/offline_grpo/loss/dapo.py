@@ -1,10 +1,11 @@
-"""DAPO: every completion token of the batch has the same weight, and the upper clip bound may be wider (arXiv 2503.14476).
+"""DAPO: every completion token of the batch has the same weight, and the upper clip bound may be wider (arXiv
+2503.14476).
 
     loss = sum_t -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) / number of completion tokens
 
-Departures from the paper: A KL term is available (the paper has none: `train.kl_coef=0`). Dynamic sampling and overlong reward shaping
-concern the rollouts, not the loss. The paper averages over the tokens of one prompt's group and then over prompts; this loss averages
-over the tokens of the optimizer batch, as TRL and verl do.
+Departures from the paper: A KL term is available (the paper has none: `train.kl_coef=0`). Dynamic sampling and overlong
+reward shaping concern the rollouts, not the loss. The paper averages over the tokens of one prompt's group and then
+over prompts; this loss averages over the tokens of the optimizer batch, as TRL and verl do.
 """
 
 from __future__ import annotations

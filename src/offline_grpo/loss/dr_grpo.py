@@ -1,11 +1,12 @@
-"""Dr. GRPO: GRPO without its length bias, because every completion is divided by the same constant length (arXiv 2503.20783).
+"""Dr. GRPO: GRPO without its length bias, because every completion is divided by the same constant length (arXiv
+2503.20783).
 
     loss = sum_t -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) / (number of sequences * max_new_tokens)
 
 The paper's other change, advantages that are not divided by the group's std, is the setting `scale_rewards: none`.
 
-Departures from the paper: the constant is the generation limit, as in the authors' code (the paper leaves it open); a KL term is
-available (the paper has none: `train.kl_coef=0`).
+Departures from the paper: the constant is the generation limit, as in the authors' code (the paper leaves it open); a
+KL term is available (the paper has none: `train.kl_coef=0`).
 """
 
 from __future__ import annotations

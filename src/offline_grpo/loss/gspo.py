@@ -3,11 +3,11 @@
     s_i  = exp(mean_t log r_it)
     loss = mean_i -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
 
-The gradient flows through the mean. Ratios of whole completions stay close to 1, so the clip range is about a thousand times narrower
-than GRPO's.
+The gradient flows through the mean. Ratios of whole completions stay close to 1, so the clip range is about a thousand
+times narrower than GRPO's.
 
-Departures from the paper: a KL term is available (the paper drops it: `train.kl_coef=0`); `kl_importance_weight` multiplies it by the
-sequence's ratio, as in TRL.
+Departures from the paper: a KL term is available (the paper drops it: `train.kl_coef=0`); `kl_importance_weight`
+multiplies it by the sequence's ratio, as in TRL.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class GSPO(ClippedLoss):
         return terms.bounded(mean_log_ratio).exp().index_select(0, batch.sequence_ids)  # [T]
 
     def times_ratio(self, kl: Tensor, ratio: Tensor, policy: TokenStats, batch: TokenBatch) -> Tensor:
-        num_tokens = terms.segment_sum(batch.completion_mask.to(kl.dtype), batch).index_select(0, batch.sequence_ids)  # [T]
+        num_tokens = terms.segment_sum(batch.completion_mask.to(kl.dtype), batch).index_select(
+            0, batch.sequence_ids
+        )  # [T]
         of_one_token = super().times_ratio(kl, ratio, policy, batch)  # only there the ratio is the token's own
         return torch.where(num_tokens == 1, of_one_token, kl * ratio)
 

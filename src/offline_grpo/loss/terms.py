@@ -1,11 +1,12 @@
-"""Building blocks of the losses: ratios, clips, KL estimates, aggregation. All [T] tensors are over the tokens of a flat `TokenBatch`.
+"""Building blocks of the losses: ratios, clips, KL estimates, aggregation. All [T] tensors are over the tokens of a
+flat `TokenBatch`.
 
-An aggregation is one constant weight per token: a loss is `sum_t weight[t] * value[t]`, and terms with the same aggregation share the
-weights. Tokens outside the completion mask have weight 0, so their values do not matter.
+An aggregation is one constant weight per token: a loss is `sum_t weight[t] * value[t]`, and terms with the same
+aggregation share the weights. Tokens outside the completion mask have weight 0, so their values do not matter.
 
-A log-ratio beyond 80 nats means wrong data (another tokenizer, another model). Where the loss depends on such a ratio, its gradient is so
-large that the norm overflows and the trainer refuses the update. Where it does not (a clip, a mask, an advantage of 0), the token has the
-gradient 0 that the formula gives it: see `bounded`.
+A log-ratio beyond 80 nats means wrong data (another tokenizer, another model). Where the loss depends on such a ratio,
+its gradient is so large that the norm overflows and the trainer refuses the update. Where it does not (a clip, a mask,
+an advantage of 0), the token has the gradient 0 that the formula gives it: see `bounded`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor
 from offline_grpo.types import BatchTotals, TokenBatch
 
 MAX_LOG_RATIO = 80.0
-"""In nats. exp(88.8) overflows float32; the room up to there is for the factors that a ratio meets, such as advantages."""
+"""In nats. exp(88.8) overflows float32; the room up to there is for the factors that a ratio meets, such as advantages.
+"""
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 IMPORTANCE_CORRECTIONS = ("none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask")
@@ -33,7 +35,8 @@ class Surrogate(NamedTuple):
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """A log-ratio [T] to take exp of: at most 80, but with the gradient of the log-ratio itself, where a clamp's would be 0.
+    """A log-ratio [T] to take exp of: at most 80, but with the gradient of the log-ratio itself, where a clamp's would
+    be 0.
 
     An infinite ratio would turn every gradient that a clip or a mask has made 0 into NaN, which is what 0 * inf is.
     """
@@ -46,25 +49,32 @@ def segment_sum(values: Tensor, batch: TokenBatch) -> Tensor:
 
 
 def token_mean_weights(mask: Tensor, totals: BatchTotals) -> Tensor:
-    """Weights [T] of the mean over all completion tokens of the optimizer batch; `mask` [T] is the completion mask as 0.0 / 1.0."""
+    """Weights [T] of the mean over all completion tokens of the optimizer batch; `mask` [T] is the completion mask as
+    0.0 / 1.0.
+    """
     return mask / max(totals.num_completion_tokens, 1)
 
 
 def sequence_mean_weights(mask: Tensor, batch: TokenBatch, totals: BatchTotals) -> Tensor:
-    """Weights [T] of the mean over sequences of each sequence's token mean; a fully masked sequence adds 0 but counts in the mean."""
+    """Weights [T] of the mean over sequences of each sequence's token mean; a fully masked sequence adds 0 but counts
+    in the mean.
+    """
     num_tokens = segment_sum(mask, batch).clamp(min=1.0)  # [S]
     return mask / num_tokens.index_select(0, batch.sequence_ids) / totals.num_sequences
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None) -> Surrogate:
-    """PPO's pessimistic surrogate `-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)` (arXiv 1707.06347), [T].
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None
+) -> Surrogate:
+    """PPO's pessimistic surrogate `-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)` (arXiv 1707.06347),
+    [T].
 
     The gradient is 0 only where the policy has already moved past a bound in the direction that the advantage favours:
         A > 0: ratio above 1 + clip_high          A < 0: ratio below 1 - clip_low
 
-    `dual_clip` bounds the ratio in the unclipped term, like TRL's `delta`. It takes effect where A < 0 and the ratio is large, because
-    there the plain loss grows without limit. With a bound above 1 + clip_high this equals verl's dual clip with `clip_ratio_c`
-    (arXiv 1912.09729).
+    `dual_clip` bounds the ratio in the unclipped term, like TRL's `delta`. It takes effect where A < 0 and the ratio is
+    large, because there the plain loss grows without limit. With a bound above 1 + clip_high this equals verl's dual
+    clip with `clip_ratio_c` (arXiv 1912.09729).
     """
     unclipped = ratio if dual_clip is None else ratio.clamp(max=dual_clip)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -76,10 +86,12 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, clip_low: float, cli
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Per-token estimate [T] in nats of KL(policy || reference), for tokens sampled from the policy (J. Schulman, "Approximating KL").
+    """Per-token estimate [T] in nats of KL(policy || reference), for tokens sampled from the policy (J. Schulman,
+    "Approximating KL").
 
-    With d = log ref - log policy: k1 = -d (unbiased, can be negative), k2 = d^2 / 2 (biased, low variance), k3 = exp(d) - 1 - d
-    (unbiased, never negative). k1 has no effect as a loss term on its own: its expected gradient is 0 unless weighted by the ratio.
+    With d = log ref - log policy: k1 = -d (unbiased, can be negative), k2 = d^2 / 2 (biased, low variance), k3 = exp(d)
+    - 1 - d (unbiased, never negative). k1 has no effect as a loss term on its own: its expected gradient is 0 unless
+    weighted by the ratio.
     """
     log_ratio = ref_logprobs - logprobs
     if estimator == "k1":
@@ -90,9 +102,11 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def k3_times_ratio(logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) -> Tensor:
-    """`ratio * k3` [T], where `ratio` [T] is exp(logprobs - any constant): its gradient is -ratio * d, with d as in `kl_estimate`.
+    """`ratio * k3` [T], where `ratio` [T] is exp(logprobs - any constant): its gradient is -ratio * d, with d as in
+    `kl_estimate`.
 
-    Autograd would get there by ratio * (exp(d) - 1 - d) + ratio * (1 - exp(d)), of which float32 keeps nothing from d = 16 on.
+    Autograd would get there by ratio * (exp(d) - 1 - d) + ratio * (1 - exp(d)), of which float32 keeps nothing from d =
+    16 on.
     """
     value = (kl_estimate(logprobs, ref_logprobs, "k3") * ratio).detach()
     gradient = (ratio * (logprobs - ref_logprobs)).detach()
@@ -100,10 +114,12 @@ def k3_times_ratio(logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) -> Ten
 
 
 def importance_weights(batch: TokenBatch, mask: Tensor, *, correction: str, cap: float, floor: float) -> Tensor:
-    """Weights [T] `old policy / engine` that correct for the slightly different probabilities of the engine; no gradient.
+    """Weights [T] `old policy / engine` that correct for the slightly different probabilities of the engine; no
+    gradient.
 
-    "token_*" weights each token by its own ratio, "sequence_*" weights all tokens of a sequence by the product of their ratios.
-    "*_truncate" clamps the ratio to [floor, cap] (truncated importance sampling); "*_mask" sets ratios outside to 0.
+    "token_*" weights each token by its own ratio, "sequence_*" weights all tokens of a sequence by the product of their
+    ratios. "*_truncate" clamps the ratio to [floor, cap] (truncated importance sampling); "*_mask" sets ratios outside
+    to 0.
     """
     log_ratio = ((batch.old_logprobs - batch.rollout_logprobs) * mask).detach()  # [T]
     if correction == "none":
@@ -117,7 +133,8 @@ def importance_weights(batch: TokenBatch, mask: Tensor, *, correction: str, cap:
 
 
 def mismatch(batch: TokenBatch) -> dict[str, Tensor]:
-    """Trainer/engine logprob mismatch [T] in nats per token; 0 (ratio 1) if both compute identical numbers from the same weights.
+    """Trainer/engine logprob mismatch [T] in nats per token; 0 (ratio 1) if both compute identical numbers from the
+    same weights.
 
     `kl_k1` and `kl_k3` estimate KL(engine || trainer), because the rollouts are samples from the engine.
     """

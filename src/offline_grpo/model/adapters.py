@@ -44,8 +44,8 @@ def unwrapped(model: LanguageModel) -> PreTrainedModel:
 def adapters_off(model: LanguageModel) -> Iterator[None]:
     """The model without its adapters inside, for passes without gradients.
 
-    peft's own `disable_adapter` also switches their gradients off, and looks at each layer several times: 30 ms for 28 blocks, which is a
-    third of a pass over a microbatch.
+    peft's own `disable_adapter` also switches their gradients off, and looks at each layer several times: 30 ms for 28
+    blocks, which is a third of a pass over a microbatch.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -74,14 +74,20 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter
         try:
             return _trained(PeftModel.from_pretrained(model, str(adapter), is_trainable=True), model.dtype)
         except Exception as error:  # whatever a damaged adapter raises, in peft or safetensors
-            raise ConfigError(f"{adapter}: its adapter does not fit the model ({reason_of(error)}); use another checkpoint") from error
+            raise ConfigError(
+                f"{adapter}: its adapter does not fit the model ({reason_of(error)}); use another checkpoint"
+            ) from error
     layers, blocks, targets = None, "", lora.target_modules
     if lora.layer_indices is not None:
         layers = parse_layer_indices(lora.layer_indices, num_layers, key="model.lora.layer_indices")
         blocks, modules = blocks_of(model, num_layers)
         if targets == ["all-linear"]:  # peft combines layer indices with names alone
             targets = sorted(
-                {name.rsplit(".", 1)[-1] for name, module in modules.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+                {
+                    name.rsplit(".", 1)[-1]
+                    for name, module in modules.named_modules()
+                    if isinstance(module, (nn.Linear, Conv1D))
+                }
             )
     peft_config = PeftLoraConfig(
         r=lora.r,
@@ -98,7 +104,9 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter
         if "lora_dropout" in str(error):
             fix = "peft has no dropout for experts, which it adapts as whole tensors; use 0, or name layers in model.lora.target_modules"
             raise ConfigError(f"model.lora.dropout={lora.dropout:g}: {fix}") from error
-        reason = " ".join(str(error).split())  # not its first line alone, which may end within the description of a module
+        reason = " ".join(
+            str(error).split()
+        )  # not its first line alone, which may end within the description of a module
         raise ConfigError(f"model.lora.target_modules={lora.target_modules}: {reason}") from error
     assert isinstance(wrapped, PeftModel)
     _check_ends(model, lora)
@@ -106,10 +114,14 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter
 
 
 def _check_ends(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """The loss head reads the head's own weights, and of tied embeddings that are adapted, a merged model would have another head."""
+    """The loss head reads the head's own weights, and of tied embeddings that are adapted, a merged model would have
+    another head.
+    """
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if not isinstance(head, nn.Linear):
-        raise ConfigError(f"model.lora.target_modules={lora.target_modules}: the output head cannot be adapted; leave it out")
+        raise ConfigError(
+            f"model.lora.target_modules={lora.target_modules}: the output head cannot be adapted; leave it out"
+        )
     if not isinstance(embeddings, nn.Embedding) and head.weight is embeddings.weight:
         fix = "this model's input embeddings are its output head too, and cannot be adapted; leave them out"
         raise ConfigError(f"model.lora.target_modules={lora.target_modules}: {fix}")

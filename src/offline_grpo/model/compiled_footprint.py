@@ -1,7 +1,9 @@
-"""How much less a transformer block keeps for its backward pass once torch.compile has fused it, found out without a GPU.
+"""How much less a transformer block keeps for its backward pass once torch.compile has fused it, found out without a
+GPU.
 
-What a block keeps does not depend on the code that is generated for it: torch's partitioner decides it, by looking for the smallest cut
-between the graphs of forward and backward pass. It also runs on the meta device, where nothing is generated.
+What a block keeps does not depend on the code that is generated for it: torch's partitioner decides it, by looking for
+the smallest cut between the graphs of forward and backward pass. It also runs on the meta device, where nothing is
+generated.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ log = logging.getLogger(__name__)
 
 
 def saved_by_compiling(model: LanguageModel, microbatch: Microbatch, layout: Layout) -> int:
-    """Bytes by which what the second block of a model on the meta device keeps shrinks; 0 where it cannot be compiled. Takes seconds."""
+    """Bytes by which what the second block of a model on the meta device keeps shrinks; 0 where it cannot be compiled.
+    Takes seconds.
+    """
     decoder: Any = decoder_of(unwrapped(model))
     layout, batch = layout_on_meta(decoder, layout), batch_of(microbatch)
     try:
@@ -46,7 +50,9 @@ def saved_by_compiling(model: LanguageModel, microbatch: Microbatch, layout: Lay
             layout.hidden_states(decoder, batch)
         hook.remove()
         args, kwargs = calls[0]
-        args, kwargs = tree_map(partial(_as_after_a_block, decoder.config.get_text_config().hidden_size), (args, kwargs))
+        args, kwargs = tree_map(
+            partial(_as_after_a_block, decoder.config.get_text_config().hidden_size), (args, kwargs)
+        )
         before = _kept_bytes(block, args, kwargs)
         logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
         block.compile(backend=PARTITIONER, dynamic=True)

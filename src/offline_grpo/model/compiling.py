@@ -1,7 +1,9 @@
-"""torch.compile for the blocks of a transformer: it fuses what is neither matrix product nor attention, such as norms and activations.
+"""torch.compile for the blocks of a transformer: it fuses what is neither matrix product nor attention, such as norms
+and activations.
 
-Blocks are compiled one by one, and not the whole decoder, because all of them share one graph: that takes seconds, not minutes. Lengths
-are symbols in it, so that batches of other sizes compile nothing anew; a pass without gradients has a graph of its own.
+Blocks are compiled one by one, and not the whole decoder, because all of them share one graph: that takes seconds, not
+minutes. Lengths are symbols in it, so that batches of other sizes compile nothing anew; a pass without gradients has a
+graph of its own.
 """
 
 from __future__ import annotations
@@ -17,15 +19,21 @@ from torch import nn
 from offline_grpo.model.layers import blocks_of
 
 MAX_GRAPHS = 256
-"""Of blocks of one class. Each shape of model takes two or three, and a sweep's jobs are one process; past the compiler's own limit, 8, it
-would leave the rest as it is without a word."""
+"""Of blocks of one class. Each shape of model takes two or three, and a sweep's jobs are one process; past the
+compiler's own limit, 8, it would leave the rest as it is without a word."""
 TRITON_CAPABILITY = (7, 0)
 """The oldest GPUs that Triton, and so torch.compile, has code for."""
 
 
 def is_compiled_by_default(device: torch.device) -> bool:
-    """Whether `model.compile=auto` compiles on `device`: on GPUs. On CPUs it would need a C++ compiler, and gains little."""
-    return device.type == "cuda" and find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= TRITON_CAPABILITY
+    """Whether `model.compile=auto` compiles on `device`: on GPUs. On CPUs it would need a C++ compiler, and gains
+    little.
+    """
+    return (
+        device.type == "cuda"
+        and find_spec("triton") is not None
+        and torch.cuda.get_device_capability(device) >= TRITON_CAPABILITY
+    )
 
 
 def compile_blocks(model: Any) -> int:
@@ -39,8 +47,12 @@ def compile_blocks(model: Any) -> int:
     import torch._dynamo.config as dynamo  # which takes a second
 
     dynamo.recompile_limit = MAX_GRAPHS
-    dynamo.specialize_float = True  # or each block makes tensors of its norms' epsilons and its adapters' scales whenever it runs
-    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # what it says about what it cannot compile helps nobody here
+    dynamo.specialize_float = (
+        True  # or each block makes tensors of its norms' epsilons and its adapters' scales whenever it runs
+    )
+    logging.getLogger("torch._dynamo").setLevel(
+        logging.ERROR
+    )  # what it says about what it cannot compile helps nobody here
     blocks = _blocks(model)
     for block in blocks:
         block.compile(dynamic=True)

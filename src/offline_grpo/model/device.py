@@ -24,12 +24,20 @@ def resolve_device(device: str, local_rank: int = 0, *, key: str = "model.device
     if resolved.type == "cuda":
         count = torch.cuda.device_count()
         if (resolved.index or 0) >= count:
-            has = f"this machine has {count} CUDA device{'s' if count != 1 else ''}" if count else "this machine has no CUDA device"
-            raise ConfigError(f"{key}={device}: {has}; use {'cuda:0 to cuda:' + str(count - 1) if count else key + '=cpu'}")
+            has = (
+                f"this machine has {count} CUDA device{'s' if count != 1 else ''}"
+                if count
+                else "this machine has no CUDA device"
+            )
+            raise ConfigError(
+                f"{key}={device}: {has}; use {'cuda:0 to cuda:' + str(count - 1) if count else key + '=cpu'}"
+            )
     return resolved
 
 
 def make_current(device: torch.device) -> None:
-    """Make this GPU torch's current one, which CUDA graphs and Triton kernels run on wherever their tensors are. Nothing for a CPU."""
+    """Make this GPU torch's current one, which CUDA graphs and Triton kernels run on wherever their tensors are.
+    Nothing for a CPU.
+    """
     if device.index is not None:
         torch.cuda.set_device(device)

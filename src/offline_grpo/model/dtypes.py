@@ -1,4 +1,6 @@
-"""The names of number formats. Importing this module does not import torch: composing a configuration needs the names alone."""
+"""The names of number formats. Importing this module does not import torch: composing a configuration needs the names
+alone.
+"""
 
 from __future__ import annotations
 

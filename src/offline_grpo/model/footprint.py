@@ -1,11 +1,12 @@
 """The memory that training a model needs on a GPU, found out without one and without the weights.
 
-The model is built on the meta device, whose tensors have a shape, a format and no memory. One or two microbatches run through it, forward
-and backward, by the code that trains, and `LiveBytes` adds up what is alive after every operation. So any architecture, tied embeddings,
-adapters and gradient checkpointing are counted as they are, and nothing has to be known about them here.
+The model is built on the meta device, whose tensors have a shape, a format and no memory. One or two microbatches run
+through it, forward and backward, by the code that trains, and `LiveBytes` adds up what is alive after every operation.
+So any architecture, tied embeddings, adapters and gradient checkpointing are counted as they are, and nothing has to be
+known about them here.
 
-The loss head is the exception: a kernel may not run on the meta device. A stand-in has its results and gradients, and holds as much
-memory as its `scratch_bytes` says.
+The loss head is the exception: a kernel may not run on the meta device. A stand-in has its results and gradients, and
+holds as much memory as its `scratch_bytes` says.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The sizes of the largest microbatch: `num_sequences` rows of `num_tokens` tokens, `num_scored` of which, of all rows, are scored."""
+    """The sizes of the largest microbatch: `num_sequences` rows of `num_tokens` tokens, `num_scored` of which, of all
+    rows, are scored.
+    """
 
     num_sequences: int
     num_tokens: int
@@ -62,16 +65,27 @@ class Footprint:
 
 
 def build_on_meta(
-    model_config: PretrainedConfig, config: ModelConfig, *, precision: str, train_layer_indices: str | None, gradient_checkpointing: float
+    model_config: PretrainedConfig,
+    config: ModelConfig,
+    *,
+    precision: str,
+    train_layer_indices: str | None,
+    gradient_checkpointing: float,
 ) -> LanguageModel:
-    """The model as `load_policy` would return it, with adapters, frozen blocks and checkpointing, but without weights. Raises likewise."""
+    """The model as `load_policy` would return it, with adapters, frozen blocks and checkpointing, but without weights.
+    Raises likewise.
+    """
     attention = attention_of(model_config, config.attn_implementation)
     if attention not in (None, "eager"):
         attention = "sdpa"  # the others keep what CUDA's sdpa keeps
     with META:
         trust: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch_dtype(precision), attn_implementation=attention, **trust)
-        return prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing)
+        model = AutoModelForCausalLM.from_config(
+            model_config, dtype=torch_dtype(precision), attn_implementation=attention, **trust
+        )
+        return prepare(
+            model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing
+        )
 
 
 def weights_bytes(model_config: PretrainedConfig, dtype: torch.dtype) -> int:
@@ -91,7 +105,8 @@ def measure(
     separate_masters: bool,
     saved_by_compiling: int = 0,
 ) -> Footprint:
-    """Run `microbatch` through a model of `build_on_meta`, twice unless it is a whole update: the second time gradients exist already.
+    """Run `microbatch` through a model of `build_on_meta`, twice unless it is a whole update: the second time gradients
+    exist already.
 
     Args:
         entropy_requires_grad: see `LossHead`.
@@ -126,7 +141,9 @@ def measure(
 
 
 def layout_on_meta(decoder: Any, layout: Layout) -> Layout:
-    """The layout that runs there in place of `layout`, with the attention of CUDA; padded rows where the architecture refuses `layout`."""
+    """The layout that runs there in place of `layout`, with the attention of CUDA; padded rows where the architecture
+    refuses `layout`.
+    """
     if not decoder._supports_attention_backend:  # Falcon calls no attention but its own, and is trained in padded rows
         return Padded()
     if decoder.config._attn_implementation == "sdpa":
@@ -141,7 +158,9 @@ def layout_on_meta(decoder: Any, layout: Layout) -> Layout:
     return planned
 
 
-def _forward_backward(model: LanguageModel, microbatch: Microbatch, layout: Layout, head_bytes: Callable[..., int]) -> None:
+def _forward_backward(
+    model: LanguageModel, microbatch: Microbatch, layout: Layout, head_bytes: Callable[..., int]
+) -> None:
     """What `Updater` does with a microbatch, up to the loss, whose vectors [T] are small."""
     decoder, output = decoder_of(unwrapped(model)), output_embeddings(unwrapped(model))
     batch = batch_of(microbatch)
@@ -201,15 +220,19 @@ def _cuda_sdpa(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The kernel that torch chooses on CUDA for causal attention, [S, L, heads, D]; on the meta device it would be the slow one.
+    """The kernel that torch chooses on CUDA for causal attention, [S, L, heads, D]; on the meta device it would be the
+    slow one.
 
-    Flash attention computes in 16 bit, with fewer key than query heads too, but values must be as wide as keys; the memory-efficient kernel
-    takes fp32 and values of any width, but as many heads only; what is left for the rest keeps all scores.
+    Flash attention computes in 16 bit, with fewer key than query heads too, but values must be as wide as keys; the
+    memory-efficient kernel takes fp32 and values of any width, but as many heads only; what is left for the rest keeps
+    all scores.
     """
     if query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]:
         out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, False, scale=scaling)[0]
     elif query.shape[1] == key.shape[1]:
-        out = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, True, scale=scaling)[0]
+        out = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, 0.0, True, scale=scaling
+        )[0]
     else:
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2), None

@@ -16,10 +16,11 @@ ALIGNED = 128
 
 
 class HostTensors:
-    """`flat` [N] fp32, zeros, and a view of it for each shape: `views`. With the same shapes, the views have the same places.
+    """`flat` [N] fp32, zeros, and a view of it for each shape: `views`. With the same shapes, the views have the same
+    places.
 
-    For a GPU its pages are locked until the last view is gone, so that copies run beside computations. torch's own page-locked tensors
-    are not used: their memory is the next power of two.
+    For a GPU its pages are locked until the last view is gone, so that copies run beside computations. torch's own
+    page-locked tensors are not used: their memory is the next power of two.
 
     Args:
         device: the GPU that will read and write it, or the CPU.
@@ -34,7 +35,8 @@ class HostTensors:
         memory = np.empty(ends[-1] if ends else 0, dtype=np.float32)  # of numpy, which says when it goes
         self.flat = torch.from_numpy(memory).fill_(0)  # by all threads, unlike torch.zeros
         self.views: dict[str, Tensor] = {
-            name: self.flat[start : start + shape.numel()].view(shape) for (name, shape), start in zip(shapes.items(), starts, strict=True)
+            name: self.flat[start : start + shape.numel()].view(shape)
+            for (name, shape), start in zip(shapes.items(), starts, strict=True)
         }
         if device.type == "cuda" and len(memory):
             _lock_pages(memory)

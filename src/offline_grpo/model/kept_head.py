@@ -1,15 +1,17 @@
-"""The loss head of GPUs that compute in bfloat16: as lm_head.py, but what a tile needs for its gradient is kept, and not computed again.
+"""The loss head of GPUs that compute in bfloat16: as lm_head.py, but what a tile needs for its gradient is kept, and
+not computed again.
 
 With z the logits of a row, T its temperature and S the sum over the vocabulary of exp((z - max z) / T), a tile keeps
 
     powers = exp((z - peak) / T), with the tile's own largest logit for the peak: [N, v] in bfloat16
 
-so that the gradient of the logits, without an entropy term, is powers times a number for each row and tile. That number goes to the other
-factor of both matrix products. So there are three products instead of four, and nothing of [N, v] is written in the backward pass but one
-element per row: the target's, (1 - p) / T, which would lose its digits as the difference of two rounded numbers.
+so that the gradient of the logits, without an entropy term, is powers times a number for each row and tile. That number
+goes to the other factor of both matrix products. So there are three products instead of four, and nothing of [N, v] is
+written in the backward pass but one element per row: the target's, (1 - p) / T, which would lose its digits as the
+difference of two rounded numbers.
 
-On a GPU one kernel (head_kernel.py) does all that happens between the products. Tiles beyond `kept_bytes` keep nothing and are computed
-again.
+On a GPU one kernel (head_kernel.py) does all that happens between the products. Tiles beyond `kept_bytes` keep nothing
+and are computed again.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ TILE_BYTES = 512 * 2**20
 MAX_WIDTH = 16384
 """The kernel holds a row of a tile in registers."""
 MIN_SHIFT = -60.0
-"""In bits: a tile whose peak lies this far below the row's adds nothing to the row but its target. Keeps scaled numbers in range."""
+"""In bits: a tile whose peak lies this far below the row's adds nothing to the row but its target. Keeps scaled numbers
+in range.
+"""
 
 
 def runs_on(hidden: Tensor) -> bool:
@@ -51,16 +55,21 @@ def scratch_bytes(num_tokens: int, hidden_size: int, vocab_size: int, width: int
     tiles = -(-vocab_size // width)
     num = num_kept(num_tokens, vocab_size, width, kept_bytes)
     kept = 2 * num_tokens * min(vocab_size, num * width)
-    again = 0 if num == tiles else 6 * num_tokens * width  # logits and powers of a tile, once those that were kept are gone
+    again = (
+        0 if num == tiles else 6 * num_tokens * width
+    )  # logits and powers of a tile, once those that were kept are gone
     forward = kept + 4 * num_tokens * width + 40 * tiles * num_tokens
-    backward = max(kept, again) + 10 * num_tokens * hidden_size  # the gradient of `hidden`, and a product or a scaled `hidden`
+    backward = (
+        max(kept, again) + 10 * num_tokens * hidden_size
+    )  # the gradient of `hidden`, and a product or a scaled `hidden`
     return max(forward, backward)
 
 
 class KeptHead(torch.autograd.Function):
     """Logprobs and entropies, see `LossHead`; the entropy carries no gradient.
 
-    Args of `apply`: hidden [N, H], weight [V, H], bias [V] or None, targets [N], temperature [N], softcap, tile width, kept bytes.
+    Args of `apply`: hidden [N, H], weight [V, H], bias [V] or None, targets [N], temperature [N], softcap, tile width,
+    kept bytes.
     """
 
     @staticmethod
@@ -86,7 +95,9 @@ class KeptHead(torch.autograd.Function):
             logits = _logits(buffer, hidden, weight[columns])  # [N, v]
             tile_bias = None if bias is None else bias[columns]
             index, inside = locate(targets, columns)
-            target_logits = torch.where(inside, _capped(logits[index], None if bias is None else bias[targets], softcap), target_logits)
+            target_logits = torch.where(
+                inside, _capped(logits[index], None if bias is None else bias[targets], softcap), target_logits
+            )
             found, powers = _stats_and_powers(logits, tile_bias, softcap, bits_per_logit, keep=len(kept) < limit)
             stats.append(found)
             kept.append(powers)
@@ -96,7 +107,16 @@ class KeptHead(torch.autograd.Function):
         ctx.mark_non_differentiable(entropy)
         if keeps:
             ctx.save_for_backward(
-                hidden, weight, bias, targets, temperature, bits_per_logit, target_logits, logprobs, merged.power_sum, shifts
+                hidden,
+                weight,
+                bias,
+                targets,
+                temperature,
+                bits_per_logit,
+                target_logits,
+                logprobs,
+                merged.power_sum,
+                shifts,
             )
             ctx.kept, ctx.softcap, ctx.width = kept, softcap, width
         return logprobs, entropy
@@ -104,9 +124,13 @@ class KeptHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, bias, targets, temperature, bits_per_logit, target_logits, logprobs, power_sum, shifts = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, bits_per_logit, target_logits, logprobs, power_sum, shifts = (
+            ctx.saved_tensors
+        )
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None  # [N, H], a sum over tiles
+        grad_hidden = (
+            torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
+        )  # [N, H], a sum over tiles
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
         slope = grad_outputs[0] / temperature  # [N], of the target's logit
@@ -131,7 +155,16 @@ class KeptHead(torch.autograd.Function):
                 grad_hidden.addcmul_(_product(powers, weight[columns]), factor[:, None])
             if grad_weight is not None:
                 torch.mm(powers.T, (hidden * factor[:, None]).to(hidden.dtype), out=grad_weight[columns])
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            grad_weight,
+            grad_bias,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _buffer(hidden: Tensor, width: int) -> Tensor:

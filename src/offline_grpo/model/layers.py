@@ -19,12 +19,16 @@ def parse_layer_indices(text: str, num_layers: int, *, key: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if match is None:
-            raise ConfigError(f"{key}={text}: {part.strip()!r} is neither an index nor a range; write for example 20-31 or 0-3,28-31")
+            raise ConfigError(
+                f"{key}={text}: {part.strip()!r} is neither an index nor a range; write for example 20-31 or 0-3,28-31"
+            )
         first, last = int(match[1]), int(match[2] or match[1])
         if first > last:
             raise ConfigError(f"{key}={text}: the range {part.strip()} runs backwards; write {last}-{first}")
         if last >= num_layers:
-            raise ConfigError(f"{key}={text}: the model has {num_layers} blocks, 0-{num_layers - 1}; there is no block {last}")
+            raise ConfigError(
+                f"{key}={text}: the model has {num_layers} blocks, 0-{num_layers - 1}; there is no block {last}"
+            )
         indices.update(range(first, last + 1))
     return sorted(indices)
 
@@ -48,7 +52,9 @@ def train_only_blocks(model: nn.Module, indices: list[int], num_layers: int) -> 
 
 
 def recompute_only(model: nn.Module, share: float, num_layers: int) -> None:
-    """Of a model with gradient checkpointing, recompute this share of the blocks alone, spread evenly; all, if it has no list of them."""
+    """Of a model with gradient checkpointing, recompute this share of the blocks alone, spread evenly; all, if it has
+    no list of them.
+    """
     try:
         blocks = blocks_of(model, num_layers)[1]
     except ConfigError:

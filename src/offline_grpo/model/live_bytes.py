@@ -18,7 +18,9 @@ def allocated_bytes(num_bytes: int) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the memory of the tensors that operations inside make, until they are freed: `now`, and its maximum `peak`."""
+    """Counts the memory of the tensors that operations inside make, until they are freed: `now`, and its maximum
+    `peak`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +44,9 @@ class LiveBytes(TorchDispatchMode):
         self._known.discard(key)
         self.now -= num_bytes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1  # transformers asks whether positions are consecutive; meta tensors cannot say
         result = func(*args, **(kwargs or {}))

@@ -1,18 +1,20 @@
-"""The tiled loss head: logprob of each target token and entropy of its distribution, from hidden states, without the [N, V] logits.
+"""The tiled loss head: logprob of each target token and entropy of its distribution, from hidden states, without the
+[N, V] logits.
 
-The vocabulary is walked in tiles of [N, v] logits. Tiles split the vocabulary and not the tokens because the weight gradient is then
-written once, row block by row block; splitting tokens would add into all of [V, H] once per chunk.
+The vocabulary is walked in tiles of [N, v] logits. Tiles split the vocabulary and not the tokens because the weight
+gradient is then written once, row block by row block; splitting tokens would add into all of [V, H] once per chunk.
 
-Inside a tile, log-probabilities are in bits (log2) relative to the row's largest logit: 2^x is cheaper than e^x, and a difference of two
-logits keeps its precision however large both are. With z the logits, T the temperature, S the sum over the vocabulary of
-2^bits = exp((z - max z) / T), p = 2^bits / S and H the entropy:
+Inside a tile, log-probabilities are in bits (log2) relative to the row's largest logit: 2^x is cheaper than e^x, and a
+difference of two logits keeps its precision however large both are. With z the logits, T the temperature, S the sum
+over the vocabulary of 2^bits = exp((z - max z) / T), p = 2^bits / S and H the entropy:
 
     logprob = (z[y] - max z) / T - ln S               d logprob / dz = (onehot(y) - p) / T
     H       = ln S - ln2 * sum(2^bits * bits) / S     d H / dz       = -p * (ln p + H) / T
 
 With a soft-cap c, z = c tanh(z' / c) of the product z', so gradients are multiplied by dz / dz' = 1 - (z / c)^2.
 
-The backward pass computes the logits again: four matrix products in all instead of three, for a memory use that does not grow with N * V.
+The backward pass computes the logits again: four matrix products in all instead of three, for a memory use that does
+not grow with N * V.
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ class TiledHead:
     """The head described above, a `LossHead`.
 
     Args:
-        tile_width: how many tokens v of the vocabulary a tile covers; None chooses it from the device and N, so that a tile has 8 MiB on
-            the CPU and 256 MiB on a GPU, or 512 MiB where tiles are kept. It changes speed and memory only.
-        kept_gib: GiB that a GPU keeps from the forward to the backward pass, so that less is computed again (see kept_head.py). For
-            bfloat16 without an entropy bonus.
+        tile_width: how many tokens v of the vocabulary a tile covers; None chooses it from the device and N, so
+            that a tile has 8 MiB on the CPU and 256 MiB on a GPU, or 512 MiB where tiles are kept. It changes speed and
+            memory only.
+        kept_gib: GiB that a GPU keeps from the forward to the backward pass, so that less is computed again (see
+            kept_head.py). For bfloat16 without an entropy bonus.
     """
 
     tile_width: int | None
@@ -51,7 +54,12 @@ class TiledHead:
 
     def __post_init__(self) -> None:
         require(self.kept_gib >= 0, "model.head.kept_gib", self.kept_gib, "must be 0 (nothing is kept) or more")
-        require(self.tile_width is None or self.tile_width > 0, "model.head.tile_width", self.tile_width, "must be at least 1, or null")
+        require(
+            self.tile_width is None or self.tile_width > 0,
+            "model.head.tile_width",
+            self.tile_width,
+            "must be at least 1, or null",
+        )
 
     def __call__(
         self,
@@ -71,7 +79,9 @@ class TiledHead:
         if self.kept_gib > 0 and not entropy_requires_grad and kept_head.runs_on(hidden):
             settings = (softcap, self._kept_width(len(hidden), len(weight)), self._kept_bytes)
             return kept_head.KeptHead.apply(hidden, weight, bias, targets, temperature, *settings)
-        return _TiledHead.apply(hidden, weight, bias, targets, temperature, softcap, entropy_requires_grad, self.tile_width)
+        return _TiledHead.apply(
+            hidden, weight, bias, targets, temperature, softcap, entropy_requires_grad, self.tile_width
+        )
 
     @property
     def _kept_bytes(self) -> int:
@@ -81,15 +91,23 @@ class TiledHead:
         return min(self.tile_width or kept_head.tile_width(num_tokens), kept_head.MAX_WIDTH, vocab_size)
 
     def scratch_bytes(
-        self, *, num_tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device, entropy_requires_grad: bool
+        self,
+        *,
+        num_tokens: int,
+        hidden_size: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        entropy_requires_grad: bool,
     ) -> int:
         """See `LossHead`. The larger of two sums, both over the two tile buffers; vectors [N] are left out.
 
         forward: ten numbers for each token and tile, where those of the tiles are merged
-        backward: the sum over tiles that becomes the gradient of 16-bit `hidden`, and the 16-bit copy of a tile's gradient
+        backward: the sum over tiles that becomes the gradient of 16-bit `hidden`, and the 16-bit copy of a tile's
+            gradient
 
-        The CPU multiplies in float32, so it also holds `hidden` and a tile of `weight` in it, and, until the gradient of `hidden` exists,
-        another of them or its gradient. Where a GPU keeps tiles, they are counted.
+        The CPU multiplies in float32, so it also holds `hidden` and a tile of `weight` in it, and, until the gradient
+        of `hidden` exists, another of them or its gradient. Where a GPU keeps tiles, they are counted.
         """
         if self.kept_gib > 0 and not entropy_requires_grad and device.type == "cuda" and dtype == torch.bfloat16:
             width = self._kept_width(num_tokens, vocab_size)
@@ -114,7 +132,9 @@ class _Tile(NamedTuple):
     scratch: Tensor  # [N, v], likewise
 
 
-def _tiles(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, tile_width: int | None) -> Iterator[_Tile]:
+def _tiles(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, tile_width: int | None
+) -> Iterator[_Tile]:
     dtype, num_tokens = _stats_dtype(hidden), len(hidden)
     full_width = _tile_width(tile_width, num_tokens, len(weight), dtype.itemsize, hidden.device)
     logits_buffer, scratch_buffer = torch.empty(2, num_tokens * full_width, dtype=dtype, device=hidden.device)
@@ -175,7 +195,9 @@ class _TiledHead(torch.autograd.Function):
         grad_logprobs, grad_entropy = grad_outputs  # [N] each, None where the output was not used
         hidden, weight, bias, targets, temperature, bits_per_logit, peak, power_sum, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.zeros_like(hidden, dtype=_stats_dtype(hidden)) if needs_hidden else None  # [N, H], a sum over tiles
+        grad_hidden = (
+            torch.zeros_like(hidden, dtype=_stats_dtype(hidden)) if needs_hidden else None
+        )  # [N, H], a sum over tiles
         grad_weight = torch.empty_like(weight) if needs_weight else None  # [V, H]
         grad_bias = torch.empty_like(bias) if needs_bias else None  # [V]
 
@@ -203,7 +225,16 @@ class _TiledHead(torch.autograd.Function):
                 _add_matmul_to(grad_hidden, grad_logits, tile.weight)
             if grad_weight is not None:
                 _matmul_into(grad_weight[tile.columns], grad_logits.T, inputs)
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            grad_weight,
+            grad_bias,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _stats_dtype(hidden: Tensor) -> torch.dtype:
@@ -220,7 +251,9 @@ def _tile_width(width: int | None, num_tokens: int, vocab_size: int, stats_bytes
 
 
 def _matmul_input(hidden: Tensor) -> Tensor:
-    """`hidden` in the dtype to multiply in. Only CUDA multiplies 16-bit matrices into float32; elsewhere widening gives the same logits."""
+    """`hidden` in the dtype to multiply in. Only CUDA multiplies 16-bit matrices into float32; elsewhere widening gives
+    the same logits.
+    """
     return hidden if hidden.is_cuda else hidden.to(_stats_dtype(hidden))
 
 

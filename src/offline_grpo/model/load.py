@@ -10,7 +10,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from offline_grpo import hub
 from offline_grpo.errors import ConfigError, reason_of
@@ -51,7 +58,9 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
     except Exception as error:  # whatever a configuration raises that is damaged or made up
         if "trust_remote_code" in str(error):
             fix = "read that code, and set model.trust_remote_code=true (--trust-remote-code) if you trust it, or take another model"
-            raise ConfigError(f"{key}={model_id}: needs Python code that comes with it (auto_map in config.json); {fix}") from error
+            raise ConfigError(
+                f"{key}={model_id}: needs Python code that comes with it (auto_map in config.json); {fix}"
+            ) from error
         raise _not_loaded(key, model_id, error) from error
 
 
@@ -60,7 +69,9 @@ def check_files(model_id: str, key: str) -> None:
     folder = Path(model_id)
     for path in folder.iterdir() if os.path.exists(folder / "config.json") else ():
         if not (path.is_file() or path.is_dir()):
-            raise ConfigError(f"{key}={model_id}: {path.name} is a pipe, a device or a broken link; take another copy of the model")
+            raise ConfigError(
+                f"{key}={model_id}: {path.name} is a pipe, a device or a broken link; take another copy of the model"
+            )
 
 
 def _not_loaded(key: str, model_id: str, error: Exception) -> ConfigError:
@@ -71,8 +82,9 @@ def _not_loaded(key: str, model_id: str, error: Exception) -> ConfigError:
 def context_length(config: PretrainedConfig) -> int | None:
     """The most tokens that prompt and completion may have together; None where the model sets no limit.
 
-    Rotary embeddings of type `dynamic` and `longrope` turn by other angles in batches whose longest sequence is beyond the length of the
-    original training, so a logprob would depend on its neighbours. Such models are used up to that length.
+    Rotary embeddings of type `dynamic` and `longrope` turn by other angles in batches whose longest sequence is beyond
+    the length of the original training, so a logprob would depend on its neighbours. Such models are used up to that
+    length.
     """
     text = config.get_text_config()
     limits = [getattr(text, "max_position_embeddings", None)]
@@ -82,14 +94,20 @@ def context_length(config: PretrainedConfig) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def load_tokenizer(model_id: str, *, key: str = "model.train_id", trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    model_id: str, *, key: str = "model.train_id", trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """The tokenizer saved beside the model, with a padding token (EOS where it has none: padding is never trained on)."""
     fix = "copy the tokenizer files (tokenizer.json, tokenizer_config.json) of the model that it was made from into the folder"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     except Exception as error:  # damaged files raise anything, those of the library `tokenizers` Exception itself
-        raise ConfigError(f"{key}={model_id}: has no tokenizer that can be loaded ({reason_of(error)}); {fix}") from error
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of some architectures' folders without the files
+        raise ConfigError(
+            f"{key}={model_id}: has no tokenizer that can be loaded ({reason_of(error)}); {fix}"
+        ) from error
+    if len(tokenizer) <= len(
+        tokenizer.all_special_tokens
+    ):  # what transformers makes of some architectures' folders without the files
         raise ConfigError(f"{key}={model_id}: has no tokenizer; {fix}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -127,16 +145,17 @@ def load_policy(
     checkpoint: Path | None,
     shares_weights: bool = False,
 ) -> Policy:
-    """The policy, from `checkpoint` (a folder that the checkpointer wrote) or else from `model_id`. The GPU that it is on becomes
-    torch's current one.
+    """The policy, from `checkpoint` (a folder that the checkpointer wrote) or else from `model_id`. The GPU that it is
+    on becomes torch's current one.
 
     Args:
         layout: see `settle_layout`.
-        shares_weights: load it on the CPU; its weights will be memory on `device` that the engine has allocated. `settle_layout` and
-            `settle_compile` are left to the caller then.
+        shares_weights: load it on the CPU; its weights will be memory on `device` that the engine has allocated.
+            `settle_layout` and `settle_compile` are left to the caller then.
 
     Raises:
-        ConfigError: the layout does not run on `device` or is wrong for the model, the model has no such layers or target modules, or it
+        ConfigError: the layout does not run on `device` or is wrong for the model, the model has no such layers or
+        target modules, or it
             does something unknown to its logits.
     """
     dtype = torch_dtype(precision)
@@ -148,9 +167,17 @@ def load_policy(
     home = torch.device("cpu") if shares_weights else device
     make_current(home)
     model = load_causal_lm(weights, config.attn_implementation, home, dtype, trust_remote_code=config.trust_remote_code)
-    model = prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=gradient_checkpointing, adapter=adapter)
+    model = prepare(
+        model,
+        config,
+        train_layer_indices=train_layer_indices,
+        gradient_checkpointing=gradient_checkpointing,
+        adapter=adapter,
+    )
     with refused_where_it_does_not_run(model, "model.train_id"):
-        scoring = Scoring(model, layouts_for(layout, device, dtype)[0], head, logits=measure_logit_transform(unwrapped(model)))
+        scoring = Scoring(
+            model, layouts_for(layout, device, dtype)[0], head, logits=measure_logit_transform(unwrapped(model))
+        )
         if not shares_weights:
             settle_layout(scoring, layout, device)
             settle_compile(scoring, config.compile, device)
@@ -165,7 +192,8 @@ def prepare(
     gradient_checkpointing: float,
     adapter: Path | None = None,
 ) -> LanguageModel:
-    """Make a model the one to be trained: adapters (from the folder `adapter`, or new) or chosen blocks, checkpointing of a share of them.
+    """Make a model the one to be trained: adapters (from the folder `adapter`, or new) or chosen blocks, checkpointing
+    of a share of them.
 
     Raises:
         ConfigError: layer indices or target modules that the model does not have.
@@ -174,10 +202,14 @@ def prepare(
     trained: LanguageModel = model
     if config.lora is not None:
         if train_layer_indices is not None:
-            raise ConfigError(f"train.train_layer_indices={train_layer_indices}: with LoRA choose blocks by model.lora.layer_indices")
+            raise ConfigError(
+                f"train.train_layer_indices={train_layer_indices}: with LoRA choose blocks by model.lora.layer_indices"
+            )
         trained = with_lora(model, config.lora, num_layers, adapter)
     elif train_layer_indices is not None:
-        train_only_blocks(model, parse_layer_indices(train_layer_indices, num_layers, key="train.train_layer_indices"), num_layers)
+        train_only_blocks(
+            model, parse_layer_indices(train_layer_indices, num_layers, key="train.train_layer_indices"), num_layers
+        )
     if gradient_checkpointing:
         trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         _disable_dropout_of_checkpointed(model)
@@ -195,7 +227,10 @@ def refused_where_it_does_not_run(model: LanguageModel, key: str) -> Iterator[No
         raise
     except Exception as error:  # whatever an architecture raises
         bare, reason = unwrapped(model), " ".join(str(error).split())
-        dtype, adapted = str(bare.dtype).removeprefix("torch."), "other model.lora.target_modules, " if has_adapters(model) else ""
+        dtype, adapted = (
+            str(bare.dtype).removeprefix("torch."),
+            "other model.lora.target_modules, " if has_adapters(model) else "",
+        )
         raise ConfigError(
             f"{key}={bare.name_or_path}: {type(bare).__name__} does not run in {dtype} on {bare.device} "
             f"({type(error).__name__}: {reason}); try {adapted}another train.precision, or another model"
@@ -203,7 +238,8 @@ def refused_where_it_does_not_run(model: LanguageModel, key: str) -> Iterator[No
 
 
 def attention_of(model_config: PretrainedConfig, wanted: str) -> str | None:
-    """What `model.attn_implementation=WANTED` is for this model; None is transformers' own choice, sdpa where the architecture has it.
+    """What `model.attn_implementation=WANTED` is for this model; None is transformers' own choice, sdpa where the
+    architecture has it.
 
     Raises:
         ConfigError: sdpa would leave out something that the model computes.
@@ -212,7 +248,9 @@ def attention_of(model_config: PretrainedConfig, wanted: str) -> str | None:
     if wanted == "auto":
         return "eager" if softcap is not None else None
     if wanted == "sdpa" and softcap is not None:
-        raise ConfigError(f"model.attn_implementation=sdpa: leaves out the model's {SDPA_HAS_NO}={softcap}; use auto or eager")
+        raise ConfigError(
+            f"model.attn_implementation=sdpa: leaves out the model's {SDPA_HAS_NO}={softcap}; use auto or eager"
+        )
     return wanted
 
 
@@ -239,9 +277,14 @@ def load_causal_lm(
     trust = {"trust_remote_code": trust_remote_code}
     model_config = read_model_config(model_id, key, trust_remote_code=trust_remote_code)
     attention = attention_of(model_config, attn_implementation)
-    num_layers, num_tensors = model_config.get_text_config().num_hidden_layers, check_weights(model_id, "take another copy")
+    num_layers, num_tensors = (
+        model_config.get_text_config().num_hidden_layers,
+        check_weights(model_id, "take another copy"),
+    )
     if num_tensors is not None and num_layers > num_tensors:  # building them could take for ever
-        raise ConfigError(f"{key}={model_id}: config.json says {num_layers} layers, and there are {num_tensors} tensors; take another copy")
+        raise ConfigError(
+            f"{key}={model_id}: config.json says {num_layers} layers, and there are {num_tensors} tensors; take another copy"
+        )
     settings = {"dtype": dtype or "auto", "attn_implementation": attention, "output_loading_info": True}
     try:
         model, info = AutoModelForCausalLM.from_pretrained(model_id, **settings, **trust)  # pyright: ignore[reportGeneralTypeIssues]
@@ -249,8 +292,12 @@ def load_causal_lm(
         raise
     except Exception as error:  # whatever a damaged file raises, in transformers, safetensors or the architecture
         if isinstance(error, (ImportError, ValueError)) and ("attention" in str(error).lower() or "attn" in str(error)):
-            reason = " ".join(str(error).split())  # kernels that are not installed, or a name that transformers does not know
-            raise ConfigError(f"model.attn_implementation={attn_implementation}: {reason}; use auto or eager") from error
+            reason = " ".join(
+                str(error).split()
+            )  # kernels that are not installed, or a name that transformers does not know
+            raise ConfigError(
+                f"model.attn_implementation={attn_implementation}: {reason}; use auto or eager"
+            ) from error
         raise _not_loaded(key, model_id, error) from error
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
@@ -263,7 +310,9 @@ def load_causal_lm(
 
 
 def _disable_dropout_of_checkpointed(model: nn.Module) -> None:
-    """Blocks are checkpointed in train mode only (see `prepare_for_gradients`), which must not switch on dropout that is in their code."""
+    """Blocks are checkpointed in train mode only (see `prepare_for_gradients`), which must not switch on dropout that
+    is in their code.
+    """
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             for name, value in vars(module).items():

@@ -17,7 +17,9 @@ RELATIVE_TOLERANCE = 1e-4  # of float32 arithmetic; a bf16 constant would be off
 
 
 class LogitTransform(NamedTuple):
-    """The model's logits are `scale * c(z)` for z = hidden @ weight.T + bias, with c(z) = softcap * tanh(z / softcap), or z for None."""
+    """The model's logits are `scale * c(z)` for z = hidden @ weight.T + bias, with c(z) = softcap * tanh(z / softcap),
+    or z for None.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
@@ -46,8 +48,8 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 def measure_logit_transform(model: PreTrainedModel, *, key: str = "model.train_id") -> LogitTransform:
     """Find the transform by putting chosen numbers in place of hidden states and of the head's output.
 
-    It is measured and not read from config.json because a name does not say enough: `logits_scaling` divides in Granite and multiplies in
-    HyperCLOVA. Chosen numbers show a soft-cap that the model's own logits are too small to reach.
+    It is measured and not read from config.json because a name does not say enough: `logits_scaling` divides in Granite
+    and multiplies in HyperCLOVA. Chosen numbers show a soft-cap that the model's own logits are too small to reach.
 
     Args:
         key: the setting that named the model, for messages.
@@ -81,7 +83,9 @@ def measure_logit_transform(model: PreTrainedModel, *, key: str = "model.train_i
 
 
 def _run_with(model: PreTrainedModel, hidden: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """What the model gives to its head if its decoder returns `hidden` [H], and the logits [V] it makes of the head's output `z` [V]."""
+    """What the model gives to its head if its decoder returns `hidden` [H], and the logits [V] it makes of the head's
+    output `z` [V].
+    """
     seen: list[Tensor] = []
 
     def decoder_returns(module: nn.Module, args: Any, output: Any) -> Any:

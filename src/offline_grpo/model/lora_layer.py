@@ -1,4 +1,6 @@
-"""LoRA layers that take less time than peft's: the scale is multiplied into B, and layers that read the same input multiply it together."""
+"""LoRA layers that take less time than peft's: the scale is multiplied into B, and layers that read the same input
+multiply it together.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from offline_grpo.model.adapters import ADAPTER
 
 
 class FoldedLinear(Linear):
-    """peft's layer, without the two arrays [T, out] that peft scales, one in the forward and one in the backward pass. vLLM folds the scale
-    in the same way, when it loads an adapter."""
+    """peft's layer, without the two arrays [T, out] that peft scales, one in the forward and one in the backward pass.
+    vLLM folds the scale in the same way, when it loads an adapter."""
 
     folded: tuple[nn.Linear, nn.Linear, nn.Linear, nn.Module | None, float]
-    """Base layer, A, B, dropout if there is any, and scale. Compiled blocks check all that they look up each time they run, which takes
-    longer where it lies in peft's dictionaries."""
+    """Base layer, A, B, dropout if there is any, and scale. Compiled blocks check all that they look up each time they
+    run, which takes longer where it lies in peft's dictionaries."""
     shared: SharedInput | None = None
     place: int = 0
     """Among the layers of `shared`."""
@@ -31,12 +33,16 @@ class FoldedLinear(Linear):
             return super().forward(x, *args, **kwargs)
         base, a, b, dropout, scale = self.folded
         shared = self.shared
-        inner = shared(x, self.place) if shared is not None else linear(x if dropout is None else dropout(x), a.weight)  # [..., R]
+        inner = (
+            shared(x, self.place) if shared is not None else linear(x if dropout is None else dropout(x), a.weight)
+        )  # [..., R]
         return linear(x, base.weight, base.bias) + linear(inner, b.weight * scale)
 
 
 class SharedInput:
-    """The product of one input with the A of several layers, such as q, k and v: the first of them makes it, and each takes its part."""
+    """The product of one input with the A of several layers, such as q, k and v: the first of them makes it, and each
+    takes its part.
+    """
 
     def __init__(self, layers: Sequence[FoldedLinear]) -> None:
         self.layers = layers
@@ -57,27 +63,35 @@ class SharedInput:
 
 
 def fold_scales(model: nn.Module) -> int:
-    """Let the adapted linear layers of a model do it so, in place; names and state stay as they are. Returns their number.
+    """Let the adapted linear layers of a model do it so, in place; names and state stay as they are. Returns their
+    number.
 
-    Left as peft made them: layers of other kinds, with hooks, or in another format than their adapter (a router in fp32), layers with
-    several adapters, and adapters that have more than A and B.
+    Left as peft made them: layers of other kinds, with hooks, or in another format than their adapter (a router in
+    fp32), layers with several adapters, and adapters that have more than A and B.
     """
     layers = [module for module in model.modules() if type(module) is Linear and _is_plain(module)]
     for layer in layers:
         layer.__class__ = FoldedLinear
         dropout: Any = layer.lora_dropout[ADAPTER]
         used = None if isinstance(dropout, nn.Identity) else dropout
-        folded: Any = (layer.get_base_layer(), layer.lora_A[ADAPTER], layer.lora_B[ADAPTER], used, layer.scaling[ADAPTER])
+        folded: Any = (
+            layer.get_base_layer(),
+            layer.lora_A[ADAPTER],
+            layer.lora_B[ADAPTER],
+            used,
+            layer.scaling[ADAPTER],
+        )
         layer.folded = folded
     return len(layers)
 
 
 def share_inputs(model: nn.Module, run: Callable[[], object]) -> int:
-    """Let adapted layers that read the same input, one right after the other, multiply it by all of their A at once. Returns the number of
-    such groups. Layers with dropout are left out: each draws a mask of its own.
+    """Let adapted layers that read the same input, one right after the other, multiply it by all of their A at once.
+    Returns the number of such groups. Layers with dropout are left out: each draws a mask of its own.
 
     Args:
-        run: passes something through the model. Which layers share their input is looked up: names say so for some architectures only.
+        run: passes something through the model. Which layers share their input is looked up: names say so for some
+            architectures only.
     """
     layers = [module for module in model.modules() if isinstance(module, FoldedLinear) and module.folded[3] is None]
     calls: list[tuple[Any, object]] = []  # the inputs are kept until the end, so that no two have the same id
@@ -97,7 +111,12 @@ def share_inputs(model: nn.Module, run: Callable[[], object]) -> int:
         for layer in group:
             seen[layer].add(group)
             layer.shared = None
-    groups = {group for found in seen.values() for group in found if len(group) > 1 and all(seen[layer] == {group} for layer in group)}
+    groups = {
+        group
+        for found in seen.values()
+        for group in found
+        if len(group) > 1 and all(seen[layer] == {group} for layer in group)
+    }
     for group in groups:
         shared = SharedInput(group)
         for place, layer in enumerate(group):

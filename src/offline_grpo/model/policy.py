@@ -30,7 +30,9 @@ class Policy:
         logprobs: from a batch to logprobs [T] without gradient, dropout off.
     """
 
-    def __init__(self, scoring: Scoring, tokenizer: PreTrainedTokenizerBase, *, compute_device: torch.device | None = None) -> None:
+    def __init__(
+        self, scoring: Scoring, tokenizer: PreTrainedTokenizerBase, *, compute_device: torch.device | None = None
+    ) -> None:
         self.scoring = scoring
         self.tokenizer = tokenizer
         self.compute_device = compute_device or scoring.device
@@ -66,7 +68,9 @@ class Policy:
         if not has_adapters(self.model):
             return None
         config: Any = self.model.peft_config[ADAPTER]
-        return max([config.r, *config.rank_pattern.values()])  # experts that are one tensor with two parts have twice the rank
+        return max(
+            [config.r, *config.rank_pattern.values()]
+        )  # experts that are one tensor with two parts have twice the rank
 
     def make_masters(self, *, offload: bool = False) -> MasterWeights:
         """Make the masters from the memory that the weights are in now. Called once, after every `WeightSync.connect`.
@@ -89,12 +93,14 @@ class Policy:
     def masters(self) -> MasterWeights:
         """What the optimizer steps on; only after `make_masters`."""
         if self._masters is None:
-            raise RuntimeError("the policy has no masters yet: call policy.make_masters() once its weight sync is connected")
+            raise RuntimeError(
+                "the policy has no masters yet: call policy.make_masters() once its weight sync is connected"
+            )
         return self._masters
 
     def become_shared(self, *, before_publish: Callable[[], None]) -> None:
-        """Note that the parameters now lie in memory on `compute_device` that others read too, and move the model's buffers there.
-        That GPU becomes torch's current one.
+        """Note that the parameters now lie in memory on `compute_device` that others read too, and move the model's
+        buffers there. That GPU becomes torch's current one.
 
         Args:
             before_publish: called before that memory is written to.

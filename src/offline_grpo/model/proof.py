@@ -1,8 +1,9 @@
-"""Proves a layout, and compiled blocks, on the model itself: a few short sequences must get the logprobs and the gradient that they get
-one at a time.
+"""Proves a layout, and compiled blocks, on the model itself: a few short sequences must get the logprobs and the
+gradient that they get one at a time.
 
-Layouts put sequences side by side, and not every architecture keeps them apart there: convolutions and recurrences run on from one to the
-next, and some attention ignores masks or positions. The ratio of a loss would hide it, because old and new logprobs are wrong alike.
+Layouts put sequences side by side, and not every architecture keeps them apart there: convolutions and recurrences run
+on from one to the next, and some attention ignores masks or positions. The ratio of a loss would hide it, because old
+and new logprobs are wrong alike.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ Group = tuple[int, tuple[int, ...]]
 GROUPS: Sequence[Group] = ((12, (3, 5, 2, 4)), (2, (7, 1, 6, 4)), (5, (2, 9)))
 """Tokens of each prompt, and of its completions. Short ones: what leaks from a neighbour fades with the distance."""
 LONG_GROUP = (150, (4,))
-"""Besides, on GPUs. Attention kernels go over a sequence in blocks of up to 128 tokens, and FlashAttention 4 has code of its own for where
-one block is enough: the code that trains is proven, and compiled before the first update. Its completion is short, so that errors of the
-others still show in the mean."""
+"""Besides, on GPUs. Attention kernels go over a sequence in blocks of up to 128 tokens, and FlashAttention 4 has code
+of its own for where one block is enough: the code that trains is proven, and compiled before the first update. Its
+completion is short, so that errors of the others still show in the mean."""
 NUM_GRADIENTS = 4
 LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
 GRADIENT_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.2}
-"""Relative errors, see `_errors`. Right layouts of small models stay below 1e-6 in fp32, and below 0.006 (logprobs) and 0.03 (gradients) in
-16 bit. Wrong ones begin at 0.08."""
+"""Relative errors, see `_errors`. Right layouts of small models stay below 1e-6 in fp32, and below 0.006 (logprobs) and
+0.03 (gradients) in 16 bit. Wrong ones begin at 0.08."""
 SHALLOW_BLOCKS = 8
-"""Of models with more blocks, errors may be larger, by the square root of their number: so rounding grows. Right layouts of 4 and 12
-blocks of Llama-3.1-8B's shape have 0.015 and 0.025 in bf16; on a GPU its 32 blocks, compiled, were refused at 0.05."""
+"""Of models with more blocks, errors may be larger, by the square root of their number: so rounding grows. Right
+layouts of 4 and 12 blocks of Llama-3.1-8B's shape have 0.015 and 0.025 in bf16; on a GPU its 32 blocks, compiled, were
+refused at 0.05."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ class _Result:
     gradients: list[Tensor]  # of a weighted sum of them, in the first trained tensors
 
 
-def settle_layout(scoring: Scoring, requested: Layout | None, device: torch.device, *, key: str = "model.train_id") -> None:
+def settle_layout(
+    scoring: Scoring, requested: Layout | None, device: torch.device, *, key: str = "model.train_id"
+) -> None:
     """Set `scoring.layout`: to `requested`, or for None (`auto`) to the fastest that is right, padded rows in the end.
 
     Args:
@@ -78,7 +82,9 @@ def settle_layout(scoring: Scoring, requested: Layout | None, device: torch.devi
         faults.append(f"{name} is wrong for {type(model).__name__}: {fault}")
         if requested is not None and name != "padded":
             raise ConfigError(f"model.layout={name}: wrong for {type(model).__name__}, {fault}; use model.layout=auto")
-    raise ConfigError(f"{key}={model.name_or_path}: {type(model).__name__} cannot be scored in batches: {fault}; choose another model")
+    raise ConfigError(
+        f"{key}={model.name_or_path}: {type(model).__name__} cannot be scored in batches: {fault}; choose another model"
+    )
 
 
 def _share_inputs(scoring: Scoring, batch: TokenBatch) -> None:
@@ -90,10 +96,14 @@ def _share_inputs(scoring: Scoring, batch: TokenBatch) -> None:
         share_inputs(scoring.model, lambda: scoring.causal_lm(input_ids=first, use_cache=False))
 
 
-def settle_compile(scoring: Scoring, requested: bool | str, device: torch.device, *, key: str = "model.train_id") -> None:
-    """Compile the model's blocks, where `requested` (`model.compile`) is true, or is `auto` and they are compiled on `device` by default.
+def settle_compile(
+    scoring: Scoring, requested: bool | str, device: torch.device, *, key: str = "model.train_id"
+) -> None:
+    """Compile the model's blocks, where `requested` (`model.compile`) is true, or is `auto` and they are compiled on
+    `device` by default.
 
-    Called once the layout is settled. Blocks that cannot be compiled, or that compute something else then, stay as they are under `auto`.
+    Called once the layout is settled. Blocks that cannot be compiled, or that compute something else then, stay as they
+    are under `auto`.
 
     Raises:
         ConfigError: they cannot be compiled, or are wrong then, and `requested` is true.
@@ -112,7 +122,9 @@ def settle_compile(scoring: Scoring, requested: bool | str, device: torch.device
         fault = _fault(scoring, batch, expected)
     seconds = time.monotonic() - started
     if fault is None:
-        log.info("model.compile=%s: compiled the %d blocks of %s in %.0f s", str(requested).lower(), num_blocks, key, seconds)
+        log.info(
+            "model.compile=%s: compiled the %d blocks of %s in %.0f s", str(requested).lower(), num_blocks, key, seconds
+        )
         return
     if num_blocks:
         uncompile_blocks(model)
@@ -139,7 +151,9 @@ def _batch(vocab_size: int, device: torch.device, groups: Sequence[Group]) -> To
     generator = torch.Generator().manual_seed(0)
 
     def draw(num_tokens: int) -> Tensor:
-        return torch.randint(min(8, vocab_size // 2), vocab_size, (num_tokens,), generator=generator)  # the first ids are often special
+        return torch.randint(
+            min(8, vocab_size // 2), vocab_size, (num_tokens,), generator=generator
+        )  # the first ids are often special
 
     sequences: list[Tensor] = []
     is_completion: list[Tensor] = []
@@ -176,7 +190,9 @@ def _alone(scoring: Scoring, batch: TokenBatch) -> _Result:
             ids, mask = batch.token_ids[start:end], batch.completion_mask[start:end]
             logits = scoring.causal_lm(input_ids=ids[None], use_cache=False).logits[0]  # [L, V]
             found = logits[:-1].float().log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)[mask[1:]]
-            for total, gradient in zip(gradients, _gradients(found @ weights[start:end][mask], parameters), strict=True):
+            for total, gradient in zip(
+                gradients, _gradients(found @ weights[start:end][mask], parameters), strict=True
+            ):
                 total += gradient
             logprobs.append(found.detach())
     return _Result(torch.cat(logprobs), gradients)
@@ -207,7 +223,9 @@ def _fault(scoring: Scoring, batch: TokenBatch, expected: _Result) -> str | None
     """What is wrong with `scoring.layout`, None if nothing is."""
     try:
         found = _packed(scoring, batch)
-        scored = scoring.logprobs(batch)[batch.completion_mask]  # without gradients, for which compiled blocks have code of their own
+        scored = scoring.logprobs(batch)[
+            batch.completion_mask
+        ]  # without gradients, for which compiled blocks have code of their own
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever an architecture raises when it is called in a way that it does not know
@@ -230,7 +248,8 @@ def _tolerances(model: PreTrainedModel) -> tuple[float, float]:
 
 
 def _errors(found: _Result, expected: _Result) -> tuple[float, float]:
-    """Root mean squares: of the logprobs relative to the spread of logprobs among tokens, of gradients relative to the gradient.
+    """Root mean squares: of the logprobs relative to the spread of logprobs among tokens, of gradients relative to the
+    gradient.
 
     The spread grows with the model's logits as the rounding of 16 bits does.
     """
@@ -257,4 +276,7 @@ def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]
     if not parameters:
         return []
     found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return [torch.zeros_like(p, dtype=torch.float32) if g is None else g.float() for g, p in zip(found, parameters, strict=True)]
+    return [
+        torch.zeros_like(p, dtype=torch.float32) if g is None else g.float()
+        for g, p in zip(found, parameters, strict=True)
+    ]

@@ -27,8 +27,11 @@ def check_reference(config: ModelConfig) -> None:
     require(config.ref_device is None or not is_adapted_policy(config), "model.ref_device", config.ref_device, fix)
 
 
-def load_reference(config: ModelConfig, model_id: str, policy: Policy, *, layout: Layout | None, precision: str) -> Scoring | BaseScoring:
-    """The frozen reference: the policy's own base model under LoRA, else a second copy in the same precision. Raises as `load_policy`.
+def load_reference(
+    config: ModelConfig, model_id: str, policy: Policy, *, layout: Layout | None, precision: str
+) -> Scoring | BaseScoring:
+    """The frozen reference: the policy's own base model under LoRA, else a second copy in the same precision. Raises as
+    `load_policy`.
 
     The copy is on `config.ref_device`.
     """

@@ -26,7 +26,8 @@ def save_policy(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
         weights: the whole of each parameter, by its name in the checkpoint. See `Sharding.full_weights`.
 
     Raises:
-        OSError, RuntimeError, safetensors.SafetensorError: the folder cannot be written; a full disk comes as any of them.
+        OSError, RuntimeError, safetensors.SafetensorError: the folder cannot be written; a full disk comes as any of
+        them.
     """
     if policy.is_sharded:
         from offline_grpo.model.shards import on_disk  # which takes a second
@@ -37,9 +38,13 @@ def save_policy(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
         full = dict(weights)
     if has_adapters(policy.model):
         full = {f"base_model.model.{name}": tensor for name, tensor in full.items()}
-        policy.model.save_pretrained(str(folder), state_dict=full, save_embedding_layers=False)  # "auto" asks the hub for the base's config
+        policy.model.save_pretrained(
+            str(folder), state_dict=full, save_embedding_layers=False
+        )  # "auto" asks the hub for the base's config
     else:
-        buffers = {name: value for name, value in policy.causal_lm.state_dict().items() if name not in full}  # and tied parameters
+        buffers = {
+            name: value for name, value in policy.causal_lm.state_dict().items() if name not in full
+        }  # and tied parameters
         if policy.is_sharded:
             tied = dict(policy.causal_lm.named_parameters(remove_duplicate=False))
             buffers = {name: value for name, value in buffers.items() if name not in tied}
@@ -51,11 +56,16 @@ def save_policy(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
 
 
 def save_adapter(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write what servers load of an adapter, in less than half of the time that peft takes to look through the model for it.
+    """Write what servers load of an adapter, in less than half of the time that peft takes to look through the model
+    for it.
 
     Args, raises: see `save_policy`.
     """
     folder.mkdir(parents=True)
-    tensors = {"base_model.model." + OF_ADAPTER.sub(r"\1", name): tensor.contiguous() for name, tensor in weights if ".lora_" in name}
+    tensors = {
+        "base_model.model." + OF_ADAPTER.sub(r"\1", name): tensor.contiguous()
+        for name, tensor in weights
+        if ".lora_" in name
+    }
     save_file(tensors, folder / ADAPTER_FILE)
     policy.model.peft_config[ADAPTER].save_pretrained(str(folder))  # type: ignore[index]

@@ -19,8 +19,8 @@ from offline_grpo.types import TokenBatch, TokenStats
 class Scoring(nn.Module):
     """Scores flat batches with a causal language model. The frozen reference is one, the policy has one.
 
-    `forward` is the only place that uses the decoder and the weights of the language-model head, so that whatever wraps a module's forward
-    (FSDP2, torch.compile) can wrap this one.
+    `forward` is the only place that uses the decoder and the weights of the language-model head, so that whatever wraps
+    a module's forward (FSDP2, torch.compile) can wrap this one.
 
     Args:
         model: a transformers model with a language-model head, or a peft model around one.
@@ -63,7 +63,9 @@ class Scoring(nn.Module):
         Args:
             entropy_requires_grad: if False the entropy is a metric, without gradient.
         """
-        with torch.accelerator.device_index(self.device.index):  # Triton kernels run on the current GPU, and a reference may have another
+        with torch.accelerator.device_index(
+            self.device.index
+        ):  # Triton kernels run on the current GPU, and a reference may have another
             hidden = self.layout.hidden_states(decoder_of(self.causal_lm), batch)  # [T, H]
             output = self.output
             at = batch.completion_positions  # [N]
@@ -109,7 +111,8 @@ class BaseScoring:
 def prepare_for_gradients(model: nn.Module, *, adapter_dropout: bool = True) -> None:
     """Switch on what training needs of train mode: activation checkpointing, and dropout on adapters.
 
-    The rest stays in eval mode. The sampler has no dropout, so the scores that are compared with its logprobs must have none either.
+    The rest stays in eval mode. The sampler has no dropout, so the scores that are compared with its logprobs must have
+    none either.
     """
     for name, module in model.named_modules():
         trains = getattr(module, "gradient_checkpointing", False) or (adapter_dropout and ".lora_dropout" in name)

@@ -16,7 +16,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def like(target: Tensor, tensor: Tensor) -> Tensor:
-    """This process's part of a whole tensor, spread as `target` is; one that is spread already, as it is. No process waits."""
+    """This process's part of a whole tensor, spread as `target` is; one that is spread already, as it is. No process
+    waits.
+    """
     if not isinstance(target, DTensor) or isinstance(tensor, DTensor) or target.shape != tensor.shape:
         return tensor
     return distribute_tensor(tensor.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
@@ -35,6 +37,8 @@ def on_disk(named: Iterable[tuple[str, Tensor]], folder: Path) -> dict[str, Tens
             found[name] = tensor.cpu()
             continue
         path.write_bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        found[name] = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+        found[name] = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype).view(
+            tensor.shape
+        )
         path.unlink()
     return found

@@ -58,28 +58,52 @@ class TinyModel:
     seed: int
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_key_value_heads", "max_position_embeddings"):
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_key_value_heads",
+            "max_position_embeddings",
+        ):
             require(getattr(self, name) > 0, f"model.tiny.{name}", getattr(self, name), "must be at least 1")
         for name in ("rope_theta", "initializer_range", "warm_start_lr"):
             require(getattr(self, name) > 0, f"model.tiny.{name}", getattr(self, name), "must be above 0")
         fix = f"must be a multiple of 2 * num_heads = {2 * self.num_heads}: rotary embeddings turn pairs of dimensions"
         require(self.hidden_size % (2 * self.num_heads) == 0, "model.tiny.hidden_size", self.hidden_size, fix)
         fix = f"must divide num_heads = {self.num_heads}"
-        require(self.num_heads % self.num_key_value_heads == 0, "model.tiny.num_key_value_heads", self.num_key_value_heads, fix)
+        require(
+            self.num_heads % self.num_key_value_heads == 0,
+            "model.tiny.num_key_value_heads",
+            self.num_key_value_heads,
+            fix,
+        )
         require(self.warm_start_steps >= 0, "model.tiny.warm_start_steps", self.warm_start_steps, "must be at least 0")
-        require(self.warm_start_batch_size > 0, "model.tiny.warm_start_batch_size", self.warm_start_batch_size, "must be at least 1")
-        require(0 <= self.noise_frac <= 1, "model.tiny.noise_frac", self.noise_frac, "a share of the demonstrations, from 0 to 1")
+        require(
+            self.warm_start_batch_size > 0,
+            "model.tiny.warm_start_batch_size",
+            self.warm_start_batch_size,
+            "must be at least 1",
+        )
+        require(
+            0 <= self.noise_frac <= 1,
+            "model.tiny.noise_frac",
+            self.noise_frac,
+            "a share of the demonstrations, from 0 to 1",
+        )
 
     def prepare(self, task: Task, cache_dir: Path, *, show_progress: bool = False) -> Path:
-        """The folder of this model for this task, see `prepare_tiny_model`; with `show_progress`, the run's display says how far it is."""
+        """The folder of this model for this task, see `prepare_tiny_model`; with `show_progress`, the run's display
+        says how far it is.
+        """
         return prepare_tiny_model(self, task, cache_dir, progress=_show_progress if show_progress else None)
 
 
 def prepare_tiny_model(settings: TinyModel, task: Task, cache_dir: Path, *, progress: Progress | None = None) -> Path:
     """Build the model, warm-start it on the task's training problems and save it, unless `cache_dir` has it already.
 
-    The folder's name is a hash of everything that decides the result. It appears complete or not at all, also when several processes
-    build it at the same time. The caller's random state is left as it was.
+    The folder's name is a hash of everything that decides the result. It appears complete or not at all, also when
+    several processes build it at the same time. The caller's random state is left as it was.
 
     Args:
         progress: called after every step of the warm start; never where the cache has the model.
@@ -89,7 +113,9 @@ def prepare_tiny_model(settings: TinyModel, task: Task, cache_dir: Path, *, prog
     """
     problems = task.problems(Split.TRAIN)
     if any(re.fullmatch(r"-?[0-9]+", problem.answer) is None for problem in problems):
-        raise ConfigError("model=tiny: learns tasks whose answers are integers alone; use task=arithmetic, or model=hf model.train_id=...")
+        raise ConfigError(
+            "model=tiny: learns tasks whose answers are integers alone; use task=arithmetic, or model=hf model.train_id=..."
+        )
     remove_left_behind(cache_dir, SCRATCH)
     folder = cache_dir / f"tiny-{_content_hash(settings, problems)}"
     if folder.exists():
@@ -100,7 +126,9 @@ def prepare_tiny_model(settings: TinyModel, task: Task, cache_dir: Path, *, prog
     cache_dir.mkdir(parents=True, exist_ok=True)
     with OwnFolder(cache_dir, SCRATCH) as scratch:
         built = scratch / "model"
-        with run_progress.step("warm start", f"building the tiny model (once): warm start of {settings.warm_start_steps} steps"):
+        with run_progress.step(
+            "warm start", f"building the tiny model (once): warm start of {settings.warm_start_steps} steps"
+        ):
             _build(settings, problems, built, progress)
         try:
             built.rename(folder)
@@ -152,7 +180,9 @@ def _build(settings: TinyModel, problems: Sequence[Problem], folder: Path, progr
 
 
 def _llama_config(settings: TinyModel, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
-    """Llama rather than Qwen2: for a Qwen2, AutoTokenizer ignores the tokenizer saved beside the model and makes one of Qwen2's own."""
+    """Llama rather than Qwen2: for a Qwen2, AutoTokenizer ignores the tokenizer saved beside the model and makes one of
+    Qwen2's own.
+    """
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
@@ -175,11 +205,18 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 def _check_lengths(settings: TinyModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> None:
     """A prompt, its answer, the digit that a wrong answer may have more, and EOS must fit the context."""
-    lengths = {problem.problem_id: len(encode(tokenizer, problem.messages)) + len(problem.answer) + 2 for problem in problems}
+    lengths = {
+        problem.problem_id: len(encode(tokenizer, problem.messages)) + len(problem.answer) + 2 for problem in problems
+    }
     name = max(lengths, key=lengths.__getitem__)
     longest = lengths[name]
     fix = f"problem {name} has {longest} tokens with its answer; use {longest} or more, or leave that problem out"
-    require(longest <= settings.max_position_embeddings, "model.tiny.max_position_embeddings", settings.max_position_embeddings, fix)
+    require(
+        longest <= settings.max_position_embeddings,
+        "model.tiny.max_position_embeddings",
+        settings.max_position_embeddings,
+        fix,
+    )
 
 
 def _show_progress(step: int, total: int, loss: float) -> None:

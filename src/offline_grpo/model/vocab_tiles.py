@@ -1,4 +1,6 @@
-"""What the loss heads do with tiles of the vocabulary: cut it, find targets in a tile, put the statistics of tiles together."""
+"""What the loss heads do with tiles of the vocabulary: cut it, find targets in a tile, put the statistics of tiles
+together.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def tiles_of(vocab_size: int, width: int) -> Iterator[slice]:
 
 
 def locate(targets: Tensor, tile: slice) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """An index into [N, v] of every row's target, and [N] bool: whether the target lies in this tile (else the index is arbitrary)."""
+    """An index into [N, v] of every row's target, and [N] bool: whether the target lies in this tile (else the index is
+    arbitrary).
+    """
     local = targets - tile.start
     width = tile.stop - tile.start
     index = (torch.arange(len(targets), device=targets.device), local.clamp(0, width - 1))
@@ -32,7 +36,9 @@ def locate(targets: Tensor, tile: slice) -> tuple[tuple[Tensor, Tensor], Tensor]
 
 
 def merge(tiles: Sequence[TileStats], bits_per_logit: Tensor) -> tuple[TileStats, Tensor]:
-    """Of whole rows, from those of their tiles; and by how many bits each tile's peak lies below the row's, [tiles, N], <= 0."""
+    """Of whole rows, from those of their tiles; and by how many bits each tile's peak lies below the row's, [tiles, N],
+    <= 0.
+    """
     peaks, power_sums, bits_sums = (torch.stack(values) for values in zip(*tiles, strict=True))  # [tiles, N]
     peak = peaks.amax(0)
     shifts = (peaks - peak) * bits_per_logit

@@ -1,8 +1,10 @@
-"""Supervised training of the tiny model: first on right answers, then on demonstrations of which a fixed share is wrong.
+"""Supervised training of the tiny model: first on right answers, then on demonstrations of which a fixed share is
+wrong.
 
-A language model reproduces its data. Once it knows the answers, showing it half wrong ones makes it sample the right one only half of
-the time, while that stays its single most probable answer. This is the kind of base model that RL is good at: the knowledge is there,
-the habit is not. Noise from the first step on would leave less time to learn the arithmetic itself, which RL then cannot make up for.
+A language model reproduces its data. Once it knows the answers, showing it half wrong ones makes it sample the right
+one only half of the time, while that stays its single most probable answer. This is the kind of base model that RL is
+good at: the knowledge is there, the habit is not. Noise from the first step on would leave less time to learn the
+arithmetic itself, which RL then cannot make up for.
 """
 
 from __future__ import annotations
@@ -86,7 +88,9 @@ def warm_start(
         for group in optimizer.param_groups:
             group["lr"] = lr * lr_factor(step - 1, steps)
         batch = list(islice(clean if step <= CLEAN_FRAC * steps else noisy, batch_size))
-        token_ids, labels = collate(tokenizer, [prompt_ids[d.problem.problem_id] for d in batch], [d.answer for d in batch])
+        token_ids, labels = collate(
+            tokenizer, [prompt_ids[d.problem.problem_id] for d in batch], [d.answer for d in batch]
+        )
         logits = model(input_ids=token_ids, use_cache=False).logits  # [B, L, V]
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
         optimizer.zero_grad()
@@ -103,8 +107,11 @@ def lr_factor(step: int, steps: int) -> float:
     return min((step + 1) / max(1, round(steps * WARMUP_FRAC)), 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-def collate(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], answers: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Token ids and labels [B, L], padded on the right, where causal attention needs no mask; only answer and EOS have labels.
+def collate(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], answers: Sequence[str]
+) -> tuple[Tensor, Tensor]:
+    """Token ids and labels [B, L], padded on the right, where causal attention needs no mask; only answer and EOS have
+    labels.
 
     For the prompt `1+2=` and the answer `3`, in characters:
         token_ids  <bos> 1 + 2 = 3 <eos> <pad>

@@ -1,4 +1,6 @@
-"""The parts that a GPU's memory is predicted to hold: as a table, as a refusal where they cannot fit, and as advice where they did not."""
+"""The parts that a GPU's memory is predicted to hold: as a table, as a refusal where they cannot fit, and as advice
+where they did not.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Part:
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """A GPU's parts: those of its training processes, and those of its servers (see `_server_parts`), empty where it has none.
+    """A GPU's parts: those of its training processes, and those of its servers (see `_server_parts`), empty where it
+    has none.
 
     The host has a plan, too, where it holds what GPUs would hold otherwise. Its `gpu` is None.
     """
@@ -55,7 +58,9 @@ def describe(devices: Sequence[DevicePlan]) -> list[str]:
     """A small table: one line per part, in GiB."""
     lines = []
     for device in devices:
-        lines.append(f"{device.name}: predicted to hold {_gib(device.needed_bytes)} of {_gib(device.total_bytes)} at its fullest")
+        lines.append(
+            f"{device.name}: predicted to hold {_gib(device.needed_bytes)} of {_gib(device.total_bytes)} at its fullest"
+        )
         lines += [f"  {part.num_bytes / GIB:8.2f} GiB  {part.name}" for part in device.parts]
     return lines
 
@@ -78,7 +83,11 @@ def _check_server(device: DevicePlan) -> None:
     share = weights.num_bytes + rest.num_bytes
     if share < weights.num_bytes * KV_CACHE_FLOOR:
         least = ceil(weights.num_bytes * KV_CACHE_FLOOR / device.num_servers / device.total_bytes * 100) / 100
-        fix = f"use {least:.2f} or more" if least <= 1 else "it needs several GPUs (placement.engine_devices), or a smaller model"
+        fix = (
+            f"use {least:.2f} or more"
+            if least <= 1
+            else "it needs several GPUs (placement.engine_devices), or a smaller model"
+        )
         raise ConfigError(
             f"{rest.setting}: that share of GPU {device.gpu}, {_gib(share / device.num_servers)}, holds the server's weights of "
             f"{_gib(weights.num_bytes / device.num_servers)} and "
@@ -100,11 +109,17 @@ def _refusal(device: DevicePlan) -> str:
 
 def largest_parts(device: DevicePlan) -> str:
     """`activations 40.1 GiB, optimizer state 11.5 GiB, ...`"""
-    return ", ".join(f"{part.name} {_gib(part.num_bytes)}" for part in sorted(device.parts, key=lambda part: -part.num_bytes)[:4]) + ", ..."
+    return (
+        ", ".join(
+            f"{part.name} {_gib(part.num_bytes)}" for part in sorted(device.parts, key=lambda part: -part.num_bytes)[:4]
+        )
+        + ", ..."
+    )
 
 
 def advice(device: DevicePlan, phase: str) -> list[str]:
-    """Three settings that make the GPU's parts smaller, each with what to do: that of the part that `phase` makes first, then the largest.
+    """Three settings that make the GPU's parts smaller, each with what to do: that of the part that `phase` makes
+    first, then the largest.
 
     Args:
         phase: of the run, such as "generate" or "train".
@@ -115,7 +130,9 @@ def advice(device: DevicePlan, phase: str) -> list[str]:
 
 
 def room_for_server(device: DevicePlan, *, total_bytes: int) -> float | None:
-    """The largest share of a GPU of `total_bytes` that each server may have beside the trainer; None if its weights need more."""
+    """The largest share of a GPU of `total_bytes` that each server may have beside the trainer; None if its weights
+    need more.
+    """
     weights, _, context = device.server
     trainer_bytes = sum(part.num_bytes for part in device.trainer)
     room = floor((total_bytes - trainer_bytes - context.num_bytes) / device.num_servers / total_bytes * 100) / 100

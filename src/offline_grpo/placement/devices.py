@@ -70,7 +70,8 @@ def reference_gpu(devices: Devices) -> int | None:
     """The GPU that the reference has for itself; None where it is on the trainer's, or on the CPU.
 
     Raises:
-        ConfigError: a device that this machine has not; or several training processes, each of which has a reference of its own.
+        ConfigError: a device that this machine has not; or several training processes, each of which has a reference of
+        its own.
     """
     if devices.reference is None:
         return None
@@ -146,7 +147,9 @@ def _check_share(share: Sequence[int], devices: Devices, trainers: Sequence[int]
         )
 
 
-def share_out(gpus: Sequence[int], num_servers: int, at_least: int, configured: Sequence[int] | None) -> list[list[int]]:
+def share_out(
+    gpus: Sequence[int], num_servers: int, at_least: int, configured: Sequence[int] | None
+) -> list[list[int]]:
     """Equal parts of the GPUs, in order.
 
     Args:
@@ -168,13 +171,20 @@ def share_out(gpus: Sequence[int], num_servers: int, at_least: int, configured: 
 
 
 def engine_gpus(
-    configured: Sequence[int] | None, rule: str, *, name: str, trainers: Sequence[int], num_gpus: int, num_wanted: int = 1
+    configured: Sequence[int] | None,
+    rule: str,
+    *,
+    name: str,
+    trainers: Sequence[int],
+    num_gpus: int,
+    num_wanted: int = 1,
 ) -> list[int] | None:
-    """The GPUs of the servers that the run starts, numbered as this process sees them; None (all that it sees) for trainers on the CPU.
+    """The GPUs of the servers that the run starts, numbered as this process sees them; None (all that it sees) for
+    trainers on the CPU.
 
     Args:
-        configured: `placement.engine_devices`; null takes the trainer's GPU for the rule "same", else the first `num_wanted` that no
-            process trains on, else (rule "any") the trainer's.
+        configured: `placement.engine_devices`; null takes the trainer's GPU for the rule "same", else the first
+            `num_wanted` that no process trains on, else (rule "any") the trainer's.
         rule: "same" where weights never leave the trainer's GPU, "other" where they must, "any".
         name: of the strategy with that rule.
         trainers: the GPU of every training process, that of the first one first.
@@ -212,7 +222,9 @@ def engine_gpus(
 def _check_existing(gpus: Sequence[int], setting: str, num_gpus: int) -> None:
     if all(0 <= gpu < num_gpus for gpu in gpus):
         return
-    exist = f"this machine has {num_gpus} GPU{'s' if num_gpus != 1 else ''}" + (f", 0 to {num_gpus - 1}" if num_gpus > 1 else "")
+    exist = f"this machine has {num_gpus} GPU{'s' if num_gpus != 1 else ''}" + (
+        f", 0 to {num_gpus - 1}" if num_gpus > 1 else ""
+    )
     raise ConfigError(f"{setting}: {exist}; name some of them, or use placement.engine_devices=null")
 
 

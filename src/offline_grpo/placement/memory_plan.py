@@ -1,8 +1,9 @@
 """What every GPU of a run will hold at its fullest, predicted part by part before any weights are loaded.
 
-    a training process   weights + masters + gradients + optimizer state + reference + activations of the largest microbatch
-    a server             its share of the GPU (engine.args.gpu_memory_utilization): weights, and what remains for the KV cache
-    the host             masters + optimizer state of all processes, with train.optimizer.offload, and the processes themselves
+    a training process   weights + masters + gradients + optimizer state + reference + activations of the largest
+    microbatch a server             its share of the GPU (engine.args.gpu_memory_utilization): weights, and what remains
+    for the KV cache the host             masters + optimizer state of all processes, with train.optimizer.offload, and
+    the processes themselves
 
 Nothing here needs a GPU. The prediction is for the worst case: every completion as long as it may get.
 """
@@ -74,7 +75,9 @@ class MemoryRequest:
 
 
 def predict(request: MemoryRequest) -> list[DevicePlan]:
-    """What every GPU that the run uses will hold, in the order of the GPUs, and then the host, if it holds what they would otherwise."""
+    """What every GPU that the run uses will hold, in the order of the GPUs, and then the host, if it holds what they
+    would otherwise.
+    """
     offload = request.offload
     footprint = measure(
         model_of(request),
@@ -98,7 +101,9 @@ def predict(request: MemoryRequest) -> list[DevicePlan]:
     ]
     if request.is_sharded:
         others.append(_gathered_part(request))
-    weights = Part("policy weights", footprint.weights_bytes, f"model.train_id={request.model.train_id}", _smaller_model(request))
+    weights = Part(
+        "policy weights", footprint.weights_bytes, f"model.train_id={request.model.train_id}", _smaller_model(request)
+    )
     server = request.server
     devices = []
     of_reference = () if request.reference_gpu is None or not reference.num_bytes else (request.reference_gpu,)
@@ -110,7 +115,11 @@ def predict(request: MemoryRequest) -> list[DevicePlan]:
             trainer += (reference, Part(CONTEXT, CONTEXT_BYTES, f"model.ref_device=cuda:{gpu}", "use another GPU"))
         total_bytes = request.total_bytes[gpu]
         num_servers = 0 if server is None else server.gpus.count(gpu)
-        served = _server_parts(server, request.model_config, total_bytes, num_servers) if server is not None and num_servers else ()
+        served = (
+            _server_parts(server, request.model_config, total_bytes, num_servers)
+            if server is not None and num_servers
+            else ()
+        )
         devices.append(DevicePlan(gpu, total_bytes, trainer, served, num_servers))
     if offload:
         num_processes = len(request.trainers)
@@ -121,7 +130,9 @@ def predict(request: MemoryRequest) -> list[DevicePlan]:
 
 
 def _part_of(footprint: Footprint, request: MemoryRequest) -> Footprint:
-    """What one process has with train.sharding=fsdp2: a part of fp32 weights, or of the frozen base under adapters, which it has whole."""
+    """What one process has with train.sharding=fsdp2: a part of fp32 weights, or of the frozen base under adapters,
+    which it has whole.
+    """
     num = len(request.trainers)
     if request.model.lora is not None:
         return replace(footprint, weights_bytes=ceil(footprint.weights_bytes / num))
@@ -130,19 +141,29 @@ def _part_of(footprint: Footprint, request: MemoryRequest) -> Footprint:
         weights_bytes=ceil(footprint.weights_bytes * 4 / torch_dtype(request.train.precision).itemsize / num),
         masters_bytes=0,
         gradients_bytes=ceil(footprint.gradients_bytes / num),
-        trained_shapes=tuple(torch.Size((ceil(shape[0] / num), *shape[1:])) for shape in footprint.trained_shapes if shape),
+        trained_shapes=tuple(
+            torch.Size((ceil(shape[0] / num), *shape[1:])) for shape in footprint.trained_shapes if shape
+        ),
     )
 
 
 def _gathered_part(request: MemoryRequest) -> Part:
-    """Whole weights: embeddings and head for the length of a pass, and two blocks, because the next one comes while one computes.
+    """Whole weights: embeddings and head for the length of a pass, and two blocks, because the next one comes while one
+    computes.
 
     With their gradients, once in fp32 as well, where the weights are trained.
     """
     model = unwrapped(model_of(request))
-    sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks_of(model, model.config.get_text_config().num_hidden_layers)[1]]
+    sizes = [
+        sum(p.nbytes for p in block.parameters())
+        for block in blocks_of(model, model.config.get_text_config().num_hidden_layers)[1]
+    ]
     rest, largest = sum(p.nbytes for p in model.parameters()) - sum(sizes), max(sizes)
-    gradients = 0 if request.model.lora is not None else rest + largest + largest * 4 // torch_dtype(request.train.precision).itemsize
+    gradients = (
+        0
+        if request.model.lora is not None
+        else rest + largest + largest * 4 // torch_dtype(request.train.precision).itemsize
+    )
     fix = "choose a model with smaller blocks, or train.sharding=none"
     return Part("gathered embeddings and blocks", rest + 2 * largest + gradients, "train.sharding=fsdp2", fix)
 
@@ -156,8 +177,9 @@ def model_of(request: MemoryRequest) -> LanguageModel:
 def largest_microbatch(request: MemoryRequest) -> Microbatch:
     """A process's largest microbatch if every sequence is as long as it may get.
 
-    Example: 100 sequences of 600 tokens per update and tokens_per_microbatch=2000 are microbatches of 4 rows of 500 tokens. Of these, 1,666
-    are scored if up to 500 tokens are sampled and the shortest prompts, which may come together, have 100.
+    Example: 100 sequences of 600 tokens per update and tokens_per_microbatch=2000 are microbatches of 4 rows of 500
+    tokens. Of these, 1,666 are scored if up to 500 tokens are sampled and the shortest prompts, which may come
+    together, have 100.
     """
     train = request.train
     sequence_tokens = _sequence_tokens(request, request.max_new_tokens)
@@ -170,7 +192,9 @@ def largest_microbatch(request: MemoryRequest) -> Microbatch:
     rows, row_tokens = min(of_process, train.batch_size or of_process), sequence_tokens
     if train.tokens_per_microbatch is not None and rows * sequence_tokens > train.tokens_per_microbatch:
         rows = ceil(train.tokens_per_microbatch / sequence_tokens)
-        row_tokens = max(train.tokens_per_microbatch, sequence_tokens) // rows  # so that rows of any length add up to the limit
+        row_tokens = (
+            max(train.tokens_per_microbatch, sequence_tokens) // rows
+        )  # so that rows of any length add up to the limit
     num_scored = rows * max(1, min(request.max_new_tokens, row_tokens - 1))
     if train.tokens_per_microbatch is not None:
         most = rows * row_tokens * request.max_new_tokens // (request.prompt_tokens[0] + request.max_new_tokens)
@@ -184,7 +208,9 @@ def _optimizer_parts(request: MemoryRequest, footprint: Footprint) -> tuple[Part
     state_bytes = request.optimizer.state_bytes(footprint.trained_shapes)
     if request.offload:
         setting, fix = "train.optimizer.offload=true", f"{_smaller_model(request)}, or a machine with more memory"
-        return Part("fp32 masters", footprint.masters_bytes, setting, fix), Part("optimizer state", state_bytes, setting, fix)
+        return Part("fp32 masters", footprint.masters_bytes, setting, fix), Part(
+            "optimizer state", state_bytes, setting, fix
+        )
     has_small_state = state_bytes < SMALL_STATE_BYTES * sum(map(prod, footprint.trained_shapes))
     less_state = "use model/lora=default" if has_small_state else "use train/optimizer=adamw_8bit or model/lora=default"
     if "offload" in optimizer:
@@ -201,8 +227,15 @@ def _static_parts(request: MemoryRequest, footprint: Footprint) -> tuple[Part, P
     reference_bytes = weights_bytes(reference, torch_dtype(train.precision)) if reference is not None else 0
     reference_bytes = ceil(reference_bytes / len(request.trainers)) if request.is_sharded else reference_bytes
     return (
-        Part("gradients", footprint.gradients_bytes, f"model.train_id={request.model.train_id}", _smaller_model(request)),
-        Part("reference weights", reference_bytes, f"train.kl_coef={train.kl_coef:g}", "train.kl_coef=0 loads no reference"),
+        Part(
+            "gradients", footprint.gradients_bytes, f"model.train_id={request.model.train_id}", _smaller_model(request)
+        ),
+        Part(
+            "reference weights",
+            reference_bytes,
+            f"train.kl_coef={train.kl_coef:g}",
+            "train.kl_coef=0 loads no reference",
+        ),
     )
 
 
@@ -217,7 +250,9 @@ def _activations_part(request: MemoryRequest, footprint: Footprint) -> Part:
     if len(request.trainers) > 1 and not request.is_sharded:
         scratch_bytes = max(scratch_bytes, 2 * footprint.gradients_bytes)  # all gradients as one message, and its copy
     key = "tokens_per_microbatch" if train.tokens_per_microbatch is not None else "batch_size"
-    fix = "lower it, which changes no gradient" + ("" if request.recompute else ", or set train.gradient_checkpointing=true")
+    fix = "lower it, which changes no gradient" + (
+        "" if request.recompute else ", or set train.gradient_checkpointing=true"
+    )
     return Part(ACTIVATIONS, max(footprint.activations_bytes, scratch_bytes), f"train.{key}={getattr(train, key)}", fix)
 
 
@@ -240,8 +275,11 @@ def _sampling_part(request: MemoryRequest, footprint: Footprint) -> Part:
     return Part(SAMPLING, beyond, setting, fix)
 
 
-def _server_parts(server: ServerRequest, model_config: PretrainedConfig, total_bytes: int, num_servers: int) -> tuple[Part, Part, Part]:
-    """Weights, what its share leaves for KV cache and the rest (below 0 if too little), and its CUDA context, which the share excludes.
+def _server_parts(
+    server: ServerRequest, model_config: PretrainedConfig, total_bytes: int, num_servers: int
+) -> tuple[Part, Part, Part]:
+    """Weights, what its share leaves for KV cache and the rest (below 0 if too little), and its CUDA context, which the
+    share excludes.
 
     Of all servers on the GPU, whose shares add up.
     """
@@ -250,7 +288,9 @@ def _server_parts(server: ServerRequest, model_config: PretrainedConfig, total_b
     who = "server" if num_servers == 1 else f"{num_servers} servers"
     return (
         Part(f"{who}: weights", weights, setting, fix),
-        Part(f"{who}: KV cache and the rest", int(num_servers * total_bytes * server.share_frac) - weights, setting, fix),
+        Part(
+            f"{who}: KV cache and the rest", int(num_servers * total_bytes * server.share_frac) - weights, setting, fix
+        ),
         Part(f"{who}: CUDA context", num_servers * CONTEXT_BYTES, setting, fix),
     )
 

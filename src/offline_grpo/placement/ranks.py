@@ -1,4 +1,6 @@
-"""The processes of a run (`accelerate launch --num_processes N`), through accelerate. With one process every call here is free."""
+"""The processes of a run (`accelerate launch --num_processes N`), through accelerate. With one process every call here
+is free.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Ranks:
         return gather_object(list(share))
 
     def gather_results(self, action: Callable[[], Sequence[T]]) -> list[T]:
-        """What `action` returns on all processes, rank 0's first. A GrpoError of one process is raised on all: none waits for ever."""
+        """What `action` returns on all processes, rank 0's first. A GrpoError of one process is raised on all: none
+        waits for ever.
+        """
         outcomes = self.gather([_attempt(action)])
         errors = [error for _, error in outcomes if error is not None]
         if errors:
@@ -59,15 +63,21 @@ class Ranks:
         return [item for items, _ in outcomes for item in items]
 
     def gather_interleaved(self, action: Callable[[], Sequence[T]]) -> list[T]:
-        """As `gather_results`, where `action` works on `items[rank::world_size]`: its results, back in the order of the whole."""
-        whole = self.gather_results(lambda: [(i * self.world_size + self.rank, item) for i, item in enumerate(action())])
+        """As `gather_results`, where `action` works on `items[rank::world_size]`: its results, back in the order of the
+        whole.
+        """
+        whole = self.gather_results(
+            lambda: [(i * self.world_size + self.rank, item) for i, item in enumerate(action())]
+        )
         return [item for _, item in sorted(whole, key=lambda pair: pair[0])]
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Add up `tensors` over all processes, in place and as one message."""
         if self.world_size == 1 or not tensors:
             return
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self._accelerator.device)  # where the group can add
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(
+            self._accelerator.device
+        )  # where the group can add
         flat = self._accelerator.reduce(flat, reduction="sum")
         assert isinstance(flat, Tensor)
         for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):

@@ -1,4 +1,6 @@
-"""`train.gradient_checkpointing=auto`: how many blocks are recomputed in the backward pass, so that the memory plan fits."""
+"""`train.gradient_checkpointing=auto`: how many blocks are recomputed in the backward pass, so that the memory plan
+fits.
+"""
 
 from __future__ import annotations
 

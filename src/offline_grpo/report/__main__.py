@@ -1,4 +1,6 @@
-"""`python -m offline_grpo.report RUN_OR_SWEEP...`: table, picture and page of a run, finished or killed, of a sweep, or of a comparison."""
+"""`python -m offline_grpo.report RUN_OR_SWEEP...`: table, picture and page of a run, finished or killed, of a sweep, or
+of a comparison.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from offline_grpo.report.sweep import print_runs, print_sweep
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m offline_grpo.report", description="Print the table of a run or sweep; draw its picture and its page."
+        prog="python -m offline_grpo.report",
+        description="Print the table of a run or sweep; draw its picture and its page.",
     )
     parser.add_argument(
         "folders",
@@ -32,9 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a run, such as outputs/2026-01-31/12-00-00-000000, or the folder of a --multirun or of a comparison; of several, one page",
     )
     parser.add_argument(
-        "--out", type=Path, help="where the page goes; default: report.html in the folder, of several in the working directory"
+        "--out",
+        type=Path,
+        help="where the page goes; default: report.html in the folder, of several in the working directory",
     )
-    parser.add_argument("--benchmark", action="store_true", help="of a run, print the BENCHMARK SUMMARY of the Atropos trainer instead")
+    parser.add_argument(
+        "--benchmark", action="store_true", help="of a run, print the BENCHMARK SUMMARY of the Atropos trainer instead"
+    )
     options = parser.parse_intermixed_args(arguments)
     try:
         with ending_with_reader():
@@ -51,7 +58,9 @@ def _show(options: argparse.Namespace) -> None:
     out: Path = options.out or (folder if len(options.folders) == 1 else Path()) / "report.html"
     console = output_console()
     if options.out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise ConfigError(f"--out={out}: {'is a folder' if out.is_dir() else f'there is no folder {out.parent}'}; name a file to write")
+        raise ConfigError(
+            f"--out={out}: {'is a folder' if out.is_dir() else f'there is no folder {out.parent}'}; name a file to write"
+        )
     if len(options.folders) > 1:
         from offline_grpo.report.page_data import load_runs  # matplotlib, which a sweep's table does not need
 
@@ -88,7 +97,9 @@ def _failed(message: str, exit_code: int) -> int:
 def _page(folders: Sequence[Path], out: Path, console: Console) -> None:
     from offline_grpo.report.page import save_page  # numpy, matplotlib
 
-    console.print("page".ljust(LABEL_WIDTH) + str(save_page(folders, out)), markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        "page".ljust(LABEL_WIDTH) + str(save_page(folders, out)), markup=False, highlight=False, soft_wrap=True
+    )
 
 
 def _report(run_dir: Path, console: Console, *, benchmark: bool) -> None:
@@ -99,10 +110,14 @@ def _report(run_dir: Path, console: Console, *, benchmark: bool) -> None:
         raise _no_metrics(run_dir)
     if benchmark:
         mode = read_part(run_dir / ".hydra" / "config.yaml", mode_of)
-        console.print("\n".join(Benchmark.of(history.train.values()).summary(mode)), markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            "\n".join(Benchmark.of(history.train.values()).summary(mode)), markup=False, highlight=False, soft_wrap=True
+        )
         return
     print_summary(history, console)
-    console.print("report".ljust(LABEL_WIDTH) + str(save_report(history)), markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        "report".ljust(LABEL_WIDTH) + str(save_report(history)), markup=False, highlight=False, soft_wrap=True
+    )
 
 
 if __name__ == "__main__":

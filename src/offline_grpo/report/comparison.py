@@ -1,4 +1,6 @@
-"""The table of runs that differ in how weights travel: what `offline_grpo.compare` prints and saves, from the recorded metrics."""
+"""The table of runs that differ in how weights travel: what `offline_grpo.compare` prints and saves, from the recorded
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,10 @@ class Arm:
     @property
     def cells(self) -> list[str]:
         """The values as the table has them; a dash for what was not measured."""
-        return ["-" if (value := self.figures[name]) is None else format(value, form) for name, (_, form) in MEASURES.items()]
+        return [
+            "-" if (value := self.figures[name]) is None else format(value, form)
+            for name, (_, form) in MEASURES.items()
+        ]
 
 
 def load_arm(folder: Path, name: str, status: str) -> Arm:
@@ -120,7 +125,9 @@ def print_comparison(folder: Path, console: Console) -> None:
         about = json.loads((folder / FILE).read_text())
         statuses = {name: found["status"] for name, found in about["modes"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise GrpoError(f"{folder / FILE}: is no comparison ({error!r}); run the comparison again, or delete the file") from error
+        raise GrpoError(
+            f"{folder / FILE}: is no comparison ({error!r}); run the comparison again, or delete the file"
+        ) from error
     arms = [load_arm(folder, name, status) for name, status in statuses.items()]
     measured = [arm for arm in arms if arm.history.train]
     lines = [line for arm in measured for line in ("", *arm.benchmark.summary(arm.name))]
@@ -141,7 +148,9 @@ def table(arms: Sequence[Arm], *, width: int) -> list[str]:
         columns = [[arm.name[: CELL_WIDTH - 1], *arm.cells] for arm in some]
         labels = ["", *(label for label, _ in MEASURES.values())]
         rows = zip(labels, *columns, strict=True)
-        lines += [label.ljust(LABEL_WIDTH) + "".join(cell.rjust(CELL_WIDTH) for cell in cells) for label, *cells in rows]
+        lines += [
+            label.ljust(LABEL_WIDTH) + "".join(cell.rjust(CELL_WIDTH) for cell in cells) for label, *cells in rows
+        ]
     return lines
 
 
@@ -149,7 +158,9 @@ def _markdown(about: Mapping[str, Any], arms: Sequence[Arm]) -> list[str]:
     """The same table, and below it what ran where."""
     header = ["", *(arm.name for arm in arms)]
     rows = [["state", *(arm.status.split(";")[0] for arm in arms)]]
-    rows += [[label, *cells] for (label, _), *cells in zip(MEASURES.values(), *(arm.cells for arm in arms), strict=True)]
+    rows += [
+        [label, *cells] for (label, _), *cells in zip(MEASURES.values(), *(arm.cells for arm in arms), strict=True)
+    ]
     lines = [header, ["---", *["---:"] * len(arms)], *rows]
     told = [f"- {name}: {value}\n" for name, value in about.items() if name not in ("modes", "compared")]
     return [*(f"| {' | '.join(cells)} |\n" for cells in lines), "\n", COMPARED + "\n\n", *told]

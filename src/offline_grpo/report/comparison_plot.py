@@ -15,10 +15,28 @@ from offline_grpo.report.comparison import Arm
 from offline_grpo.report.history import PHASES, Series, count
 from offline_grpo.report.plots import PHASE_COLORS
 from offline_grpo.report.run_files import about
-from offline_grpo.report.style import BLUE, COLORS, GREEN, NUMBER, ORANGE, RULE, TEXT, fit, label, legend, line, nothing, style
+from offline_grpo.report.style import (
+    BLUE,
+    COLORS,
+    GREEN,
+    NUMBER,
+    ORANGE,
+    RULE,
+    TEXT,
+    fit,
+    label,
+    legend,
+    line,
+    nothing,
+    style,
+)
 
 NAMES = {"generate": "data wait"}  # of phases, where the table says it so
-RATES = {"generate_tokens_per_s": ("sampling", BLUE), "train_tokens_per_s": ("training", ORANGE), "tokens_per_s": ("overall", GREEN)}
+RATES = {
+    "generate_tokens_per_s": ("sampling", BLUE),
+    "train_tokens_per_s": ("training", ORANGE),
+    "tokens_per_s": ("overall", GREEN),
+}
 PLACES = {"left": 0.085, "right": 0.975, "bottom": 0.075, "top": 0.845, "wspace": 0.24, "hspace": 0.52}
 SMALLEST_PART = 0.003  # of the longest bar, to be drawn
 END_ROOM = 1.16  # for the number at the end of a bar
@@ -46,7 +64,14 @@ def draw_comparison(arms: Sequence[Arm], title: str) -> Figure:
     numbers = [arm.benchmark.num_steps for arm in arms]
     steps = " to ".join(map(str, sorted({min(numbers), max(numbers)})))
     what = f"{count(len(arms), 'mode')}, {steps} steps each"
-    figure.text(0.012, 0.938, ",  ".join(filter(None, (about(arms[0].history.run_dir), what))), fontsize=10.5, color=TEXT, va="center")
+    figure.text(
+        0.012,
+        0.938,
+        ",  ".join(filter(None, (about(arms[0].history.run_dir), what))),
+        fontsize=10.5,
+        color=TEXT,
+        va="center",
+    )
     return figure
 
 
@@ -57,7 +82,14 @@ def _seconds(axes: Axes, arms: Sequence[Arm]) -> None:
     for phase in PHASES:
         widths = np.array([arm.benchmark.step_s(phase) for arm in arms])
         if widths.max() > SMALLEST_PART * max(arm.benchmark.step_s() for arm in arms):
-            axes.barh(range(len(arms)), widths, left=ends, color=PHASE_COLORS[phase], label=NAMES.get(phase, phase), height=0.62)
+            axes.barh(
+                range(len(arms)),
+                widths,
+                left=ends,
+                color=PHASE_COLORS[phase],
+                label=NAMES.get(phase, phase),
+                height=0.62,
+            )
         ends += widths
     _rows(axes, arms, ends, lambda value: f"{value:,.3g} s", "seconds")
     legend(axes, ncols=5)
@@ -91,7 +123,9 @@ def _rows(axes: Axes, arms: Sequence[Arm], ends: np.ndarray, form: Callable[[flo
     if form is None:
         return
     for row, end in enumerate(ends):
-        axes.text(end + 0.012 * longest, row, form(float(end)), va="center", fontsize=9.5, color=TEXT, fontweight="bold")
+        axes.text(
+            end + 0.012 * longest, row, form(float(end)), va="center", fontsize=9.5, color=TEXT, fontweight="bold"
+        )
 
 
 def _over_time(axes: Axes, arms: Sequence[Arm], key: str, title: str, unit: str, *, from_zero: bool = False) -> None:
@@ -104,7 +138,12 @@ def _over_time(axes: Axes, arms: Sequence[Arm], key: str, title: str, unit: str,
         has = [key in record for record in records]
         if any(has):
             drawn = True
-            line(axes, Series(minutes[has], np.array([record[key] for record in records if key in record])), color, arm.name)
+            line(
+                axes,
+                Series(minutes[has], np.array([record[key] for record in records if key in record])),
+                color,
+                arm.name,
+            )
     if not drawn:
         return nothing(axes)
     fit(axes, from_zero=from_zero)

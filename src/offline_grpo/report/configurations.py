@@ -23,8 +23,8 @@ class Configuration:
     """Runs with the same settings but for the seed.
 
     Args:
-        overrides: those in which the sweep's configurations differ, all of them where there is only one; of configurations with the same
-            overrides, the settings in which these differ.
+        overrides: those in which the sweep's configurations differ, all of them where there is only one; of
+            configurations with the same overrides, the settings in which these differ.
         runs: sorted by name.
     """
 
@@ -58,7 +58,9 @@ class Configuration:
 
     @property
     def low(self) -> float | None:
-        """Lower end of its interval; None with one run, without a spread to estimate it from, or if a seed was run twice."""
+        """Lower end of its interval; None with one run, without a spread to estimate it from, or if a seed was run
+        twice.
+        """
         return self._bound(0)
 
     @property
@@ -73,10 +75,16 @@ class Configuration:
         return float(share_interval(values[:, None])[end][0])
 
     def curve(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Completed iterations [R], pass@1 of the runs there [N, R], and its mean [R], where all counted runs were evaluated."""
-        tables = [dict(zip(run.pass_at_1.steps.tolist(), run.pass_at_1.values.tolist(), strict=True)) for run in self.counted]
+        """Completed iterations [R], pass@1 of the runs there [N, R], and its mean [R], where all counted runs were
+        evaluated.
+        """
+        tables = [
+            dict(zip(run.pass_at_1.steps.tolist(), run.pass_at_1.values.tolist(), strict=True)) for run in self.counted
+        ]
         steps = sorted(set.intersection(*map(set, tables))) if tables else []
-        values = np.array([[table[step] for step in steps] for table in tables], dtype=np.float64).reshape(len(tables), len(steps))
+        values = np.array([[table[step] for step in steps] for table in tables], dtype=np.float64).reshape(
+            len(tables), len(steps)
+        )
         return np.array(steps, dtype=np.float64), values, values.mean(0) if tables else np.zeros(0)
 
 
@@ -111,9 +119,23 @@ def _told_apart(runs: Sequence[SweepRun]) -> list[dict[str, str]]:
     shared = set.intersection(*(set(each.items()) for each in own)) if len(own) > 1 else set()
     found = []
     for run, overrides in zip(runs, own, strict=True):
-        alike = [_compared(other.settings) for other, theirs in zip(runs, own, strict=True) if theirs == overrides and other.settings]
-        differing = (key for key in dict.fromkeys(key for each in alike for key in each) if len({each.get(key) for each in alike}) > 1)
-        further = {key: run.settings.get(key, "null") for key in differing} if run.settings else {"settings": "unknown"} if alike else {}
+        alike = [
+            _compared(other.settings)
+            for other, theirs in zip(runs, own, strict=True)
+            if theirs == overrides and other.settings
+        ]
+        differing = (
+            key
+            for key in dict.fromkeys(key for each in alike for key in each)
+            if len({each.get(key) for each in alike}) > 1
+        )
+        further = (
+            {key: run.settings.get(key, "null") for key in differing}
+            if run.settings
+            else {"settings": "unknown"}
+            if alike
+            else {}
+        )
         found.append({key: value for key, value in overrides.items() if (key, value) not in shared} | further)
     return found
 
@@ -127,15 +149,18 @@ def short_overrides(found: Sequence[Configuration]) -> list[dict[str, str]]:
 
 
 def have_own_seeds(runs: Sequence[SweepRun]) -> bool:
-    """Whether no seed was run twice. Repetitions say nothing about other seeds: an interval over them would be too narrow."""
+    """Whether no seed was run twice. Repetitions say nothing about other seeds: an interval over them would be too
+    narrow.
+    """
     return len({run.settings.get("seed") for run in runs}) == len(runs)
 
 
 def share_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """95% interval of the mean of shares over N >= 2 runs, [N, R] -> ([R], [R]): mean ± t * s / sqrt(N), cut at 0 and 1.
+    """95% interval of the mean of shares over N >= 2 runs, [N, R] -> ([R], [R]): mean ± t * s / sqrt(N), cut at 0 and
+    1.
 
-    Student's t with N - 1 degrees of freedom, because the spread is estimated from few runs (Student 1908, "The probable error of a mean").
-    A bootstrap over two or three values has too few different resamples, and is too narrow.
+    Student's t with N - 1 degrees of freedom, because the spread is estimated from few runs (Student 1908, "The
+    probable error of a mean"). A bootstrap over two or three values has too few different resamples, and is too narrow.
     """
     low, high = mean_interval(values)
     return np.maximum(low, 0.0), np.minimum(high, 1.0)
@@ -149,7 +174,9 @@ def mean_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 
 def t_975(freedom: int) -> float:
-    """The 97.5% quantile of Student's t: from tables up to 4 degrees of freedom, then by the series of Abramowitz & Stegun 26.7.5."""
+    """The 97.5% quantile of Student's t: from tables up to 4 degrees of freedom, then by the series of Abramowitz &
+    Stegun 26.7.5.
+    """
     if freedom <= 4:
         return (12.7062, 4.3027, 3.1824, 2.7764)[freedom - 1]
     z = 1.959964

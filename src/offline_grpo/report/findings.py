@@ -1,6 +1,7 @@
 """What an expert would point out in a run's metrics: each finding with the numbers it rests on, and what to try.
 
-The thresholds are those of docs/read_your_run.md. First and last are means over a fifth of the iterations, because single ones are noisy.
+The thresholds are those of docs/read_your_run.md. First and last are means over a fifth of the iterations, because
+single ones are noisy.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A metric in the first and in the last fifth of a run; NaN where it was not recorded, of which no comparison is true."""
+    """A metric in the first and in the last fifth of a run; NaN where it was not recorded, of which no comparison is
+    true.
+    """
 
     first: float
     last: float
@@ -47,13 +50,17 @@ def find(history: History) -> list[Finding]:
 
 
 def shared(found: Mapping[str, Sequence[Finding]]) -> list[tuple[Finding, list[str]]]:
-    """The findings of several runs, each said once, with the runs that it holds for; its numbers become ranges over these runs."""
+    """The findings of several runs, each said once, with the runs that it holds for; its numbers become ranges over
+    these runs.
+    """
     alike: dict[tuple[str, str, str], dict[str, str]] = {}
     for run, findings in found.items():
         for each in findings:
             alike.setdefault((each.metric, each.advice, _NUMBER.sub("#", each.observation)), {})[run] = each.observation
     order = list(_CHECKS.values())
-    said = [(Finding(_over(list(runs.values())), advice, metric), list(runs)) for (metric, advice, _), runs in alike.items()]
+    said = [
+        (Finding(_over(list(runs.values())), advice, metric), list(runs)) for (metric, advice, _), runs in alike.items()
+    ]
     return sorted(said, key=lambda pair: order.index(pair[0].metric))
 
 
@@ -81,8 +88,16 @@ Pairs = Iterator[tuple[str, str]]
 
 def _failures(history: History) -> Pairs:
     for key, what, advice in (
-        ("scoring/num_failed", "rewards are 0 because the code that scores failed", "the first failure of each kind is in run.log"),
-        ("num_updates_refused", "updates were skipped, whose loss or gradient was not finite", "a lower train.lr, train.precision=bf16"),
+        (
+            "scoring/num_failed",
+            "rewards are 0 because the code that scores failed",
+            "the first failure of each kind is in run.log",
+        ),
+        (
+            "num_updates_refused",
+            "updates were skipped, whose loss or gradient was not finite",
+            "a lower train.lr, train.precision=bf16",
+        ),
     ):
         if (total := history.series("train", key).values.sum()) > 0:
             yield f"{total:.0f} {what}", advice
@@ -90,10 +105,20 @@ def _failures(history: History) -> Pairs:
 
 def _servers(history: History) -> Pairs:
     for keys, what, advice in (
-        (("sync/num_recoveries", "engines/num_restarts"), "servers lost and brought back", "the ends of server_*.log say why they died"),
-        (("sync/num_foreign_writes",), "writes by others to the served weights", "a server that nobody else has the address or the key of"),
+        (
+            ("sync/num_recoveries", "engines/num_restarts"),
+            "servers lost and brought back",
+            "the ends of server_*.log say why they died",
+        ),
+        (
+            ("sync/num_foreign_writes",),
+            "writes by others to the served weights",
+            "a server that nobody else has the address or the key of",
+        ),
     ):
-        counts = (history.series("train", key).values for key in keys)  # since a process started, so each resumption begins at 0
+        counts = (
+            history.series("train", key).values for key in keys
+        )  # since a process started, so each resumption begins at 0
         if (total := sum(np.diff(values, prepend=0.0).clip(0).sum() for values in counts)) > 0:
             yield f"{what}: {total:.0f}", advice
 
@@ -105,7 +130,10 @@ def _no_updates(history: History) -> Pairs:
     if len(updates) > 0 and updates.sum() == 0 and refused == 0 and not is_masked:
         iterations = f"{len(updates)} iteration{'s' if len(updates) > 1 else ''}"
         signal = ": the rewards of each group are all equal" if trained.sum() == 0 else ""
-        yield f"no update was made in {iterations}{signal}", "see in samples/ what the reward pays for; harder or easier problems"
+        yield (
+            f"no update was made in {iterations}{signal}",
+            "see in samples/ what the reward pays for; harder or easier problems",
+        )
 
 
 def _masked(history: History) -> Pairs:
@@ -113,7 +141,10 @@ def _masked(history: History) -> Pairs:
     masked, trained = (history.series("train", key).values for key in ("num_groups_masked", "num_groups_trained"))
     if (total := masked.sum()) > 0.2 * (all_of := total + trained.sum()):
         numbers = f"{total:.0f} of {all_of:.0f} groups with different rewards were not trained on"
-        yield f"{numbers}: all of their completions were cut off", "a larger generation.max_new_tokens, or train.mask_truncated=false"
+        yield (
+            f"{numbers}: all of their completions were cut off",
+            "a larger generation.max_new_tokens, or train.mask_truncated=false",
+        )
 
 
 def _mismatch(history: History) -> Pairs:
@@ -123,19 +154,28 @@ def _mismatch(history: History) -> Pairs:
     if apart.last > 0.1 or effective.last < 0.9:
         numbers = f"{apart.last:.2g} nats apart per token, effective sample size {effective.last:.0%}"
         if age.last > 0:
-            yield f"rollouts are {age.last:.2g} versions old at last: {numbers}", "a lower rollouts.max_staleness, a lower train.lr"
+            yield (
+                f"rollouts are {age.last:.2g} versions old at last: {numbers}",
+                "a lower rollouts.max_staleness, a lower train.lr",
+            )
             return
         if len(history.series("train", "rollouts/epoch")):  # a replay
             text = f"the recorded rollouts are of weights far from those that are trained: {numbers}"
             yield text, "train.loss.ratio_reference=rollout, a lower train.lr, or newer recordings"
             return
-        yield f"trainer and engine disagree: {numbers}", "docs/troubleshooting.md, Trainer and engine disagree, before anything else"
+        yield (
+            f"trainer and engine disagree: {numbers}",
+            "docs/troubleshooting.md, Trainer and engine disagree, before anything else",
+        )
 
 
 def _worse(history: History) -> Pairs:
     held_out, high, low = (trend(history, f"pass@1{end}", "eval") for end in ("", "_high", "_low"))
     if high.last < low.first:
-        yield f"the model has got worse: held-out pass@1 {held_out}, and the intervals do not meet", "a lower train.lr, train.warmup_steps"
+        yield (
+            f"the model has got worse: held-out pass@1 {held_out}, and the intervals do not meet",
+            "a lower train.lr, train.warmup_steps",
+        )
 
 
 def _no_signal(history: History) -> Pairs:
@@ -147,8 +187,13 @@ def _no_signal(history: History) -> Pairs:
         count = math.ceil(len(groups) / 5)
         share = trained[-count:].sum() / max(groups[-count:].sum(), 1)
         if share < 0.2 and success.last < 0.8:
-            numbers = f"{share:.0%} of the groups have different rewards, and {success.last:.0%} of the answers are right"
-            yield f"few groups have signal at last: {numbers}", "a larger data.rollouts_per_problem, or problems of medium difficulty"
+            numbers = (
+                f"{share:.0%} of the groups have different rewards, and {success.last:.0%} of the answers are right"
+            )
+            yield (
+                f"few groups have signal at last: {numbers}",
+                "a larger data.rollouts_per_problem, or problems of medium difficulty",
+            )
 
 
 def _truncation(history: History) -> Pairs:
@@ -172,7 +217,10 @@ def _entropy(history: History) -> Pairs:
 def _clipping(history: History) -> Pairs:
     clipped = trend(history, "clip_frac")
     if clipped.last > 0.3:
-        yield f"{clipped.last:.0%} of the tokens are clipped at last", "fewer train.epochs or train.updates_per_iteration, a lower train.lr"
+        yield (
+            f"{clipped.last:.0%} of the tokens are clipped at last",
+            "fewer train.epochs or train.updates_per_iteration, a lower train.lr",
+        )
 
 
 def _length(history: History) -> Pairs:
@@ -180,10 +228,16 @@ def _length(history: History) -> Pairs:
     relation = trend(history, "reward_length_correlation")
     if length.last > 1.5 * length.first and success.last < success.first + 0.05:
         numbers = f"{length} tokens, right answers from {success.first:.0%} to {success.last:.0%}"
-        yield f"completions get longer, and not better: {numbers}", "train/loss=dapo or dr_grpo, a lower generation.max_new_tokens"
+        yield (
+            f"completions get longer, and not better: {numbers}",
+            "train/loss=dapo or dr_grpo, a lower generation.max_new_tokens",
+        )
     if relation.last > 0.5:
         numbers = f"correlation {relation.last:.2f} within groups"
-        yield f"the longer of two answers gets the higher reward: {numbers}", "see in samples/ whether length is what the reward pays for"
+        yield (
+            f"the longer of two answers gets the higher reward: {numbers}",
+            "see in samples/ whether length is what the reward pays for",
+        )
 
 
 def _not_general(history: History) -> Pairs:
@@ -191,7 +245,10 @@ def _not_general(history: History) -> Pairs:
     spread = trend(history, "reward_std")
     if reward.last > reward.first + 0.5 * spread.first and held_out.last <= held_out.first < 0.99:
         numbers = f"reward {reward}, pass@1 {held_out}"
-        yield f"the reward rises, and held-out pass@1 does not: {numbers}", "read samples/ with a high reward; use more problems"
+        yield (
+            f"the reward rises, and held-out pass@1 does not: {numbers}",
+            "read samples/ with a high reward; use more problems",
+        )
 
 
 def _waiting(history: History) -> Pairs:

@@ -69,18 +69,25 @@ class History:
     def held_out_tasks(self) -> list[str]:
         """The tasks of a mixture, of each of which pass@1 was measured."""
         keys = {key for metrics in self.evals.values() for key in metrics}
-        return sorted(key[len("task/") : -len("/pass@1")] for key in keys if key.startswith("task/") and key.endswith("/pass@1"))
+        return sorted(
+            key[len("task/") : -len("/pass@1")] for key in keys if key.startswith("task/") and key.endswith("/pass@1")
+        )
 
     def phase_seconds(self) -> tuple[FloatArray, dict[str, FloatArray]]:
-        """Completed iterations [R], and the seconds per iteration [R] of each phase that ever ran; 0 where it did not run."""
+        """Completed iterations [R], and the seconds per iteration [R] of each phase that ever ran; 0 where it did not
+        run.
+        """
         steps = np.array(list(self.train), dtype=np.float64)
         seconds = {
-            phase: np.array([metrics.get(f"time/{phase}_s", 0.0) for metrics in self.train.values()], dtype=np.float64) for phase in PHASES
+            phase: np.array([metrics.get(f"time/{phase}_s", 0.0) for metrics in self.train.values()], dtype=np.float64)
+            for phase in PHASES
         }
         return steps, {phase: values for phase, values in seconds.items() if values.any()}
 
     def start_seconds(self) -> dict[str, float]:
-        """Seconds before the first iteration, summed over all starts of the run: name of the part -> seconds, "" for the whole."""
+        """Seconds before the first iteration, summed over all starts of the run: name of the part -> seconds, "" for
+        the whole.
+        """
         found: dict[str, float] = {}
         for metrics in self.train.values():
             for key in metrics:
@@ -134,15 +141,21 @@ def _read(path: Path) -> Metrics:
     try:
         metrics = json.loads(path.read_bytes())
     except OSError as error:
-        raise GrpoError(f"{path}: cannot be read ({error.strerror}); fix its permissions, delete it, or restore the run folder") from error
+        raise GrpoError(
+            f"{path}: cannot be read ({error.strerror}); fix its permissions, delete it, or restore the run folder"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise GrpoError(f"{path}: is not JSON ({error}); delete it, or restore the run folder") from error
     if not isinstance(metrics, dict):
-        raise GrpoError(f"{path}: holds a {type(metrics).__name__}, not an object of metrics; delete it, or restore the run folder")
+        raise GrpoError(
+            f"{path}: holds a {type(metrics).__name__}, not an object of metrics; delete it, or restore the run folder"
+        )
     for key, value in metrics.items():
         if not isinstance(value, (int, float)):
             shown = "null" if value is None else f"{value!r:.40}"
             raise GrpoError(f"{path}: {key}={shown} is no number; delete the file, or restore the run folder")
         if isinstance(value, int) and abs(value) > sys.float_info.max:
-            raise GrpoError(f"{path}: {key}={value!r:.40} is too large a number; delete the file, or restore the run folder")
+            raise GrpoError(
+                f"{path}: {key}={value!r:.40} is too large a number; delete the file, or restore the run folder"
+            )
     return metrics

@@ -15,9 +15,11 @@ from offline_grpo.errors import ConfigError, GrpoError
 
 
 class SweepSummary(Callback):
-    """Enabled in `conf/config.yaml`: `hydra.callbacks.sweep_summary._target_: offline_grpo.report.hydra_callback.SweepSummary`.
+    """Enabled in `conf/config.yaml`: `hydra.callbacks.sweep_summary._target_:
+    offline_grpo.report.hydra_callback.SweepSummary`.
 
-    A sweep that is interrupted ends without `on_multirun_end`; it has its table too, of the runs so far, when the process exits.
+    A sweep that is interrupted ends without `on_multirun_end`; it has its table too, of the runs so far, when the
+    process exits.
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -41,4 +43,7 @@ class SweepSummary(Callback):
         except BrokenPipeError:  # the reader's end, which `ending_with_reader` tells from others
             raise
         except (GrpoError, OSError) as error:  # the runs have ended as they have, whatever becomes of their table
-            print(f"error: the sweep has no table: {error}; then run python -m offline_grpo.report {self._folder}", file=sys.stderr)
+            print(
+                f"error: the sweep has no table: {error}; then run python -m offline_grpo.report {self._folder}",
+                file=sys.stderr,
+            )

@@ -14,7 +14,13 @@ from offline_grpo.types import Metrics
 
 
 def model_card(
-    title: str, *, state: Mapping[str, Any] | None, history: History | None, base: str | None, is_adapter: bool, versions: Sequence[str]
+    title: str,
+    *,
+    state: Mapping[str, Any] | None,
+    history: History | None,
+    base: str | None,
+    is_adapter: bool,
+    versions: Sequence[str],
 ) -> str:
     """The card, in Markdown with the Hub's header.
 
@@ -36,14 +42,23 @@ def model_card(
     parts += ["## Data", _data(config)]
     if history is not None and history.evals:
         parts += ["## Evaluation", _evaluation(history, state["iteration"], config)]
-    parts += ["## Licence", "Not stated yet: add `license:` to the header. The terms of the base model and of the data apply."]
+    parts += [
+        "## Licence",
+        "Not stated yet: add `license:` to the header. The terms of the base model and of the data apply.",
+    ]
     parts += ["## Software", ", ".join(versions) + "."]
-    parts += ["## Configuration", f"```yaml\n{yaml.safe_dump(config, sort_keys=False, allow_unicode=True).rstrip()}\n```"]
+    parts += [
+        "## Configuration",
+        f"```yaml\n{yaml.safe_dump(config, sort_keys=False, allow_unicode=True).rstrip()}\n```",
+    ]
     return "\n\n".join(parts) + "\n"
 
 
 def _header(base: str | None, *, is_adapter: bool) -> str:
-    fields: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers", "pipeline_tag": "text-generation"}
+    fields: dict[str, Any] = {
+        "library_name": "peft" if is_adapter else "transformers",
+        "pipeline_tag": "text-generation",
+    }
     fields["tags"] = ["grpo", "reinforcement-learning", "offline-grpo"]
     if base is not None and _public(base) == base and not Path(base).exists():  # the Hub takes ids alone
         fields["base_model"] = base
@@ -60,7 +75,11 @@ def _data(config: Mapping[str, Any]) -> str:
 
 def _evaluation(history: History, iteration: int, config: Mapping[str, Any]) -> str:
     """A table of the evaluations before training and at this checkpoint."""
-    measured = {name: history.evals[i] for name, i in (("before training", -1), ("this checkpoint", iteration)) if i in history.evals}
+    measured = {
+        name: history.evals[i]
+        for name, i in (("before training", -1), ("this checkpoint", iteration))
+        if i in history.evals
+    }
     if not measured:
         return "This checkpoint was not evaluated by its run."
     keys = [f"pass@{k}" for k in history.eval_ks()] + ["reward_mean_all", "completion_tokens_mean"]

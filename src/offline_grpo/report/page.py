@@ -1,6 +1,7 @@
 """Writes `report.html`: a page about one run, or about many, that needs no other file and no network.
 
-Whatever comes from a run reaches the page as JSON, and `assets/page.js` puts it in place as plain text. So nothing in a run can act.
+Whatever comes from a run reaches the page as JSON, and `assets/page.js` puts it in place as plain text. So nothing in a
+run can act.
 """
 
 from __future__ import annotations
@@ -175,12 +176,17 @@ def _of_many(groups: Sequence[tuple[str, Configuration]]) -> tuple[dict[str, Any
     """Table and verdict of several runs."""
     cells = configuration_rows([group for _, group in groups])
     rows = [[name, *row[1:]] for (name, _), row in zip(groups, cells, strict=True)]
-    scores = [(group.pass_at_1, row) for (_, group), row in zip(groups, rows, strict=True) if group.pass_at_1 is not None]
+    scores = [
+        (group.pass_at_1, row) for (_, group), row in zip(groups, rows, strict=True) if group.pass_at_1 is not None
+    ]
     measured = [row for _, row in sorted(scores, key=lambda each: -each[0])]
     if not measured:
         verdict = "No run has evaluated held-out problems."
     else:
-        ends = [f"the highest is {measured[0][2]}, of {measured[0][0]}", f"the lowest {measured[-1][2]}, of {measured[-1][0]}"]
+        ends = [
+            f"the highest is {measured[0][2]}, of {measured[0][0]}",
+            f"the lowest {measured[-1][2]}, of {measured[-1][0]}",
+        ]
         verdict = f"pass@1 on held-out problems at the end: {', '.join(ends[: len(measured)])}."
     return {"columns": CONFIGURATION_COLUMNS, "rows": rows}, verdict
 
@@ -194,8 +200,13 @@ def _of_one(history: History) -> tuple[dict[str, Any], str]:
     for phase, key, label in reversed(keys):
         values, low, high = (finite(history.series(phase, f"{key}{end}")) for end in ("", "_low", "_high"))
         if len(values):
-            best, (first, last) = int(values.values.argmax()), (with_interval(values, low, high, index) for index in (0, -1))
-            rows.insert(0, [label, first, last, f"{values.values[best]:.3f}", f"{values.steps[best] + (phase == 'train'):.0f}"])
+            best, (first, last) = (
+                int(values.values.argmax()),
+                (with_interval(values, low, high, index) for index in (0, -1)),
+            )
+            rows.insert(
+                0, [label, first, last, f"{values.values[best]:.3f}", f"{values.steps[best] + (phase == 'train'):.0f}"]
+            )
             at_start, at_end = f"{values.values[0]:.3f}", f"{values.values[-1]:.3f}"
             verdict = f"{label} went from {first} to {last}."
             if len(values) == 1:
@@ -214,5 +225,7 @@ def _settings(runs: Mapping[str, PageRun]) -> dict[str, Any]:
     keys = dict.fromkeys(key for run in runs.values() for key in run.settings)
     differ = [key for key in keys if len({run.settings.get(key) for run in runs.values()}) > 1]
     shown = differ[:MAX_COLUMNS]
-    rows = [[name, *(run.settings.get(key, "") for key in shown), *result_cells(run.result)] for name, run in runs.items()]
+    rows = [
+        [name, *(run.settings.get(key, "") for key in shown), *result_cells(run.result)] for name, run in runs.items()
+    ]
     return {"columns": ["run", *shown, *RUN_COLUMNS], "rows": rows, "left_out": differ[MAX_COLUMNS:]}

@@ -1,4 +1,6 @@
-"""The numbers of a page: runs, curves thinned to what a screen shows, paired differences. What cannot be read is named, and left out."""
+"""The numbers of a page: runs, curves thinned to what a screen shows, paired differences. What cannot be read is named,
+and left out.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,18 @@ def load_runs(paths: Sequence[Path], damaged: list[str]) -> dict[str, PageRun]:
             found[name] = PageRun(run_of(history, name), history, _settings(folder / ".hydra"))
         except WRONG_FILE as error:
             damaged.append(f"{folder / '.hydra'}: settings cannot be read ({reason_of(error)})")
-            found[name] = PageRun(unreadable(folder, name, "settings unknown", history.series("eval", "pass@1")), history, {})
+            found[name] = PageRun(
+                unreadable(folder, name, "settings unknown", history.series("eval", "pass@1")), history, {}
+            )
     return found
 
 
 def _folders(path: Path) -> list[Path]:
     if (path / "metrics").is_dir():
         return [path]
-    found = sorted((file.parent.parent for file in path.rglob(".hydra/overrides.yaml")), key=lambda each: by_number(str(each)))
+    found = sorted(
+        (file.parent.parent for file in path.rglob(".hydra/overrides.yaml")), key=lambda each: by_number(str(each))
+    )
     if not found:
         raise ConfigError(f"{path}: is neither a run (a folder with metrics/) nor a sweep (a folder of runs)")
     return found
@@ -68,7 +74,9 @@ def _settings(folder: Path) -> dict[str, str]:
     choices = read_yaml(folder / "hydra.yaml")["hydra"]["runtime"]["choices"]
     chosen = {str(group): str(option) for group, option in choices.items() if not str(group).startswith("hydra/")}
     return chosen | {
-        key: str(value)[:MAX_VALUE] for key, value in flat(redacted(read_yaml(folder / "config.yaml"))).items() if key != "resume"
+        key: str(value)[:MAX_VALUE]
+        for key, value in flat(redacted(read_yaml(folder / "config.yaml"))).items()
+        if key != "resume"
     }
 
 
@@ -84,15 +92,22 @@ def all_curves(groups: Sequence[Configuration], runs: Mapping[str, PageRun]) -> 
             series = {r.name: each for r in group.runs if len(each := finite(runs[r.name].history.series(name, key)))}
             if series:
                 counted = [run for run in group.best_known if run.name in series]
-                ends = [finite(runs[counted[0].name].history.series(name, f"{key}_{end}")) for end in ("low", "high")] if counted else []
+                ends = (
+                    [finite(runs[counted[0].name].history.series(name, f"{key}_{end}")) for end in ("low", "high")]
+                    if counted
+                    else []
+                )
                 curve = _curve([series[run.name] for run in counted], ends, points, has_band=have_own_seeds(counted))
-                singles = [{"run": run} | _thinned(each.steps, each.values, points=points) for run, each in series.items()]
+                singles = [
+                    {"run": run} | _thinned(each.steps, each.values, points=points) for run, each in series.items()
+                ]
                 found.setdefault(f"{name}/{key}", []).append({"group": number, "runs": singles} | curve)
     return found
 
 
 def _curve(counted: Sequence[Series], ends: Sequence[Series], points: int, *, has_band: bool) -> dict[str, list[float]]:
-    """Mean and interval over runs, of running means where there are many iterations; of one run, the interval that it recorded.
+    """Mean and interval over runs, of running means where there are many iterations; of one run, the interval that it
+    recorded.
 
     Args:
         has_band: whether several runs have an interval.
@@ -125,7 +140,10 @@ def all_parts(groups: Sequence[Configuration], runs: Mapping[str, PageRun]) -> d
             found[name] = {"x": x, "y": y}
         else:
             counted = [[tables[run.name] for run in group.best_known if tables[run.name]] for group in groups]
-            y = {part: [_mean(np.concatenate([t[part] for t in each if part in t] or [[]])) for each in counted] for part in parts}
+            y = {
+                part: [_mean(np.concatenate([t[part] for t in each if part in t] or [[]])) for each in counted]
+                for part in parts
+            }
             found[name] = {"x": None, "y": y}
     return found
 
@@ -136,7 +154,10 @@ def _seconds(history: History) -> dict[str, FloatArray]:
 
 
 def _gigabytes(history: History) -> dict[str, FloatArray]:
-    found = {part: np.array([metrics.get(f"perf/{part}_gb", math.nan) for metrics in history.train.values()]) for part in MEMORY}
+    found = {
+        part: np.array([metrics.get(f"perf/{part}_gb", math.nan) for metrics in history.train.values()])
+        for part in MEMORY
+    }
     return {part: values for part, values in found.items() if np.isfinite(values).any()}
 
 
@@ -153,18 +174,25 @@ def finite(series: Series) -> Series:
 
 
 def _thinned(steps: FloatArray, values: FloatArray, *ends: FloatArray, points: int) -> dict[str, list[float]]:
-    """Steps, values and both ends of their interval, to five digits. Of many, the lowest and the highest of each stretch: spikes stay."""
+    """Steps, values and both ends of their interval, to five digits. Of many, the lowest and the highest of each
+    stretch: spikes stay.
+    """
     chosen = np.arange(len(values))
     if len(values) > points:
         stretches = np.array_split(chosen, points // 2)
         chosen = np.unique([stretch[pick(values[stretch])] for stretch in stretches for pick in (np.argmin, np.argmax)])
     names = ("x", "y", "low", "high") if len(ends) == 2 else ("x", "y")
-    return {name: [float(f"{v:.5g}") for v in array[chosen]] for name, array in zip(names, (steps, values, *ends), strict=False)}
+    return {
+        name: [float(f"{v:.5g}") for v in array[chosen]]
+        for name, array in zip(names, (steps, values, *ends), strict=False)
+    }
 
 
-def paired(groups: Sequence[tuple[str, Configuration]], runs: Mapping[str, PageRun], known: Mapping[str, Solved]) -> dict[str, Any] | None:
-    """Final pass@1 of each configuration less that of the first run's, by `eval.paired.compare` over problems and Student's t over seeds.
-    Runs without one are passed over.
+def paired(
+    groups: Sequence[tuple[str, Configuration]], runs: Mapping[str, PageRun], known: Mapping[str, Solved]
+) -> dict[str, Any] | None:
+    """Final pass@1 of each configuration less that of the first run's, by `eval.paired.compare` over problems and
+    Student's t over seeds. Runs without one are passed over.
 
     Args:
         known: run -> what it solved at the end.
@@ -183,17 +211,28 @@ def paired(groups: Sequence[tuple[str, Configuration]], runs: Mapping[str, PageR
             ends, over_seeds = None, "one seed"
             if len(pairs) > 1 and np.isfinite(differences).all():
                 low, high = mean_interval(differences)
-                ends, over_seeds = [float(low[0]), float(high[0])], f"[{low[0]:+.3f}, {high[0]:+.3f}], {len(pairs)} seeds"
+                ends, over_seeds = (
+                    [float(low[0]), float(high[0])],
+                    f"[{low[0]:+.3f}, {high[0]:+.3f}], {len(pairs)} seeds",
+                )
             rows.append([name, f"{differences.mean():+.3f}", *_cells(found), over_seeds])
             over_problems = [found.low, found.high] if isinstance(found, PairedResult) else None
-            points.append({"group": number, "difference": float(differences.mean()), "over_problems": over_problems, "over_seeds": ends})
+            points.append(
+                {
+                    "group": number,
+                    "difference": float(differences.mean()),
+                    "over_problems": over_problems,
+                    "over_seeds": ends,
+                }
+            )
     return {"baseline": base_name, "columns": PAIRED_COLUMNS, "rows": rows, "points": points} if rows else None
 
 
 def _over_problems(first: Sequence[Solved], second: Sequence[Solved]) -> PairedResult | str:
     """The two compared over all of these runs, or why they cannot be."""
     one, other = (
-        {problem: sum((run.get(problem, Counter()) for run in runs), Counter()) for problem in runs[0]} for runs in (first, second)
+        {problem: sum((run.get(problem, Counter()) for run in runs), Counter()) for problem in runs[0]}
+        for runs in (first, second)
     )
     totals = {count.total() for count in (*one.values(), *other.values())}
     if not one or not other:

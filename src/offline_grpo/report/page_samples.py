@@ -1,4 +1,6 @@
-"""What a page shows of the rollout stores: completions through training, and how often each held-out problem was solved."""
+"""What a page shows of the rollout stores: completions through training, and how often each held-out problem was
+solved.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,15 @@ def _of_run(folder: Path, budget: int, damaged: list[str]) -> Iterator[dict[str,
             except ConfigError as error:
                 damaged.append(str(error))
         return
-    for path in _evenly(sorted(folder.glob("samples/iter_*.jsonl"), key=lambda path: by_number(path.name)), budget // 4):
+    for path in _evenly(
+        sorted(folder.glob("samples/iter_*.jsonl"), key=lambda path: by_number(path.name)), budget // 4
+    ):
         try:
             with path.open(encoding="utf-8") as file:  # `str.splitlines` would end lines inside a text too, at U+2028
                 for line in map(json.loads, islice(file, 4)):
-                    yield _sample(line, line["prompt"] or [], line["num_tokens"], [(line["completion"], line["advantage"])])
+                    yield _sample(
+                        line, line["prompt"] or [], line["num_tokens"], [(line["completion"], line["advantage"])]
+                    )
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             damaged.append(f"{path}: cannot be read ({error!r:.80})")
 
@@ -80,11 +86,18 @@ def _of_shard(shard: Shard, num_groups: int) -> Iterator[dict[str, Any]]:
         yield _sample(row, json.loads(row["messages"] or "[]"), len(row["completion_ids"]), _pieces(row, model))
 
 
-def _sample(row: Mapping[str, Any], messages: Sequence[Mapping[str, str]], num_tokens: int, pieces: list[Any]) -> dict[str, Any]:
+def _sample(
+    row: Mapping[str, Any], messages: Sequence[Mapping[str, str]], num_tokens: int, pieces: list[Any]
+) -> dict[str, Any]:
     prompt = _shortened("\n".join(str(message.get("content")) for message in messages))
     shown = [[_shortened(text), advantage] for text, advantage in pieces]
     iteration = int(row["iteration"]) + 1
-    return {name: row[name] for name in FACTS} | {"iteration": iteration, "prompt": prompt, "num_tokens": num_tokens, "pieces": shown}
+    return {name: row[name] for name in FACTS} | {
+        "iteration": iteration,
+        "prompt": prompt,
+        "num_tokens": num_tokens,
+        "pieces": shown,
+    }
 
 
 def _pieces(row: Mapping[str, Any], model: str | None) -> list[tuple[str, float | None]]:
@@ -97,15 +110,27 @@ def _pieces(row: Mapping[str, Any], model: str | None) -> list[tuple[str, float 
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
         return [(row["text"], row["advantage"])]
-    each = zip(pieces(tokenizer, ids), advantages or [row["advantage"]] * len(ids), is_sampled or [True] * len(ids), strict=True)
+    each = zip(
+        pieces(tokenizer, ids),
+        advantages or [row["advantage"]] * len(ids),
+        is_sampled or [True] * len(ids),
+        strict=True,
+    )
     tokens = [(text, advantage if sampled else None) for text, advantage, sampled in islice(each, MAX_TOKENS) if text]
-    stretches = [("".join(text for text, _ in part), advantage) for advantage, part in groupby(tokens, key=lambda token: token[1])]
+    stretches = [
+        ("".join(text for text, _ in part), advantage)
+        for advantage, part in groupby(tokens, key=lambda token: token[1])
+    ]
     return stretches + ([(f" … {len(ids) - MAX_TOKENS:,} more tokens", None)] if len(ids) > MAX_TOKENS else [])
 
 
 def _shortened(text: str) -> str:
     half = MAX_CHARS // 2
-    return text if len(text) <= MAX_CHARS else f"{text[:half]} … {len(text) - MAX_CHARS:,} letters left out … {text[-half:]}"
+    return (
+        text
+        if len(text) <= MAX_CHARS
+        else f"{text[:half]} … {len(text) - MAX_CHARS:,} letters left out … {text[-half:]}"
+    )
 
 
 def solved_over_time(folder: Path, damaged: list[str]) -> dict[str, Any] | None:
@@ -118,7 +143,9 @@ def solved_over_time(folder: Path, damaged: list[str]) -> dict[str, Any] | None:
     return _heat_map(names, tables)
 
 
-def solved_by_configuration(groups: Sequence[tuple[str, Configuration]], known: Mapping[str, Solved]) -> dict[str, Any] | None:
+def solved_by_configuration(
+    groups: Sequence[tuple[str, Configuration]], known: Mapping[str, Solved]
+) -> dict[str, Any] | None:
     """The same of the last evaluation for each configuration, over its seeds; None without two configurations.
 
     Args:
@@ -133,8 +160,8 @@ def solved_by_configuration(groups: Sequence[tuple[str, Configuration]], known: 
 
 
 def _heat_map(columns: Sequence[str], tables: Sequence[Solved]) -> dict[str, Any] | None:
-    """`share` is [problems][columns], None where a problem was not asked. Of many problems some, evenly over all when they are in the order
-    of their mean, the hardest first.
+    """`share` is [problems][columns], None where a problem was not asked. Of many problems some, evenly over all when
+    they are in the order of their mean, the hardest first.
     """
     if len(tables) < 2:
         return None
@@ -178,6 +205,8 @@ def _solved(shard: Shard, damaged: list[str]) -> Solved:
         if tuple(asked) not in names:
             problem, text, answer = asked
             content = repr((None if text is None else texts[text], answer))
-            names[tuple(asked)] = f"{problem}{SEPARATOR}{hashlib.sha256(content.encode(errors='surrogatepass')).hexdigest()}"
+            names[tuple(asked)] = (
+                f"{problem}{SEPARATOR}{hashlib.sha256(content.encode(errors='surrogatepass')).hexdigest()}"
+            )
         found.setdefault(names[tuple(asked)], Counter())[is_correct] += 1
     return found

@@ -36,7 +36,9 @@ from offline_grpo.report.style import (
 
 PHASE_COLORS = {"generate": BLUE, "train": ORANGE, "sync": GREEN, "eval": PURPLE, "checkpoint": GREY}
 PLACES = {"left": 0.052, "right": 0.974, "bottom": 0.042, "top": 0.878, "wspace": 0.56, "hspace": 0.5}
-"""Margins as fractions of the figure, and gaps as fractions of a panel. Fixed, because computing the layout for each run takes seconds."""
+"""Margins as fractions of the figure, and gaps as fractions of a panel. Fixed, because computing the layout for each
+run takes seconds.
+"""
 MAX_NAME = 13  # letters of a name in a legend: three of them fit beside each other
 MAX_PARTS = 6  # of the reward, the largest
 
@@ -71,7 +73,13 @@ def draw_report(history: History) -> Figure:
 
 
 def _curves(
-    axes: Axes, history: History, curves: dict[str, tuple[str, str]], *, legends: bool = True, is_share: bool = False, ncols: int = 4
+    axes: Axes,
+    history: History,
+    curves: dict[str, tuple[str, str]],
+    *,
+    legends: bool = True,
+    is_share: bool = False,
+    ncols: int = 4,
 ) -> None:
     """Training metrics from zero on: metric -> its name in the legend, and colour."""
     found = {key: series for key in curves if len(series := history.series("train", key))}
@@ -90,7 +98,14 @@ def _reward(axes: Axes, history: History) -> None:
     if not len(mean):
         return nothing(axes)
     if len(std) == len(mean):
-        band(axes, mean.steps, smooth(mean.values - std.values), smooth(mean.values + std.values), BLUE, "± std over rollouts")
+        band(
+            axes,
+            mean.steps,
+            smooth(mean.values - std.values),
+            smooth(mean.values + std.values),
+            BLUE,
+            "± std over rollouts",
+        )
     line(axes, mean, BLUE, "mean")
     fit(axes)
     return legend(axes)
@@ -101,7 +116,9 @@ def _reward_parts(axes: Axes, history: History) -> None:
     largest = sorted(keys, key=lambda key: (-abs(history.series("train", key).values).max(), key))[:MAX_PARTS]
     label(axes, "Parts of the reward", "reward", legend_rows=1 if len(largest) <= 3 else 2)
     names = [short(key.removeprefix("reward/"), MAX_NAME) for key in largest]
-    _curves(axes, history, {key: (name, color) for key, name, color in zip(largest, names, COLORS, strict=False)}, ncols=3)
+    _curves(
+        axes, history, {key: (name, color) for key, name, color in zip(largest, names, COLORS, strict=False)}, ncols=3
+    )
 
 
 def _success(axes: Axes, history: History) -> None:
@@ -130,20 +147,33 @@ def _pass_at_k(axes: Axes, history: History) -> None:
         return nothing(axes)
     for k, color in zip(ks, COLORS, strict=False):
         series, low, high = (history.series("eval", f"pass@{k}{end}") for end in ("", "_low", "_high"))
-        axes.plot(series.steps, series.values, color=color, label=f"pass@{k}", linewidth=1.8, marker="o", markersize=3.5)
+        axes.plot(
+            series.steps, series.values, color=color, label=f"pass@{k}", linewidth=1.8, marker="o", markersize=3.5
+        )
         if len(low) == len(high) == len(series):
             band(axes, series.steps, low.values, high.values, color)
             axes.vlines(series.steps, low.values, high.values, color=color, alpha=0.4, linewidth=1)
     for task, color in zip(tasks, COLORS[1:], strict=False):
         series = history.series("eval", f"task/{task}/pass@1")
-        axes.plot(series.steps, series.values, "--", color=color, label=short(task, MAX_NAME), linewidth=1.3, marker="o", markersize=3)
+        axes.plot(
+            series.steps,
+            series.values,
+            "--",
+            color=color,
+            label=short(task, MAX_NAME),
+            linewidth=1.3,
+            marker="o",
+            markersize=3,
+        )
     fit(axes, is_share=True)
     return legend(axes, ncols=num_columns)
 
 
 def _kl(axes: Axes, history: History) -> None:
     label(axes, "KL divergence", "nats per token")
-    _curves(axes, history, {"kl_divergence": ("policy to reference", RED), "mismatch/kl_k3": ("engine to trainer", GREY)})
+    _curves(
+        axes, history, {"kl_divergence": ("policy to reference", RED), "mismatch/kl_k3": ("engine to trainer", GREY)}
+    )
 
 
 def _entropy(axes: Axes, history: History) -> None:
@@ -158,7 +188,9 @@ def _clip(axes: Axes, history: History) -> None:
 
 def _throughput(axes: Axes, history: History) -> None:
     label(axes, "Throughput of each phase", "tokens per second")
-    _curves(axes, history, {"perf/generate_tokens_per_s": ("generate", BLUE), "perf/train_tokens_per_s": ("train", ORANGE)})
+    _curves(
+        axes, history, {"perf/generate_tokens_per_s": ("generate", BLUE), "perf/train_tokens_per_s": ("train", ORANGE)}
+    )
 
 
 def _length(axes: Axes, history: History) -> None:
@@ -187,7 +219,16 @@ def _gradient(axes: Axes, history: History) -> None:
         return legend(axes)
     right = twin(axes, "learning rate")
     few = len(rate) == 1  # a line of one point is invisible without a marker
-    right.plot(rate.steps, rate.values, "--", color=GREY, linewidth=1.5, marker="o", markersize=3.5 * few, label="learning rate (right)")
+    right.plot(
+        rate.steps,
+        rate.values,
+        "--",
+        color=GREY,
+        linewidth=1.5,
+        marker="o",
+        markersize=3.5 * few,
+        label="learning rate (right)",
+    )
     fit(right, from_zero=True, headroom_frac=0.2)
     right.yaxis.set_major_formatter(SMALL_NUMBER)
     return legend(axes, right)

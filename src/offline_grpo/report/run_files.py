@@ -54,7 +54,8 @@ def overrides_of(run_dir: Path) -> dict[str, str]:
 
 
 def settings_of(run_dir: Path) -> dict[str, str]:
-    """The stored configuration by dotted keys, interpolations as they are. A key that is null is left out, as one that did not exist yet.
+    """The stored configuration by dotted keys, interpolations as they are. A key that is null is left out, as one that
+    did not exist yet.
 
     Raises:
         GrpoError: the file cannot be read.
@@ -64,7 +65,8 @@ def settings_of(run_dir: Path) -> dict[str, str]:
 
 
 def changed_on_the_way(run_dir: Path, settings: Mapping[str, str]) -> dict[str, str]:
-    """Dotted key -> `0.001 until iteration 6, then 0.0001`, of what a resume changed; without keys that only follow another one.
+    """Dotted key -> `0.001 until iteration 6, then 0.0001`, of what a resume changed; without keys that only follow
+    another one.
 
     Args:
         settings: see `settings_of`.
@@ -91,8 +93,8 @@ def _of_starts(starts: Any) -> dict[str, str]:
 
 
 def about(run_dir: Path) -> str:
-    """`arithmetic, tiny, grpo, lr 0.0003`: task, model, source of rollouts if they are not sampled on policy, loss and learning rate; empty
-    if the run was not started by Hydra.
+    """`arithmetic, tiny, grpo, lr 0.0003`: task, model, source of rollouts if they are not sampled on policy, loss and
+    learning rate; empty if the run was not started by Hydra.
 
     Raises:
         GrpoError: a file of Hydra's is damaged.

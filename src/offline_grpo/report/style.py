@@ -44,7 +44,13 @@ def legend(axes: Axes, *twins: Axes, ncols: int = 4) -> None:
     """One legend for an axes and its twins, between title and plot."""
     pairs = [pair for each in (axes, *twins) for pair in zip(*each.get_legend_handles_labels(), strict=True)]
     handles, labels = zip(*pairs, strict=True)
-    spacing: dict[str, Any] = {"borderpad": 0.2, "borderaxespad": 0.1, "handlelength": 1.2, "handletextpad": 0.4, "columnspacing": 0.9}
+    spacing: dict[str, Any] = {
+        "borderpad": 0.2,
+        "borderaxespad": 0.1,
+        "handlelength": 1.2,
+        "handletextpad": 0.4,
+        "columnspacing": 0.9,
+    }
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "ncols": ncols, "frameon": False}
     axes.legend(handles, labels, fontsize=8.5, labelcolor=TEXT, **place, **spacing)
 

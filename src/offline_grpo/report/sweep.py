@@ -27,16 +27,21 @@ LEAST_NAME_WIDTH = 18  # of the column `configuration`
 
 
 def sweep_table(multirun_dir: Path) -> list[SweepRun]:
-    """Read all runs under `multirun_dir` (folders with `.hydra/overrides.yaml`): best final pass@1 first, unmeasured ones last.
+    """Read all runs under `multirun_dir` (folders with `.hydra/overrides.yaml`): best final pass@1 first, unmeasured
+    ones last.
 
     Raises:
         ConfigError: there is no run.
     """
     run_dirs = sorted(path.parent.parent for path in multirun_dir.rglob(".hydra/overrides.yaml"))
     if not run_dirs:
-        raise ConfigError(f"{multirun_dir}: contains no runs (folders with .hydra/overrides.yaml); give the folder of a --multirun")
+        raise ConfigError(
+            f"{multirun_dir}: contains no runs (folders with .hydra/overrides.yaml); give the folder of a --multirun"
+        )
     runs = [read_or_say(run_dir, run_dir.relative_to(multirun_dir).as_posix()) for run_dir in run_dirs]
-    return sorted(runs, key=lambda run: (run.final_pass_at_1 is None, -(run.final_pass_at_1 or 0.0), -(run.reward or 0.0)))
+    return sorted(
+        runs, key=lambda run: (run.final_pass_at_1 is None, -(run.final_pass_at_1 or 0.0), -(run.reward or 0.0))
+    )
 
 
 def print_sweep(multirun_dir: Path, console: Console) -> None:
@@ -61,7 +66,9 @@ def print_runs(runs: Sequence[SweepRun], console: Console) -> None:
     _print_table(configurations(numbered), console)
     for number, run in enumerate(runs):
         status = "" if run.is_done else f"  ({run.status})"
-        console.print(f"run {number}".ljust(LABEL_WIDTH) + run.name + status, markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"run {number}".ljust(LABEL_WIDTH) + run.name + status, markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def _print_table(found: Sequence[Configuration], console: Console) -> None:
@@ -89,7 +96,9 @@ def _print_table(found: Sequence[Configuration], console: Console) -> None:
 
 
 def save_summary(multirun_dir: Path, runs: Sequence[SweepRun], found: Sequence[Configuration]) -> list[Path]:
-    """Write `summary.csv` (a row per run, in full precision), `summary.md` (both tables) and, if pass@1 was measured, `sweep.png`."""
+    """Write `summary.csv` (a row per run, in full precision), `summary.md` (both tables) and, if pass@1 was measured,
+    `sweep.png`.
+    """
     from offline_grpo.report.sweep_plot import save_sweep_plot  # matplotlib takes long to import
 
     csv_path, markdown_path = multirun_dir / "summary.csv", multirun_dir / "summary.md"
@@ -97,7 +106,9 @@ def save_summary(multirun_dir: Path, runs: Sequence[SweepRun], found: Sequence[C
     with csv_path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["run", *keys, "status", *NUMBER_COLUMNS])
-        writer.writerows([run.name, *(run.overrides.get(key, "") for key in keys), run.status, *run.numbers] for run in runs)
+        writer.writerows(
+            [run.name, *(run.overrides.get(key, "") for key in keys), run.status, *run.numbers] for run in runs
+        )
     lines = [*_markdown(CONFIGURATION_COLUMNS, configuration_rows(found)), "\n", *_markdown(*_run_rows(runs))]
     markdown_path.write_text("".join(lines))
     picture = save_sweep_plot(multirun_dir, found)
@@ -107,7 +118,10 @@ def save_summary(multirun_dir: Path, runs: Sequence[SweepRun], found: Sequence[C
 def _folded(overrides: Mapping[str, str], width: int) -> str:
     """An override per line; the value on a line of its own where the two are too wide."""
     pairs = [(f"{name}=", value) for name, value in overrides.items()]
-    return "\n".join(name + value if len(name + value) <= width else f"{name}\n  {value}" for name, value in pairs) or ALIKE
+    return (
+        "\n".join(name + value if len(name + value) <= width else f"{name}\n  {value}" for name, value in pairs)
+        or ALIKE
+    )
 
 
 def configuration_rows(found: Sequence[Configuration]) -> list[list[str]]:

@@ -30,7 +30,9 @@ def save_sweep_plot(multirun_dir: Path, found: Sequence[Configuration]) -> Path 
 
 
 def draw_sweep(measured: Sequence[Configuration], title: str) -> Figure:
-    """On the left the mean pass@1 over the sweep's runs, on the right its end, best first; the best five have a colour each."""
+    """On the left the mean pass@1 over the sweep's runs, on the right its end, best first; the best five have a colour
+    each.
+    """
     labels = short_labels(measured)
     label_inches = LETTER_INCHES * max(map(len, labels))
     width, height = 6.4 + 0.4 + label_inches + 5.2, max(4.6, 1.9 + ROW_INCHES * len(measured))  # inches
@@ -45,13 +47,21 @@ def draw_sweep(measured: Sequence[Configuration], title: str) -> Figure:
     label(curves, "Held-out pass@1, mean over seeds", "share of problems", legend_rows=0)
     means = [each.curve()[2].tolist() for each in measured]
     for i, each in reversed(list(enumerate(measured))):  # the best on top
-        _curve(curves, each, colors[i], num_hidden=means[i + 1 : len(BEST_COLORS)].count(means[i]), is_best=colors[i] is not GREY)
+        _curve(
+            curves,
+            each,
+            colors[i],
+            num_hidden=means[i + 1 : len(BEST_COLORS)].count(means[i]),
+            is_best=colors[i] is not GREY,
+        )
     fit(curves, is_share=True)
     left, right = curves.dataLim.intervalx
     curves.set_xlim(left - 0.03 * (right - left or 1), right + 0.03 * (right - left or 1))
     label(ends, "At the end, with 95% interval over seeds", "", legend_rows=0)
     _ends(ends, measured, labels, colors)
-    figure.text(0.2 / width, 1 - 0.3 / height, f"sweep {title}", fontsize=13, color=TEXT, va="center", fontweight="bold")
+    figure.text(
+        0.2 / width, 1 - 0.3 / height, f"sweep {title}", fontsize=13, color=TEXT, va="center", fontweight="bold"
+    )
     return figure
 
 
@@ -66,7 +76,9 @@ def _curve(axes: Axes, each: Configuration, color: str, *, num_hidden: int, is_b
         axes.plot(steps, values.T, color=color, linewidth=0.8, alpha=0.4)
     dashes = (0, (4, 4 * num_hidden)) if is_best and num_hidden else "solid"
     look: dict[str, Any] = (
-        {"linewidth": 1.8, "linestyle": dashes, "marker": "o", "markersize": 3.5} if is_best else {"linewidth": 0.9, "alpha": 0.6}
+        {"linewidth": 1.8, "linestyle": dashes, "marker": "o", "markersize": 3.5}
+        if is_best
+        else {"linewidth": 0.9, "alpha": 0.6}
     )
     axes.plot(steps, mean, color=color, **look)
 
@@ -92,5 +104,9 @@ def _ends(axes: Axes, measured: Sequence[Configuration], labels: Sequence[str], 
 
 def short_labels(found: Sequence[Configuration]) -> list[str]:
     """`lr=1e-5, kl_coef=0.1`, cut in the middle where too long."""
-    texts = [", ".join(f"{name}={value}" for name, value in each.items()) or "all alike" for each in short_overrides(found)]
-    return [text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL // 2 - 1]}…{text[-MAX_LABEL // 2 :]}" for text in texts]
+    texts = [
+        ", ".join(f"{name}={value}" for name, value in each.items()) or "all alike" for each in short_overrides(found)
+    ]
+    return [
+        text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL // 2 - 1]}…{text[-MAX_LABEL // 2 :]}" for text in texts
+    ]

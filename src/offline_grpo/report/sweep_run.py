@@ -65,7 +65,9 @@ def read_run(run_dir: Path, name: str) -> SweepRun:
 
 
 def read_or_say(run_dir: Path, name: str) -> SweepRun:
-    """The same for a table. A run with a damaged file costs the others nothing: its status says what is wrong, and it has no results."""
+    """The same for a table. A run with a damaged file costs the others nothing: its status says what is wrong, and it
+    has no results.
+    """
     try:
         return read_run(run_dir, name)
     except GrpoError as error:
@@ -88,9 +90,13 @@ def run_of(history: History, name: str) -> SweepRun:
     overrides, settings = _settings(run_dir)
     final_low, final_high = (_last(history.series("eval", f"pass@1_{end}").values) for end in ("low", "high"))
     _, seconds = history.phase_seconds()
-    total_s = sum(float(values.sum()) for values in seconds.values())  # without starts: the first run of a process waits for its imports
+    total_s = sum(
+        float(values.sum()) for values in seconds.values()
+    )  # without starts: the first run of a process waits for its imports
     num_done = max(history.train, default=-1) + 1
-    last = [records.get(num_done - 1, {}) for records in (history.train, history.evals)]  # of an evaluation that was owed, the latter
+    last = [
+        records.get(num_done - 1, {}) for records in (history.train, history.evals)
+    ]  # of an evaluation that was owed, the latter
     stopped_early = num_done > 0 and any("stopped_early" in metrics for metrics in last)
     return SweepRun(
         name=name,
@@ -112,7 +118,9 @@ def _settings(run_dir: Path, *, as_far_as_possible: bool = False) -> tuple[dict[
         GrpoError: a file cannot be read, and not `as_far_as_possible`.
     """
     overrides, settings = dict[str, str](), dict[str, str]()
-    with suppress(GrpoError) if as_far_as_possible else nullcontext():  # told already, or one error of the run is enough
+    with (
+        suppress(GrpoError) if as_far_as_possible else nullcontext()
+    ):  # told already, or one error of the run is enough
         overrides = overrides_of(run_dir)
         settings = settings_of(run_dir)
         changed = changed_on_the_way(run_dir, settings)

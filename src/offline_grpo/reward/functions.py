@@ -28,7 +28,9 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A function of one completion, sync or async. It gets by keyword what its parameters name: see `GIVEN`; `**fields` gets the rest."""
+    """A function of one completion, sync or async. It gets by keyword what its parameters name: see `GIVEN`; `**fields`
+    gets the rest.
+    """
 
     path: str
     weight: float
@@ -83,7 +85,8 @@ class RewardFunction:
 class Rewards:
     """Reward functions whose weighted values are added up.
 
-    A completion counts as correct (success_rate, pass@k) if its reward is at least `threshold`, or less by no more than rounding.
+    A completion counts as correct (success_rate, pass@k) if its reward is at least `threshold`, or less by no more than
+    rounding.
     """
 
     functions: tuple[RewardFunction, ...]
@@ -127,7 +130,8 @@ class Rewards:
 
 
 def load_rewards(setting: Any, threshold: float) -> Rewards:
-    """The functions that `task.reward` names: `my_module:my_function`, or a list of such names and of `{fn: NAME, weight: NUMBER}`.
+    """The functions that `task.reward` names: `my_module:my_function`, or a list of such names and of `{fn: NAME,
+    weight: NUMBER}`.
 
     Raises:
         ConfigError: the setting has another form, or names what cannot be imported or called.
@@ -139,7 +143,9 @@ def load_rewards(setting: Any, threshold: float) -> Rewards:
     names = [function.name for function in functions]
     for function in functions:
         if names.count(function.name) > 1:
-            raise ConfigError(f"task.reward={setting}: two functions are called {function.name}, and each is a part of the reward")
+            raise ConfigError(
+                f"task.reward={setting}: two functions are called {function.name}, and each is a part of the reward"
+            )
     return Rewards(functions, threshold)
 
 
@@ -148,12 +154,16 @@ def _load(item: Any) -> RewardFunction:
     path, weight = fields.get("fn"), fields.get("weight", 1.0)
     is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
     if not isinstance(path, str) or not is_number or set(fields) - {"fn", "weight"}:
-        raise ConfigError(f"task.reward={item}: write my_module:my_function, or {{fn: my_module:my_function, weight: 0.5}}")
+        raise ConfigError(
+            f"task.reward={item}: write my_module:my_function, or {{fn: my_module:my_function, weight: 0.5}}"
+        )
     function = _imported(path)
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"task.reward={path}: is not a function with named parameters ({reason_of(error)}); write {FORM}") from error
+        raise ConfigError(
+            f"task.reward={path}: is not a function with named parameters ({reason_of(error)}); write {FORM}"
+        ) from error
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if inspect.isclass(function) or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
         raise ConfigError(f"task.reward={path}: is not a function with named parameters; write {FORM}")
@@ -165,21 +175,34 @@ def _load(item: Any) -> RewardFunction:
 def _imported(path: str) -> Callable[..., Any]:
     module_name, _, function_name = path.partition(":")
     if not module_name or not function_name.isidentifier() or module_name.endswith(".py") or "/" in module_name:
-        raise ConfigError(f"task.reward={path}: write it as my_module:my_function, for the function my_function in my_module.py")
+        raise ConfigError(
+            f"task.reward={path}: write it as my_module:my_function, for the function my_function in my_module.py"
+        )
     top = module_name.partition(".")[0]
     beside = next((place for place in (Path.cwd() / f"{top}.py", Path.cwd() / top) if place.exists()), None)
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # whatever the module does when it is imported, such as a script's sys.exit()
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # whatever the module does when it is imported, such as a script's sys.exit()
         where = "" if isinstance(error, (ModuleNotFoundError, SyntaxError)) else place_of(error)
-        looked = f"; {module_name} was looked for in {Path.cwd()} and among the installed packages" if beside is None else ""
+        looked = (
+            f"; {module_name} was looked for in {Path.cwd()} and among the installed packages" if beside is None else ""
+        )
         what = "it ends the program" if isinstance(error, SystemExit) else f"{type(error).__name__}: {reason_of(error)}"
         raise ConfigError(f"task.reward={path}: cannot be imported ({what}{where}){looked}") from error
     file = getattr(module, "__file__", None)
     if beside is not None and file is not None and not Path(file).is_relative_to(Path.cwd()):
-        raise ConfigError(f"task.reward={path}: {module_name} is also the name of {file}, which is found first; rename {beside}")
+        raise ConfigError(
+            f"task.reward={path}: {module_name} is also the name of {file}, which is found first; rename {beside}"
+        )
     function = getattr(module, function_name, None)
     if not callable(function):
-        known = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_"))
-        raise ConfigError(f"task.reward={path}: {file or module_name} has no function {function_name}; it has {known or 'none'}")
+        known = ", ".join(
+            name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")
+        )
+        raise ConfigError(
+            f"task.reward={path}: {file or module_name} has no function {function_name}; it has {known or 'none'}"
+        )
     return function

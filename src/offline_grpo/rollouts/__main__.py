@@ -28,15 +28,25 @@ def parser() -> argparse.ArgumentParser:
     }
     for name, text in helps.items():
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("path", metavar="PATH", type=Path, help="run folder, file of its rollouts/, or folder that datasets saved")
+        command.add_argument(
+            "path", metavar="PATH", type=Path, help="run folder, file of its rollouts/, or folder that datasets saved"
+        )
         if name == "export":
-            command.add_argument("out", metavar="OUT", type=Path, help="file, or folder for datasets, to write; a new one")
-            command.add_argument("--format", choices=("jsonl", "datasets", "atropos"), default="jsonl", help="default: jsonl")
+            command.add_argument(
+                "out", metavar="OUT", type=Path, help="file, or folder for datasets, to write; a new one"
+            )
+            command.add_argument(
+                "--format", choices=("jsonl", "datasets", "atropos"), default="jsonl", help="default: jsonl"
+            )
         command.add_argument("--phase", choices=("train", "eval"), default="train", help="default: train")
-        command.add_argument("--iteration", type=int, metavar="N", help="only that one; 1 is the first, 0 the evaluation before it")
+        command.add_argument(
+            "--iteration", type=int, metavar="N", help="only that one; 1 is the first, 0 the evaluation before it"
+        )
         command.add_argument("--skip-damaged", action="store_true", help="go on without files that cannot be read")
         if name == "show":
-            command.add_argument("--groups", type=int, default=4, metavar="N", help="of the newest iteration, or of N (default: 4)")
+            command.add_argument(
+                "--groups", type=int, default=4, metavar="N", help="of the newest iteration, or of N (default: 4)"
+            )
             command.add_argument("--full", action="store_true", help="whole completions, and every one of a group")
     return parser
 
@@ -51,7 +61,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
     from offline_grpo.rollouts.store.stats import facts_of, print_stats
 
     if options.iteration is not None and options.iteration < 0:
-        raise ConfigError(f"--iteration={options.iteration}: must be 0 or more; 1 is the first, 0 the evaluation before it")
+        raise ConfigError(
+            f"--iteration={options.iteration}: must be 0 or more; 1 is the first, 0 the evaluation before it"
+        )
     if options.command == "show" and options.groups < 1:
         raise ConfigError(f"--groups={options.groups}: must be 1 or more")
     iteration = None if options.iteration is None else options.iteration - 1
@@ -76,7 +88,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
         try:
             count = FORMATS[options.format]((pair for part in ([first], tables) for pair in part), options.out)
         except OSError as error:
-            raise GrpoError(f"OUT={options.out}: cannot be written ({error.strerror or error}); name another place") from error
+            raise GrpoError(
+                f"OUT={options.out}: cannot be written ({error.strerror or error}); name another place"
+            ) from error
         print(f"wrote {count:,} {'groups' if options.format == 'atropos' else 'completions'} to {options.out}")
 
 

@@ -1,10 +1,13 @@
-"""Rollouts that are sampled while the trainer trains, from weights that are at most `max_staleness` updates older than those trained.
+"""Rollouts that are sampled while the trainer trains, from weights that are at most `max_staleness` updates older than
+those trained.
 
-What is trained on, and in which order, is what `OnPolicy` would train on: iteration i has positions i * P to (i + 1) * P of the endless
-sequence of problems. So a checkpoint needs nothing of what was under way, and a late straggler costs a wait.
+What is trained on, and in which order, is what `OnPolicy` would train on: iteration i has positions i * P to (i + 1) *
+P of the endless sequence of problems. So a checkpoint needs nothing of what was under way, and a late straggler costs a
+wait.
 
-An iteration is sampled in a thread of its own, which the main thread alone begins and waits for. It begins as soon as its rollouts cannot
-become too old: the trainer makes at most `updates_per_iteration` updates in each iteration before it.
+An iteration is sampled in a thread of its own, which the main thread alone begins and waits for. It begins as soon as
+its rollouts cannot become too old: the trainer makes at most `updates_per_iteration` updates in each iteration before
+it.
 """
 
 from __future__ import annotations
@@ -60,9 +63,10 @@ class Asynchronous(OnPolicy):
 
     Args:
         max_staleness: how many versions (updates) older than the trained weights those may be that drew a token.
-        buffer_size: groups, of all processes, that are sampled or being sampled and not trained on yet; in whole iterations. None: as
-            many as `max_staleness` allows.
-        in_flight: what a push of weights does to requests that run, which weight sync carries out; `check_requirements` compares.
+        buffer_size: groups, of all processes, that are sampled or being sampled and not trained on yet; in whole
+            iterations. None: as many as `max_staleness` allows.
+        in_flight: what a push of weights does to requests that run, which weight sync carries out;
+            `check_requirements` compares.
         trainer_version: how many updates the trained weights carry now.
         updates_per_iteration: the trainer makes at most.
         num_iterations: of the run.
@@ -103,7 +107,8 @@ class Asynchronous(OnPolicy):
         least = interval * config.planned_updates
         fix = (
             f"an iteration makes up to {config.planned_updates} versions and weight_sync.interval={interval}, so sampling ahead takes at "
-            f"least {least}" + ("; 0 samples as rollouts=on_policy does" if interval == 1 else ", and 0 takes weight_sync.interval=1")
+            f"least {least}"
+            + ("; 0 samples as rollouts=on_policy does" if interval == 1 else ", and 0 takes weight_sync.interval=1")
         )
         require(staleness >= least or (staleness == 0 and interval == 1), "rollouts.max_staleness", staleness, fix)
         uncorrected = loss.get("ratio_reference") == "old" and loss.get("importance_correction") == "none"
@@ -128,7 +133,9 @@ class Asynchronous(OnPolicy):
         self._next, self._known = iteration, (iteration, version)
         age = version - self._served
         if age > self.max_staleness:
-            raise ConfigError(f"rollouts.max_staleness={self.max_staleness}: the engine's weights are {age} versions old; push more often")
+            raise ConfigError(
+                f"rollouts.max_staleness={self.max_staleness}: the engine's weights are {age} versions old; push more often"
+            )
         sampling_s = 0.0
         while True:
             self._begin_due()
@@ -216,7 +223,9 @@ class Asynchronous(OnPolicy):
                 self._idle_s += seconds
 
     def _wait_for(self, iteration: int) -> tuple[list[RolloutGroup], float]:
-        """The groups of an iteration that has been begun, and the seconds that they took. An error of any iteration is raised at once."""
+        """The groups of an iteration that has been begun, and the seconds that they took. An error of any iteration is
+        raised at once.
+        """
         while True:
             pending = []
             for round_ in self._rounds.values():

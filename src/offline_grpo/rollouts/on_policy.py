@@ -28,14 +28,16 @@ def permutation(length: int, seed: int) -> tuple[int, ...]:
 
 @dataclass(kw_only=True)
 class OnPolicy:
-    """A `RolloutSource` that samples `group_size` completions of `problems_per_iteration` problems in `next`, and scores them.
+    """A `RolloutSource` that samples `group_size` completions of `problems_per_iteration` problems in `next`, and
+    scores them.
 
     Args:
         shuffle: visit the problems in a new order on each pass over them.
-        resample_zero_signal: replace groups whose rewards are all equal by groups of other problems (dynamic sampling, DAPO,
-            arXiv 2503.14476), at most `max_resamples` times each.
+        resample_zero_signal: replace groups whose rewards are all equal by groups of other problems (dynamic
+            sampling, DAPO, arXiv 2503.14476), at most `max_resamples` times each.
         soft_overlong_tokens: see `overlong_penalty`; None: no penalty.
-        penalize_length_if_solved: groups whose completions are all right get `overlong_penalty` from half of the token limit on.
+        penalize_length_if_solved: groups whose completions are all right get `overlong_penalty` from half of the
+            token limit on.
         rank, world_size: process `rank` of `world_size` samples every `world_size`-th problem.
     """
 
@@ -73,11 +75,15 @@ class OnPolicy:
         """See `RolloutSource.start`. Nothing runs ahead."""
 
     def next(self, iteration: int) -> list[RolloutGroup]:
-        """See `RolloutSource.next`. A function of the seed, the iteration and the weights alone: a resumed run draws the same."""
+        """See `RolloutSource.next`. A function of the seed, the iteration and the weights alone: a resumed run draws
+        the same.
+        """
         self._scoring_wait_s = 0.0
         first = iteration * self.problems_per_iteration
         places = range(self.problems_per_iteration)[self.rank :: self.world_size]
-        groups = self._sample([(self._problem_at(first + i), derive_seed(self.seed, "rollout", first + i)) for i in places])
+        groups = self._sample(
+            [(self._problem_at(first + i), derive_seed(self.seed, "rollout", first + i)) for i in places]
+        )
         others = self._others(iteration) if self.resample_zero_signal else []
         for start in range(0, len(others), self.problems_per_iteration):
             draws = others[start : start + self.problems_per_iteration]
@@ -126,10 +132,11 @@ class OnPolicy:
         return replace(group, rollouts=tuple(rollouts))
 
     def _others(self, iteration: int) -> list[tuple[Problem, int]]:
-        """Draws for groups to be replaced: the i-th group of the iteration takes every `problems_per_iteration`-th, from i on.
+        """Draws for groups to be replaced: the i-th group of the iteration takes every `problems_per_iteration`-th,
+        from i on.
 
-        The same for all processes, and made from the iteration alone, so that a checkpoint need not say how many were used. Problems of the
-        iteration itself are left out, and no other comes twice.
+        The same for all processes, and made from the iteration alone, so that a checkpoint need not say how many were
+        used. Problems of the iteration itself are left out, and no other comes twice.
         """
         first = iteration * self.problems_per_iteration
         own = {self._index_at(first + i) for i in range(self.problems_per_iteration)}
@@ -144,13 +151,17 @@ class OnPolicy:
 
     def _index_at(self, position: int) -> int:
         epoch, offset = divmod(position, len(self.problems))
-        order = permutation(len(self.problems), derive_seed(self.seed, "order", epoch)) if self.shuffle else range(len(self.problems))
+        order = (
+            permutation(len(self.problems), derive_seed(self.seed, "order", epoch))
+            if self.shuffle
+            else range(len(self.problems))
+        )
         return order[offset]
 
 
 def overlong_penalty(num_tokens: int, longest: int, cache: float) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to `longest - cache` tokens, from there on linear down to -1
-    at `longest`, and -1 beyond."""
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to `longest - cache` tokens, from there on
+    linear down to -1 at `longest`, and -1 beyond."""
     return -min(max(num_tokens - (longest - cache), 0) / cache, 1.0)
 
 

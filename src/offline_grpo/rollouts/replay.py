@@ -42,7 +42,8 @@ class _Group:
 
 @dataclass(kw_only=True)
 class Replay:
-    """A `RolloutSource` of recorded groups, pass after pass. It asks no engine. ConfigError if they are of another model.
+    """A `RolloutSource` of recorded groups, pass after pass. It asks no engine. ConfigError if they are of another
+    model.
 
     Args:
         path, problems_per_iteration, shuffle, iterations, ...: see `conf/rollouts/replay.yaml`.
@@ -107,12 +108,18 @@ class Replay:
         """See `RolloutSource.start`. Reads and checks everything once, so that no bad row ends the run later.
 
         Raises:
-            ConfigError: a file is damaged, or holds what nothing can be learnt from; nothing is left to train on; or the store has changed
+            ConfigError: a file is damaged, or holds what nothing can be learnt from; nothing is left to train on; or
+            the store has changed
                 since the checkpoint.
         """
         shards = _shards(self.path)
         own = (self.run_folder / FOLDER).resolve()
-        require(not any(shard.path.resolve().parent == own for shard in shards), "rollouts.path", self.path, "is this run's own record")
+        require(
+            not any(shard.path.resolve().parent == own for shard in shards),
+            "rollouts.path",
+            self.path,
+            "is this run's own record",
+        )
         groups: list[_Group] = []
         sound: list[Shard] = []
         tables = checked(shards, vocab_size=self.vocab_size, context=self.context)
@@ -131,16 +138,25 @@ class Replay:
             sound.append(shard)
         filters = {name: getattr(self, name) for name in ("iterations", "versions", "rewards", "finish_reasons")}
         given = ", ".join(f"rollouts.{name}={value}" for name, value in filters.items() if value is not None)
-        fix = f"no group of at least two completions is left of {len(shards)} files" + (f"; widen {given}" if given else "")
+        fix = f"no group of at least two completions is left of {len(shards)} files" + (
+            f"; widen {given}" if given else ""
+        )
         require(bool(groups), "rollouts.path", self.path, fix)
         self._read = lru_cache(_CACHED)(lambda index: sound[index].table())
         if self.problems_per_iteration is None:
             self._units = [list(part) for _, part in groupby(groups, lambda group: (group.shard, group.iteration))]
         else:
             self._units = [[group] for group in groups]
-        self._identity = json_hash([[shard.path.name, group.iteration, group.rows] for group in groups for shard in [sound[group.shard]]])
+        self._identity = json_hash(
+            [[shard.path.name, group.iteration, group.rows] for group in groups for shard in [sound[group.shard]]]
+        )
         known = (state or {}).get("rollouts", self._identity)
-        require(known == self._identity, "rollouts.path", self.path, "has not the groups that it had at the checkpoint; bring those back")
+        require(
+            known == self._identity,
+            "rollouts.path",
+            self.path,
+            "has not the groups that it had at the checkpoint; bring those back",
+        )
         num_rollouts = sum(len(group.rows) for group in groups)
         per_pass = -(-len(self._units) // (self.problems_per_iteration or 1))
         what = f"{num_rollouts:,} rollouts in {len(groups):,} groups, with {'new' if self.rescore else 'the recorded'} rewards"
@@ -172,7 +188,11 @@ class Replay:
 
     def _unit_at(self, position: int) -> list[_Group]:
         epoch, offset = divmod(position, len(self._units))
-        order = permutation(len(self._units), derive_seed(self.seed, "replay", epoch)) if self.shuffle else range(len(self._units))
+        order = (
+            permutation(len(self._units), derive_seed(self.seed, "replay", epoch))
+            if self.shuffle
+            else range(len(self._units))
+        )
         return self._units[order[offset]]
 
     def _check_origin(self, path: Path, origin: Origin | None) -> None:
@@ -190,7 +210,9 @@ class Replay:
         rewards, versions, reasons = (table[name].to_pylist() for name in ("reward", "version", "finish_reason"))
         chosen = []
         for (iteration, phase, _), rows in group_rows(table).items():
-            is_within = _within(iteration + 1, self.iterations) and _within(fmean(rewards[r] for r in rows), self.rewards)
+            is_within = _within(iteration + 1, self.iterations) and _within(
+                fmean(rewards[r] for r in rows), self.rewards
+            )
             if phase != "train" or not is_within:
                 continue
             kept = [row for row in rows if _within(versions[row], self.versions)]

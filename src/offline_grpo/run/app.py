@@ -36,18 +36,30 @@ log = logging.getLogger(__name__)
 
 
 def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> float | None:
-    """One run, from the composed configuration to the report. Returns the last pass@1, None where nothing was evaluated.
+    """One run, from the composed configuration to the report. Returns the last pass@1, None where nothing was
+    evaluated.
 
     Args:
-        output_dir: the folder that Hydra made for this start; a resumed run works in its own folder and this one goes away.
+        output_dir: the folder that Hydra made for this start; a resumed run works in its own folder and this one
+            goes away.
         overrides: of the command line, which `cfg` has in it already.
     """
     fresh = RunDir(output_dir.resolve())
-    with StopSignal.listening() as stop, lock.released_at_end(), _leaving_no_empty_folder(fresh), progress.followed(), kept_for_log():
+    with (
+        StopSignal.listening() as stop,
+        lock.released_at_end(),
+        _leaving_no_empty_folder(fresh),
+        progress.followed(),
+        kept_for_log(),
+    ):
         config, plain = typed(cfg), as_plain(cfg)
         if launch.is_main():
             print("offline-grpo: loading ...", flush=True)
-        check = partial(check_overrides, overrides, uses_cluster=config.placement.score_on_cluster or config.placement.trainer == "ray")
+        check = partial(
+            check_overrides,
+            overrides,
+            uses_cluster=config.placement.score_on_cluster or config.placement.trainer == "ray",
+        )
         if config.engine is None and config.generation.get("base_url") is None:
             check(None)
         with progress.phase("imports and data"):
@@ -97,7 +109,13 @@ def _join(config: RunConfig) -> Ranks:
 
 
 def _run(
-    plan: Plan, cfg: DictConfig, run_dir: RunDir, resume: ResumePoint | None, ranks: Ranks, stop: StopSignal, overrides: Sequence[str]
+    plan: Plan,
+    cfg: DictConfig,
+    run_dir: RunDir,
+    resume: ResumePoint | None,
+    ranks: Ranks,
+    stop: StopSignal,
+    overrides: Sequence[str],
 ) -> float | None:
     with progress.phase("imports and data"):
         from offline_grpo.run.assemble import Start, assemble
@@ -149,7 +167,9 @@ def _run(
 
 @contextmanager
 def ended_whole(stop: StopSignal) -> Iterator[None]:
-    """After an error, a signal waits until what the run has started has ended: the error is told then, and a signal would replace it."""
+    """After an error, a signal waits until what the run has started has ended: the error is told then, and a signal
+    would replace it.
+    """
     try:
         yield
     except BaseException:
@@ -158,7 +178,9 @@ def ended_whole(stop: StopSignal) -> Iterator[None]:
 
 
 def _closing(listener: RunListener) -> Callable[..., None]:
-    """For an `ExitStack`. What `close` raises while another error is on its way is logged, and does not replace that one."""
+    """For an `ExitStack`. What `close` raises while another error is on its way is logged, and does not replace that
+    one.
+    """
 
     def close(_kind: object, error: BaseException | None, _trace: object) -> None:
         try:
@@ -196,7 +218,9 @@ def _told_if_unwritable(run_dir: RunDir) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NOT_WRITABLE:
             raise
-        place = error.filename2 or error.filename or run_dir.path  # of two, the second was written: the target of a copy
+        place = (
+            error.filename2 or error.filename or run_dir.path
+        )  # of two, the second was written: the target of a copy
         raise GrpoError(
             f"{place}: cannot be written ({error.strerror}); free some space or fix the permissions; {going_on.where(run_dir)}"
         ) from error

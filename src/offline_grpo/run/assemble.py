@@ -57,7 +57,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from: its checked plan, the configuration as nested dicts, its folder, and the checkpoint to go on from."""
+    """What a run starts from: its checked plan, the configuration as nested dicts, its folder, and the checkpoint to go
+    on from.
+    """
 
     plan: Plan
     plain: Mapping[str, Any]
@@ -66,18 +68,28 @@ class Start:
     ranks: Ranks
 
 
-def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], stack: ExitStack) -> tuple[Loop, Restored | None]:
+def assemble(
+    start: Start, stop: StopSignal, listeners: Sequence[RunListener], stack: ExitStack
+) -> tuple[Loop, Restored | None]:
     """The loop, and what the checkpoint said, None for a new run.
 
     Args:
         stack: gets what has to be let go of on every way out.
     """
-    ranks, config, plan = start.ranks, start.plan.config, with_scorers(start.plan, start.run_dir.path, stack, start.ranks)
-    if plan.engine.launcher is not None and config.placement.address is None:  # in a cluster, each machine looks for itself
+    ranks, config, plan = (
+        start.ranks,
+        start.plan.config,
+        with_scorers(start.plan, start.run_dir.path, stack, start.ranks),
+    )
+    if (
+        plan.engine.launcher is not None and config.placement.address is None
+    ):  # in a cluster, each machine looks for itself
         plan.engine.launcher.check_installed()
     devices = plan.devices(ranks.world_size)
     check_devices(devices)
-    layouts_for(plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision))  # before a model is made
+    layouts_for(
+        plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision)
+    )  # before a model is made
     model_id = _model_id(plan, ranks)
     serving.check_found_servers(plan, model_id, ranks)
     prompt_tokens = _check_model(plan, model_id)
@@ -104,10 +116,17 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
     origin = Origin(model_id, architecture_hash(policy.causal_lm.config), tokenizer_hash(policy.tokenizer), about)
     source = make_source(plan, policy, training.client, updater, start.run_dir.path, origin)
     stack.callback(source.close)
-    shared: dict[str, Any] = {"policy": policy, "updater": updater, "source": source, "schedule": PushSchedule(plan.weight_sync.interval)}
+    shared: dict[str, Any] = {
+        "policy": policy,
+        "updater": updater,
+        "source": source,
+        "schedule": PushSchedule(plan.weight_sync.interval),
+    }
     shared["milestones"] = Milestones(config.checkpoint.keep_best, config.train.stop_when)
     saving: dict[str, Any] = {"keep_last_k": config.checkpoint.num_kept, "format": config.checkpoint.format}
-    checkpointer = Checkpointer(**shared, **saving, folder=start.run_dir.checkpoints, ranks=ranks, config=redacted(start.plain))
+    checkpointer = Checkpointer(
+        **shared, **saving, folder=start.run_dir.checkpoints, ranks=ranks, config=redacted(start.plain)
+    )
     loop = Loop(
         **shared,
         config=config.train,
@@ -127,7 +146,9 @@ def assemble(start: Start, stop: StopSignal, listeners: Sequence[RunListener], s
 def _deployments(
     start: Start, plan: Plan, servers: Sequence[Server], policy: Policy, sharding: Sharding, stack: ExitStack
 ) -> tuple[Deployment, Deployment]:
-    """What training samples from and what evaluations ask, which may be the same; both know the way to the policy's weights."""
+    """What training samples from and what evaluations ask, which may be the same; both know the way to the policy's
+    weights.
+    """
     places: dict[str, Any] = {"sharding": sharding, "ranks": start.ranks}
     training = serving.for_training(plan.engine, servers, plan.weight_sync, policy, sampling=plan.sampling, **places)
     places |= {"sampling": plan.eval_sampling, "run_folder": start.run_dir.path}
@@ -139,7 +160,9 @@ def _deployments(
 
 
 def _recorders(start: Start, policy: Policy, updater: Updater, origin: Origin, stack: ExitStack) -> list[RunListener]:
-    """What writes the store of rollouts, on the first process; none with `rollouts.record=false`. First of all listeners."""
+    """What writes the store of rollouts, on the first process; none with `rollouts.record=false`. First of all
+    listeners.
+    """
     if not start.ranks.is_main or not records(start.plan.config):
         return []
     recorder = Recorder(start.run_dir.path, origin, lambda: (updater.counters.version, policy.trained_here()))
@@ -153,7 +176,9 @@ def _servers(start: Start, model_id: str, stack: ExitStack, devices: Devices) ->
     where: dict[str, Any] = {"gpus": gpus, "cluster": serving.cluster_of(plan, stack), "ranks": start.ranks}
     servers = serving.training_servers(plan.engine, plan.weight_sync, run_folder=start.run_dir.path, **where)
     can_begin = serving.starts_before_the_policy(plan.engine, plan.weight_sync, devices)
-    has_trained = start.resume is not None and plan.config.model.lora is None and plan.weight_sync.requires.moves != "nothing"
+    has_trained = (
+        start.resume is not None and plan.config.model.lora is None and plan.weight_sync.requires.moves != "nothing"
+    )
     model = str(start.resume.checkpoint) if start.resume is not None and has_trained else model_id
     for server in servers:
         stack.callback(server.stop)
@@ -201,19 +226,28 @@ def _model_id(plan: Plan, ranks: Ranks) -> str:
     tiny = build(config.model.tiny, key="model.tiny")
     for key, sampling in (("generation", plan.sampling), ("eval", plan.eval_sampling)):
         fix = f"leaves no room for a prompt in the context of model.tiny.max_position_embeddings={tiny.max_position_embeddings}"
-        require(sampling.max_new_tokens < tiny.max_position_embeddings, f"{key}.max_new_tokens", sampling.max_new_tokens, fix)
+        require(
+            sampling.max_new_tokens < tiny.max_position_embeddings,
+            f"{key}.max_new_tokens",
+            sampling.max_new_tokens,
+            fix,
+        )
 
     def prepare() -> str:
         try:
             return str(tiny.prepare(plan.data.task, Path(config.cache_dir).resolve(), show_progress=True))
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"cache_dir={config.cache_dir}: the tiny model cannot be kept there ({reason_of(error)})") from error
+            raise ConfigError(
+                f"cache_dir={config.cache_dir}: the tiny model cannot be kept there ({reason_of(error)})"
+            ) from error
 
     return ranks.on_main(prepare)
 
 
 def _check_model(plan: Plan, model_id: str) -> tuple[int, int]:
-    """What config.json and tokenizer say against the settings, before any weights are read. Returns what `check_prompts` does."""
+    """What config.json and tokenizer say against the settings, before any weights are read. Returns what
+    `check_prompts` does.
+    """
     config = plan.config.model
     if config.trust_remote_code:
         log.warning("model.trust_remote_code=true: Python code that comes with %s is executed", model_id)
@@ -230,13 +264,17 @@ def _check_model(plan: Plan, model_id: str) -> tuple[int, int]:
     return check_prompts(plan, model_id, tokenizer, model_config)
 
 
-def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ranks: Ranks, sharding: Sharding) -> Updater:
+def make_updater(
+    plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ranks: Ranks, sharding: Sharding
+) -> Updater:
     """The updater of a run whose policy is loaded; loads the reference if there is a KL term."""
     config = plan.config
     reference = None
     if plan.loss.kl_coef > 0:
         with progress.phase("load reference"):
-            reference = load_reference(config.model, model_id, policy, layout=plan.layout, precision=config.train.precision)
+            reference = load_reference(
+                config.model, model_id, policy, layout=plan.layout, precision=config.train.precision
+            )
             sharding.prepare_reference(reference)
     optimizer = plan.optimizer.create(policy.masters.parameters.values())
     return Updater(
@@ -255,7 +293,9 @@ def make_updater(plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ran
     )
 
 
-def make_source(plan: Plan, policy: Policy, client: RolloutClient, updater: Updater, run_folder: Path, origin: Origin) -> RolloutSource:
+def make_source(
+    plan: Plan, policy: Policy, client: RolloutClient, updater: Updater, run_folder: Path, origin: Origin
+) -> RolloutSource:
     """The component of the group `rollouts`, connected to the client that it samples from."""
     problems = {"problems": plan.data.train} if plan.data.train is not None else {}
     return build(

@@ -16,7 +16,9 @@ from hydra.errors import InstantiationException
 
 from offline_grpo.errors import ConfigError, GrpoError, told
 
-logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it logs the errors in several lines; `resolve` reports them in one
+logging.getLogger("hydra.utils").setLevel(
+    logging.CRITICAL
+)  # it logs the errors in several lines; `resolve` reports them in one
 
 
 def build(node: Mapping[str, Any], *, key: str, protocol: type | None = None, **runtime: Any) -> Any:
@@ -29,7 +31,8 @@ def build(node: Mapping[str, Any], *, key: str, protocol: type | None = None, **
         runtime: objects that exist only at run time (policy, tokenizer, ...).
 
     Raises:
-        ConfigError: unknown target, unknown or missing setting, wrong type, a constructor of the user's own that raises, or a result that
+        ConfigError: unknown target, unknown or missing setting, wrong type, a constructor of the user's own that
+        raises, or a result that
             does not implement `protocol`.
     """
     target = resolve(node, key)
@@ -46,7 +49,9 @@ def build(node: Mapping[str, Any], *, key: str, protocol: type | None = None, **
     except Exception as error:  # whatever that code raises
         if str(getattr(target, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]:
             raise  # the package's own mistake: its traceback says more
-        raise ConfigError(f"{key}._target_={node['_target_']}: raised {told(error)}; HYDRA_FULL_ERROR=1 shows the traceback") from error
+        raise ConfigError(
+            f"{key}._target_={node['_target_']}: raised {told(error)}; HYDRA_FULL_ERROR=1 shows the traceback"
+        ) from error
     if protocol is not None and not isinstance(component, protocol):
         lacks = f"lacks {', '.join(_missing(component, protocol))}; see {protocol.__module__.replace('.', '/')}.py"
         raise ConfigError(f"{key}._target_={node['_target_']}: does not implement {protocol.__name__}: {lacks}")
@@ -69,27 +74,41 @@ def resolve(node: Mapping[str, Any], key: str) -> Any:
         target = hydra.utils.get_object(node["_target_"])
     except (ImportError, ValueError, AttributeError, InstantiationException) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{key}._target_={node['_target_']}: cannot be imported ({reason}); give the dotted path of a class") from error
+        raise ConfigError(
+            f"{key}._target_={node['_target_']}: cannot be imported ({reason}); give the dotted path of a class"
+        ) from error
     if not callable(target):
         raise ConfigError(f"{key}._target_={node['_target_']}: is not a class or function")
     return target
 
 
 def check_settings(target: Any, settings: Mapping[str, Any], key: str, *, given_at_runtime: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `settings` does not fit the signature of `target`: unknown names, missing names or wrong types."""
+    """Raise ConfigError if `settings` does not fit the signature of `target`: unknown names, missing names or wrong
+    types.
+    """
     parameters = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [name for name in parameters if name not in given_at_runtime]
     for name in settings:
         if name in parameters and name in given_at_runtime:
-            raise ConfigError(f"{key}.{name}={settings[name]}: the run itself gives {target.__name__} this argument; leave it out")
+            raise ConfigError(
+                f"{key}.{name}={settings[name]}: the run itself gives {target.__name__} this argument; leave it out"
+            )
         if name not in parameters and not takes_any:
-            raise ConfigError(f"{key}.{name}={settings[name]}: {target.__name__} has no such setting; it has {', '.join(known) or 'none'}")
+            raise ConfigError(
+                f"{key}.{name}={settings[name]}: {target.__name__} has no such setting; it has {', '.join(known) or 'none'}"
+            )
     for name, parameter in parameters.items():
         is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        if parameter.default is parameter.empty and not is_variadic and name not in settings and name not in given_at_runtime:
+        if (
+            parameter.default is parameter.empty
+            and not is_variadic
+            and name not in settings
+            and name not in given_at_runtime
+        ):
             raise ConfigError(f"{key}.{name}: {target.__name__} needs it and it is not set")
-    # for dataclasses, use the class's hints: those of __init__ are resolved in the subclass's module, not where a field is defined
+    # for dataclasses, use the class's hints: those of __init__ are resolved in the subclass's module, not where a field
+    # is defined
     hints = get_type_hints(target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target)
     for name, value in settings.items():
         if name in hints and not fits(value, hints[name]):
@@ -125,4 +144,6 @@ def sweep_hint(key: str, name: str, value: Any) -> str:
     """A hint on sweep syntax, for users who wrote a list where a single value is expected."""
     if not isinstance(value, list):
         return ""
-    return f"; to sweep over it: --multirun {'.'.join(filter(None, (key, name)))}={','.join(str(item) for item in value)}"
+    return (
+        f"; to sweep over it: --multirun {'.'.join(filter(None, (key, name)))}={','.join(str(item) for item in value)}"
+    )

@@ -1,4 +1,6 @@
-"""Turns an exception into one line on stderr and an exit code: 0 done, 1 failed, 2 configuration rejected, 128 + N stopped by signal N."""
+"""Turns an exception into one line on stderr and an exit code: 0 done, 1 failed, 2 configuration rejected, 128 + N
+stopped by signal N.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ from offline_grpo.run.run_dir import discard_fresh
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns about kernels that are not used
+logging.getLogger("bitsandbytes").setLevel(
+    logging.ERROR
+)  # peft imports it, and it warns about kernels that are not used
 
 SHOWS_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
 """Whether the user has asked for them, before `exit_with` sets the variable for Hydra."""
@@ -67,10 +71,11 @@ RENAMED = {
 
 
 def exit_with(main: Callable[[], object]) -> NoReturn:
-    """Run Hydra's `main` and exit. Errors that the user can fix are reported in one line; other exceptions keep their traceback.
+    """Run Hydra's `main` and exit. Errors that the user can fix are reported in one line; other exceptions keep their
+    traceback.
 
-    `HYDRA_FULL_ERROR=1` in the environment shows all tracebacks. If `accelerate launch` starts several processes, Hydra creates a run
-    folder in rank 0 only.
+    `HYDRA_FULL_ERROR=1` in the environment shows all tracebacks. If `accelerate launch` starts several processes, Hydra
+    creates a run folder in rank 0 only.
     """
     _open_missing_streams()
     rich.get_console().on_broken_pipe = _stop_unseen
@@ -79,14 +84,18 @@ def exit_with(main: Callable[[], object]) -> NoReturn:
             _exit_with(main)
     finally:
         ignore_from_now_on()
-        gc.freeze()  # without the last garbage collection, a process that has imported torch ends in a third of the time
+        # without the last garbage collection, a process that has imported torch ends in a third of the time
+        gc.freeze()
 
 
 def _exit_with(main: Callable[[], object]) -> NoReturn:
     launch.start_missing_processes()
     if not launch.is_main():
         place = next((i for i, word in enumerate(sys.argv[1:], 1) if resume.OVERRIDE.match(word)), len(sys.argv))
-        sys.argv[place:place] = ["hydra.run.dir=.", "hydra.output_subdir=null"]  # argparse needs all overrides in one place
+        sys.argv[place:place] = [
+            "hydra.run.dir=.",
+            "hydra.output_subdir=null",
+        ]  # argparse needs all overrides in one place
     if SHOWS_TRACEBACKS:
         sys.argv[1:] = resume.arguments(sys.argv[1:])
         main()
@@ -104,11 +113,17 @@ def _exit_with(main: Callable[[], object]) -> NoReturn:
         if not str(error).startswith("Config group override must be"):
             raise
         wrong = ", ".join(
-            word for word in sys.argv[1:] if NO_OPTION.fullmatch(word) and (config.folder() / word.partition("=")[0]).is_dir()
+            word
+            for word in sys.argv[1:]
+            if NO_OPTION.fullmatch(word) and (config.folder() / word.partition("=")[0]).is_dir()
         )
         leave(ConfigError(f"{wrong}: a group needs one of its options; remove the override to use the default"))
     except AssertionError as error:  # OmegaConf's, for a key below one that is null
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "_apply_overrides_to_config"]
+        frames = [
+            frame
+            for frame, _ in traceback.walk_tb(error.__traceback__)
+            if frame.f_code.co_name == "_apply_overrides_to_config"
+        ]
         if not frames or not str(error).startswith("Unexpected type for root"):
             raise
         leave(ConfigError(in_empty(frames[-1].f_locals["key"])))
@@ -123,13 +138,18 @@ def _exit_with(main: Callable[[], object]) -> NoReturn:
     if failed := len(sweep_jobs.exit_codes):
         from offline_grpo.report.history import count
 
-        print(f"{count(failed, 'job')} of the sweep failed, with an error above; a refused one has no row", file=sys.stderr)
+        print(
+            f"{count(failed, 'job')} of the sweep failed, with an error above; a refused one has no row",
+            file=sys.stderr,
+        )
     sys.exit(max(sweep_jobs.exit_codes, default=0))
 
 
 def add_trust_option(parser: argparse.ArgumentParser) -> None:
     """For commands that load a model."""
-    parser.add_argument("--trust-remote-code", action="store_true", help="execute Python code that comes with the model")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="execute Python code that comes with the model"
+    )
 
 
 def run_command(main: Callable[[], None]) -> NoReturn:
@@ -170,7 +190,9 @@ def _open_missing_streams() -> None:
 
 
 def run_job(job: Callable[[], T]) -> T | None:
-    """Call the function that Hydra runs; exit at once if it fails. A failed job of a sweep is reported, and the other jobs still run."""
+    """Call the function that Hydra runs; exit at once if it fails. A failed job of a sweep is reported, and the other
+    jobs still run.
+    """
     is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
     try:
         with StopSignal.listening() as stop:
@@ -194,7 +216,9 @@ def run_job(job: Callable[[], T]) -> T | None:
 
 
 def say_how_the_sweep_goes_on(error: StopRequested, folder: Path, done: str | None = None) -> None:
-    """Print the command that goes on with the sweep in this folder, after what is `done`. Hydra keeps no record of a search."""
+    """Print the command that goes on with the sweep in this folder, after what is `done`. Hydra keeps no record of a
+    search.
+    """
     from offline_grpo.run import going_on
 
     is_search = not (folder / sweep_jobs.RECORD).is_file()
@@ -207,7 +231,9 @@ def say_how_the_sweep_goes_on(error: StopRequested, folder: Path, done: str | No
 def _no_folder(error: OSError) -> ConfigError:
     """Hydra makes the folder of a run before it calls the job, and of a sweep before it starts jobs."""
     key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(sys.argv) else "hydra.run.dir"
-    return ConfigError(f"{key}: {error.filename} cannot be made or written ({error.strerror}); choose a folder that you can write to")
+    return ConfigError(
+        f"{key}: {error.filename} cannot be made or written ({error.strerror}); choose a folder that you can write to"
+    )
 
 
 def leave(error: BaseException) -> NoReturn:
@@ -238,14 +264,24 @@ def explain(error: BaseException) -> str:
         return f"{error.override}: is not an override; write KEY=VALUE, GROUP=OPTION or +NEWKEY=VALUE, quoted for the shell"
     if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
-        options = error.options or sorted(path.stem for path in (config.folder() / group).glob("*.yaml"))  # Hydra has none for a list
+        options = error.options or sorted(
+            path.stem for path in (config.folder() / group).glob("*.yaml")
+        )  # Hydra has none for a list
         choices = ", ".join(choice for choice in options if not choice.startswith("_"))
-        more = ", or install more of them: `uv run --extra sweeps ...`" if group in ("hydra/launcher", "hydra/sweeper") else ""
-        return f"{group}={option}: no such option; " + (f"choose one of {choices}{more}" if choices else f"there is no group {group}")
+        more = (
+            ", or install more of them: `uv run --extra sweeps ...`"
+            if group in ("hydra/launcher", "hydra/sweeper")
+            else ""
+        )
+        return f"{group}={option}: no such option; " + (
+            f"choose one of {choices}{more}" if choices else f"there is no group {group}"
+        )
     cause: BaseException = error
     while cause.__cause__ is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__
-    text = " ".join(line.strip() for line in str(cause).splitlines() if "_type=" not in line and "full_key:" not in line)
+    text = " ".join(
+        line.strip() for line in str(cause).splitlines() if "_type=" not in line and "full_key:" not in line
+    )
     key = getattr(cause, "full_key", None) or getattr(cause, "key", None)
     if not isinstance(cause, OmegaConfBaseException) or not key:
         return " ".join(str(error).split())
@@ -254,7 +290,11 @@ def explain(error: BaseException) -> str:
     if re.match("Key '.*' (not in|is not in struct)", text) and isinstance(parent, DictConfig):
         if key in RENAMED:
             return f"{key}: no such key; the setting is {RENAMED[key]}"
-        known = [str(child) for child in parent if child != "hydra"] if "/" not in str(key) else list(groups(config.folder()))
+        known = (
+            [str(child) for child in parent if child != "hydra"]
+            if "/" not in str(key)
+            else list(groups(config.folder()))
+        )
         return str(no_such_key(str(key), known)) if known else in_empty(str(key))
     if "is not Optional" in text:
         return f"{key}=null: needs a value"

@@ -1,7 +1,9 @@
-"""What `offline_grpo.compare` does: starts a run for each mode, at the same time where there are GPUs for it, and watches them.
+"""What `offline_grpo.compare` does: starts a run for each mode, at the same time where there are GPUs for it, and
+watches them.
 
 OUT/  MODE/ (the folder of its run)  trainer_MODE.log  pids.txt  comparison.{json,md,png}
-      vllm_MODE.log  api_MODE.log  env_MODE.log  vllm_bridge_config_MODE.json  checkpoints_MODE  (links to what the run has of it)
+      vllm_MODE.log  api_MODE.log  env_MODE.log  vllm_bridge_config_MODE.json  checkpoints_MODE  (links to what the run
+      has of it)
 """
 
 from __future__ import annotations
@@ -121,7 +123,9 @@ def run_comparison(asked: Comparison, *, dry_run: bool) -> None:
             print_comparison(asked.out, console)
     failed = [child.name for child in children if child.status != DONE]
     if failed:
-        raise GrpoError(f"{len(failed)} of {len(children)} modes failed: {', '.join(failed)}; see trainer_MODE.log in {asked.out}")
+        raise GrpoError(
+            f"{len(failed)} of {len(children)} modes failed: {', '.join(failed)}; see trainer_MODE.log in {asked.out}"
+        )
 
 
 def _checked(asked: Comparison) -> list[str]:
@@ -150,7 +154,9 @@ def _command(name: str, asked: Comparison) -> list[str]:
     has_lora = name.startswith("lora_")
     words = ["generation=transformers" if name == "in_process" else "generation=vllm_server", *COMMON]
     words += ["model/lora=default"] if has_lora else []
-    words += [word for word in asked.overrides if has_lora or not word.lstrip("+").startswith(("model.lora", "model/lora"))]
+    words += [
+        word for word in asked.overrides if has_lora or not word.lstrip("+").startswith(("model.lora", "model/lora"))
+    ]
     words += [f"train.iterations={asked.steps}", f"weight_sync={name}"]
     words += [f"weight_sync.interval={asked.restart_interval}"] if name in RESTARTING else []
     config = conf.typed(conf.composed(words))
@@ -166,7 +172,8 @@ def _num_gpus() -> int:
 
 
 def gpu_sets(num_gpus: int, asked: Comparison) -> list[list[int] | None]:
-    """The GPUs of modes that run at the same time; one None where there is room for one mode alone, which then sees all that there are.
+    """The GPUs of modes that run at the same time; one None where there is room for one mode alone, which then sees all
+    that there are.
 
     Raises:
         ConfigError: a mode needs more GPUs than there are.
@@ -191,7 +198,11 @@ def _run_all(children: Sequence[Child], slots: Sequence[list[int] | None], out: 
                     pids[child.name] = pids.get(child.name) or _pid_of_run(child.process)
                     code = child.process.exit_code
                     if code is not None:
-                        child.status = DONE if code == 0 else f"failed with exit code {code}; {last_lines(child.process.log_path, count=1)}"
+                        child.status = (
+                            DONE
+                            if code == 0
+                            else f"failed with exit code {code}; {last_lines(child.process.log_path, count=1)}"
+                        )
                         free.append(child.gpus)
                         _link(child.name, out)
             (out / "pids.txt").write_text("".join(f"{name} {pid}\n" for name, pid in pids.items() if pid))
@@ -232,7 +243,9 @@ def _link(name: str, out: Path) -> None:
 
 @contextmanager
 def _display(children: Sequence[Child], console: Console) -> Iterator[Any]:
-    """Yields what shows how far all are: a line a mode on a terminal; else a line when one starts or ends, and now and then between."""
+    """Yields what shows how far all are: a line a mode on a terminal; else a line when one starts or ends, and now and
+    then between.
+    """
     if console.is_terminal:
         with Live(console=console, transient=True) as live:
             yield lambda: live.update(Text("\n".join(_line(child, console.width) for child in children)))

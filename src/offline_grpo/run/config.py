@@ -1,4 +1,5 @@
-"""From the YAML that Hydra composes to typed settings. The dataclasses of `settings.py` are the schema that files and overrides must fit.
+"""From the YAML that Hydra composes to typed settings. The dataclasses of `settings.py` are the schema that files and
+overrides must fit.
 
 This module imports no torch, so that `--help`, `--cfg job` and most refusals come at once.
 """
@@ -35,7 +36,8 @@ def folder() -> Path:
 def register() -> None:
     """Make the schema available to Hydra as `config_schema`, the first entry of the defaults list in conf/config.yaml.
 
-    In YAML, ${torch_dtype:${train.precision}} is what torch and servers call a format, and ${packaged:FILE} a file of the package.
+    In YAML, ${torch_dtype:${train.precision}} is what torch and servers call a format, and ${packaged:FILE} a file of
+    the package.
     """
     OmegaConf.register_new_resolver("torch_dtype", TORCH_NAMES.get, replace=True)
     OmegaConf.register_new_resolver("packaged", lambda file: str(Path(__file__).parents[1] / file), replace=True)
@@ -43,7 +45,9 @@ def register() -> None:
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
-    """What `run_grpo.py` would run with these overrides, after `register`. Raises Hydra's own errors for what cannot be composed."""
+    """What `run_grpo.py` would run with these overrides, after `register`. Raises Hydra's own errors for what cannot be
+    composed.
+    """
     with initialize_config_dir(config_dir=str(folder()), version_base="1.3"):
         return compose("config", overrides=list(overrides))
 
@@ -94,8 +98,8 @@ def _refuse_unknown(node: DictConfig, prefix: str = "") -> None:
 
 
 def as_plain(cfg: DictConfig) -> Mapping[str, Any]:
-    """The resolved configuration as nested dicts and lists, for loggers and checkpoints. Infinity is the text "inf", as JSON has no such
-    number; OmegaConf reads it as one."""
+    """The resolved configuration as nested dicts and lists, for loggers and checkpoints. Infinity is the text "inf", as
+    JSON has no such number; OmegaConf reads it as one."""
     plain = _without_infinity(OmegaConf.to_container(cfg, resolve=True))
     assert isinstance(plain, dict)
     return plain

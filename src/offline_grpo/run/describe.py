@@ -29,12 +29,24 @@ def describe_data(data: TaskData, problems_per_iteration: int) -> list[str]:
 def describe_batches(plan: Plan) -> tuple[str, str]:
     """The batch arithmetic of an iteration, spelled out in two lines."""
     data, train, rollouts = plan.config.data, plan.config.train, plan.config.rollouts
-    per_microbatch = f"{train.batch_size} sequences" if train.batch_size is not None else f"{train.tokens_per_microbatch} tokens"
+    per_microbatch = (
+        f"{train.batch_size} sequences" if train.batch_size is not None else f"{train.tokens_per_microbatch} tokens"
+    )
     if "group_size" not in rollouts:  # the source decides how large groups are
         count = rollouts.get("problems_per_iteration", "as its source says")
-        taken = "all groups of a recorded one" if count is None else f"{count} recorded groups" if isinstance(count, int) else count
+        taken = (
+            "all groups of a recorded one"
+            if count is None
+            else f"{count} recorded groups"
+            if isinstance(count, int)
+            else count
+        )
         per_update = train.batch_size * train.grad_accum_steps if train.batch_size and train.grad_accum_steps else None
-        updates = f"updates of {per_update} sequences" if per_update else _updates((train.updates_per_iteration or 1) * train.epochs)
+        updates = (
+            f"updates of {per_update} sequences"
+            if per_update
+            else _updates((train.updates_per_iteration or 1) * train.epochs)
+        )
         return f"each iteration: {taken}", f"{updates}, in microbatches of up to {per_microbatch}"
     sequences = data.problems_per_iteration * data.rollouts_per_problem
     updates = plan.config.planned_updates

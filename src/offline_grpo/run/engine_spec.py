@@ -1,4 +1,6 @@
-"""Which engines a run samples from, as far as the configuration says: for training, and for evaluations if they ask another one."""
+"""Which engines a run samples from, as far as the configuration says: for training, and for evaluations if they ask
+another one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from offline_grpo.settings import EvalConfig, RunConfig
 CLIENT_RUNTIME = ("model", "tokenizer", "server", "eos_ids", "vocab_size")
 """Names under which a rollout client's constructor may ask for objects that exist only once the model is loaded."""
 
-OF_OWN_SERVER = ("engine=", "engine.", "placement=", "placement.engine_devices=", "placement.address=", "weight_sync.server_args")
+OF_OWN_SERVER = (
+    "engine=",
+    "engine.",
+    "placement=",
+    "placement.engine_devices=",
+    "placement.address=",
+    "weight_sync.server_args",
+)
 """How overrides begin that act on a server which the run starts, and on nothing else."""
 OF_CLUSTER = ("placement=", "placement.address=")
 """Those of them that say where a Ray cluster is."""
@@ -42,7 +51,8 @@ class EngineSpec:
     Args:
         client_node: `_target_` and settings of the rollout client.
         base_urls: of external servers; empty where the run starts them, or needs none.
-        api_key: of the servers. Managed ones without a configured key get a random one, so that nobody else on the machine controls them.
+        api_key: of the servers. Managed ones without a configured key get a random one, so that nobody else on the
+            machine controls them.
         launcher: starts managed servers; None where none is started.
         key: the group that the client's settings come from, for messages.
         num_managed: servers that the run starts.
@@ -58,7 +68,13 @@ class EngineSpec:
     @property
     def base_url(self) -> str | None:
         """The URLs of external servers, as one types them; None where there are none."""
-        return None if not self.base_urls else self.base_urls[0] if len(self.base_urls) == 1 else f"[{','.join(self.base_urls)}]"
+        return (
+            None
+            if not self.base_urls
+            else self.base_urls[0]
+            if len(self.base_urls) == 1
+            else f"[{','.join(self.base_urls)}]"
+        )
 
     @property
     def num_servers(self) -> int:
@@ -71,7 +87,9 @@ class EngineSpec:
         target = resolve(self.client_node, self.key)
         if not hasattr(target, "engine_name"):
             at = f"{self.key}._target_={self.client_node['_target_']}"
-            raise ConfigError(f"{at}: is no RolloutClient (see offline_grpo/interfaces.py), whose class has an engine_name")
+            raise ConfigError(
+                f"{at}: is no RolloutClient (see offline_grpo/interfaces.py), whose class has an engine_name"
+            )
         return target
 
     @property
@@ -110,16 +128,27 @@ def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
     urls, asked = urls_of(node.get("base_url")), config.placement.num_engines
     spec = EngineSpec(client_node, urls, node.get("api_key"), None, "generation")
     spec.check_client()
-    where = f"the servers at generation.base_url={spec.base_url} run already" if urls else "generation samples in this process"
+    where = (
+        f"the servers at generation.base_url={spec.base_url} run already"
+        if urls
+        else "generation samples in this process"
+    )
     is_free = spec.needs_server and not urls
-    require(is_free or asked in (1, len(urls)), "placement.num_engines", asked, f"{where}, so this would do nothing; leave it at 1")
+    require(
+        is_free or asked in (1, len(urls)),
+        "placement.num_engines",
+        asked,
+        f"{where}, so this would do nothing; leave it at 1",
+    )
     fix = "cannot be spread over several servers, because it does not inherit from ServerClient (generation/server_client.py)"
     is_one = max(asked, len(urls)) == 1 or issubclass(spec.client_class, ServerClient)
     require(is_one, "generation._target_", client_node["_target_"], fix)
     if not is_free:
         return spec
     if config.engine is None:
-        raise ConfigError("generation.base_url=None: no server to ask; name a running one, or let the run start one with engine=vllm")
+        raise ConfigError(
+            "generation.base_url=None: no server to ask; name a running one, or let the run start one with engine=vllm"
+        )
     launcher = build(_trusting(config.engine) if config.model.trust_remote_code else config.engine, key="engine")
     if isinstance(launcher, CommandLine):
         launcher = launcher.expecting(_num_sequences(config, client_node))
@@ -133,7 +162,9 @@ def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
 def _num_sequences(config: RunConfig, client_node: Mapping[str, Any]) -> int:
     """That each server samples at once: all of an iteration, if they are let in."""
     num_engines, data = config.placement.num_engines, config.data
-    requests = min(client_node.get("batch_size", data.problems_per_iteration), -(-data.problems_per_iteration // num_engines))
+    requests = min(
+        client_node.get("batch_size", data.problems_per_iteration), -(-data.problems_per_iteration // num_engines)
+    )
     return requests * data.rollouts_per_problem
 
 
@@ -149,11 +180,14 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
         api_key: of an external server, `generation.api_key`.
 
     Raises:
-        ConfigError: a client whose settings do not fit its constructor, one that has no server to ask, or a server without a client.
+        ConfigError: a client whose settings do not fit its constructor, one that has no server to ask, or a server
+        without a client.
     """
     spec = EngineSpec(_evaluation_node(settings, training), urls_of(settings.base_url), api_key, None, "eval.backend")
     is_same_client = not isinstance(settings.backend, Mapping) and issubclass(training.client_class, spec.client_class)
-    is_shared = is_same_client and (settings.base_url is None or any(is_same_url(settings.base_url, url) for url in training.base_urls))
+    is_shared = is_same_client and (
+        settings.base_url is None or any(is_same_url(settings.base_url, url) for url in training.base_urls)
+    )
     if settings.base_url is None or is_shared:
         fix = "applies only to a separate evaluation server; set eval.base_url to one, or leave it null"
         require(settings.weight_sync is None, "eval.weight_sync", settings.weight_sync, fix)
@@ -164,7 +198,9 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
             f"eval.backend={settings.backend}: training samples from elsewhere; set eval.base_url to the server for evaluations"
         )
     if settings.base_url is not None and not spec.needs_server:
-        raise ConfigError(f"eval.base_url={settings.base_url}: name the kind of server too: eval.backend=vllm_server or sglang_server")
+        raise ConfigError(
+            f"eval.base_url={settings.base_url}: name the kind of server too: eval.backend=vllm_server or sglang_server"
+        )
     spec.check_client()
     return spec
 
@@ -237,6 +273,8 @@ def _evaluation_node(settings: EvalConfig, training: EngineSpec) -> Mapping[str,
         return backend
     if backend not in EVAL_BACKENDS:
         names = ", ".join(EVAL_BACKENDS)
-        raise ConfigError(f"eval.backend={backend}: must be null, one of {names}, or a client of your own with a _target_")
+        raise ConfigError(
+            f"eval.backend={backend}: must be null, one of {names}, or a client of your own with a _target_"
+        )
     target, names = EVAL_BACKENDS[backend]
     return {"_target_": target, **{name: getattr(settings, name) for name in names}}

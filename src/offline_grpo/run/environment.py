@@ -22,7 +22,8 @@ FILE = "environment.json"
 
 
 def record_start(run_folder: Path) -> int:
-    """Add this start to the file in the run's folder: command, working directory, git commit and versions. Returns its number.
+    """Add this start to the file in the run's folder: command, working directory, git commit and versions. Returns its
+    number.
 
     Raises:
         GrpoError: what earlier starts wrote there is damaged.
@@ -31,7 +32,9 @@ def record_start(run_folder: Path) -> int:
     try:
         starts = parse_json(list[dict[str, Any]], path.read_bytes()) if path.exists() else []
     except ValueError as error:
-        raise GrpoError(f"{path}: has no list of this run's starts ({reason_of(error)}); bring it back, or write [] in it") from error
+        raise GrpoError(
+            f"{path}: has no list of this run's starts ({reason_of(error)}); bring it back, or write [] in it"
+        ) from error
     write_whole(path, json.dumps([*starts, this_start()], indent=2) + "\n")
     return len(starts) + 1
 
@@ -54,7 +57,9 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     """Commit of the code in `folder`, and whether tracked files differ from it; None if git does not track it."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     try:
         if not git("ls-files", "."):  # an environment inside another project's repository
@@ -69,6 +74,8 @@ def versions() -> dict[str, str]:
     """Name and version of every installed package, in alphabetical order."""
     packages = reversed(list(metadata.distributions()))  # of two with one name, the first is imported
     files = (package.read_text("METADATA") or package.read_text("PKG-INFO") or "" for package in packages)
-    heads = (file.partition("\n\n")[0] for file in files)  # read by ourselves: the library's parser takes ten times as long
+    heads = (
+        file.partition("\n\n")[0] for file in files
+    )  # read by ourselves: the library's parser takes ten times as long
     found = (dict(re.findall(r"^(Name|Version): *(.*)$", head, re.MULTILINE)) for head in heads)
     return dict(sorted({each["Name"]: each["Version"] for each in found if len(each) == 2}.items()))

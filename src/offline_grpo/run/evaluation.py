@@ -47,7 +47,9 @@ CYCLE = 0  # of the seeds: those of a run's evaluation before training
 
 @dataclass
 class Results:
-    """What was measured so far: (model, set) -> metrics and right answers [N]; every model's first comparison is with the first one."""
+    """What was measured so far: (model, set) -> metrics and right answers [N]; every model's first comparison is with
+    the first one.
+    """
 
     metrics: dict[tuple[str, str], Metrics] = field(default_factory=dict)
     num_correct: dict[tuple[str, str], Any] = field(default_factory=dict)
@@ -59,7 +61,9 @@ class Results:
         return {
             "is_complete": self.is_complete,
             "metrics": [{"model": model, "set": name, **metrics} for (model, name), metrics in self.metrics.items()],
-            "compared_with_the_first": [{"model": m, "set": name, **asdict(result)} for (m, name), result in self.comparisons.items()],
+            "compared_with_the_first": [
+                {"model": m, "set": name, **asdict(result)} for (m, name), result in self.comparisons.items()
+            ],
         }
 
 
@@ -67,7 +71,8 @@ def engine_spec(config: RunConfig, models: Collection[ModelSource]) -> EngineSpe
     """What samples: the group `generation`, without the settings that say how training samples.
 
     Raises:
-        ConfigError: no such client, a server that is not installed, or one that is running for several models or an adapter.
+        ConfigError: no such client, a server that is not installed, or one that is running for several models or an
+        adapter.
     """
     names = {*SamplingParams.__dataclass_fields__, "allow_truncated_sampling"}
     spec = training_engine(config, {name: value for name, value in config.generation.items() if name not in names})
@@ -115,7 +120,9 @@ def _file_name(letter: str, number: int, set_name: str) -> str:
     return f"{letter}-{number}-{re.sub(r'[^a-zA-Z0-9_.=-]+', '_', set_name)}.jsonl"
 
 
-def _evaluate(letter: str, client: RolloutClient, codec: TokenizerCodec, held_out: HeldOut, records_file: Path, results: Results) -> None:
+def _evaluate(
+    letter: str, client: RolloutClient, codec: TokenizerCodec, held_out: HeldOut, records_file: Path, results: Results
+) -> None:
     settings = held_out.config.eval
     groups: dict[int, RolloutGroup] = {}
     with ExitStack() as stack, recording(records_file) as records:
@@ -139,18 +146,24 @@ def _evaluate(letter: str, client: RolloutClient, codec: TokenizerCodec, held_ou
     if letter != first:
         pair = (results.num_correct[first, held_out.name], results.num_correct[key])
         seed = derive_seed(settings.seed_base, "paired")
-        results.comparisons[key] = compare(*pair, settings.replicates, bootstrap_samples=settings.bootstrap_samples, seed=seed)
+        results.comparisons[key] = compare(
+            *pair, settings.replicates, bootstrap_samples=settings.bootstrap_samples, seed=seed
+        )
 
 
 @contextmanager
-def _served(source: ModelSource, held_out: HeldOut, spec: EngineSpec, out: Path) -> Iterator[tuple[RolloutClient, TokenizerCodec]]:
+def _served(
+    source: ModelSource, held_out: HeldOut, spec: EngineSpec, out: Path
+) -> Iterator[tuple[RolloutClient, TokenizerCodec]]:
     """A client that samples from the model: in this process, or from a server that is started with it."""
     tokenizer, config = source.tokenizer(), held_out.config
     with ExitStack() as stack:
         runtime: dict[str, Any] = {"tokenizer": tokenizer, "server": None}
         place = source.weights
         if spec.needs_server:
-            runtime["server"] = Server(base_url=spec.base_url, api_key=spec.api_key, launcher=spec.launcher, log_dir=out)
+            runtime["server"] = Server(
+                base_url=spec.base_url, api_key=spec.api_key, launcher=spec.launcher, log_dir=out
+            )
             if source.adapter is not None and spec.base_url is None:
                 place = str(stack.enter_context(OwnFolder(out, ".merged_")) / "model")
                 export_model(source, Path(place), merge=True, dtype=None, card="")
@@ -160,7 +173,9 @@ def _served(source: ModelSource, held_out: HeldOut, spec: EngineSpec, out: Path)
         else:
             dtype = source.trained_dtype or torch_dtype(config.train.precision)
             attention = config.model.attn_implementation
-            runtime["model"] = source.load(device=resolve_device(config.model.device), dtype=dtype, attn_implementation=attention)
+            runtime["model"] = source.load(
+                device=resolve_device(config.model.device), dtype=dtype, attn_implementation=attention
+            )
         client = build(spec.client_node, key="generation", protocol=RolloutClient, **runtime)
         engine = engine_of(client, held_out.sampling)
         stack.callback(engine.stop)

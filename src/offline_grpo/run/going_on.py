@@ -1,4 +1,6 @@
-"""A run that goes on from a checkpoint: what may differ now, how its learning rate goes on, whether it is finished, and its record."""
+"""A run that goes on from a checkpoint: what may differ now, how its learning rate goes on, whether it is finished, and
+its record.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def checked(point: ResumePoint, config: RunConfig, plain: Mapping[str, Any]) -> 
             "give more, or resume=RUN/checkpoints/iter_NNN, an earlier one"
         )
     typed = resume.typed_keys()
-    if point.state.lr_schedule(point.state.counters.num_updates) == 0:  # else its command line, typed again, changes nothing
+    if (
+        point.state.lr_schedule(point.state.counters.num_updates) == 0
+    ):  # else its command line, typed again, changes nothing
         typed |= sweep_resume.typed_keys()
     schedule = replace(fresh_schedule(config), num_updates=_planned_end(point, config))
     if not is_finished(point, config):
@@ -83,7 +87,10 @@ def _planned_end(point: ResumePoint, config: RunConfig) -> int:
 
 def is_finished(point: ResumePoint, config: RunConfig) -> bool:
     """Whether there is nothing left to do."""
-    is_over = point.num_done >= config.train.iterations or early_stop_reason(point.state.milestones, config.train.stop_when) is not None
+    is_over = (
+        point.num_done >= config.train.iterations
+        or early_stop_reason(point.state.milestones, config.train.stop_when) is not None
+    )
     return is_over and not (point.state.owes_evaluation and config.eval.enabled)
 
 
@@ -103,7 +110,9 @@ def describe(point: ResumePoint, config: RunConfig) -> list[str]:
 def describe_finished(point: ResumePoint, config: RunConfig) -> str:
     """That a run is finished, how it is made longer, and how another one is started."""
     schedule = point.state.lr_schedule
-    further = [f"train.stop_when.{name}=null" for name in stopping_settings(point.state.milestones, config.train.stop_when)]
+    further = [
+        f"train.stop_when.{name}=null" for name in stopping_settings(point.state.milestones, config.train.stop_when)
+    ]
     if point.num_done >= config.train.iterations:
         further.append(f"train.iterations={2 * config.train.iterations}")
     if schedule(point.state.counters.num_updates) == 0:
@@ -125,8 +134,8 @@ def command(path: Path, *overrides: str) -> str:
 
 @contextmanager
 def kept_record(run: Path) -> Iterator[None]:
-    """At the end, `.hydra/` says what the last start did that was not refused, and that had something to do. Hydra writes there before
-    anything of ours looks at the settings."""
+    """At the end, `.hydra/` says what the last start did that was not refused, and that had something to do. Hydra
+    writes there before anything of ours looks at the settings."""
     try:
         yield
     finally:
@@ -155,8 +164,8 @@ def record(
     aside: Path | None,
     inputs: Mapping[str, str],
 ) -> None:
-    """Add this start to `.hydra/starts.yaml`. If it changed the configuration, `.hydra/` describes the new one; the first one is kept as
-    `config_first.yaml` and `overrides_first.yaml`.
+    """Add this start to `.hydra/starts.yaml`. If it changed the configuration, `.hydra/` describes the new one; the
+    first one is kept as `config_first.yaml` and `overrides_first.yaml`.
 
     Args:
         aside: where this start moved what an earlier one wrote (`set_aside.py`), None if it moved nothing.
@@ -167,7 +176,10 @@ def record(
         return
     start: dict[str, Any] = {"time": datetime.now().isoformat(timespec="seconds"), "overrides": list(overrides)}
     if point is not None:
-        start |= {"after_iteration": point.num_done, "changes": {key: list(pair) for key, pair in point.changes.items()}}
+        start |= {
+            "after_iteration": point.num_done,
+            "changes": {key: list(pair) for key, pair in point.changes.items()},
+        }
     if aside is not None:
         start["set_aside"] = str(aside.relative_to(run_dir.path))
     if inputs:
@@ -181,10 +193,15 @@ def record(
 
 
 def _record_changes(folder: Path, cfg: DictConfig, overrides: Sequence[str]) -> None:
-    content = {"config": OmegaConf.to_yaml(cfg), "overrides": OmegaConf.to_yaml([w for w in overrides if not w.startswith("resume=")])}
+    content = {
+        "config": OmegaConf.to_yaml(cfg),
+        "overrides": OmegaConf.to_yaml([w for w in overrides if not w.startswith("resume=")]),
+    }
     for name, text in content.items():
         path, first, before = folder / f"{name}.yaml", folder / f"{name}_first.yaml", folder / ACCEPTED / f"{name}.yaml"
-        before = before if before.exists() else path  # Hydra has written the new one already, if the run's folder was named
+        before = (
+            before if before.exists() else path
+        )  # Hydra has written the new one already, if the run's folder was named
         if before.exists() and not first.exists():
             shutil.copy(before, first)
         path.write_text(text)

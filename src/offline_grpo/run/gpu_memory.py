@@ -30,11 +30,13 @@ SHARE_KEYS = ("gpu_memory_utilization", "mem_fraction_static")  # of vLLM and SG
 DEFAULT_SHARE = 0.92  # vLLM's own
 
 
-def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], num_processes: int) -> tuple[float, list[DevicePlan]]:
+def check_memory(
+    plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], num_processes: int
+) -> tuple[float, list[DevicePlan]]:
     """Where `placement.check_memory` asks for it, refuse a run that the GPUs cannot hold; log the prediction.
 
-    Returns the share of the blocks that are recomputed, see `train.gradient_checkpointing`: without GPUs, `auto` recomputes none. And the
-    prediction, where one was made.
+    Returns the share of the blocks that are recomputed, see `train.gradient_checkpointing`: without GPUs, `auto`
+    recomputes none. And the prediction, where one was made.
 
     Args:
         model_id: of the model to train; of it, and of a reference, the configuration alone is read.
@@ -54,12 +56,16 @@ def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], n
         request = memory_request(
             plan,
             read_model_config(model_id, "model.train_id", **trust),
-            read_model_config(model.ref_id or model_id, "model.ref_id", **trust) if needs_reference_copy(plan) else None,
+            read_model_config(model.ref_id or model_id, "model.ref_id", **trust)
+            if needs_reference_copy(plan)
+            else None,
             prompt_tokens=prompt_tokens,
             trainers=trainers,
             reference=reference_gpu(devices),
             engine_gpus=[gpu for gpus in server_gpus(devices) for gpu in gpus or ()],
-            total_bytes=[torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())],
+            total_bytes=[
+                torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())
+            ],
         )
         if recompute == "auto":
             share, predicted = choose_share(request)
@@ -74,7 +80,9 @@ def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], n
 
 
 def needs_reference_copy(plan: Plan) -> bool:
-    """Whether a KL term compares with a model of its own: without LoRA, or with another `model.ref_id` (see `load_reference`)."""
+    """Whether a KL term compares with a model of its own: without LoRA, or with another `model.ref_id` (see
+    `load_reference`).
+    """
     return plan.loss.kl_coef > 0 and not is_adapted_policy(plan.config.model)
 
 
@@ -128,7 +136,9 @@ def memory_request(
         is_compiled = is_compiled_by_default(torch.device("cuda"))
     if not is_compiled:
         return request
-    return replace(request, saved_by_compiling=saved_by_compiling(model_of(request), largest_microbatch(request), request.layout))
+    return replace(
+        request, saved_by_compiling=saved_by_compiling(model_of(request), largest_microbatch(request), request.layout)
+    )
 
 
 def _server_request(plan: Plan, gpus: Sequence[int]) -> ServerRequest:
@@ -138,7 +148,9 @@ def _server_request(plan: Plan, gpus: Sequence[int]) -> ServerRequest:
     return ServerRequest(
         num_servers=plan.engine.num_managed,
         gpus=tuple(gpus),
-        dtype=torch_dtype(dtype if dtype in TORCH_NAMES else plan.config.train.precision),  # others, such as auto, are the model's own
+        dtype=torch_dtype(
+            dtype if dtype in TORCH_NAMES else plan.config.train.precision
+        ),  # others, such as auto, are the model's own
         num_shards=num_shards(args),
         share_frac=args.get(share) or DEFAULT_SHARE,
         share_key=f"engine.args.{share}",

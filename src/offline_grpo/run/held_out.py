@@ -23,7 +23,16 @@ from offline_grpo.run.task_data import build_task, held_out_problems
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import Problem, SamplingParams
 
-OF_TRAINING_ALONE = ("resume", "logger", "checkpoint", "hydra", "rollouts", "eval.backend", "eval.base_url", "eval.weight_sync")
+OF_TRAINING_ALONE = (
+    "resume",
+    "logger",
+    "checkpoint",
+    "hydra",
+    "rollouts",
+    "eval.backend",
+    "eval.base_url",
+    "eval.weight_sync",
+)
 """Overrides of a run that say nothing about the evaluation of its checkpoints."""
 
 
@@ -40,8 +49,8 @@ class HeldOut:
 
 
 def saved_overrides(run_folder: Path | None, words: Sequence[str]) -> list[str]:
-    """The overrides of the run that wrote a checkpoint, but for those that do not matter or that `words` replace, and the folders in which
-    they were found."""
+    """The overrides of the run that wrote a checkpoint, but for those that do not matter or that `words` replace, and
+    the folders in which they were found."""
     path = run_folder / ".hydra" / "overrides.yaml" if run_folder is not None else None
     if path is None or not path.exists():
         return []
@@ -49,7 +58,9 @@ def saved_overrides(run_folder: Path | None, words: Sequence[str]) -> list[str]:
     left_out = {*OF_TRAINING_ALONE, *groups, *(("engine", "weight_sync") if "generation" in groups else ())}
     saved = yaml.safe_load(path.read_text()) or []
     folders = [] if _search_path(words) else search_path(path.parent.parent)  # Hydra reads one
-    return folders + [word for word in saved if not any(re.match(rf"{re.escape(key)}([.@]|$)", key_of(word)) for key in left_out)]
+    return folders + [
+        word for word in saved if not any(re.match(rf"{re.escape(key)}([.@]|$)", key_of(word)) for key in left_out)
+    ]
 
 
 def held_out_sets(base: Sequence[str], words: Sequence[str]) -> list[HeldOut]:
@@ -59,7 +70,8 @@ def held_out_sets(base: Sequence[str], words: Sequence[str]) -> list[HeldOut]:
         base: overrides that come before those of the command line.
 
     Raises:
-        ConfigError: what makes no set, or a key that cannot differ between sets. Hydra's own errors for what cannot be composed.
+        ConfigError: what makes no set, or a key that cannot differ between sets. Hydra's own errors for what cannot be
+        composed.
     """
     conf.register()
     choices = []
@@ -69,9 +81,18 @@ def held_out_sets(base: Sequence[str], words: Sequence[str]) -> list[HeldOut]:
             choices.append([(str(override.input_line), "")])
             continue
         if not (key == "task" or key.startswith(("task.", "eval."))):
-            raise ConfigError(f"{override.input_line}: sets of problems can differ in task and eval alone; give one value")
-        choices.append([(f"{key}={value}", value if key == "task" else f"{key}={value}") for value in override.sweep_string_iterator()])
-    return [_held_out(base, [word for word, _ in each], [name for _, name in each if name]) for each in product(*choices)]
+            raise ConfigError(
+                f"{override.input_line}: sets of problems can differ in task and eval alone; give one value"
+            )
+        choices.append(
+            [
+                (f"{key}={value}", value if key == "task" else f"{key}={value}")
+                for value in override.sweep_string_iterator()
+            ]
+        )
+    return [
+        _held_out(base, [word for word, _ in each], [name for _, name in each if name]) for each in product(*choices)
+    ]
 
 
 def _held_out(base: Sequence[str], words: Sequence[str], names: Iterable[str]) -> HeldOut:
@@ -90,7 +111,9 @@ def _held_out(base: Sequence[str], words: Sequence[str], names: Iterable[str]) -
     )
 
 
-def _leave_out_what_another_task_has(node: DictConfig, option: str, words: Sequence[str], folders: Sequence[str]) -> None:
+def _leave_out_what_another_task_has(
+    node: DictConfig, option: str, words: Sequence[str], folders: Sequence[str]
+) -> None:
     """An `experiment` of the run may have settings of its own task, beside those of the task that `words` choose."""
     own = {
         *conf.composed([*folders, f"task={option}"]).task,

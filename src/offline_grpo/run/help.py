@@ -94,7 +94,9 @@ def _sections(conf: Path, wanted: Sequence[str]) -> Iterator[str]:
         told: set[Key] = set()
         for option in sorted(options, key=lambda option: option not in default):
             path = conf / f"{group}.yaml" if group == "." else conf / group / f"{option}.yaml"
-            new = [key for key in _all_keys(path, prefix) if key not in told and (is_wanted(key.name) or is_wanted(group))]
+            new = [
+                key for key in _all_keys(path, prefix) if key not in told and (is_wanted(key.name) or is_wanted(group))
+            ]
             told |= set(new)
             if new or is_wanted(group):
                 yield from _section(f"{group}={option}", new, about=_about(path))
@@ -114,7 +116,11 @@ def _section(title: str, found: Sequence[Key], about: str = "") -> Iterator[str]
 
 def _all_keys(path: Path, prefix: str) -> list[Key]:
     """The keys of a file, after those of the files that it includes."""
-    included = [entry for entry in yaml.safe_load(path.read_text()).get("defaults", []) if isinstance(entry, str) and entry != "_self_"]
+    included = [
+        entry
+        for entry in yaml.safe_load(path.read_text()).get("defaults", [])
+        if isinstance(entry, str) and entry != "_self_"
+    ]
     found = [key for name in included for key in _all_keys(path.parent / f"{name}.yaml", prefix)]
     return found + keys(path, prefix)
 

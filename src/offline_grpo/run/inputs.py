@@ -1,4 +1,6 @@
-"""What a run reads that its configuration only names: the rows of its data, the code of its rewards. Each start records their hashes."""
+"""What a run reads that its configuration only names: the rows of its data, the code of its rewards. Each start records
+their hashes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def hashes(data: TaskData) -> dict[str, str]:
     has_read = data.train is not None or len(data.held_out) > 0
     rows = {f"task.path={task.path}": task.fingerprint for task in tasks if isinstance(task, RowTask) and has_read}
     files: Iterable[Path] = getattr(data.task, "code_files", ())
-    return rows | {f"task.reward ({file})": hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
+    return rows | {
+        f"task.reward ({file})": hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()
+    }
 
 
 def describe_other(run: Path, now: Mapping[str, str], changed: Iterable[str]) -> list[str]:
@@ -28,7 +32,8 @@ def describe_other(run: Path, now: Mapping[str, str], changed: Iterable[str]) ->
 
     Args:
         run: its folder.
-        changed: keys of the configuration that differ now. They are told, and of other settings of the task come other problems.
+        changed: keys of the configuration that differ now. They are told, and of other settings of the task come
+            other problems.
     """
     before = dict[str, str]()
     with suppress(GrpoError):  # no record, or one that was cut off: nothing to compare with

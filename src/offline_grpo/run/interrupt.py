@@ -1,4 +1,5 @@
-"""Handles SIGINT and SIGTERM: says at once that the run stops and what it waits for, and stops it where nothing is lost.
+"""Handles SIGINT and SIGTERM: says at once that the run stops and what it waits for, and stops it where nothing is
+lost.
 
 Imports nothing that takes time, so that the signals can be handled from the first moment on.
 """
@@ -22,7 +23,9 @@ from offline_grpo.run import launch
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 REPEAT_S = 1.0
-"""A second signal within this time is the first one again: the terminal sends a Ctrl-C to all processes, and launchers pass it on."""
+"""A second signal within this time is the first one again: the terminal sends a Ctrl-C to all processes, and launchers
+pass it on.
+"""
 LAUNCHER_WAITS_S = 20.0
 """After its SIGTERM torchrun waits 30 s, and then kills."""
 LOOK_S = 1.0
@@ -43,16 +46,20 @@ def end_at_once() -> None:
 
 
 def ignore_from_now_on() -> None:
-    """The process ends within a fraction of a second, and a signal shall not change its exit code. Python would reset other handlers."""
+    """The process ends within a fraction of a second, and a signal shall not change its exit code. Python would reset
+    other handlers.
+    """
     for number in HANDLED:
         signal.signal(number, signal.SIG_IGN)
 
 
 class StopSignal:
-    """Turns the first SIGINT or SIGTERM into a `StopRequested`; a second one ends the process at once, as without this handler.
+    """Turns the first SIGINT or SIGTERM into a `StopRequested`; a second one ends the process at once, as without this
+    handler.
 
-    The exception is raised where the signal arrives, except while the run is held (`held`, `hold`) and outside of `interruptible` in it.
-    A thread says so within a moment, whatever the main thread is busy with: a backward pass in C++ may take it many seconds.
+    The exception is raised where the signal arrives, except while the run is held (`held`, `hold`) and outside of
+    `interruptible` in it. A thread says so within a moment, whatever the main thread is busy with: a backward pass in
+    C++ may take it many seconds.
     """
 
     _listening: ClassVar[StopSignal | None] = None
@@ -87,9 +94,9 @@ class StopSignal:
     def installed(self) -> Iterator[None]:
         """Handle the signals inside the block and restore the old handlers afterwards.
 
-        Does nothing outside the main thread, because Python allows handlers only there. A signal that this process was told to ignore
-        stays ignored: a shell script that starts a run with `&` does that to SIGINT, because Ctrl-C is meant for the script's foreground.
-        SIGTERM stops such a run.
+        Does nothing outside the main thread, because Python allows handlers only there. A signal that this process was
+        told to ignore stays ignored: a shell script that starts a run with `&` does that to SIGINT, because Ctrl-C is
+        meant for the script's foreground. SIGTERM stops such a run.
         """
         with ExitStack() as stack:
             if threading.current_thread() is threading.main_thread():
@@ -181,7 +188,10 @@ class StopSignal:
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        listens = (reader, os.getppid())  # asked here: once signals are handled, the launcher may end before the thread has begun
+        listens = (
+            reader,
+            os.getppid(),
+        )  # asked here: once signals are handled, the launcher may end before the thread has begun
         thread = threading.Thread(target=self._acknowledge, args=listens, name="acknowledges signals", daemon=True)
         thread.start()
         try:
@@ -218,7 +228,9 @@ class StopSignal:
 
 
 def _end_after(seconds: float) -> None:
-    """torchrun sends SIGTERM where another process has failed: this one may wait for that in a collective, and so for ever."""
+    """torchrun sends SIGTERM where another process has failed: this one may wait for that in a collective, and so for
+    ever.
+    """
     time.sleep(seconds)
     os._exit(128 + signal.SIGTERM)
 

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 
 
 def isolated(
-    task: Task, config: RunConfig, folder: Path | None, stack: ExitStack, *, num_processes: int = 1, on_cluster: bool = False
+    task: Task,
+    config: RunConfig,
+    folder: Path | None,
+    stack: ExitStack,
+    *,
+    num_processes: int = 1,
+    on_cluster: bool = False,
 ) -> Task:
     """The task, scored below a process that starts now, or the task itself where it may be scored here.
 

@@ -1,4 +1,6 @@
-"""This process among those that a launcher started, before torch is imported; starts those that `accelerate launch` does not start."""
+"""This process among those that a launcher started, before torch is imported; starts those that `accelerate launch`
+does not start.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,11 @@ def num_processes() -> int:
 
 
 def start_missing_processes() -> None:
-    """Replace this process with N torchrun processes, if `accelerate launch` was asked for N processes and started only this one.
+    """Replace this process with N torchrun processes, if `accelerate launch` was asked for N processes and started only
+    this one.
 
-    accelerate 1.15 uses `--num_processes` only if it finds several accelerators or an MPI launcher; otherwise it runs the script once,
-    without a warning. Does nothing under any other launcher, or on a machine with a GPU.
+    accelerate 1.15 uses `--num_processes` only if it finds several accelerators or an MPI launcher; otherwise it runs
+    the script once, without a warning. Does nothing under any other launcher, or on a machine with a GPU.
     """
     if "LOCAL_RANK" in os.environ or "RANK" in os.environ:
         return
@@ -65,7 +68,8 @@ def asked_for(command: Sequence[str]) -> int:
 
 
 def typed_command() -> list[str]:
-    """How this process was launched, without options and overrides: `uv run --extra vllm accelerate launch run_grpo.py`.
+    """How this process was launched, without options and overrides: `uv run --extra vllm accelerate launch
+    run_grpo.py`.
 
     It is the command line of the outermost process that ends as this one's does.
     """
@@ -80,7 +84,11 @@ def typed_command() -> list[str]:
         place = len(words) - len(typed)
         if words and os.path.basename(words[0]) in NOT_REPEATED:
             break
-        if place < 1 or words[place:] != typed or os.path.basename(words[place - 1]) not in (script.name, script.parent.name):
+        if (
+            place < 1
+            or words[place:] != typed
+            or os.path.basename(words[place - 1]) not in (script.name, script.parent.name)
+        ):
             break
         found = words[:place]
     return found

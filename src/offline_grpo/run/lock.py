@@ -1,7 +1,9 @@
-"""One process at a time writes to the folder of a run or of a sweep: it holds a lock on the file `.lock` there for as long as it lives.
+"""One process at a time writes to the folder of a run or of a sweep: it holds a lock on the file `.lock` there for as
+long as it lives.
 
-The kernel lets go of the lock however the process ends, so a file that a dead process left behind never stands in the way. What is in the
-file is for people, and for `resume=auto`, which must recognise a run that has no checkpoint yet. This module imports no torch.
+The kernel lets go of the lock however the process ends, so a file that a dead process left behind never stands in the
+way. What is in the file is for people, and for `resume=auto`, which must recognise a run that has no checkpoint yet.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from offline_grpo.errors import ConfigError, GrpoError
 
 NAME = ".lock"
 WAIT_S, CHOOSING_S, POLL_S = 0.5, 20.0, 0.05
-"""A lock that is only looked at is free again within a moment; the choice of the run to go on with reads every run of the root folder."""
+"""A lock that is only looked at is free again within a moment; the choice of the run to go on with reads every run of
+the root folder.
+"""
 RECORD_S = 0.3
 """Who has taken a lock writes its record at once, and a process that is refused in between waits for it."""
 
@@ -43,7 +47,8 @@ def likeness(configuration: Any) -> str:
 
 
 def take(folder: Path, key: str, like: str = "") -> None:
-    """Lock a folder, which is made if it is not there, until `release` or the end of this process. Does nothing if it has the lock.
+    """Lock a folder, which is made if it is not there, until `release` or the end of this process. Does nothing if it
+    has the lock.
 
     Args:
         key: what named the folder, for messages.
@@ -53,7 +58,12 @@ def take(folder: Path, key: str, like: str = "") -> None:
         ConfigError: another process writes there, or nobody can.
     """
     folder = folder.resolve()
-    record = {"pid": os.getpid(), "host": platform.node(), "since": datetime.now().isoformat(" ", "seconds"), "like": like}
+    record = {
+        "pid": os.getpid(),
+        "host": platform.node(),
+        "since": datetime.now().isoformat(" ", "seconds"),
+        "like": like,
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if folder not in _held:
@@ -62,7 +72,9 @@ def take(folder: Path, key: str, like: str = "") -> None:
         os.ftruncate(_held[folder], 0)
         os.pwrite(_held[folder], json.dumps(record).encode(), 0)
     except OSError as error:
-        raise ConfigError(f"{key}: {folder} cannot be made or written ({error.strerror}); choose a folder that you can write to") from error
+        raise ConfigError(
+            f"{key}: {folder} cannot be made or written ({error.strerror}); choose a folder that you can write to"
+        ) from error
 
 
 def release(folder: Path) -> None:
@@ -110,7 +122,9 @@ def refuse_another(folder: Path, key: str, like: str) -> None:
 
 
 def refuse_written(path: Path, key: str) -> None:
-    """Raise ConfigError if another process writes to the run that this is the folder of, its store of rollouts or a file of that."""
+    """Raise ConfigError if another process writes to the run that this is the folder of, its store of rollouts or a
+    file of that.
+    """
     store = path.parent if path.is_file() else path
     folder = store.parent if store.name == "rollouts" else store
     if (found := owner(folder)) is not None:
@@ -119,7 +133,9 @@ def refuse_written(path: Path, key: str) -> None:
 
 @contextmanager
 def choosing(root: Path) -> Iterator[None]:
-    """Inside, no other process chooses the folder of this root that it goes on in. Makes the root, because two may be the first."""
+    """Inside, no other process chooses the folder of this root that it goes on in. Makes the root, because two may be
+    the first.
+    """
     try:
         root.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(root, os.O_RDONLY)
@@ -144,7 +160,10 @@ class FolderLock(Callback):
         _take_or_leave(folder, f"resume={config.resume}" if named else f"hydra.run.dir={folder}")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        folder, words = Path(config.hydra.sweep.dir), sorted([*config.hydra.overrides.task, *config.hydra.overrides.hydra])
+        folder, words = (
+            Path(config.hydra.sweep.dir),
+            sorted([*config.hydra.overrides.task, *config.hydra.overrides.hydra]),
+        )
         like = likeness([word for word in words if not word.startswith("hydra.sweep.dir=")])
         others = folder.resolve().parent.parent if "resume=auto" in words else None
         _leave_if_refused(lambda: _check_places(config, is_resumed=False))
@@ -154,7 +173,9 @@ class FolderLock(Callback):
 def _check_places(config: DictConfig, *, is_resumed: bool) -> None:
     """Raise ConfigError for settings of Hydra's with which a run, or a sweep, would not find again what it has written."""
     if config.hydra.job.chdir:
-        raise ConfigError("hydra.job.chdir=true: paths are relative to where a run is started, resume's too; leave it out")
+        raise ConfigError(
+            "hydra.job.chdir=true: paths are relative to where a run is started, resume's too; leave it out"
+        )
     if config.hydra.output_subdir != ".hydra" and not is_resumed:
         name = config.hydra.output_subdir or "null"
         raise ConfigError(f"hydra.output_subdir={name}: a resume reads the configuration in .hydra; leave it out")
@@ -192,7 +213,11 @@ def _locked(folder: Path, key: str) -> int:
         try:
             is_ours = _wait_for(descriptor, WAIT_S)
         except OSError as error:
-            log.warning("%s: its file system has no locks (%s); nothing would notice a second run in this folder", folder, error.strerror)
+            log.warning(
+                "%s: its file system has no locks (%s); nothing would notice a second run in this folder",
+                folder,
+                error.strerror,
+            )
             return descriptor
         if is_ours and _is_at(path, descriptor):
             return descriptor

@@ -29,7 +29,9 @@ class ToTerminal(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        (self._console or rich.get_console()).print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
+        (self._console or rich.get_console()).print(
+            self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False
+        )
 
 
 class ToFile(logging.FileHandler):
@@ -39,7 +41,10 @@ class ToFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._is_told:
-            print(f"{self.baseFilename}: cannot be written ({sys.exc_info()[1]}); messages are lost, the run goes on", file=sys.stderr)
+            print(
+                f"{self.baseFilename}: cannot be written ({sys.exc_info()[1]}); messages are lost, the run goes on",
+                file=sys.stderr,
+            )
         self._is_told = True
 
     def close(self) -> None:
@@ -52,7 +57,9 @@ _early = MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, flushOn
 
 @contextmanager
 def kept_for_log() -> Iterator[None]:
-    """Keep messages until `log_to` knows the run's folder. Those of a start that is refused are forgotten: its error says enough."""
+    """Keep messages until `log_to` knows the run's folder. Those of a start that is refused are forgotten: its error
+    says enough.
+    """
     package = logging.getLogger("offline_grpo")
     package.setLevel(logging.INFO)
     package.propagate = False

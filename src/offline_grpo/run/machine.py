@@ -1,4 +1,6 @@
-"""What this machine can run: the findings of `python -m offline_grpo.check`. Imports torch only where there is a GPU to ask it about."""
+"""What this machine can run: the findings of `python -m offline_grpo.check`. Imports torch only where there is a GPU to
+ask it about.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ PRESETS = (
     (20, "uv run run_grpo.py experiment=sat_qwen2_5_0_5b", "0.5 billion weights"),
     (48, "uv run run_grpo.py experiment=gsm8k_qwen2_5_1_5b", "1.5 billion weights"),
 )
-"""GiB of one GPU that a preset needs: 20 bytes for each weight that is trained, and activations. A run has a plan of its own for that."""
+"""GiB of one GPU that a preset needs: 20 bytes for each weight that is trained, and activations. A run has a plan of
+its own for that.
+"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,9 @@ def findings(folder: Path) -> Iterator[Finding]:
     gpus = find_gpus()
     version = platform.python_version()
     is_supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    yield Finding("Python", "ok" if is_supported else "error", version, "" if is_supported else "uv python install 3.12")
+    yield Finding(
+        "Python", "ok" if is_supported else "error", version, "" if is_supported else "uv python install 3.12"
+    )
     memory = psutil.virtual_memory()
     system = f"{platform.system()} {platform.machine()}, {usable_cores()} cores"
     yield Finding("machine", "ok", f"{system}, {memory.available / GIB:.0f} GiB memory free")
@@ -82,7 +88,12 @@ def findings(folder: Path) -> Iterator[Finding]:
     ):
         yield _server(name, package, control, fix)
     found = _version("bitsandbytes")
-    yield Finding("bitsandbytes", "ok" if found else "missing", found or "not installed: no train/optimizer=adamw_8bit", "Linux only")
+    yield Finding(
+        "bitsandbytes",
+        "ok" if found else "missing",
+        found or "not installed: no train/optimizer=adamw_8bit",
+        "Linux only",
+    )
     yield from _room(folder)
     yield _ports()
     yield _hub(hub_answer)
@@ -97,7 +108,11 @@ def find_gpus() -> list[Gpu]:
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in lines]
-    return [Gpu(row[0], float(row[1]) / 1024, float(row[2]) / 1024, row[3]) for row in rows if len(row) == 4 and row[1].isdigit()]
+    return [
+        Gpu(row[0], float(row[1]) / 1024, float(row[2]) / 1024, row[3])
+        for row in rows
+        if len(row) == 4 and row[1].isdigit()
+    ]
 
 
 def presets(gpus: Sequence[Gpu]) -> list[tuple[str, str]]:
@@ -108,9 +123,15 @@ def presets(gpus: Sequence[Gpu]) -> list[tuple[str, str]]:
 
 def _gpus(gpus: Sequence[Gpu]) -> Iterator[Finding]:
     if not gpus:
-        yield Finding("GPU", "missing", "none: the tiny model trains on the CPU", "an NVIDIA GPU and its driver, for larger ones")
+        yield Finding(
+            "GPU", "missing", "none: the tiny model trains on the CPU", "an NVIDIA GPU and its driver, for larger ones"
+        )
     for number, gpu in enumerate(gpus):
-        yield Finding(f"GPU {number}", "ok", f"{gpu.name}, {gpu.free_gib:.0f} of {gpu.total_gib:.0f} GiB free, driver {gpu.driver}")
+        yield Finding(
+            f"GPU {number}",
+            "ok",
+            f"{gpu.name}, {gpu.free_gib:.0f} of {gpu.total_gib:.0f} GiB free, driver {gpu.driver}",
+        )
 
 
 def _torch(gpus: Sequence[Gpu]) -> Finding:
@@ -119,13 +140,19 @@ def _torch(gpus: Sequence[Gpu]) -> Finding:
         return Finding("torch", "error", "not installed", "uv sync")
     spec = find_spec("torch")
     file = Path(spec.origin).parent / "version.py" if spec is not None and spec.origin else None
-    cuda = re.search(r"^cuda\b.*= '([\d.]+)'", file.read_text(), re.MULTILINE) if file is not None and file.exists() else None
+    cuda = (
+        re.search(r"^cuda\b.*= '([\d.]+)'", file.read_text(), re.MULTILINE)
+        if file is not None and file.exists()
+        else None
+    )
     text = f"{found}, " + (f"built for CUDA {cuda[1]}" if cuda else "built without CUDA")
     if gpus:
         import torch
 
         if not torch.cuda.is_available():
-            return Finding("torch", "missing", f"{text}, sees no GPU", "a newer driver, or a torch build for this one: pytorch.org")
+            return Finding(
+                "torch", "missing", f"{text}, sees no GPU", "a newer driver, or a torch build for this one: pytorch.org"
+            )
     return Finding("torch", "ok", text)
 
 
@@ -147,7 +174,12 @@ def _room(folder: Path) -> Iterator[Finding]:
         usage = shutil.disk_usage(shm)
         is_good = usage.total >= MIN_SHM_GIB * GIB
         fix = "" if is_good else "docker run --shm-size=16g ..., for servers"
-        yield Finding("shared memory", "ok" if is_good else "missing", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free", fix)
+        yield Finding(
+            "shared memory",
+            "ok" if is_good else "missing",
+            f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free",
+            fix,
+        )
     place = next(path for path in (folder, *folder.parents) if path.is_dir())
     free = shutil.disk_usage(place).free / GIB
     if not os.access(place, os.W_OK):
@@ -159,7 +191,9 @@ def _room(folder: Path) -> Iterator[Finding]:
 
 def _ports() -> Finding:
     try:
-        return Finding("ports", "ok", f"free ones are there, such as {choose_port('127.0.0.1', None, key='engine.port')}")
+        return Finding(
+            "ports", "ok", f"free ones are there, such as {choose_port('127.0.0.1', None, key='engine.port')}"
+        )
     except ConfigError as error:
         return Finding("ports", "missing", str(error), "servers need one")
 

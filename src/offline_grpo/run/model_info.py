@@ -1,4 +1,6 @@
-"""What `offline_grpo.model_info` says of a model: blocks, weights, presets for training parts of it, and which GPUs it fits."""
+"""What `offline_grpo.model_info` says of a model: blocks, weights, presets for training parts of it, and which GPUs it
+fits.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Preset:
 
 @dataclass(frozen=True)
 class Fit:
-    """A way to train, and the largest `engine.args.gpu_memory_utilization` beside it on a GPU of each size; None: does not fit."""
+    """A way to train, and the largest `engine.args.gpu_memory_utilization` beside it on a GPU of each size; None: does
+    not fit.
+    """
 
     name: str
     overrides: tuple[str, ...]
@@ -163,7 +167,12 @@ def _fits(weights: str, config: PretrainedConfig, quarter: Preset, trust: bool) 
     model = ("model=hf", f"model.train_id={quoted(Path(weights))}", f"model.trust_remote_code={str(trust).lower()}")
     for name, overrides in ways.items():
         plan = make_plan(conf.typed(conf.composed([*model, *COMMON, *overrides])))
-        settings = {"prompt_tokens": (PROMPT_TOKENS, PROMPT_TOKENS), "trainers": [0], "engine_gpus": [0], "total_bytes": [GIB]}
+        settings = {
+            "prompt_tokens": (PROMPT_TOKENS, PROMPT_TOKENS),
+            "trainers": [0],
+            "engine_gpus": [0],
+            "total_bytes": [GIB],
+        }
         device, *_ = predict(memory_request(plan, config, None, **settings))
         rooms = {gb: room_for_server(device, total_bytes=int(gb * USABLE * GIB)) for gb in GPUS_GB}
         capped = {gb: None if room is None else min(room, LARGEST_SHARE) for gb, room in rooms.items()}
@@ -178,7 +187,9 @@ def about(info: ModelInfo) -> Iterator[str]:
     yield f"  blocks      {info.num_blocks} ({info.blocks}.0 to {info.num_blocks - 1}), " + (
         f"{most:,} weights each" if fewest == most else f"{fewest:,} to {most:,} weights each"
     )
-    yield f"  embeddings  {info.num_of_embeddings:,} weights, " + ("shared by input and output" if info.is_tied else "input and output")
+    yield f"  embeddings  {info.num_of_embeddings:,} weights, " + (
+        "shared by input and output" if info.is_tied else "input and output"
+    )
     if info.context is not None:
         yield f"  context     {info.context:,} tokens"
     yield ""

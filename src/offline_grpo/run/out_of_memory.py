@@ -1,4 +1,6 @@
-"""One line instead of a traceback where memory runs out: who asked for how much, what the memory plan predicted, and what would fit."""
+"""One line instead of a traceback where memory runs out: who asked for how much, what the memory plan predicted, and
+what would fit.
+"""
 
 from __future__ import annotations
 
@@ -55,5 +57,7 @@ def _describe(error: Exception, devices: Sequence[DevicePlan]) -> str:
     line += f", and {free[2]} of {free[1]} were free" if free else ""
     if device is None:
         return f"{line}; to need less, change one of: {'; '.join(_WITHOUT_PLAN)}"
-    predicted = f"the memory plan predicted {device.needed_bytes / GIB:.1f} GiB at the fullest ({largest_parts(device)})"
+    predicted = (
+        f"the memory plan predicted {device.needed_bytes / GIB:.1f} GiB at the fullest ({largest_parts(device)})"
+    )
     return f"{line}; {predicted}; to need less, change one of: {'; '.join(advice(device, phase.partition(',')[0]))}"

@@ -4,5 +4,7 @@ from __future__ import annotations
 
 
 def key_of(word: str) -> str:
-    """What an override sets, without the marks that add or delete: `++train.lr=1` sets `train.lr`. A word that is none is its own key."""
+    """What an override sets, without the marks that add or delete: `++train.lr=1` sets `train.lr`. A word that is none
+    is its own key.
+    """
     return word.lstrip("+~").partition("=")[0]

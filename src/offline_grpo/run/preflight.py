@@ -107,7 +107,9 @@ def make_plan(config: RunConfig) -> Plan:
     engine = training_engine(config, node)
     weight_sync = build(config.weight_sync, key="weight_sync", protocol=WeightSync)
     lora_rank = config.model.lora.r if config.model.lora is not None else None
-    check_requirements(weight_sync.name, weight_sync.requires, engine.client_class, lora_rank=lora_rank, base_url=engine.base_url)
+    check_requirements(
+        weight_sync.name, weight_sync.requires, engine.client_class, lora_rank=lora_rank, base_url=engine.base_url
+    )
     check_reference(config.model)
     _check_number(engine, weight_sync)
     _check_cluster(config, weight_sync, data.task, has_servers=engine.launcher is not None)
@@ -115,7 +117,12 @@ def make_plan(config: RunConfig) -> Plan:
     eval_engine = evaluation_engine(config.eval, engine, api_key=node.get("api_key")) if config.eval.enabled else None
     eval_weight_sync = evaluation_sync(eval_engine, config.eval, weight_sync, lora_rank=lora_rank)
     fix = "nothing is spread over processes; use full, or train.sharding=fsdp2"
-    require(config.checkpoint.format == "full" or config.train.sharding == "fsdp2", "checkpoint.format", config.checkpoint.format, fix)
+    require(
+        config.checkpoint.format == "full" or config.train.sharding == "fsdp2",
+        "checkpoint.format",
+        config.checkpoint.format,
+        fix,
+    )
     if config.train.sharding == "fsdp2":
         _check_fsdp2(config, optimizer, weight_sync, (sampling, eval_sampling))
     for key, metric in watched.items():
@@ -139,7 +146,9 @@ def make_plan(config: RunConfig) -> Plan:
 
 def _check_number(engine: EngineSpec, weight_sync: WeightSync) -> None:
     fix = f"serves one engine: the policy shares its memory; use one, or another weight_sync than {weight_sync.name}"
-    key, value = ("generation.base_url", engine.base_url) if engine.base_urls else ("placement.num_engines", engine.num_managed)
+    key, value = (
+        ("generation.base_url", engine.base_url) if engine.base_urls else ("placement.num_engines", engine.num_managed)
+    )
     require(engine.num_servers <= 1 or not weight_sync.requires.one_engine, key, value, fix)
 
 
@@ -162,11 +171,15 @@ def _check_cluster(config: RunConfig, weight_sync: WeightSync, task: Task, *, ha
     require(devices is None, "placement.engine_devices", devices, fix)
     fix = f"weight_sync={weight_sync.name} needs a server on the trainer's own GPU; use nccl, or reload, or with LoRA lora_hotswap"
     require(weight_sync.requires.placement != "same", key, address, fix)
-    fix = "rollouts=atropos tells its environments one address, and a server in a cluster may move; use placement=default"
+    fix = (
+        "rollouts=atropos tells its environments one address, and a server in a cluster may move; use placement=default"
+    )
     require(config.rollouts.get("url") is None, key, address, fix)
 
 
-def _check_fsdp2(config: RunConfig, optimizer: OptimizerFactory, weight_sync: WeightSync, samplings: Sequence[SamplingParams]) -> None:
+def _check_fsdp2(
+    config: RunConfig, optimizer: OptimizerFactory, weight_sync: WeightSync, samplings: Sequence[SamplingParams]
+) -> None:
     """Raise ConfigError where a part of the run needs whole weights."""
     from offline_grpo.train.optimizer import AdamW
 
@@ -179,7 +192,12 @@ def _check_fsdp2(config: RunConfig, optimizer: OptimizerFactory, weight_sync: We
             "the server shares whole weights, and train.sharding=fsdp2 spreads them over the processes; use weight_sync=nccl (a GPU of its "
             "own for the server), ipc (the same GPU) or reload",
         ),
-        (precision == "fp16", "train.precision", precision, "its loss scaling is not spread (train.sharding=fsdp2); use bf16 or fp32"),
+        (
+            precision == "fp16",
+            "train.precision",
+            precision,
+            "its loss scaling is not spread (train.sharding=fsdp2); use bf16 or fp32",
+        ),
         (
             type(optimizer) is not AdamW or optimizer.offload,
             "train.optimizer",
@@ -197,7 +215,8 @@ def _check_fsdp2(config: RunConfig, optimizer: OptimizerFactory, weight_sync: We
 
 
 def listeners(config: RunConfig, run_folder: Path) -> list[RunListener]:
-    """The components of the groups `logger` and `samples`, and the profiler; see `custom_last`. They write nothing before they are started.
+    """The components of the groups `logger` and `samples`, and the profiler; see `custom_last`. They write nothing
+    before they are started.
 
     Raises:
         ConfigError: see `build`, and their constructors.
@@ -218,7 +237,9 @@ def _layout(value: str | Mapping[str, Any]) -> Layout | None:
 
 
 def _split_generation(node: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
-    """The sampling settings of the `generation` group, and the client's own: they share one flat group, as people type them."""
+    """The sampling settings of the `generation` group, and the client's own: they share one flat group, as people type
+    them.
+    """
     names = [field.name for field in fields(SamplingParams)]
     sampling = _sampling({name: node[name] for name in names if name in node}, "generation")
     if not sampling.is_full_softmax and not node.get("allow_truncated_sampling", False):
@@ -238,13 +259,17 @@ def _sampling(values: dict[str, Any], key: str) -> SamplingParams:
         ("repetition_penalty", sampling.repetition_penalty > 0, "must be above 0; 1 switches it off"),
     ):
         require(is_good, f"{key}.{name}", getattr(sampling, name), fix)
-    require("" not in sampling.stop, f"{key}.stop", list(sampling.stop), "an empty string is in every text; leave it out")
+    require(
+        "" not in sampling.stop, f"{key}.stop", list(sampling.stop), "an empty string is in every text; leave it out"
+    )
     return sampling
 
 
 def _truncated_sampling_message(sampling: SamplingParams) -> str:
     off = SamplingParams(max_new_tokens=1)
-    changed = [name for name in ("top_p", "top_k", "repetition_penalty") if getattr(sampling, name) != getattr(off, name)]
+    changed = [
+        name for name in ("top_p", "top_k", "repetition_penalty") if getattr(sampling, name) != getattr(off, name)
+    ]
     if not changed:
         return "generation.temperature=0: greedy completions of a prompt are all equal and teach nothing; train at a temperature above 0"
     name = changed[0]

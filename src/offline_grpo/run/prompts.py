@@ -1,4 +1,6 @@
-"""What the prompts of a run are in the model's tokens: known to it, with room for a completion, and how long. No weights are read."""
+"""What the prompts of a run are in the model's tokens: known to it, with room for a completion, and how long. No
+weights are read.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ MAX_LOOKED_AT = 10_000
 log = logging.getLogger(__name__)
 
 
-def check_prompts(plan: Plan, model_id: str, tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig) -> tuple[int, int]:
-    """How many tokens the shortest and the longest prompt of training and evaluation have. Of a source that limits prompt and completion: 0
-    and what the limit leaves.
+def check_prompts(
+    plan: Plan, model_id: str, tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> tuple[int, int]:
+    """How many tokens the shortest and the longest prompt of training and evaluation have. Of a source that limits
+    prompt and completion: 0 and what the limit leaves.
 
     Raises:
-        ConfigError: a prompt has a token that the model does not have; or prompt and `max_new_tokens` do not fit into its context.
+        ConfigError: a prompt has a token that the model does not have; or prompt and `max_new_tokens` do not fit into
+        its context.
     """
     context, vocab_size = context_length(model_config), model_config.get_text_config().vocab_size
     found: list[int] = []
@@ -32,7 +37,10 @@ def check_prompts(plan: Plan, model_id: str, tokenizer: PreTrainedTokenizerBase,
     limit = plan.config.rollouts.get("max_token_len")  # of rollouts that others have sampled
     if limit is not None:
         found = [0, max(0, min(limit, context or limit) - plan.sampling.max_new_tokens)]
-    for key, problems, sampling in (("generation", plan.data.train, plan.sampling), ("eval", plan.data.held_out, plan.eval_sampling)):
+    for key, problems, sampling in (
+        ("generation", plan.data.train, plan.sampling),
+        ("eval", plan.data.held_out, plan.eval_sampling),
+    ):
         chosen = (problems or [])[:MAX_LOOKED_AT]
         prompts = [encode(tokenizer, problem.messages) for problem in chosen]
         lengths = list(map(len, prompts))
@@ -59,7 +67,9 @@ def check_prompts(plan: Plan, model_id: str, tokenizer: PreTrainedTokenizerBase,
     return min(found, default=0), max(found, default=0)
 
 
-def _check_lengths(key: str, problems: Sequence[Problem], lengths: Sequence[int], max_new_tokens: int, context: int) -> None:
+def _check_lengths(
+    key: str, problems: Sequence[Problem], lengths: Sequence[int], max_new_tokens: int, context: int
+) -> None:
     longest = max(lengths, default=0)
     if longest + max_new_tokens <= context:
         return

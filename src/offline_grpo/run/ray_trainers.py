@@ -1,6 +1,8 @@
-"""`placement.trainer=ray`: starts the training processes on the machines of a Ray cluster, as torchrun does where one can log in.
+"""`placement.trainer=ray`: starts the training processes on the machines of a Ray cluster, as torchrun does where one
+can log in.
 
-Each is the command that was typed, in an actor that holds its GPU. What they print comes out here, and Ctrl-C goes to all of them.
+Each is the command that was typed, in an actor that holds its GPU. What they print comes out here, and Ctrl-C goes to
+all of them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from offline_grpo.settings import RunConfig
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.5
 END_S = 15.0
-"""After one process has failed, the others may take this long to end by themselves: they wait for it in a collective operation."""
+"""After one process has failed, the others may take this long to end by themselves: they wait for it in a collective
+operation.
+"""
 MAX_LINE_BYTES = 2**20
 OF_THIS_PROCESS = ("RAY_", "CUDA_VISIBLE_DEVICES", "HYDRA_FULL_ERROR")
 """Environment variables that are not handed on."""
@@ -70,7 +74,9 @@ def train(config: RunConfig, folder: Path) -> None:
         print(f"starting the training processes on the Ray cluster at {placement.address}: {room.machines}", flush=True)
         lock.release(folder)  # the first of the processes writes there
         with closing(room):
-            code = _Group([room.hire(index, TrainingActor) for index in range(placement.num_trainers)]).run(_commands(config, folder))
+            code = _Group([room.hire(index, TrainingActor) for index in range(placement.num_trainers)]).run(
+                _commands(config, folder)
+            )
     finally:
         if is_ours:
             ray.shutdown()
@@ -79,7 +85,9 @@ def train(config: RunConfig, folder: Path) -> None:
 
 
 def _commands(config: RunConfig, folder: Path) -> Iterator[list[str]]:
-    """What was typed, for one process after the other. The first one is told this folder, unless it goes on in another run's."""
+    """What was typed, for one process after the other. The first one is told this folder, unless it goes on in another
+    run's.
+    """
     typed = [word for word in launch.typed if not word.startswith("hydra.run.dir=")]
     place = max((index for index, word in enumerate(typed, 1) if OVERRIDE.match(word)), default=len(typed))
     own = [f"hydra.run.dir={quoted(folder.absolute())}"] if config.resume in (None, "auto") else []
@@ -100,14 +108,18 @@ class Place:
 
 
 class TrainingActor:
-    """What Ray runs for each training process: it starts the process, hands on what that prints, and takes it along when it ends."""
+    """What Ray runs for each training process: it starts the process, hands on what that prints, and takes it along
+    when it ends.
+    """
 
     async def place(self) -> Place:
         """Where this is."""
         import ray
 
         context = ray.get_runtime_context()
-        return Place(context.get_node_id(), ray.util.get_node_ip_address(), tuple(str(gpu) for gpu in ray.get_gpu_ids()))
+        return Place(
+            context.get_node_id(), ray.util.get_node_ip_address(), tuple(str(gpu) for gpu in ray.get_gpu_ids())
+        )
 
     async def free_port(self) -> int:
         """A port of this machine on which nobody listens."""
@@ -115,8 +127,12 @@ class TrainingActor:
             listener.bind(("", 0))
             return listener.getsockname()[1]
 
-    async def start(self, command: Sequence[str], folder: str, typed_in: Mapping[str, str], env: Mapping[str, str]) -> None:
-        """Start the process with the variables in `env`, those of this machine, and those with which the command was typed."""
+    async def start(
+        self, command: Sequence[str], folder: str, typed_in: Mapping[str, str], env: Mapping[str, str]
+    ) -> None:
+        """Start the process with the variables in `env`, those of this machine, and those with which the command was
+        typed.
+        """
         libc = ctypes.CDLL(None)
         self._process = await asyncio.create_subprocess_exec(
             *command,
@@ -159,13 +175,17 @@ class _Group:
         self._actors, self._places = [actors[index] for index in order], [places[index] for index in order]
 
     def run(self, commands: Iterator[list[str]]) -> int:
-        """Start all, each with the next command, and wait for them. Returns 0, or the exit code of the first that failed."""
+        """Start all, each with the next command, and wait for them. Returns 0, or the exit code of the first that
+        failed.
+        """
         import ray
 
         port: Any = ray.get(self._actors[0].free_port.remote())
         typed_in = {name: value for name, value in os.environ.items() if not name.startswith(OF_THIS_PROCESS)}
         about = str(Path.cwd()), typed_in
-        started = [actor.start.remote(next(commands), *about, self._env(rank, port)) for rank, actor in enumerate(self._actors)]
+        started = [
+            actor.start.remote(next(commands), *about, self._env(rank, port)) for rank, actor in enumerate(self._actors)
+        ]
         ray.get(started)
         with StopSignal.listening() as stop, stop.held("the training processes have saved"):
             return self._wait(stop)

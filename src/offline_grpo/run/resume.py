@@ -1,8 +1,10 @@
-"""`resume=PATH` starts from that run's own configuration, not from the defaults: what is typed now is applied on top of it.
+"""`resume=PATH` starts from that run's own configuration, not from the defaults: what is typed now is applied on top of
+it.
 
-Before Hydra reads the command line, `arguments` puts the run's own overrides in front of the typed ones, so that groups are chosen as they
-were. Then `own_configuration` takes the configuration that the run stored, and changes only what the typed overrides change. So a run goes
-on with what it had, also where `conf/` is another one today. This module imports no torch.
+Before Hydra reads the command line, `arguments` puts the run's own overrides in front of the typed ones, so that groups
+are chosen as they were. Then `own_configuration` takes the configuration that the run stored, and changes only what the
+typed overrides change. So a run goes on with what it had, also where `conf/` is another one today. This module imports
+no torch.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ _typed: list[str] = []  # the overrides of this start, once `arguments` has put 
 
 
 def run_folder(resume: str) -> Path | None:
-    """The folder of the run that `resume=PATH` names, by itself or by one of its checkpoints; None if there is no checkpoint."""
+    """The folder of the run that `resume=PATH` names, by itself or by one of its checkpoints; None if there is no
+    checkpoint.
+    """
     path = Path(resume).expanduser().resolve()
     if (path / "trainer").is_dir():
         return path.parent.parent
@@ -58,12 +62,16 @@ def arguments(words: Sequence[str]) -> list[str]:
         return _of_sweep(sweep, words, is_named=named != "auto")
     run = run_folder(named) if named not in (None, "auto") else None
     if run is None:
-        if named not in (None, "auto") and not is_sweep and not Path(named).name.startswith("iter_"):  # a damaged one is told in full later
+        if (
+            named not in (None, "auto") and not is_sweep and not Path(named).name.startswith("iter_")
+        ):  # a damaged one is told in full later
             raise no_checkpoint(named)
         return list(words)
     if is_sweep:
         fix = f"start new runs from its weights: model=hf model.train_id={latest_checkpoint(run / 'checkpoints')}"
-        raise ConfigError(f"resume={named}: goes on with one run, whose folder all jobs of --multirun would share; leave it out, or {fix}")
+        raise ConfigError(
+            f"resume={named}: goes on with one run, whose folder all jobs of --multirun would share; leave it out, or {fix}"
+        )
     _typed[:] = [word for word in typed if OVERRIDE.match(word)]
     _refuse_other_groups(run)
     own = own_overrides(run)
@@ -117,14 +125,17 @@ def own_overrides(run: Path) -> list[str]:
 
 
 def search_path(run: Path) -> list[str]:
-    """The folders that `--config-dir` and `hydra.searchpath` added for a run, as an override for those who compose without its options."""
+    """The folders that `--config-dir` and `hydra.searchpath` added for a run, as an override for those who compose
+    without its options.
+    """
     sources = [source for source in _sources(_hydra_record(run)) if "command-line" in source["provider"]]
     folders = ",".join(quoted(f"{source['schema']}://{source['path']}") for source in sources)
     return [f"hydra.searchpath=[{folders}]"] if folders else []
 
 
 def own_configuration(cfg: DictConfig) -> DictConfig:
-    """The configuration that the run to go on with has stored, with what the command line changes; `cfg` for any other start.
+    """The configuration that the run to go on with has stored, with what the command line changes; `cfg` for any other
+    start.
 
     Args:
         cfg: composed today, from the run's overrides and the typed ones.
@@ -139,8 +150,11 @@ def own_configuration(cfg: DictConfig) -> DictConfig:
     return OmegaConf.create(merged(stored, before, now, typed_keys()))
 
 
-def merged(stored: dict[str, Any], before: Mapping[str, Any], now: Mapping[str, Any], typed: set[str]) -> dict[str, Any]:
-    """`stored`, changed as `before` became `now`, and with what was typed; a component that became another one is taken as a whole.
+def merged(
+    stored: dict[str, Any], before: Mapping[str, Any], now: Mapping[str, Any], typed: set[str]
+) -> dict[str, Any]:
+    """`stored`, changed as `before` became `now`, and with what was typed; a component that became another one is taken
+    as a whole.
 
     What `stored` lacks, because it is new, comes from `now`.
     """
@@ -149,13 +163,19 @@ def merged(stored: dict[str, Any], before: Mapping[str, Any], now: Mapping[str, 
     parents = [path[:-1] for path in changed if path[-1] == "_target_"]
     named = [tuple(re.split("[./]", key)) for key in typed]
     missing = [path for path in new if path not in own and _get(stored, path) is _ABSENT]
-    for path in sorted({*missing, *changed, *parents, *(path for path in named if _get(now, path) is not _ABSENT)}, key=len, reverse=True):
+    for path in sorted(
+        {*missing, *changed, *parents, *(path for path in named if _get(now, path) is not _ABSENT)},
+        key=len,
+        reverse=True,
+    ):
         _put(stored, path, _get(now, path))
     return stored
 
 
 def quoted(path: Path | str) -> str:
-    """A path, or any other text, as the value of an override: bare where Hydra reads that as the same text, which `true` is not."""
+    """A path, or any other text, as the value of an override: bare where Hydra reads that as the same text, which
+    `true` is not.
+    """
     text = str(path)
     is_plain = re.fullmatch(r"[\w/.:+@%-]+", text, re.ASCII) is not None
     if is_plain and OverridesParser.create().parse_override(f"key={text}").value() == text:

@@ -1,6 +1,7 @@
 """The folder of a run, and the search for the run that `resume` refers to.
 
-outputs/DATE/TIME/  .hydra/  run.log  environment.json  metrics/{train,eval}_iter_NNN.json  checkpoints/iter_NNN/  report.png
+outputs/DATE/TIME/  .hydra/  run.log  environment.json  metrics/{train,eval}_iter_NNN.json  checkpoints/iter_NNN/
+report.png
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from offline_grpo.train.schedule import LrSchedule
 
 ABANDONED_AFTER_S = 86400.0
 FOLDERS = ("metrics", "samples", "rollouts", "checkpoints", "profile")
-"""Of a run's folder, those with a file or folder for each iteration. Other files there may be anybody's: `hydra.run.dir=.` is allowed."""
+"""Of a run's folder, those with a file or folder for each iteration. Other files there may be anybody's:
+`hydra.run.dir=.` is allowed.
+"""
 
 NO_RESULTS = {".hydra", "run.log", lock.NAME, "multirun.yaml", ".submitit", ".failed_jobs", ".taken_folders"}
 """What the folder of a run or a sweep has before there is any result."""
@@ -71,8 +74,8 @@ class RunDir:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The run to resume, the checkpoint to resume from, what its `trainer/state.json` says, and, once that was checked (`going_on.py`),
-    what differs now and how the learning rate goes on."""
+    """The run to resume, the checkpoint to resume from, what its `trainer/state.json` says, and, once that was checked
+    (`going_on.py`), what differs now and how the learning rate goes on."""
 
     run_dir: RunDir
     checkpoint: Path
@@ -90,13 +93,15 @@ def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, An
     """The checkpoint that `resume` refers to, or None to start a new run. Locks the folder that the run will write to.
 
     Args:
-        resume: None; the path of a run folder or of a checkpoint in one; or "auto". "auto" takes `fresh` itself if it has a checkpoint,
-            otherwise the newest run with the same configuration and a checkpoint, finished or not. Of a run, its newest sound checkpoint.
+        resume: None; the path of a run folder or of a checkpoint in one; or "auto". "auto" takes `fresh` itself if
+            it has a checkpoint, otherwise the newest run with the same configuration and a checkpoint, finished or not.
+            Of a run, its newest sound checkpoint.
         fresh: the folder that Hydra created for this start.
         config: the resolved configuration.
 
     Raises:
-        ConfigError: the path contains no checkpoint, or another process writes there. With "auto", also if another process is at a run of
+        ConfigError: the path contains no checkpoint, or another process writes there. With "auto", also if another
+        process is at a run of
             the same configuration.
         CheckpointError: the checkpoint is damaged, or all of the run's are.
     """
@@ -107,7 +112,9 @@ def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, An
     if resume == "auto":
         root = _root(fresh.path)
         with nullcontext() if root is None else lock.choosing(root):
-            point = _newest_in(fresh, "resume=auto", like) or (None if root is None else _newest_alike(root, fresh, config, like))
+            point = _newest_in(fresh, "resume=auto", like) or (
+                None if root is None else _newest_alike(root, fresh, config, like)
+            )
             if point is None or point.run_dir == fresh:
                 lock.take(fresh.path, "resume=auto", like)
             return point
@@ -125,11 +132,15 @@ def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, An
 
 def no_checkpoint(resume: str) -> ConfigError:
     """Of `resume=PATH`, where there is nothing to go on from."""
-    return ConfigError(f"resume={resume}: no checkpoint there; give a run folder, one of its checkpoints/iter_NNN, or auto")
+    return ConfigError(
+        f"resume={resume}: no checkpoint there; give a run folder, one of its checkpoints/iter_NNN, or auto"
+    )
 
 
 def _newest_in(run: RunDir, key: str, like: str) -> ResumePoint | None:
-    """Lock the folder of a run, if it has a checkpoint. The newest is found after that: whoever had the lock may have written one."""
+    """Lock the folder of a run, if it has a checkpoint. The newest is found after that: whoever had the lock may have
+    written one.
+    """
     if latest_checkpoint(run.checkpoints) is None:
         return None
     lock.take(run.path, key, like)
@@ -155,8 +166,8 @@ def _newest_alike(root: Path, fresh: RunDir, config: Mapping[str, Any], like: st
 
 
 def _root(fresh: Path) -> Path | None:
-    """`outputs` for outputs/DATE/TIME. None for other folders: one that was named by hand, as for a job that the scheduler requeues, or
-    that of a job of a sweep, which goes on as a whole (`sweep_resume.py`)."""
+    """`outputs` for outputs/DATE/TIME. None for other folders: one that was named by hand, as for a job that the
+    scheduler requeues, or that of a job of a sweep, which goes on as a whole (`sweep_resume.py`)."""
     return fresh.parent.parent if re.fullmatch(r"\d{4}-\d{2}-\d{2}", fresh.parent.name) else None
 
 
@@ -177,7 +188,9 @@ def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remove_abandoned(run_dir: RunDir) -> None:
-    """Delete the unfinished checkpoints of runs under the same root that were killed more than a day ago: nobody may go on with them."""
+    """Delete the unfinished checkpoints of runs under the same root that were killed more than a day ago: nobody may go
+    on with them.
+    """
     root = _root(run_dir.path)
     for hidden in matching(root, "*/*/checkpoints/.writing_*") if root is not None else ():
         with suppress(OSError):  # somebody else's, or deleted meanwhile
@@ -186,9 +199,11 @@ def remove_abandoned(run_dir: RunDir) -> None:
 
 
 def discard_fresh(folder: Path) -> None:
-    """Delete the folder that Hydra made for a run or a sweep, if nothing else was written to it: it was rejected, or resumes another.
+    """Delete the folder that Hydra made for a run or a sweep, if nothing else was written to it: it was rejected, or
+    resumes another.
 
-    The folder in which the run was started stays, as do those above it. It is what the other processes of a run have for a folder.
+    The folder in which the run was started stays, as do those above it. It is what the other processes of a run have
+    for a folder.
     """
     folder, here = folder.resolve(), Path.cwd()
     kept = {here, *here.parents}

@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 
 def check_served_model(source: ModelSource, engine: ServerEngine) -> None:
-    """Compare the server's weights with the model's files, tensor by tensor, where both can be read. Rows and columns may be swapped.
+    """Compare the server's weights with the model's files, tensor by tensor, where both can be read. Rows and columns
+    may be swapped.
 
     Raises:
         ConfigError: some differ.
@@ -42,7 +43,9 @@ def check_served_model(source: ModelSource, engine: ServerEngine) -> None:
             f"differ, {', '.join(unequal[:3])}; start it from that model, or let the evaluation start one (generation.base_url=null)"
         )
     if num_compared:
-        log.info("%s has the weights of %s: %d of %d tensors equal bit for bit", url, source.name, num_compared, num_compared)
+        log.info(
+            "%s has the weights of %s: %d of %d tensors equal bit for bit", url, source.name, num_compared, num_compared
+        )
     else:
         log.info("%s: its weights cannot be compared with those of %s; it answers with what it has", url, source.name)
 

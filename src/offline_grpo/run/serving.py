@@ -1,4 +1,6 @@
-"""Builds the deployments of training and evaluation: rollout clients, their servers, and what keeps the weights current."""
+"""Builds the deployments of training and evaluation: rollout clients, their servers, and what keeps the weights
+current.
+"""
 
 from __future__ import annotations
 
@@ -63,13 +65,20 @@ def training_servers(
 
     def make() -> list[tuple[str, str | None]]:
         if spec.launcher is not None:
-            about: dict[str, Any] = {"args": weight_sync.requires.server_args, "env": weight_sync.requires.env, "log_numbers": count()}
+            about: dict[str, Any] = {
+                "args": weight_sync.requires.server_args,
+                "env": weight_sync.requires.env,
+                "log_numbers": count(),
+            }
             about |= {"launcher": spec.launcher, "log_dir": run_folder}
             if cluster is not None:
                 room = cluster()
                 servers.extend(room.server(**about, number=number) for number in range(spec.num_managed))
             else:
-                servers.extend(Server(base_url=None, api_key=None, **about, number=number, gpus=own) for number, own in enumerate(gpus))
+                servers.extend(
+                    Server(base_url=None, api_key=None, **about, number=number, gpus=own)
+                    for number, own in enumerate(gpus)
+                )
         return [(server.base_url, server.api_key) for server in servers]
 
     addresses = ranks.on_main(make)
@@ -101,7 +110,9 @@ def starts_before_the_policy(spec: EngineSpec, weight_sync: WeightSync, devices:
 
 
 def loads_onto_servers_gpu(weight_sync: WeightSync, devices: Devices) -> bool:
-    """Whether the policy is loaded onto a GPU of a server, and so not before that has taken its memory (`Server.wait_for_memory`)."""
+    """Whether the policy is loaded onto a GPU of a server, and so not before that has taken its memory
+    (`Server.wait_for_memory`).
+    """
     trainers = trainer_gpus(devices.trainer, devices.num_processes)
     is_shared = any(own is None or gpu in own for own in server_gpus(devices) for gpu in trainers)
     return is_shared and not weight_sync.requires.shares_weights
@@ -143,7 +154,9 @@ def for_evaluation(
     return _deployment(spec, _found(spec, run_folder), weight_sync, policy, sampling, sharding, ranks)
 
 
-def evaluation_sync(spec: EngineSpec | None, settings: EvalConfig, training: WeightSync, *, lora_rank: int | None) -> WeightSync:
+def evaluation_sync(
+    spec: EngineSpec | None, settings: EvalConfig, training: WeightSync, *, lora_rank: int | None
+) -> WeightSync:
     """The strategy that brings weights to the engine of evaluations; that of training if both share one engine."""
     if spec is None:
         return training
@@ -157,7 +170,9 @@ def evaluation_sync(spec: EngineSpec | None, settings: EvalConfig, training: Wei
     gentle = Reload(**common, server_args={}, location=settings.location, pause_mode="keep")
     if spec.client_class.engine_name not in gentle.requires.refused:
         return gentle
-    return Reload(**common, server_args={}, location=settings.location, pause_mode="abort")  # of this run, no request is in flight
+    return Reload(
+        **common, server_args={}, location=settings.location, pause_mode="abort"
+    )  # of this run, no request is in flight
 
 
 def check_found_servers(plan: Plan, model_id: str, ranks: Ranks) -> None:
@@ -170,7 +185,13 @@ def check_found_servers(plan: Plan, model_id: str, ranks: Ranks) -> None:
 
 
 def check_found(
-    spec: EngineSpec | None, weight_sync: WeightSync, model: str, *, dtype: str, lora_rank: int | None, for_environments: bool = False
+    spec: EngineSpec | None,
+    weight_sync: WeightSync,
+    model: str,
+    *,
+    dtype: str,
+    lora_rank: int | None,
+    for_environments: bool = False,
 ) -> None:
     """Look at servers that the run does not start, before anything large is loaded.
 
@@ -184,11 +205,26 @@ def check_found(
     """
     for server in [] if spec is None else _found(spec, Path()):
         assert spec is not None
-        _check_server(server, spec, weight_sync.requires, model, dtype=dtype, lora_rank=lora_rank, for_environments=for_environments)
+        _check_server(
+            server,
+            spec,
+            weight_sync.requires,
+            model,
+            dtype=dtype,
+            lora_rank=lora_rank,
+            for_environments=for_environments,
+        )
 
 
 def _check_server(
-    server: Server, spec: EngineSpec, needs: SyncRequirements, model: str, *, dtype: str, lora_rank: int | None, for_environments: bool
+    server: Server,
+    spec: EngineSpec,
+    needs: SyncRequirements,
+    model: str,
+    *,
+    dtype: str,
+    lora_rank: int | None,
+    for_environments: bool,
 ) -> None:
     server.start(model)
     control = spec.client_class.control(server)
@@ -238,5 +274,7 @@ def _deployment(
         )
         for server in servers or [None]
     ]
-    inner = deployment.Deployment([engine_of(client, sampling) for client in clients], weight_sync, sharding.full_weights)
+    inner = deployment.Deployment(
+        [engine_of(client, sampling) for client in clients], weight_sync, sharding.full_weights
+    )
     return RankZeroDeployment(inner, ranks, sharding.lead) if servers and ranks.world_size > 1 else inner

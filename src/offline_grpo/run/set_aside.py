@@ -1,8 +1,10 @@
-"""A run folder holds one history: what was written after the checkpoint that a run goes on from is moved to `set_aside/start_NNN/`.
+"""A run folder holds one history: what was written after the checkpoint that a run goes on from is moved to
+`set_aside/start_NNN/`.
 
-NNN is the number of the start in `environment.json`. Below it the files have the places that they had. Nothing is deleted, and reports,
-evaluations and `resume` do not look there. The newest checkpoint moves first and everything else after the checkpoints, so a run that is
-killed in between has an older, complete history, and the next start moves the rest.
+NNN is the number of the start in `environment.json`. Below it the files have the places that they had. Nothing is
+deleted, and reports, evaluations and `resume` do not look there. The newest checkpoint moves first and everything else
+after the checkpoints, so a run that is killed in between has an older, complete history, and the next start moves the
+rest.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ OF_THE_WHOLE = ("report.png", "report.html", "wandb_run_id")
 
 
 def set_aside(run_dir: RunDir, point: ResumePoint | None, start: int) -> Path | None:
-    """Move what was written after `point`, or all if the run begins anew in a folder that was used before. Returns where, None for nothing.
+    """Move what was written after `point`, or all if the run begins anew in a folder that was used before. Returns
+    where, None for nothing.
 
     Records after the newest checkpoint stay if nothing has changed: the run writes them again, with the same values.
 
@@ -53,7 +56,11 @@ def set_aside(run_dir: RunDir, point: ResumePoint | None, start: int) -> Path | 
 
 def describe(target: Path, point: ResumePoint | None) -> str:
     """What is said about it."""
-    after = "an earlier run in this folder" if point is None else f"what an earlier start wrote after iteration {point.num_done}"
+    after = (
+        "an earlier run in this folder"
+        if point is None
+        else f"what an earlier start wrote after iteration {point.num_done}"
+    )
     return f"set aside in {target}: {after}"
 
 
@@ -70,4 +77,6 @@ def _move(path: Path, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         path.rename(target)
     except OSError as error:
-        raise GrpoError(f"{path}: cannot be moved to {target} ({error.strerror}); free some space or fix its permissions") from error
+        raise GrpoError(
+            f"{path}: cannot be moved to {target} ({error.strerror}); free some space or fix its permissions"
+        ) from error

@@ -1,4 +1,6 @@
-"""The jobs of a `--multirun`, wherever a launcher runs them: their exit codes, and whose a line on the shared terminal is."""
+"""The jobs of a `--multirun`, wherever a launcher runs them: their exit codes, and whose a line on the shared terminal
+is.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from offline_grpo.run.run_dir import discard_fresh
 
 RECORD = "multirun.yaml"
 FAILED = ".failed_jobs"
-"""Folder in that of a sweep, while it lasts: a file for each job that failed, with its exit code. Jobs may be other processes."""
+"""Folder in that of a sweep, while it lasts: a file for each job that failed, with its exit code. Jobs may be other
+processes.
+"""
 
 TAKEN = ".taken_folders"
 """As `FAILED`: a file for the folder of each job that has begun, with its number."""
@@ -55,12 +59,15 @@ def take_folder() -> None:
     except FileExistsError:
         if (other := mark.read_text()) != str(config.job.num):
             fix = "let it have ${hydra.job.num} in it, or each key that is swept over"
-            raise ConfigError(f"hydra.sweep.subdir={config.sweep.subdir}: job {other} of the sweep has that folder; {fix}") from None
+            raise ConfigError(
+                f"hydra.sweep.subdir={config.sweep.subdir}: job {other} of the sweep has that folder; {fix}"
+            ) from None
 
 
 class SweepJobs(Callback):
-    """Enabled in `conf/config.yaml`. Refuses a sweep that cannot go on in its folder. Reads the exit codes where the sweep was started, and
-    removes the folder of one that ran no job. Where all jobs refuse what a sweep is to go on with, its record stays as it was."""
+    """Enabled in `conf/config.yaml`. Refuses a sweep that cannot go on in its folder. Reads the exit codes where the
+    sweep was started, and removes the folder of one that ran no job. Where all jobs refuse what a sweep is to go on
+    with, its record stays as it was."""
 
     _record: bytes | None = None
 
@@ -105,12 +112,17 @@ def numbered_lines() -> Iterator[None]:
     if config.mode is not RunMode.MULTIRUN or config.launcher._target_.endswith(".BasicLauncher"):
         yield
         return
-    with redirect_stdout(NumberedLines(sys.stdout, config.job.num)), redirect_stderr(NumberedLines(sys.stderr, config.job.num)):
+    with (
+        redirect_stdout(NumberedLines(sys.stdout, config.job.num)),
+        redirect_stderr(NumberedLines(sys.stderr, config.job.num)),
+    ):
         yield
 
 
 class NumberedLines(io.TextIOBase):
-    """Passes whole lines on to `stream`, each after `[NUMBER] `, in one write, so that those of several processes do not mix."""
+    """Passes whole lines on to `stream`, each after `[NUMBER] `, in one write, so that those of several processes do
+    not mix.
+    """
 
     def __init__(self, stream: TextIO, number: int) -> None:
         self._stream, self._number, self._rest = stream, number, ""

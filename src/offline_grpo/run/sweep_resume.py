@@ -1,7 +1,8 @@
-"""`--multirun ... resume=auto` and `resume=FOLDER` of a sweep go on in that sweep's folder, with the overrides that it recorded.
+"""`--multirun ... resume=auto` and `resume=FOLDER` of a sweep go on in that sweep's folder, with the overrides that it
+recorded.
 
-Its jobs have the numbers, and so the folders, that they had: finished runs are skipped, interrupted ones continue, and the others start.
-This module imports no torch.
+Its jobs have the numbers, and so the folders, that they had: finished runs are skipped, interrupted ones continue, and
+the others start. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ def newest_alike(typed: Sequence[str]) -> Path | None:
         return None
     for path in sorted(matching(ROOT, "*/*/multirun.yaml"), reverse=True):
         record = read_yaml(path)["hydra"]
-        if _is_basic(record) and sorted(recorded(record)) == sorted(wanted) and _swept(recorded(record)) == _swept(wanted):
+        if (
+            _is_basic(record)
+            and sorted(recorded(record)) == sorted(wanted)
+            and _swept(recorded(record)) == _swept(wanted)
+        ):
             return path.parent.resolve()
     return None
 
@@ -61,7 +66,9 @@ def overrides(sweep: Path, typed: Sequence[str]) -> list[str]:
     """
     record = read_yaml(sweep / "multirun.yaml")["hydra"]
     if not _is_basic(record):
-        raise ConfigError(f"resume={sweep}: its next runs depend on the earlier ones, so a search starts anew: leave resume out")
+        raise ConfigError(
+            f"resume={sweep}: its next runs depend on the earlier ones, so a search starts anew: leave resume out"
+        )
     own = recorded(record)
     further = [word for word in typed if key_of(word) not in OF_ONE_START and word not in own]
     swept = {key_of(word) for word in _swept(own)}
@@ -85,7 +92,9 @@ def num_jobs(config: DictConfig) -> int | None:
     Args:
         config: composed for the sweep, with `hydra`.
     """
-    return len(list(_jobs(config.hydra.sweeper.params, config.hydra.overrides.task))) if _is_basic(config.hydra) else None
+    return (
+        len(list(_jobs(config.hydra.sweeper.params, config.hydra.overrides.task))) if _is_basic(config.hydra) else None
+    )
 
 
 def check_numbers(config: DictConfig) -> None:
@@ -122,7 +131,11 @@ def is_finished(run: Path, train: Mapping[str, Any] | None = None) -> bool:
     if state is None:  # `checkpoint.enabled=false`, or it has hardly begun
         from offline_grpo.report.sweep_run import read_run
 
-        return (run / ".hydra" / "config.yaml").is_file() and (run / "report.png").exists() and read_run(run, run.name).is_done
+        return (
+            (run / ".hydra" / "config.yaml").is_file()
+            and (run / "report.png").exists()
+            and read_run(run, run.name).is_done
+        )
     settings: Mapping[str, Any] = state.config["train"] if train is None else train
     is_early = early_stop_reason(state.milestones, StopWhenConfig(**settings["stop_when"])) is not None
     has_ended = is_early or state.iteration + 1 >= settings["iterations"]
@@ -138,7 +151,9 @@ def recorded(record: Mapping[str, Any]) -> list[str]:
 def _jobs(params: Mapping[str, Any] | None, words: Sequence[str]) -> list[list[str]]:
     """The overrides of each job, in Hydra's order."""
     first = [f"{key}={value}" for key, value in (params or {}).items()]
-    return BasicSweeper.split_arguments(_parsed([*first, *(word for word in words if not word.startswith("hydra"))]), None)[0]
+    return BasicSweeper.split_arguments(
+        _parsed([*first, *(word for word in words if not word.startswith("hydra"))]), None
+    )[0]
 
 
 def _swept(words: Sequence[str]) -> list[str]:

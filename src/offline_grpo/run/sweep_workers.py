@@ -1,6 +1,7 @@
 """Signals in a sweep whose jobs run in other processes of this machine (`hydra/launcher=joblib`).
 
-The sweep's process passes a signal on to each worker once, so that the job there saves. A worker ends with the sweep's process.
+The sweep's process passes a signal on to each worker once, so that the job there saves. A worker ends with the sweep's
+process.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ def sweep_process() -> int | None:
 
 @contextmanager
 def passing_on(stop: StopSignal) -> Iterator[None]:
-    """In the sweep's process, while its workers run: they get the signal that `stop` has received, also those that start after it.
+    """In the sweep's process, while its workers run: they get the signal that `stop` has received, also those that
+    start after it.
 
-    They start with signals blocked, and `working` lets them in: before that Python would end a worker with a traceback. Signals to this
-    process arrive in its other threads.
+    They start with signals blocked, and `working` lets them in: before that Python would end a worker with a traceback.
+    Signals to this process arrive in its other threads.
     """
     from multiprocessing import resource_tracker
 
@@ -71,7 +73,9 @@ def _pass_on(stop: StopSignal, has_ended: threading.Event) -> None:
 
 @contextmanager
 def working() -> Iterator[None]:
-    """For a job. In a worker, a signal that came before it is not forgotten, and the worker ends if the sweep's process has ended."""
+    """For a job. In a worker, a signal that came before it is not forgotten, and the worker ends if the sweep's process
+    has ended.
+    """
     sweep = sweep_process()
     if sweep is None:
         yield
@@ -90,7 +94,9 @@ def working() -> Iterator[None]:
 
 def _listen() -> None:
     """From the first job of this worker to its end."""
-    os.setpgid(0, 0)  # a terminal sends a Ctrl-C to the sweep's process group: the worker gets it from there alone, once
+    os.setpgid(
+        0, 0
+    )  # a terminal sends a Ctrl-C to the sweep's process group: the worker gets it from there alone, once
     stop = _of_this_worker.enter_context(StopSignal.listening())
     atexit.register(_of_this_worker.close)
     stop.hold("this step of the sweep")

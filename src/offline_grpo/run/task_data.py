@@ -59,7 +59,9 @@ class TaskData:
 
     @cached_property
     def near_duplicates(self) -> Sequence[NearDuplicate]:
-        """Looked for when somebody asks: it takes up to a second, which neither a refused start nor a further process should."""
+        """Looked for when somebody asks: it takes up to a second, which neither a refused start nor a further process
+        should.
+        """
         return near_duplicates(self.train or (), self.held_out)
 
 
@@ -79,7 +81,8 @@ def task_data(config: RunConfig) -> TaskData:
     """The task and its problems.
 
     Raises:
-        ConfigError: settings of the task or of the source of rollouts, or a choice of problems that the task does not have.
+        ConfigError: settings of the task or of the source of rollouts, or a choice of problems that the task does not
+        have.
     """
     source = resolve(config.rollouts, "rollouts")
     record = config.rollouts.get("record")
@@ -93,7 +96,9 @@ def task_data(config: RunConfig) -> TaskData:
         refuse_written(Path(path), f"rollouts.path={path}")
     task = build_task(config.task)
     if source.needs_problems and config.data.shuffle and getattr(task, "is_ordered", False):
-        raise ConfigError("data.shuffle=true: this task's problems are in an order that matters (task.levels); set data.shuffle=false")
+        raise ConfigError(
+            "data.shuffle=true: this task's problems are in an order that matters (task.levels); set data.shuffle=false"
+        )
     train = train_problems(task, config) if source.needs_problems else None
     held_out = held_out_problems(task, config) if config.eval.enabled else []
     if train is None or not config.eval.enabled:
@@ -103,7 +108,8 @@ def task_data(config: RunConfig) -> TaskData:
 
 
 def check_data_overrides(overrides: Sequence[str], cfg: DictConfig) -> None:
-    """Raise ConfigError if the command line sets a key of `data` where rollouts come from elsewhere and the source does not read it.
+    """Raise ConfigError if the command line sets a key of `data` where rollouts come from elsewhere and the source does
+    not read it.
 
     Args:
         cfg: the composed configuration, whose interpolations are not resolved.
@@ -156,17 +162,23 @@ def held_out_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
 def _slice(available: Sequence[Problem], indices: Sequence[int], key: str, value: object) -> Sequence[Problem]:
     if not indices:
         raise ConfigError(f"{key}={value}: no problem is left, the task has {len(available)}")
-    if not isinstance(indices, range) and len(set(indices)) < len(indices):  # one answer, counted as several, makes intervals too narrow
+    if not isinstance(indices, range) and len(set(indices)) < len(
+        indices
+    ):  # one answer, counted as several, makes intervals too narrow
         twice = next(i for i in indices if indices.count(i) > 1)
         raise ConfigError(f"{key}={value}: names problem {twice} more than once; name each once")
     ends = (indices[0], indices[-1]) if isinstance(indices, range) else (min(indices), max(indices))
     if ends[0] < 0 or ends[1] >= len(available):
         fix = "; eval.num_ids=all takes every one" if key == "eval.num_ids" else ""
         wrong = ends[0] if ends[0] < 0 else ends[1]
-        raise ConfigError(f"{key}={value}: asks for problem {wrong} and the task has {len(available)} (0 to {len(available) - 1}){fix}")
+        raise ConfigError(
+            f"{key}={value}: asks for problem {wrong} and the task has {len(available)} (0 to {len(available) - 1}){fix}"
+        )
     if len(indices) > MAX_PROBLEMS:
         fix = "data.num_train_seeds" if key.startswith("data.") else "eval.num_ids"
-        raise ConfigError(f"{key}={value}: {len(indices):,} problems are more than {MAX_PROBLEMS:,}; set {fix} to a number below that")
+        raise ConfigError(
+            f"{key}={value}: {len(indices):,} problems are more than {MAX_PROBLEMS:,}; set {fix} to a number below that"
+        )
     return [_sound(available[i]) for i in indices]
 
 
@@ -177,15 +189,21 @@ def _sound(problem: object) -> Problem:
     about = f"task: problem {problem.problem_id!r} has"
     if not isinstance(problem.answer, str):
         raise ConfigError(f"{about} answer={problem.answer!r:.80}; it must be text")
-    if isinstance(problem.messages, str) or not all(isinstance(m, Mapping) and {"role", "content"} <= {*m} for m in problem.messages):
-        raise ConfigError(f"{about} messages={problem.messages!r:.80}; they must be like ({{'role': 'user', 'content': '2+2='}},)")
+    if isinstance(problem.messages, str) or not all(
+        isinstance(m, Mapping) and {"role", "content"} <= {*m} for m in problem.messages
+    ):
+        raise ConfigError(
+            f"{about} messages={problem.messages!r:.80}; they must be like ({{'role': 'user', 'content': '2+2='}},)"
+        )
     return problem
 
 
 def _problems(task: Task, split: Split) -> Sequence[Problem]:
     available: object = task.problems(split)
     if not isinstance(available, Sequence):
-        raise ConfigError(f"task: problems() returned a {type(available).__name__}; it must be a list, or another sequence")
+        raise ConfigError(
+            f"task: problems() returned a {type(available).__name__}; it must be a list, or another sequence"
+        )
     return available
 
 

@@ -1,9 +1,10 @@
-"""An Atropos environment around any task of this project: asks the task's problems, scores the answers, and sends the groups to `run-api`.
+"""An Atropos environment around any task of this project: asks the task's problems, scores the answers, and sends the
+groups to `run-api`.
 
     python -m offline_grpo.run.task_environment serve --env.task gsm8k --env.task_overrides 'format_weight=0.2'
 
-A run that starts it (`rollouts.environment`) tells it everything by environment variables: server, API, model, and the run's folder, whose
-task, data and sampling it takes over. See docs/atropos.md.
+A run that starts it (`rollouts.environment`) tells it everything by environment variables: server, API, model, and the
+run's folder, whose task, data and sampling it takes over. See docs/atropos.md.
 """
 
 from __future__ import annotations
@@ -41,11 +42,16 @@ NO_LOGPROB = 1.0
 
 
 class TaskConfig(BaseEnvConfig):
-    """What can be set with `--env.NAME` and under `env:` in a file given with `--config`, beside what every environment has."""
+    """What can be set with `--env.NAME` and under `env:` in a file given with `--config`, beside what every environment
+    has.
+    """
 
-    task: str | None = Field(default=None, description="An option of conf/task, such as gsm8k; None: the run's own task, or arithmetic.")
+    task: str | None = Field(
+        default=None, description="An option of conf/task, such as gsm8k; None: the run's own task, or arithmetic."
+    )
     task_overrides: str = Field(
-        default="", description="Settings of the task, such as 'max_operand=20', and of other groups, such as 'eval.num_ids=64 seed=1'."
+        default="",
+        description="Settings of the task, such as 'max_operand=20', and of other groups, such as 'eval.num_ids=64 seed=1'.",
     )
     max_token_length: int = Field(default=8, description="Longest completion, in tokens.")
     temperature: float = Field(default=1.0, description="Sampling temperature.")
@@ -55,7 +61,8 @@ class TaskConfig(BaseEnvConfig):
         default=0, description="Batches between evaluations on held-out problems; 0: none, as the trainer has its own."
     )
     ensure_scores_are_not_same: bool = Field(
-        default=False, description="Keep groups back whose scores are all the same. The trainer leaves them out itself, and counts them."
+        default=False,
+        description="Keep groups back whose scores are all the same. The trainer leaves them out itself, and counts them.",
     )
     use_wandb: bool = Field(default=False, description="Log to the project and group that the trainer has registered.")
 
@@ -66,8 +73,11 @@ class TaskEnvironment(BaseEnv):
     name = "task"
     env_config_cls = TaskConfig  # type: ignore[assignment] # atroposlib declares an object of it
 
-    def __init__(self, config: TaskConfig, server_configs: Sequence[APIServerConfig], slurm: bool = False, testing: bool = False) -> None:
-        # BaseEnv prints the configuration, which therefore does not have the key. OpenAI's client insists on one, wanted or not.
+    def __init__(
+        self, config: TaskConfig, server_configs: Sequence[APIServerConfig], slurm: bool = False, testing: bool = False
+    ) -> None:
+        # BaseEnv prints the configuration, which therefore does not have the key. OpenAI's client insists on one,
+        # wanted or not.
         key = os.environ.get("OFFLINE_GRPO_SERVER_KEY") or "none"
         common = {"tokenizer_name": config.tokenizer_name, "server_type": "vllm"}
         servers = [server.model_copy(update={**common, "api_key": server.api_key or key}) for server in server_configs]
@@ -133,7 +143,11 @@ class TaskEnvironment(BaseEnv):
             self._position = max(0, self.curr_step * self.config.batch_size // self.config.group_size)
         epoch, offset = divmod(self._position, len(self._problems))
         self._position += 1
-        order = permutation(len(self._problems), derive_seed(self._run.seed, "order", epoch)) if self._run.data.shuffle else None
+        order = (
+            permutation(len(self._problems), derive_seed(self._run.seed, "order", epoch))
+            if self._run.data.shuffle
+            else None
+        )
         return self._problems[offset if order is None else order[offset]]
 
     async def collect_trajectories(self, item: Problem) -> tuple[ScoredDataGroup | None, list[Any]]:
@@ -163,7 +177,9 @@ class TaskEnvironment(BaseEnv):
         print(" ".join(f"{name}={value:.4g}" for name, value in self._eval_metrics.items()), flush=True)
         if self.config.data_dir_to_save_evals is not None:
             parameters = {"temperature": temperature, "max_tokens": self.config.max_token_length}
-            await self.evaluate_log(self._eval_metrics, start_time=started, end_time=time.time(), generation_parameters=parameters)
+            await self.evaluate_log(
+                self._eval_metrics, start_time=started, end_time=time.time(), generation_parameters=parameters
+            )
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """See `BaseEnv.wandb_log`."""
@@ -182,7 +198,9 @@ class TaskEnvironment(BaseEnv):
         prompt_ids = self._codec.encode(problem.messages)
         max_tokens = self.config.max_token_length
         if self.max_token_len > 0:
-            max_tokens = min(max_tokens, self.max_token_len - 1 - len(prompt_ids))  # BaseEnv drops groups that reach the limit
+            max_tokens = min(
+                max_tokens, self.max_token_len - 1 - len(prompt_ids)
+            )  # BaseEnv drops groups that reach the limit
         if max_tokens < 1:
             return prompt_ids, [], []
         prompt, outputs, logprobs, _ = await self.server.tokens_and_logprobs_completion(
@@ -202,13 +220,17 @@ class TaskEnvironment(BaseEnv):
 
 @cache
 def run_config(task: str | None, task_overrides: str) -> RunConfig:
-    """The settings of the run that started this environment; where it was started by hand, or another task is named, those of a new run.
+    """The settings of the run that started this environment; where it was started by hand, or another task is named,
+    those of a new run.
 
     Args:
         task_overrides: words as `run_grpo.py` takes them, without the `task.` before settings of the task.
     """
     conf.register()
-    words = [word if "." in word.partition("=")[0] or word.startswith("seed=") else f"task.{word}" for word in shlex.split(task_overrides)]
+    words = [
+        word if "." in word.partition("=")[0] or word.startswith("seed=") else f"task.{word}"
+        for word in shlex.split(task_overrides)
+    ]
     stored = Path(os.environ.get("OFFLINE_GRPO_RUN", ""), ".hydra", "config.yaml")
     if task is None and stored.is_file():
         base = OmegaConf.load(stored)
@@ -238,7 +260,10 @@ def means(prefix: str, scores: Sequence[Score]) -> dict[str, float]:
     if not scores:
         return {}
     rewards = sum(score.reward for score in scores) / len(scores)
-    return {f"{prefix}/reward_mean": rewards, f"{prefix}/percent_correct": sum(score.is_correct for score in scores) / len(scores)}
+    return {
+        f"{prefix}/reward_mean": rewards,
+        f"{prefix}/percent_correct": sum(score.is_correct for score in scores) / len(scores),
+    }
 
 
 if __name__ == "__main__":

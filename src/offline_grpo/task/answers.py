@@ -1,4 +1,6 @@
-"""Extracts the answer from a completion and compares it with the reference. No function here raises or hangs, whatever the text."""
+"""Extracts the answer from a completion and compares it with the reference. No function here raises or hangs, whatever
+the text.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any
 
 MAX_ANSWER_CHARS = 80
 MAX_SYMBOLS = 8
-"""Answers that are longer, or have more signs, brackets and fractions, count as wrong: parsing time grows exponentially with these."""
+"""Answers that are longer, or have more signs, brackets and fractions, count as wrong: parsing time grows exponentially
+with these.
+"""
 
 MAX_FORMULA_SYMBOLS = 14
 """The same for formulas, which have more of them; what they may contain is limited in other ways."""
@@ -49,7 +53,9 @@ def last_tagged(text: str, tag: str) -> TaggedBlock | None:
 
 
 def tagged_blocks(text: str, tag: str) -> list[str]:
-    """What stands in each `<tag>...</tag>` of a text, from an opening tag to the next closing one, ignoring letter case. Linear time."""
+    """What stands in each `<tag>...</tag>` of a text, from an opening tag to the next closing one, ignoring letter
+    case. Linear time.
+    """
     blocks: list[str] = []
     start: int | None = None
     for match in re.finditer(rf"<(/?){re.escape(tag)}>", text, re.IGNORECASE | re.ASCII):
@@ -62,7 +68,8 @@ def tagged_blocks(text: str, tag: str) -> list[str]:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` of a text, with balanced braces; None if there is no box or the last one is not closed."""
+    r"""The content of the last `\boxed{...}` of a text, with balanced braces; None if there is no box or the last one
+    is not closed."""
     openings = list(re.finditer(r"\\boxed *\{", text))
     if not openings:
         return None
@@ -76,7 +83,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number of a text, such as `-1,234.5`, or None: without a currency sign after the minus sign, and `.5` as `0.5`.
+    """The last number of a text, such as `-1,234.5`, or None: without a currency sign after the minus sign, and `.5` as
+    `0.5`.
 
     Digits inside a word (`m2`) do not count as a number, nor do those after the point that ends a sentence.
     """
@@ -89,11 +97,13 @@ def last_number(text: str) -> str | None:
 
 
 def is_same_number(reference: str, answer: str) -> bool:
-    r"""True if two numeric answers, plain or LaTeX, are equal in value: `1,234` and `\$1234.00`, `0.5` and `\frac{1}{2}`.
+    r"""True if two numeric answers, plain or LaTeX, are equal in value: `1,234` and `\$1234.00`, `0.5` and
+    `\frac{1}{2}`.
 
-    Currency signs, per cent signs and trailing words are treated as units and ignored. math-verify does the comparison. A few characters
-    can make it hang (a tower of powers, a factorial, nested parentheses), and its own timeout works only in the main thread. So it gets
-    only short arithmetic without powers; any other answer counts as unequal. Dates, scores and telephone numbers are compared as text.
+    Currency signs, per cent signs and trailing words are treated as units and ignored. math-verify does the comparison.
+    A few characters can make it hang (a tower of powers, a factorial, nested parentheses), and its own timeout works
+    only in the main thread. So it gets only short arithmetic without powers; any other answer counts as unequal. Dates,
+    scores and telephone numbers are compared as text.
     """
     if _is_joined_digits(reference):
         return _plain_words(reference) == _plain_words(answer)
@@ -104,7 +114,8 @@ def is_same_number(reference: str, answer: str) -> bool:
 
 
 def reference_answer(text: str) -> str:
-    r"""The answer in a data set's solution: what follows the last `####`, else the content of the last `\boxed{}`, else all of it."""
+    r"""The answer in a data set's solution: what follows the last `####`, else the content of the last `\boxed{}`, else
+    all of it."""
     _, marker, tail = text.rpartition("####")
     if marker:
         return tail.strip()
@@ -113,7 +124,8 @@ def reference_answer(text: str) -> str:
 
 
 def marked_answer(text: str) -> str | None:
-    r"""What a completion marks as its answer: the last `\boxed{}`, else the last `<answer>` block, else what follows the last `####`."""
+    r"""What a completion marks as its answer: the last `\boxed{}`, else the last `<answer>` block, else what follows
+    the last `####`."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
@@ -125,8 +137,8 @@ def marked_answer(text: str) -> str | None:
 
 
 def is_same_latex(reference: str, text: str) -> bool:
-    r"""True if math-verify finds the answer of a completion (see `marked_answer`; without a mark, its last formula) to equal a reference in
-    LaTeX, or they are the same words. A date, score or telephone number must be the same text.
+    r"""True if math-verify finds the answer of a completion (see `marked_answer`; without a mark, its last formula) to
+    equal a reference in LaTeX, or they are the same words. A date, score or telephone number must be the same text.
 
     It may take for ever, or all memory: to be called where the process can be killed.
     """
@@ -142,10 +154,11 @@ def is_same_latex(reference: str, text: str) -> bool:
 
 
 def is_same_value(reference: str, answer: str) -> bool:
-    r"""True if two answers are equal in value, as `0.5` and `\frac{1}{2}` or `x^2-1` and `(x-1)(x+1)`, or are the same words.
+    r"""True if two answers are equal in value, as `0.5` and `\frac{1}{2}` or `x^2-1` and `(x-1)(x+1)`, or are the same
+    words.
 
-    Words may differ in letter case, blanks, `$` around them and `\text{}`. math-verify compares the rest, if it is short: see
-    `is_same_number` for why.
+    Words may differ in letter case, blanks, `$` around them and `\text{}`. math-verify compares the rest, if it is
+    short: see `is_same_number` for why.
     """
     if _plain_words(reference) == _plain_words(answer):
         return True
@@ -165,7 +178,9 @@ def _is_same_formula(reference: str, answer: str) -> bool:
 
 
 def _is_joined_digits(reference: str) -> bool:
-    """True for dates, scores and telephone numbers, such as `2020-01-05`, `3-2` and `01/05/2020`: as arithmetic, many would be equal."""
+    """True for dates, scores and telephone numbers, such as `2020-01-05`, `3-2` and `01/05/2020`: as arithmetic, many
+    would be equal.
+    """
     return re.fullmatch(_JOINED_DIGITS, _plain_words(reference)) is not None
 
 
@@ -178,7 +193,9 @@ def _plain_words(answer: str) -> str:
 def _parse_latex(text: str) -> list[Any]:
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # about the missing timeout, which works in the main thread alone
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # about the missing timeout, which works in the main thread alone
     return math_verify.parse(text, parsing_timeout=0)
 
 

@@ -21,7 +21,8 @@ MAX_OPERAND_LIMIT = 999  # every pair is enumerated: 10^6 of them here
 class Arithmetic:
     """All `a op b` with 0 <= a, b <= `max_operand`. Answers are integers; those of subtractions can be negative.
 
-    A hash of the unordered operand pair decides the split, so `17+25`, `25+17` and `17-25` are all held out or all trained on.
+    A hash of the unordered operand pair decides the split, so `17+25`, `25+17` and `17-25` are all held out or all
+    trained on.
 
     Reward: 1 if the last number of the text is the answer, plus `format_weight` if the text is exactly one integer.
 
@@ -40,32 +41,46 @@ class Arithmetic:
     def __post_init__(self) -> None:
         if not 1 <= self.max_operand <= MAX_OPERAND_LIMIT:
             raise ConfigError(f"task.max_operand={self.max_operand}: must be from 1 to {MAX_OPERAND_LIMIT}")
-        if not self.operations or len(set(self.operations)) < len(self.operations) or not set(self.operations) <= set(OPERATIONS):
+        if (
+            not self.operations
+            or len(set(self.operations)) < len(self.operations)
+            or not set(self.operations) <= set(OPERATIONS)
+        ):
             raise ConfigError(f"task.operations={self.operations}: give one or more of {list(OPERATIONS)}, each once")
         if not 0 < self.eval_frac < 1:
             raise ConfigError(f"task.eval_frac={self.eval_frac}: must lie strictly between 0 and 1")
         if not 0 <= self.format_weight < 1:
-            raise ConfigError(f"task.format_weight={self.format_weight}: must be at least 0 and below 1, the weight of a correct answer")
+            raise ConfigError(
+                f"task.format_weight={self.format_weight}: must be at least 0 and below 1, the weight of a correct answer"
+            )
         self._check_template()
         for split in Split:
             if not self.problems(split):
-                raise ConfigError(f"task.eval_frac={self.eval_frac}: no problem falls in the {split} split; raise task.max_operand")
+                raise ConfigError(
+                    f"task.eval_frac={self.eval_frac}: no problem falls in the {split} split; raise task.max_operand"
+                )
 
     def _check_template(self) -> None:
         cases = [(a, operation, b) for a in (0, 1) for operation in self.operations for b in (0, 1)]
         try:
             prompts = {self._prompt(*case) for case in cases}
         except (KeyError, IndexError, ValueError, AttributeError) as error:
-            raise ConfigError(f"task.prompt_template={self.prompt_template!r}: {error!r}; use {{a}}, {{op}} and {{b}}") from error
+            raise ConfigError(
+                f"task.prompt_template={self.prompt_template!r}: {error!r}; use {{a}}, {{op}} and {{b}}"
+            ) from error
         if len(prompts) < len(cases):
-            raise ConfigError(f"task.prompt_template={self.prompt_template!r}: different problems look alike; use {{a}}, {{op}} and {{b}}")
+            raise ConfigError(
+                f"task.prompt_template={self.prompt_template!r}: different problems look alike; use {{a}}, {{op}} and {{b}}"
+            )
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """All problems of the split, shuffled by a fixed hash of their ids."""
         return self._splits[split]
 
     def score(self, problem: Problem, text: str) -> Score:
-        """Score the last number of the text, so that a chat model may explain first. `42.0` and `1,042` count as integers."""
+        """Score the last number of the text, so that a chat model may explain first. `42.0` and `1,042` count as
+        integers.
+        """
         is_correct = last_integer(text) == problem.answer
         parts = {"correct": float(is_correct), "format": self.format_weight * is_bare_integer(text)}
         return Score(reward=sum(parts.values()), is_correct=is_correct, parts=parts)
@@ -79,7 +94,10 @@ class Arithmetic:
                 split = Split.EVAL if hash_frac(f"split {low} {high}") < self.eval_frac else Split.TRAIN
                 for a, b in {(low, high), (high, low)}:
                     splits[split].extend(self._problem(a, operation, b) for operation in self.operations)
-        return {split: tuple(sorted(problems, key=lambda p: hash_frac(f"order {p.problem_id}"))) for split, problems in splits.items()}
+        return {
+            split: tuple(sorted(problems, key=lambda p: hash_frac(f"order {p.problem_id}")))
+            for split, problems in splits.items()
+        }
 
     def _problem(self, a: int, operation: str, b: int) -> Problem:
         messages = ({"role": "user", "content": self._prompt(a, operation, b)},)

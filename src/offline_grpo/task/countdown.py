@@ -34,8 +34,8 @@ class Countdown:
         correct     1.0 if the expression uses every number exactly once and its value is the target
         format      `format_weight` if there is an expression of numbers that were given, right or wrong
 
-    The expression is the text in the last `<answer>` block, in which `=` and what follows it does not count. A hash of the numbers decides
-    the split, so that problems with the same numbers are all held out or all trained on.
+    The expression is the text in the last `<answer>` block, in which `=` and what follows it does not count. A hash of
+    the numbers decides the split, so that problems with the same numbers are all held out or all trained on.
 
     Raises:
         ConfigError: a value is out of range, or the template does not name numbers and target.
@@ -54,14 +54,26 @@ class Countdown:
 
     def __post_init__(self) -> None:
         require(2 <= self.min_count <= 6, "task.min_count", self.min_count, "must be from 2 to 6")
-        require(self.min_count <= self.max_count <= 6, "task.max_count", self.max_count, "must be from task.min_count to 6")
+        require(
+            self.min_count <= self.max_count <= 6, "task.max_count", self.max_count, "must be from task.min_count to 6"
+        )
         require(10 <= self.max_number <= 1000, "task.max_number", self.max_number, "must be from 10 to 1000")
         require(10 <= self.max_target <= 10_000, "task.max_target", self.max_target, "must be from 10 to 10000")
         require(0 < self.eval_frac < 1, "task.eval_frac", self.eval_frac, "must lie strictly between 0 and 1")
-        require(0 <= self.format_weight < 1 and isfinite(self.format_weight), "task.format_weight", self.format_weight, "must be in [0, 1)")
+        require(
+            0 <= self.format_weight < 1 and isfinite(self.format_weight),
+            "task.format_weight",
+            self.format_weight,
+            "must be in [0, 1)",
+        )
         check_system_prompt(self.system_prompt)
         for place in ("{numbers}", "{target}"):
-            require(place in self.prompt_template, "task.prompt_template", repr(self.prompt_template), f"must contain {place}")
+            require(
+                place in self.prompt_template,
+                "task.prompt_template",
+                repr(self.prompt_template),
+                f"must contain {place}",
+            )
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """All problems of a split, in the order in which they were drawn. `answer` is one solution of several."""
@@ -105,13 +117,16 @@ class Countdown:
                 yield tuple(sorted(numbers)), target, expression[1:-1]
 
     def _problem(self, problem_id: str, numbers: tuple[int, ...], target: int, solution: str) -> Problem:
-        prompt = self.prompt_template.replace("{numbers}", ", ".join(map(str, numbers))).replace("{target}", str(target))
+        prompt = self.prompt_template.replace("{numbers}", ", ".join(map(str, numbers))).replace(
+            "{target}", str(target)
+        )
         fields = {"numbers": list(numbers), "target": target}
         return Problem(problem_id, asked(prompt, self.system_prompt), solution, fields)
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
-    """The exact value of an expression of whole numbers, + - * / and brackets, and its numbers; None if it is no such expression.
+    """The exact value of an expression of whole numbers, + - * / and brackets, and its numbers; None if it is no such
+    expression.
 
     Only the syntax is Python's; nothing is executed. Sizes are limited, so that no text takes long.
 
@@ -122,7 +137,11 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
     plain = expression.strip()
     for sign, operation in signs.items():
         plain = plain.replace(sign, operation)
-    if len(plain) > MAX_EXPRESSION_CHARS or re.fullmatch(r"[0-9+\-*/() \n]+", plain) is None or re.search(r"[0-9]{7}", plain):
+    if (
+        len(plain) > MAX_EXPRESSION_CHARS
+        or re.fullmatch(r"[0-9+\-*/() \n]+", plain) is None
+        or re.search(r"[0-9]{7}", plain)
+    ):
         return None
     try:
         numbers: list[int] = []

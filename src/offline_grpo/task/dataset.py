@@ -12,7 +12,15 @@ from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.reward.functions import GIVEN, Rewards, load_rewards
-from offline_grpo.task.answers import is_same_latex, is_same_number, is_same_value, last_boxed, last_number, marked_answer, reference_answer
+from offline_grpo.task.answers import (
+    is_same_latex,
+    is_same_number,
+    is_same_value,
+    last_boxed,
+    last_number,
+    marked_answer,
+    reference_answer,
+)
 from offline_grpo.task.row_files import shown
 from offline_grpo.task.row_task import RowTask
 from offline_grpo.task.rows import Row, messages_or_text, text_field
@@ -54,10 +62,25 @@ class Dataset(RowTask):
         super().__post_init__()
         place = f"{{{self.prompt_field}}}"
         fix = f"must contain {place}, which is replaced by the field {self.prompt_field} (task.prompt_field)"
-        require(self.prompt_template is None or place in self.prompt_template, "task.prompt_template", repr(self.prompt_template), fix)
-        require(self.answer_kind in ANSWER_KINDS, "task.answer_kind", self.answer_kind, f"must be one of {', '.join(ANSWER_KINDS)}")
+        require(
+            self.prompt_template is None or place in self.prompt_template,
+            "task.prompt_template",
+            repr(self.prompt_template),
+            fix,
+        )
+        require(
+            self.answer_kind in ANSWER_KINDS,
+            "task.answer_kind",
+            self.answer_kind,
+            f"must be one of {', '.join(ANSWER_KINDS)}",
+        )
         require(0 <= self.format_weight < float("inf"), "task.format_weight", self.format_weight, "must be 0 or more")
-        require(isfinite(self.correct_threshold), "task.correct_threshold", self.correct_threshold, "must be a finite number")
+        require(
+            isfinite(self.correct_threshold),
+            "task.correct_threshold",
+            self.correct_threshold,
+            "must be a finite number",
+        )
         if self._rewards is None and self.answer_field is None:
             raise ConfigError("task.answer_field=None: name the field with the answer, or set task.reward")
 
@@ -83,11 +106,17 @@ class Dataset(RowTask):
         prompt = messages_or_text(row, self.prompt_field, "task.prompt_field")
         if isinstance(prompt, str):
             # Not str.format: templates and prompts may contain other braces.
-            text = prompt if self.prompt_template is None else self.prompt_template.replace(f"{{{self.prompt_field}}}", prompt)
+            text = (
+                prompt
+                if self.prompt_template is None
+                else self.prompt_template.replace(f"{{{self.prompt_field}}}", prompt)
+            )
             prompt = [{"role": "user", "content": text}]
         elif self.prompt_template is not None:
             fix = "is for prompts of text, and here they are lists of messages; set it to null"
-            raise ConfigError(f"task.prompt_template={self.prompt_template!r}: {fix} ({row.where} field {self.prompt_field})")
+            raise ConfigError(
+                f"task.prompt_template={self.prompt_template!r}: {fix} ({row.where} field {self.prompt_field})"
+            )
         # The prompt and the answer too, unless reward functions are given them under these names anyway.
         given = {self.prompt_field, self.answer_field} & {*GIVEN}
         fields = {str(key): value for key, value in row.value.items() if key not in given}
@@ -109,11 +138,17 @@ class Dataset(RowTask):
             return text
         answer = reference_answer(text) if self.answer_kind in ("auto", "math") else text.strip()
         if not answer:
-            raise ConfigError(f"{row.where} has no final answer in the field {self.answer_field!r} (task.answer_field): {text!r:.120}")
+            raise ConfigError(
+                f"{row.where} has no final answer in the field {self.answer_field!r} (task.answer_field): {text!r:.120}"
+            )
         if self.answer_kind == "regex":
             try:
                 re.compile(answer)
-            except (re.error, OverflowError, RecursionError) as error:  # too large a number of repeats, too many brackets
+            except (
+                re.error,
+                OverflowError,
+                RecursionError,
+            ) as error:  # too large a number of repeats, too many brackets
                 raise ConfigError(
                     f"{row.where} has no regular expression in the field {self.answer_field!r} ({error}): {shown(answer)}"
                 ) from error
@@ -121,13 +156,15 @@ class Dataset(RowTask):
 
 
 def is_right(kind: str, reference: str, text: str) -> bool:
-    r"""Whether a completion has the reference as its answer: what it marks as its answer, or, without a mark, all of it.
+    r"""Whether a completion has the reference as its answer: what it marks as its answer, or, without a mark, all of
+    it.
 
     Args:
-        kind: "auto": equal in value if both are numbers or formulas, otherwise the same words. Without a mark the last number of the
-            completion counts too. "math": the same for LaTeX of any length, with sets, matrices, intervals and equations; it may take
-            for ever, see `conf/scoring/`. "text": the same characters, but for blanks around them. "regex": the reference is a regular
-            expression that is found somewhere in the completion.
+        kind: "auto": equal in value if both are numbers or formulas, otherwise the same words. Without a mark the
+            last number of the completion counts too. "math": the same for LaTeX of any length, with sets, matrices,
+            intervals and equations; it may take for ever, see `conf/scoring/`. "text": the same characters, but for
+            blanks around them. "regex": the reference is a regular expression that is found somewhere in the
+            completion.
     """
     if kind == "regex":
         return re.search(reference, text) is not None

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import re
 
-from offline_grpo.task.answers import is_same_number, last_boxed, last_number, last_tagged, reference_answer, tagged_blocks
+from offline_grpo.task.answers import (
+    is_same_number,
+    last_boxed,
+    last_number,
+    last_tagged,
+    reference_answer,
+    tagged_blocks,
+)
 
 WRONG_IN_TAGS = 0.1
 """TorchRL's reward of a wrong answer in its place."""

@@ -1,4 +1,6 @@
-"""Following instructions that a program can check: the data set google/IFEval, others in its form, and a small one that comes along."""
+"""Following instructions that a program can check: the data set google/IFEval, others in its form, and a small one that
+comes along.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,20 @@ MEASURES = ("prompt_strict", "instruction_strict", "prompt_loose", "instruction_
 
 @dataclass(frozen=True, kw_only=True)
 class IFEval(RowTask):
-    """Prompts with instructions; rows have `prompt`, `instruction_id_list` and `kwargs` (the arguments of each instruction).
+    """Prompts with instructions; rows have `prompt`, `instruction_id_list` and `kwargs` (the arguments of each
+    instruction).
 
     The parts of the reward, each times its weight:
 
         prompt_strict       1 if the response follows all instructions; such a completion counts as correct
         instruction_strict  the share of the instructions that it follows
-        prompt_loose        as prompt_strict; an instruction counts as followed if one of the response's `variants` follows it
-        instruction_loose   the share of these
+        prompt_loose        as prompt_strict; an instruction counts as followed if one of the response's `variants`
+        follows it instruction_loose   the share of these
         answer, think       `answer_bonus` and `think_bonus`, if there is exactly one block of this tag
 
     Args:
-        answer_tag: the tag whose first block is the response, for models that think first; None: the response is the whole completion.
+        answer_tag: the tag whose first block is the response, for models that think first; None: the response is
+            the whole completion.
 
     Raises:
         ConfigError: as `RowTask` does; an unknown instruction, or arguments that it does not have.
@@ -71,8 +75,13 @@ class IFEval(RowTask):
         loose = [any(follows(reading, *instruction) for reading in readings) for instruction in instructions]
         measured = (float(all(strict)), sum(strict) / len(strict), float(all(loose)), sum(loose) / len(loose))
         parts = {name: getattr(self, f"{name}_weight") * value for name, value in zip(MEASURES, measured, strict=True)}
-        parts |= {"answer": self.answer_bonus * (len(answers) == 1), "think": self.think_bonus * (len(blocks["think"]) == 1)}
-        return Score(reward=sum(parts.values()), is_correct=all(strict), parts=parts, measured=_by_kind(instructions, strict))
+        parts |= {
+            "answer": self.answer_bonus * (len(answers) == 1),
+            "think": self.think_bonus * (len(blocks["think"]) == 1),
+        }
+        return Score(
+            reward=sum(parts.values()), is_correct=all(strict), parts=parts, measured=_by_kind(instructions, strict)
+        )
 
 
 def _by_kind(instructions: Sequence[tuple[str, Mapping[str, Any]]], followed: Sequence[bool]) -> dict[str, float]:
@@ -86,7 +95,9 @@ def _by_kind(instructions: Sequence[tuple[str, Mapping[str, Any]]], followed: Se
 def _instructions(row: Row) -> Sequence[tuple[str, Mapping[str, Any]]]:
     ids, arguments = (field(row, name, "task=ifeval") for name in ("instruction_id_list", "kwargs"))
     if not isinstance(ids, list) or not isinstance(arguments, list) or not ids or len(ids) != len(arguments):
-        raise ConfigError(f"{row.where} instruction_id_list and kwargs must be lists of the same length, not empty: {shown(row.value)}")
+        raise ConfigError(
+            f"{row.where} instruction_id_list and kwargs must be lists of the same length, not empty: {shown(row.value)}"
+        )
     return [_instruction(row, *pair) for pair in zip(ids, arguments, strict=True)]
 
 
@@ -95,7 +106,9 @@ def _instruction(row: Row, instruction_id: Any, arguments: Any) -> tuple[str, Ma
         raise ConfigError(f"{row.where} unknown instruction {shown(instruction_id)}; known are {', '.join(CHECKS)}")
     if arguments is not None and not isinstance(arguments, Mapping):
         raise ConfigError(f"{row.where} kwargs must have an object for each instruction: {shown(arguments)}")
-    given = {name: value for name, value in (arguments or {}).items() if value is not None}  # tables have a column for every argument
+    given = {
+        name: value for name, value in (arguments or {}).items() if value is not None
+    }  # tables have a column for every argument
     wrong = problem_with(instruction_id, given)
     if wrong:
         raise ConfigError(f"{row.where} instruction {instruction_id}, {wrong}: {shown(given)}")

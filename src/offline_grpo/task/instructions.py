@@ -1,7 +1,8 @@
 """The 25 kinds of verifiable instructions of IFEval (Zhou et al., arXiv:2311.07911), and whether a text follows one.
 
-Written from the definitions of the paper and of the data set google/IFEval. No check takes more than linear time, draws random numbers or
-needs data that has to be downloaded. They differ from the published code where that cannot be avoided, or is random:
+Written from the definitions of the paper and of the data set google/IFEval. No check takes more than linear time, draws
+random numbers or needs data that has to be downloaded. They differ from the published code where that cannot be
+avoided, or is random:
 
 - Languages are told apart by py3langid: the same answer every time. A text without letters is in no language.
 - Sentences are counted by a rule, because the published code asks a model that has to be downloaded (NLTK's Punkt).
@@ -30,7 +31,9 @@ Letter = Annotated[str, Field(min_length=1, max_length=1)]
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 """What `detectable_format:constrained_response` lets a response choose from."""
 
-_ABBREVIATION = re.compile(r"[a-z]|dr|mrs?|ms|prof|st|sr|jr|vs|etc|vol|fig|inc|ltd|co|dept|approx|cf|e\.g|i\.e|[ap]\.m|u\.[sk]", re.I)
+_ABBREVIATION = re.compile(
+    r"[a-z]|dr|mrs?|ms|prof|st|sr|jr|vs|etc|vol|fig|inc|ltd|co|dept|approx|cf|e\.g|i\.e|[ap]\.m|u\.[sk]", re.I
+)
 """What a full stop may follow without ending a sentence: also initials."""
 
 _AROUND = "\"'()[]{}*_,:;\u2018\u2019\u201c\u201d\u00ab\u00bb"
@@ -48,7 +51,8 @@ def _in_language(text: str, language: str) -> bool:
 
 
 def _num_sentences(text: str) -> int:
-    """What stands up to a word that ends with a full stop, question mark or exclamation mark, and what is left after the last one.
+    """What stands up to a word that ends with a full stop, question mark or exclamation mark, and what is left after
+    the last one.
 
     A full stop ends nothing after an abbreviation, after the number of a list, or before a lower-case letter.
     """
@@ -57,7 +61,9 @@ def _num_sentences(text: str) -> int:
     for word, following in pairwise([*words, ""]):
         bare = word.strip(_AROUND)
         is_number = bare[:-1].isdigit() and not is_open
-        goes_on = following != "" and (is_number or following[0].islower() or _ABBREVIATION.fullmatch(bare[:-1]) is not None)
+        goes_on = following != "" and (
+            is_number or following[0].islower() or _ABBREVIATION.fullmatch(bare[:-1]) is not None
+        )
         is_end = bare.endswith((*"!?…", *_WIDE_ENDS)) or (bare.endswith(".") and not goes_on)
         num_sentences += is_end
         is_open = not is_end
@@ -99,7 +105,9 @@ def _number_words(text: str, num_words: Count, relation: Relation) -> bool:
 
 
 def _nth_paragraph_first_word(text: str, num_paragraphs: Count, nth_paragraph: Ordinal, first_word: Text) -> bool:
-    """Paragraphs are separated by an empty line. Of the first word counts what stands before the first punctuation mark."""
+    """Paragraphs are separated by an empty line. Of the first word counts what stands before the first punctuation
+    mark.
+    """
     parts = text.split("\n\n")
     if sum(bool(part.strip()) for part in parts) != num_paragraphs or nth_paragraph > num_paragraphs:
         return False
@@ -245,7 +253,9 @@ def follows(text: str, instruction_id: str, arguments: Mapping[str, Any]) -> boo
 
 
 def variants(text: str) -> list[str]:
-    """The text, and what the loose measure also lets pass: without its first line, its last one or both, each also without asterisks."""
+    """The text, and what the loose measure also lets pass: without its first line, its last one or both, each also
+    without asterisks.
+    """
     lines = text.split("\n")
     shortened = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return [*shortened, *(variant.replace("*", "") for variant in shortened)]

@@ -23,15 +23,17 @@ PERIOD = 1000
 class Mixture:
     """Problems of several tasks; ids are those of the tasks after NAME::, by which `score` finds the task.
 
-    The training split goes through the tasks by their weights, evenly, until each problem of each task was there; those of a small task
-    come again. The evaluation split has every problem once: the first of each task, then the second of each, and so on.
+    The training split goes through the tasks by their weights, evenly, until each problem of each task was there; those
+    of a small task come again. The evaluation split has every problem once: the first of each task, then the second of
+    each, and so on.
 
     Args:
         tasks: by name.
         weights: what share of the training problems a task has; None: equal shares.
 
     Raises:
-        ConfigError: no tasks, or weights that do not fit them or add up to 1. `problems` raises what the tasks raise, named.
+        ConfigError: no tasks, or weights that do not fit them or add up to 1. `problems` raises what the tasks raise,
+        named.
     """
 
     tasks: Mapping[str, Task]
@@ -39,7 +41,9 @@ class Mixture:
 
     def __post_init__(self) -> None:
         if not self.tasks:
-            raise ConfigError("task.tasks={}: name what to mix, for example +task@task.tasks.easy=arithmetic +task@task.tasks.hard=sat")
+            raise ConfigError(
+                "task.tasks={}: name what to mix, for example +task@task.tasks.easy=arithmetic +task@task.tasks.hard=sat"
+            )
         for name in self.tasks:
             if not name or TASK_MARK in name or "/" in name:
                 raise ConfigError(f"task.tasks.{name}: a name may have neither {TASK_MARK} nor /")
@@ -54,7 +58,9 @@ class Mixture:
                 raise ConfigError(f"task.weights.{name}={weight}: must be a number of at least {1 / PERIOD}")
         total = sum(self.weights.values())
         if not isclose(total, 1, abs_tol=1e-6):
-            raise ConfigError(f"task.weights={dict(self.weights)}: add up to {total:g}; they must add up to 1, or be null for equal shares")
+            raise ConfigError(
+                f"task.weights={dict(self.weights)}: add up to {total:g}; they must add up to 1, or be null for equal shares"
+            )
 
     @property
     def scores_safely(self) -> bool:
@@ -81,7 +87,9 @@ class Mixture:
         lengths = {name: len(problems) for name, problems in self._problems[split].items()}
         if split is Split.EVAL:
             return LazyProblems(self._eval_problem, range(min(sum(lengths.values()), MANY)))
-        return LazyProblems(self._train_problem, range(min(1 + max(self._last(name, length) for name, length in lengths.items()), MANY)))
+        return LazyProblems(
+            self._train_problem, range(min(1 + max(self._last(name, length) for name, length in lengths.items()), MANY))
+        )
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
         """What the problem's task says."""
@@ -99,7 +107,9 @@ class Mixture:
 
     @cached_property
     def _order(self) -> Sequence[tuple[str, int]]:
-        """For each position of a period the task, and how many problems of it came before: always the task that is furthest behind."""
+        """For each position of a period the task, and how many problems of it came before: always the task that is
+        furthest behind.
+        """
         weights = self.weights or dict.fromkeys(self.tasks, 1 / len(self.tasks))
         counts = dict.fromkeys(weights, 0)
         order: list[tuple[str, int]] = []

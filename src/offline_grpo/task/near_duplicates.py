@@ -25,9 +25,10 @@ class NearDuplicate:
 def near_duplicates(train: Iterable[Problem], held_out: Sequence[Problem]) -> list[NearDuplicate]:
     """Held-out problems of whose sequences of 8 words more than half are in the same training problem.
 
-    That is the rule of Tülu 3 (arXiv 2411.15124, section 3.2) but for two things: it counts the words in such sequences, and here words
-    that more than half of the held-out problems have do not count. Nor do letter case and the punctuation of prose; a sign such as + is a
-    word. Problems are left out if fewer than 8 of their words count, or less than half, because then a template wrote them.
+    That is the rule of Tülu 3 (arXiv 2411.15124, section 3.2) but for two things: it counts the words in such
+    sequences, and here words that more than half of the held-out problems have do not count. Nor do letter case and the
+    punctuation of prose; a sign such as + is a word. Problems are left out if fewer than 8 of their words count, or
+    less than half, because then a template wrote them.
 
     Takes time in proportion to the words of the training problems: 0.3 s for 5,000 word problems.
     """

@@ -1,4 +1,6 @@
-"""Any generator of Reasoning Gym (arXiv 2505.24760): more than a hundred kinds of problems, each with a scorer of its own."""
+"""Any generator of Reasoning Gym (arXiv 2505.24760): more than a hundred kinds of problems, each with a scorer of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +30,24 @@ log = logging.getLogger(__name__)
 class ReasoningGym:
     """Problems of one generator. The answer is the text in the last `<answer>` block. `Score.parts`:
 
-        correct     what the generator's scorer says, from 0 to 1; below 1 the answer counts as wrong, also where it earns something
-        format      `format_weight` if there is an `<answer>` block
+        correct     what the generator's scorer says, from 0 to 1; below 1 the answer counts as wrong, also where it
+        earns something format      `format_weight` if there is an `<answer>` block
 
-    With `levels`, training goes through them, `problems_per_level` problems each, and stays at the last one; the evaluation has as many
-    of each. A problem's level is a function of its number alone, so that a resumed run goes on where it was.
+    With `levels`, training goes through them, `problems_per_level` problems each, and stays at the last one; the
+    evaluation has as many of each. A problem's level is a function of its number alone, so that a resumed run goes on
+    where it was.
 
     Args:
         name: of the generator, such as `countdown` or `leg_counting`.
         settings: of the generator, by name; they go before what a level says. None: its defaults.
-        levels: of the generator's curriculum, from 0; None: the difficulty that `settings` and the generator's defaults give.
+        levels: of the generator's curriculum, from 0; None: the difficulty that `settings` and the generator's
+            defaults give.
         num_train, num_eval: problems of each split.
         seed: of all problems.
 
     Raises:
-        ConfigError: a value is out of range. `problems` raises it where the library is missing, or does not know the name or the settings.
+        ConfigError: a value is out of range. `problems` raises it where the library is missing, or does not know the
+        name or the settings.
     """
 
     name: str
@@ -58,13 +63,27 @@ class ReasoningGym:
     worker_imports: ClassVar[tuple[str, ...]] = ("reasoning_gym",)
 
     def __post_init__(self) -> None:
-        require(bool(self.name), "task.name", repr(self.name), "name a generator of Reasoning Gym, such as leg_counting")
-        require(self.name != "composite", "task.name", self.name, "use task=mixture, which mixes generators and other tasks")
+        require(
+            bool(self.name), "task.name", repr(self.name), "name a generator of Reasoning Gym, such as leg_counting"
+        )
+        require(
+            self.name != "composite", "task.name", self.name, "use task=mixture, which mixes generators and other tasks"
+        )
         for key in ("num_train", "num_eval"):
-            require(0 < getattr(self, key) <= MAX_PROBLEMS, f"task.{key}", getattr(self, key), f"must be from 1 to {MAX_PROBLEMS:,}")
+            require(
+                0 < getattr(self, key) <= MAX_PROBLEMS,
+                f"task.{key}",
+                getattr(self, key),
+                f"must be from 1 to {MAX_PROBLEMS:,}",
+            )
         require(self.problems_per_level > 0, "task.problems_per_level", self.problems_per_level, "must be at least 1")
         require(0 <= self.seed < 2**31, "task.seed", self.seed, "must be from 0 to 2147483647")
-        require(self.format_weight >= 0 and isfinite(self.format_weight), "task.format_weight", self.format_weight, "must be at least 0")
+        require(
+            self.format_weight >= 0 and isfinite(self.format_weight),
+            "task.format_weight",
+            self.format_weight,
+            "must be at least 0",
+        )
         check_system_prompt(self.system_prompt)
         levels = self.levels is None or (len(self.levels) > 0 and min(self.levels) >= 0)
         require(levels, "task.levels", self.levels, "must be null, or numbers from 0 on such as [0,1,2]")
@@ -116,7 +135,12 @@ class ReasoningGym:
         item = self._items(split, level)[index]
         messages = asked(item["question"], self.system_prompt)
         answer = item["answer"]  # None where a problem has many
-        return Problem(f"{split}-{index}", messages, "" if answer is None else str(answer), {} if level is None else {"level": level})
+        return Problem(
+            f"{split}-{index}",
+            messages,
+            "" if answer is None else str(answer),
+            {} if level is None else {"level": level},
+        )
 
     def _num(self, split: Split) -> int:
         return self.num_train if split is Split.TRAIN else self.num_eval
@@ -142,7 +166,9 @@ class ReasoningGym:
         try:
             from reasoning_gym.factory import CURRICULA, DATASETS
         except ImportError as error:
-            raise ConfigError(f"task=reasoning_gym: needs the package reasoning-gym ({error}): uv sync --extra reasoning-gym") from error
+            raise ConfigError(
+                f"task=reasoning_gym: needs the package reasoning-gym ({error}): uv sync --extra reasoning-gym"
+            ) from error
         if self.name not in DATASETS:
             near = get_close_matches(self.name, DATASETS, n=3, cutoff=0.4) or sorted(DATASETS)[:3]
             raise ConfigError(
@@ -154,14 +180,22 @@ class ReasoningGym:
             raise ConfigError(f"task.levels={self.levels}: {self.name} has no curriculum; set task.levels=null")
         own = {"seed": self.seed + SEED_OF_SPLIT[split], "size": self._num(split)}
         try:
-            settings = settings_class(**own) if level is None else replace(_at_level(curricula[self.name](), level), **own)
+            settings = (
+                settings_class(**own) if level is None else replace(_at_level(curricula[self.name](), level), **own)
+            )
             settings = replace(settings, **self.settings or {})
             if hasattr(settings, "validate"):  # two generators have no such method
                 settings.validate()
             return kind(config=settings)
         except (TypeError, ValueError, AssertionError) as error:
             said = f"task.settings={self.settings}" if level is None else f"task.levels={self.levels}"
-            at = "it" if level is None else f"its own level {level}" if self.settings is None else f"level {level} with {self.settings}"
+            at = (
+                "it"
+                if level is None
+                else f"its own level {level}"
+                if self.settings is None
+                else f"level {level} with {self.settings}"
+            )
             raise ConfigError(f"{said}: {self.name} refuses {at}: {str(error) or repr(error)}") from error
 
 

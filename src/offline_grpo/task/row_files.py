@@ -82,7 +82,9 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_twice(file: Path, names: Sequence[str]) -> None:
-    """Raise ConfigError for a column that occurs twice, of which rows would have the last one. Those without a name have no use."""
+    """Raise ConfigError for a column that occurs twice, of which rows would have the last one. Those without a name
+    have no use.
+    """
     twice = next((name for name in names if name.strip() and names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"task.path: {file} has more than one column {twice!r}; rename or remove all but one")
@@ -108,7 +110,9 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
         _refuse_twice(file, names)
         columns = [as_written(column.to_pylist(), str(column.type)) for column in table.columns]
     except UnicodeDecodeError as error:
-        raise ConfigError(f"task.path: {file} has text that is not UTF-8 ({error}); write the file again with UTF-8 text") from error
+        raise ConfigError(
+            f"task.path: {file} has text that is not UTF-8 ({error}); write the file again with UTF-8 text"
+        ) from error
     except pyarrow.ArrowException as error:
         raise ConfigError(f"task.path: {file} is not a readable parquet file: {error}") from error
     for number, values in enumerate(zip(*columns, strict=True), start=1):
@@ -116,8 +120,15 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def as_written(values: list[Any], kind: str) -> list[Any]:
-    """Numbers of a column with less precision than Python's, with the digits that they were written with: 0.1, not 0.10000000149."""
+    """Numbers of a column with less precision than Python's, with the digits that they were written with: 0.1, not
+    0.10000000149.
+    """
     import numpy
 
-    narrow = {"float": numpy.float32, "float32": numpy.float32, "halffloat": numpy.float16, "float16": numpy.float16}.get(kind)
+    narrow = {
+        "float": numpy.float32,
+        "float32": numpy.float32,
+        "halffloat": numpy.float16,
+        "float16": numpy.float16,
+    }.get(kind)
     return values if narrow is None else [None if value is None else float(str(narrow(value))) for value in values]

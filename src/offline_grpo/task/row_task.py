@@ -25,12 +25,13 @@ log = logging.getLogger(__name__)
 class RowTask(ABC):
     """A task, less `score`, whose subclass says what problem a row is.
 
-    Ids are `train-i` and `eval-i`, where i is the row's number in its split, from 0. The first call of `problems` reads the rows, once.
+    Ids are `train-i` and `eval-i`, where i is the row's number in its split, from 0. The first call of `problems` reads
+    the rows, once.
 
     Args:
         path, name, train_split: see `rows.read_split`.
-        eval_split: the split to evaluate on; None is `test` or `validation`, or without these `eval_frac` of the rows of `train_split`,
-            those whose prompts come first in the order of a fixed hash, each prompt once.
+        eval_split: the split to evaluate on; None is `test` or `validation`, or without these `eval_frac` of the
+            rows of `train_split`, those whose prompts come first in the order of a fixed hash, each prompt once.
         system_prompt: the system message, or None for no system message.
 
     Raises:
@@ -45,7 +46,9 @@ class RowTask(ABC):
     system_prompt: str | None
 
     def __post_init__(self) -> None:
-        require(bool(self.path.strip()), "task.path", repr(self.path), "set it to a local file or folder, or to a Hub id")
+        require(
+            bool(self.path.strip()), "task.path", repr(self.path), "set it to a local file or folder, or to a Hub id"
+        )
         check_spec("task.train_split", self.train_split)
         if self.eval_split is not None:
             check_spec("task.eval_split", self.eval_split)
@@ -73,18 +76,24 @@ class RowTask(ABC):
         if self.system_prompt is None:
             return tuple(prompt)
         if prompt[0]["role"] == "system":
-            raise ConfigError(f"task.system_prompt={self.system_prompt!r}: {row.where} has a system message of its own; set it to null")
+            raise ConfigError(
+                f"task.system_prompt={self.system_prompt!r}: {row.where} has a system message of its own; set it to null"
+            )
         return ({"role": "system", "content": self.system_prompt}, *prompt)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash by which other rows in the same place show: of their number, and of up to `FINGERPRINTED` of each split, evenly spread."""
+        """A hash by which other rows in the same place show: of their number, and of up to `FINGERPRINTED` of each
+        split, evenly spread.
+        """
         found = hashlib.sha256()
         for problems in map(self.problems, Split):
             found.update(f"{len(problems)}:".encode())
             for index in range(0, len(problems), -(-len(problems) // FINGERPRINTED) or 1):
                 content = (problems[index].messages, problems[index].answer, problems[index].fields)
-                found.update(json.dumps(content, default=lambda value: type(value).__name__, skipkeys=True).encode())  # of what JSON lacks
+                found.update(
+                    json.dumps(content, default=lambda value: type(value).__name__, skipkeys=True).encode()
+                )  # of what JSON lacks
         return found.hexdigest()
 
     @cached_property
@@ -100,16 +109,25 @@ class RowTask(ABC):
             if key in chosen:
                 held_out.setdefault(key, problem)
         left = [problem for key, problem in zip(hashes, train, strict=True) if key not in chosen]
-        log.info("held out: %d of %d rows, without a split for it (task.eval_frac=%s)", len(held_out), len(train), self.eval_frac)
+        log.info(
+            "held out: %d of %d rows, without a split for it (task.eval_frac=%s)",
+            len(held_out),
+            len(train),
+            self.eval_frac,
+        )
         if copies := len(train) - len(left) - len(held_out):
             log.info("left out, of training too: %d copies of prompts that are held out", copies)
         return {Split.TRAIN: left, Split.EVAL: list(held_out.values())}
 
     def _first_in_hash_order(self, hashes: Sequence[str]) -> set[str]:
-        """The prompts that are held out. All rows with the same prompt are on the same side, whatever their order and whatever is added."""
+        """The prompts that are held out. All rows with the same prompt are on the same side, whatever their order and
+        whatever is added.
+        """
         different = sorted(set(hashes))
         if len(different) < 2:
-            raise ConfigError(f"task.path={self.path}: has {len(different)} prompt to train on and to evaluate on; it needs 2 or more")
+            raise ConfigError(
+                f"task.path={self.path}: has {len(different)} prompt to train on and to evaluate on; it needs 2 or more"
+            )
         return set(different[: max(1, round(self.eval_frac * len(different)))])
 
     def _load(self, spec: str, split: Split) -> tuple[list[Row], list[Problem]]:

@@ -23,7 +23,9 @@ _SPLIT_SPEC = re.compile(r"(?P<name>\w[\w.-]*)(?:\[(?P<start>-?\d+)?:(?P<stop>-?
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One unchecked row of a data set. `where` says for error messages where it is, `index` is its number in its split, from 0."""
+    """One unchecked row of a data set. `where` says for error messages where it is, `index` is its number in its split,
+    from 0.
+    """
 
     where: str
     index: int
@@ -33,15 +35,18 @@ class Row:
 def check_spec(key: str, spec: str) -> None:
     """Raise ConfigError unless `spec` is the name of a split, or a slice of one."""
     if not _SPLIT_SPEC.fullmatch(spec):
-        raise ConfigError(f"{key}={spec!r} must be the name of a split, such as train, or a slice of it, such as train[:-500]")
+        raise ConfigError(
+            f"{key}={spec!r} must be the name of a split, such as train, or a slice of it, such as train[:-500]"
+        )
 
 
 def read_split(path: str, name: str | None, spec: str, key: str) -> list[Row]:
     """The rows of a split, or of a slice of it.
 
     Args:
-        path: the Hub id of a data set; a local file, which is one split called train; or a folder with one or more files for each split:
-            `SPLIT.jsonl`, `.json`, `.csv` or `.parquet`, or `SPLIT-*.parquet` as in a copy of a Hub repository.
+        path: the Hub id of a data set; a local file, which is one split called train; or a folder with one or more
+            files for each split: `SPLIT.jsonl`, `.json`, `.csv` or `.parquet`, or `SPLIT-*.parquet` as in a copy of a
+            Hub repository.
         name: the Hub configuration of the data set; in a local folder, the subfolder of this name is read if it exists.
         spec: `train`, `train[:-500]`.
         key: the setting that `spec` is the value of, for error messages.
@@ -53,7 +58,11 @@ def read_split(path: str, name: str | None, spec: str, key: str) -> list[Row]:
     assert match is not None  # see `check_spec`
     source = _local_source(path)
     files = None if source is None else _split_files(source, name, match["name"], key)
-    values = _hub_rows(path, name, match["name"], key) if files is None else [row for file in files for row in file_rows(file)]
+    values = (
+        _hub_rows(path, name, match["name"], key)
+        if files is None
+        else [row for file in files for row in file_rows(file)]
+    )
     start, stop = (None if match[bound] is None else int(match[bound]) for bound in ("start", "stop"))
     rows = [Row(where, index, value) for index, (where, value) in enumerate(values)][start:stop]
     if not values:
@@ -82,11 +91,17 @@ def text_field(row: Row, name: str, key: str) -> str:
         ConfigError: the row has no such field, or no text or number in it.
     """
     value = field(row, name, key)
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:  # pandas makes floats of integers beside empty cells
+    if (
+        isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    ):  # pandas makes floats of integers beside empty cells
         value = int(value)
     is_number = isinstance(value, (float, Decimal)) and math.isfinite(value)
-    text = format(Decimal(str(value)), "f") if is_number else str(value)  # 0.00001 and not 1e-05, which no completion has
-    if isinstance(value, Decimal) and "." in text:  # its column has the same number of digits after the point in each row
+    text = (
+        format(Decimal(str(value)), "f") if is_number else str(value)
+    )  # 0.00001 and not 1e-05, which no completion has
+    if (
+        isinstance(value, Decimal) and "." in text
+    ):  # its column has the same number of digits after the point in each row
         text = text.rstrip("0").rstrip(".")
     if not (is_number or isinstance(value, (str, int))) or not text.strip():
         raise ConfigError(f"{row.where} has no text in the field {name!r} ({key}): {shown(row.value)}")
@@ -94,12 +109,16 @@ def text_field(row: Row, name: str, key: str) -> str:
 
 
 def encodable(row: Row, name: str, key: str, text: str) -> str:
-    """The text, unless it has half a character, such as `\\ud800` in JSON of which something has been cut off. Raises ConfigError then."""
+    """The text, unless it has half a character, such as `\\ud800` in JSON of which something has been cut off. Raises
+    ConfigError then.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
-        raise ConfigError(f"{row.where} field {name!r} ({key}): has half a character ({half}), which no tokenizer reads; mend it") from None
+        raise ConfigError(
+            f"{row.where} field {name!r} ({key}): has half a character ({half}), which no tokenizer reads; mend it"
+        ) from None
     return text
 
 
@@ -110,11 +129,17 @@ def messages_or_text(row: Row, name: str, key: str) -> str | list[Message]:
         return text_field(row, name, key)
     messages: list[Message] = []
     for message in value:
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
-            raise ConfigError(f"{row.where} field {name!r} ({key}): a message must have role and content, both text: {shown(message)}")
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(part), str) for part in ("role", "content")
+        ):
+            raise ConfigError(
+                f"{row.where} field {name!r} ({key}): a message must have role and content, both text: {shown(message)}"
+            )
         messages.append({"role": message["role"], "content": encodable(row, name, key, message["content"])})
     if not messages or messages[-1]["role"] != "user":
-        raise ConfigError(f"{row.where} field {name!r} ({key}): the last message must have the role user: {shown(value)}")
+        raise ConfigError(
+            f"{row.where} field {name!r} ({key}): the last message must have the role user: {shown(value)}"
+        )
     return messages
 
 
@@ -179,7 +204,10 @@ def _files_of(folder: Path, split: str) -> list[Path]:
 
 def _hub_rows(path: str, name: str | None, split: str, key: str) -> list[tuple[str, Any]]:
     data = _from_hub(path, name, f"{key}={split}", lambda datasets: datasets.load_dataset(path, name, split=split))
-    kinds = {column: str(getattr(feature, "dtype", "")) for column, feature in (getattr(data, "features", None) or {}).items()}
+    kinds = {
+        column: str(getattr(feature, "dtype", ""))
+        for column, feature in (getattr(data, "features", None) or {}).items()
+    }
     rows = ({column: as_written([value], kinds.get(column, ""))[0] for column, value in row.items()} for row in data)
     return [(f"task.path={path} ({name}, {split}), row {number},", row) for number, row in enumerate(rows, start=1)]
 
@@ -192,7 +220,10 @@ def _from_hub(path: str, name: str | None, what: str, ask: Any) -> Any:
 
     try:
         return ask(datasets)
-    except (OSError, ValueError) as error:  # offline and missing data sets are OSErrors; unknown names and splits ValueErrors
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # offline and missing data sets are OSErrors; unknown names and splits ValueErrors
         raise ConfigError(
             f"task.path={path} is not a local file or folder, and loading it from the Hugging Face Hub (task.name={name}, "
             f"{what}) failed: {reason_of(error)}. Without a network, {fix}"

@@ -1,7 +1,9 @@
-"""3-SAT: find an assignment that satisfies every clause. Problems are generated from seeds, without limit and without data files.
+"""3-SAT: find an assignment that satisfies every clause. Problems are generated from seeds, without limit and without
+data files.
 
-The problem generator, prompt convention and reward table come from the grail offline trainer; its training seeds give the same formulas
-here. In those formulas a random assignment solves a quarter to a third of the problems. `SAT.max_solution_frac` prevents this.
+The problem generator, prompt convention and reward table come from the grail offline trainer; its training seeds give
+the same formulas here. In those formulas a random assignment solves a quarter to a third of the problems.
+`SAT.max_solution_frac` prevents this.
 """
 
 from __future__ import annotations
@@ -55,15 +57,18 @@ class Formula:
 class SAT:
     """Random 3-SAT with a dense format reward.
 
-    Problem i of a split has seed i. The seed string is `str(i)` in the training split, as in grail, and `eval-i` in the evaluation split.
-    The splits therefore share no seed: equal indices are different problems, and no prompt is in both.
+    Problem i of a split has seed i. The seed string is `str(i)` in the training split, as in grail, and `eval-i` in the
+    evaluation split. The splits therefore share no seed: equal indices are different problems, and no prompt is in
+    both.
 
-    The formula has k variables and m clauses, drawn uniformly from `size_range(d)`, where the difficulty d is `difficulty`
-    or, if that is None, 0.3 + (i mod 100) / 250.
+    The formula has k variables and m clauses, drawn uniformly from `size_range(d)`, where the difficulty d is
+    `difficulty` or, if that is None, 0.3 + (i mod 100) / 250.
 
-    A completion answers with k bits, `<SOLUTION>0 1 ...</SOLUTION>`; if there are several such blocks, the last counts. `Score.parts`:
+    A completion answers with k bits, `<SOLUTION>0 1 ...</SOLUTION>`; if there are several such blocks, the last counts.
+    `Score.parts`:
 
-        correctness     1.0 if the bits satisfy the formula, 0 if they do not, -0.2 if the answer is malformed: there is no block, it
+        correctness     1.0 if the bits satisfy the formula, 0 if they do not, -0.2 if the answer is malformed: there is
+        no block, it
                         contains anything but k bits and whitespace, or text follows it
         strict_format   0.15 x 0.3 if well formed and the only block
         soft_format     0.10 x 0.2 if there is a block
@@ -75,9 +80,10 @@ class SAT:
 
     Args:
         difficulty: d in [0, 1] for every problem, or None to derive d from the seed.
-        max_solution_frac: the largest fraction of all 2^k assignments that may solve a problem, in (0, 1), or None for the formula as
-            drawn. It bounds the success rate of random guessing. Clauses that would leave no solution are redrawn, and clauses are
-            added until few enough solutions remain. So problems are always solvable, but may be longer than `size_range` says.
+        max_solution_frac: the largest fraction of all 2^k assignments that may solve a problem, in (0, 1), or None
+            for the formula as drawn. It bounds the success rate of random guessing. Clauses that would leave no
+            solution are redrawn, and clauses are added until few enough solutions remain. So problems are always
+            solvable, but may be longer than `size_range` says.
         system_prompt: the system message, or None for no system message.
 
     Raises:
@@ -92,7 +98,9 @@ class SAT:
 
     def __post_init__(self) -> None:
         if self.difficulty is not None and not 0 <= self.difficulty <= 1:
-            raise ConfigError(f"task.difficulty={self.difficulty} must lie in [0, 1]; null takes it from each problem's seed")
+            raise ConfigError(
+                f"task.difficulty={self.difficulty} must lie in [0, 1]; null takes it from each problem's seed"
+            )
         check_system_prompt(self.system_prompt)
         if self.max_solution_frac is None:
             return
@@ -173,10 +181,14 @@ def _draw_sign(rng: random.Random) -> int:
     return -1 if rng.random() < 0.5 else 1
 
 
-def _draw_until_hard(rng: random.Random, num_variables: int, num_clauses: int, max_solution_frac: float) -> tuple[Clause, ...]:
-    """At least `num_clauses` clauses; at least one assignment and at most a fraction `max_solution_frac` of all satisfies them.
+def _draw_until_hard(
+    rng: random.Random, num_variables: int, num_clauses: int, max_solution_frac: float
+) -> tuple[Clause, ...]:
+    """At least `num_clauses` clauses; at least one assignment and at most a fraction `max_solution_frac` of all
+    satisfies them.
 
-    The loop terminates: while two solutions remain, a clause with a variable in which they differ can exclude one and keep the other.
+    The loop terminates: while two solutions remain, a clause with a variable in which they differ can exclude one and
+    keep the other.
     """
     solutions = _all_assignments(num_variables)  # [S, k]
     most_solutions = max_solution_frac * len(solutions)
@@ -206,7 +218,14 @@ def _reward_parts(formula: Formula, text: str) -> dict[str, float]:
     """The six weighted terms of the reward table of `SAT`."""
     block = last_tagged(text, "SOLUTION")
     if block is None:
-        return {"correctness": -0.2, "strict_format": 0.0, "soft_format": 0.0, "shape": 0.0, "no_trailing": 0.0, "charset": 0.0}
+        return {
+            "correctness": -0.2,
+            "strict_format": 0.0,
+            "soft_format": 0.0,
+            "shape": 0.0,
+            "no_trailing": 0.0,
+            "charset": 0.0,
+        }
     bits = [char == "1" for char in block.content if char in "01"]
     has_k_bits = len(bits) == formula.num_variables
     is_only_bits = re.fullmatch(r"[01\s]*", block.content) is not None

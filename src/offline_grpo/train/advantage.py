@@ -1,4 +1,6 @@
-"""Group-relative advantages: a completion is judged against the other completions of its prompt (GRPO, arXiv 2402.03300)."""
+"""Group-relative advantages: a completion is judged against the other completions of its prompt (GRPO, arXiv
+2402.03300).
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,19 @@ import numpy as np
 from offline_grpo.types import SCALE_REWARDS
 
 CONSTANT_STD = 1e-6
-"""A group whose rewards spread less than this holds equal rewards: what is left of `reward - mean` is rounding, not signal."""
+"""A group whose rewards spread less than this holds equal rewards: what is left of `reward - mean` is rounding, not
+signal.
+"""
 
 STD_EPS = 1e-4
-"""Added to a standard deviation before dividing by it; TRL's value, which bounds the advantages of nearly constant groups."""
+"""Added to a standard deviation before dividing by it; TRL's value, which bounds the advantages of nearly constant
+groups.
+"""
 
 
 def group_advantages(rewards: Sequence[Sequence[float]], *, scale: str) -> list[list[float]]:
-    """The advantage of every completion, in the shape of `rewards`: one list of G rewards per group, groups may differ in size.
+    """The advantage of every completion, in the shape of `rewards`: one list of G rewards per group, groups may differ
+    in size.
 
     `(reward - mean of its group) / (std + 1e-4)`, where the sample std (G - 1 in the denominator) is taken over
         "group": the completion's own group (GRPO);
@@ -31,7 +38,9 @@ def group_advantages(rewards: Sequence[Sequence[float]], *, scale: str) -> list[
     if not rewards:
         return []
     sizes = np.array([len(group) for group in rewards])
-    flat = np.array([reward for group in rewards for reward in group], np.float64)  # [S], as what follows: loops over groups take longer
+    flat = np.array(
+        [reward for group in rewards for reward in group], np.float64
+    )  # [S], as what follows: loops over groups take longer
     starts = np.cumsum(sizes) - sizes
     centred = flat - np.repeat(np.add.reduceat(flat, starts) / sizes, sizes)
     group_std = np.repeat(np.sqrt(np.add.reduceat(centred**2, starts) / np.maximum(sizes - 1, 1)), sizes)
@@ -42,5 +51,7 @@ def group_advantages(rewards: Sequence[Sequence[float]], *, scale: str) -> list[
 
 
 def zero_signal_groups(advantages: Sequence[Sequence[float]]) -> list[bool]:
-    """For each group, whether all its advantages are 0: it moves the policy nowhere and its forward passes can be saved."""
+    """For each group, whether all its advantages are 0: it moves the policy nowhere and its forward passes can be
+    saved.
+    """
     return [all(advantage == 0.0 for advantage in group) for group in advantages]

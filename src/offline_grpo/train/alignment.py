@@ -30,7 +30,8 @@ class Alignment:
         """Count a microbatch, with the logprobs [T] of the policy that is being updated. Does not wait for the device."""
         at = part.completion_positions  # [N]
         ours, theirs, policy, advantages = (
-            values.detach()[at].double() for values in (part.old_logprobs, part.rollout_logprobs, policy_logprobs, part.advantages)
+            values.detach()[at].double()
+            for values in (part.old_logprobs, part.rollout_logprobs, policy_logprobs, part.advantages)
         )
         difference = ours - theirs
         largest = difference.abs().max() if len(difference) else difference.new_zeros(())

@@ -15,7 +15,8 @@ from offline_grpo.types import BatchTotals, FinishReason, Rollout, TokenBatch
 
 
 def build_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBatch:
-    """Lay S rollouts end to end, on the CPU; advantages are 0 until `with_advantages`, and `ref_logprobs` None unless all have some.
+    """Lay S rollouts end to end, on the CPU; advantages are 0 until `with_advantages`, and `ref_logprobs` None unless
+    all have some.
 
     Args:
         mask_truncated: leave the tokens of rollouts that hit the length limit out of the loss.
@@ -38,14 +39,22 @@ def build_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBa
         "temperature": np.array([r.temperature for r in rollouts], np.float32)[sequence_ids],
     }
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    ref_logprobs = torch.from_numpy(np.where(completion_mask, _flat(refs, np.float32), zeros)) if len(refs) == len(rollouts) else None
+    ref_logprobs = (
+        torch.from_numpy(np.where(completion_mask, _flat(refs, np.float32), zeros))
+        if len(refs) == len(rollouts)
+        else None
+    )
     return TokenBatch(**tensors, ref_logprobs=ref_logprobs, sequence_lengths=tuple(lengths))
 
 
 def with_advantages(batch: TokenBatch, advantages: Sequence[float | Sequence[float]]) -> TokenBatch:
-    """The batch with the advantages of S sequences: one number for all tokens of a sequence, or one for each of its tokens."""
+    """The batch with the advantages of S sequences: one number for all tokens of a sequence, or one for each of its
+    tokens.
+    """
     per_token = [
-        torch.full((length,), advantage) if isinstance(advantage, float) else torch.tensor(advantage, dtype=torch.float32)
+        torch.full((length,), advantage)
+        if isinstance(advantage, float)
+        else torch.tensor(advantage, dtype=torch.float32)
         for advantage, length in zip(advantages, batch.sequence_lengths, strict=True)
     ]
     return replace(batch, advantages=torch.cat(per_token) * batch.completion_mask)
@@ -64,7 +73,8 @@ def totals_of(batch: TokenBatch, sequences: Sequence[int], *, max_new_tokens: in
 
 
 def split_updates(num_sequences: int, *, num_updates: int | None, sequences_per_update: int | None) -> list[range]:
-    """Consecutive, nearly equal runs of sequences, one for each update of a pass; exactly one of the two sizes is given.
+    """Consecutive, nearly equal runs of sequences, one for each update of a pass; exactly one of the two sizes is
+    given.
 
     Example: split_updates(5, num_updates=2, sequences_per_update=None) -> [range(0, 3), range(3, 5)].
     """
@@ -79,9 +89,11 @@ def split_updates(num_sequences: int, *, num_updates: int | None, sequences_per_
 
 
 def share_of_rank(sequences: Sequence[int], lengths: Sequence[int], *, rank: int, world_size: int) -> list[int]:
-    """The sequences that this process trains, longest first: each goes to the process that has the fewest tokens so far.
+    """The sequences that this process trains, longest first: each goes to the process that has the fewest tokens so
+    far.
 
-    That is Graham's rule for sharing out jobs (1969): the busiest process has at most 4/3 of the tokens that the best division gives it.
+    That is Graham's rule for sharing out jobs (1969): the busiest process has at most 4/3 of the tokens that the best
+    division gives it.
     """
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, r) for r in range(world_size)]
@@ -99,7 +111,8 @@ def microbatches(
 
     Args:
         batch_size: sequences per microbatch, or None.
-        max_tokens: tokens per microbatch, or None; counts padding where `padded`. A longer sequence gets a microbatch of its own.
+        max_tokens: tokens per microbatch, or None; counts padding where `padded`. A longer sequence gets a
+            microbatch of its own.
     """
     result: list[list[int]] = []
     size = 0  # tokens of the current microbatch

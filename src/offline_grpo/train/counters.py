@@ -1,4 +1,6 @@
-"""What is counted over the whole run and saved with it. Imports no torch: a checkpoint is judged before anything is loaded."""
+"""What is counted over the whole run and saved with it. Imports no torch: a checkpoint is judged before anything is
+loaded.
+"""
 
 from __future__ import annotations
 

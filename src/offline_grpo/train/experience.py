@@ -21,8 +21,8 @@ from offline_grpo.types import FinishReason, RolloutGroup, TokenBatch, by_task
 def prepare_batch(
     groups: Sequence[RolloutGroup], updater: Updater, config: TrainConfig, *, fills_updates: bool = False
 ) -> tuple[TokenBatch | None, list[list[float]], dict[str, float]]:
-    """The batch of an iteration, scored by the policy and the reference where it needs that, the advantage of every rollout of every group
-    (of advantages per token their mean), and metrics of them.
+    """The batch of an iteration, scored by the policy and the reference where it needs that, the advantage of every
+    rollout of every group (of advantages per token their mean), and metrics of them.
 
     None in place of a batch where no group is left to train on.
 
@@ -34,7 +34,9 @@ def prepare_batch(
     metrics: dict[str, float] = {}
     rewards = [[rollout.score.reward for rollout in group.rollouts] for group in groups]
     if updater.loss.kl_in_reward:
-        whole = updater.score(build_batch(rollouts, mask_truncated=False))  # truncated completions count in the group's mean, so they pay
+        whole = updater.score(
+            build_batch(rollouts, mask_truncated=False)
+        )  # truncated completions count in the group's mean, so they pay
         penalties = updater.loss.reward_penalties(whole).tolist()
         batch = _with_logprobs_of(whole, batch)
         rewards = _subtract(rewards, penalties)
@@ -42,14 +44,27 @@ def prepare_batch(
     advantages = _advantages(groups, rewards, updater)
     per_rollout = [_per_rollout(group, own) for group, own in zip(groups, advantages, strict=True)]
     is_silent = zero_signal_groups([_numbers(group, own) for group, own in zip(groups, advantages, strict=True)])
-    keep = _keep(groups, is_silent, updater, fills_updates=fills_updates) if config.drop_zero_signal_groups else [True] * len(groups)
-    metrics |= {"num_groups": float(len(groups)), "num_groups_zero_signal": float(sum(is_silent)), "num_groups_trained": float(sum(keep))}
+    keep = (
+        _keep(groups, is_silent, updater, fills_updates=fills_updates)
+        if config.drop_zero_signal_groups
+        else [True] * len(groups)
+    )
+    metrics |= {
+        "num_groups": float(len(groups)),
+        "num_groups_zero_signal": float(sum(is_silent)),
+        "num_groups_trained": float(sum(keep)),
+    }
     metrics |= {"num_groups_replaced": float(sum(group.num_replaced for group in groups))}
     flat = [advantage for group, kept in zip(advantages, keep, strict=True) for advantage in group if kept]
     chosen = _sequences_of_groups(groups, keep)
     if config.mask_truncated:
-        masked = [silent for group, kept, silent in zip(groups, keep, is_silent, strict=True) if kept and _is_masked(group)]
-        metrics |= {"num_groups_masked": float(masked.count(False)), "num_groups_trained": metrics["num_groups_trained"] - len(masked)}
+        masked = [
+            silent for group, kept, silent in zip(groups, keep, is_silent, strict=True) if kept and _is_masked(group)
+        ]
+        metrics |= {
+            "num_groups_masked": float(masked.count(False)),
+            "num_groups_trained": metrics["num_groups_trained"] - len(masked),
+        }
     batch = batch.select(chosen) if 0 < len(chosen) < batch.num_sequences else batch
     if not chosen or not bool(batch.completion_mask.any()):
         return None, per_rollout, metrics
@@ -60,7 +75,9 @@ def prepare_batch(
 
 
 def sound_groups(found: object) -> list[RolloutGroup]:
-    """What a source's `next` returned. Raise ConfigError where one of the user's own returned something else than groups of rollouts."""
+    """What a source's `next` returned. Raise ConfigError where one of the user's own returned something else than
+    groups of rollouts.
+    """
     if not isinstance(found, list) or not all(isinstance(group, RolloutGroup) and group.rollouts for group in found):
         needed = "a list of offline_grpo.types.RolloutGroup, each with a rollout or more"
         raise ConfigError(f"rollouts: next() returned {found!r:.80}; it must return {needed}")
@@ -68,16 +85,21 @@ def sound_groups(found: object) -> list[RolloutGroup]:
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """What the sampled completions of an iteration were like, before anything is dropped; of a mixture, also of each task by itself.
+    """What the sampled completions of an iteration were like, before anything is dropped; of a mixture, also of each
+    task by itself.
 
     Raises:
         ConfigError: there is no group, of any process.
     """
     if not groups:
-        raise ConfigError("rollouts: next() returned an empty list, so there is nothing to train on; it must return a group or more")
+        raise ConfigError(
+            "rollouts: next() returned an empty list, so there is nothing to train on; it must return a group or more"
+        )
     shown = ("reward_mean", "success_rate", "completion_tokens_mean", "truncated_frac")
     of_tasks = {name: _rollout_means(own) for name, own in by_task(groups).items()}
-    return _rollout_means(groups) | {f"task/{name}/{key}": own[key] for name, own in of_tasks.items() for key in shown if key in own}
+    return _rollout_means(groups) | {
+        f"task/{name}/{key}": own[key] for name, own in of_tasks.items() for key in shown if key in own
+    }
 
 
 def _rollout_means(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -101,7 +123,9 @@ def _rollout_means(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _reward_against_length(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Pearson's correlation over all rollouts, each less the mean of its group; empty where one of the two does not vary."""
+    """Pearson's correlation over all rollouts, each less the mean of its group; empty where one of the two does not
+    vary.
+    """
     rewards = group_advantages([[r.score.reward for r in group.rollouts] for group in groups], scale="none")
     lengths = group_advantages([[float(r.num_sampled) for r in group.rollouts] for group in groups], scale="none")
     x, y = np.concatenate(rewards), np.concatenate(lengths)  # 0 where they differ by rounding
@@ -110,7 +134,9 @@ def _reward_against_length(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def score_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """How many completions could not be scored, and how many of each cause that there was; and the means of what the task measured."""
+    """How many completions could not be scored, and how many of each cause that there was; and the means of what the
+    task measured.
+    """
     failures = _failures(groups)
     measured: dict[str, list[float]] = {}
     for rollout in (rollout for group in groups for rollout in group.rollouts):
@@ -142,18 +168,24 @@ def _check_advantages(group: RolloutGroup) -> None:
         return
     found, needed = [len(row) for row in group.advantages], [len(rollout.token_ids) for rollout in group.rollouts]
     if found != needed:
-        raise ConfigError(f"rollouts: a group has advantages of {found} numbers, and its rollouts have {needed} tokens; give one for each")
+        raise ConfigError(
+            f"rollouts: a group has advantages of {found} numbers, and its rollouts have {needed} tokens; give one for each"
+        )
     if not all(isfinite(sum(row)) for row in group.advantages):
         raise ConfigError("rollouts: a group has an advantage that is no finite number")
 
 
 def _failures(groups: Sequence[RolloutGroup]) -> list[str]:
-    return [rollout.score.failure for group in groups for rollout in group.rollouts if rollout.score.failure is not None]
+    return [
+        rollout.score.failure for group in groups for rollout in group.rollouts if rollout.score.failure is not None
+    ]
 
 
-def _advantages(groups: Sequence[RolloutGroup], rewards: list[list[float]], updater: Updater) -> list[list[float | Sequence[float]]]:
-    """For every rollout of every group its advantage: computed from the rewards, or, where the source gave advantages, one per token;
-    0 for those that were to get none.
+def _advantages(
+    groups: Sequence[RolloutGroup], rewards: list[list[float]], updater: Updater
+) -> list[list[float | Sequence[float]]]:
+    """For every rollout of every group its advantage: computed from the rewards, or, where the source gave advantages,
+    one per token; 0 for those that were to get none.
 
     Raises:
         ConfigError: a KL penalty in the reward, and advantages that were made without it.
@@ -169,21 +201,33 @@ def _advantages(groups: Sequence[RolloutGroup], rewards: list[list[float]], upda
     return [_without_zeroed(group, group.advantages or own) for group, own in zip(groups, computed, strict=True)]
 
 
-def _without_zeroed(group: RolloutGroup, advantages: Sequence[float | Sequence[float]]) -> list[float | Sequence[float]]:
+def _without_zeroed(
+    group: RolloutGroup, advantages: Sequence[float | Sequence[float]]
+) -> list[float | Sequence[float]]:
     pairs = zip(group.rollouts, advantages, strict=True)
     zeros = [0.0 if group.advantages is None else (0.0,) * len(rollout.token_ids) for rollout in group.rollouts]
     return [zero if rollout.zero_advantage else own for (rollout, own), zero in zip(pairs, zeros, strict=True)]
 
 
-def _numbers(group: RolloutGroup, advantages: Sequence[float | Sequence[float]], *, mask_truncated: bool = False) -> list[float]:
+def _numbers(
+    group: RolloutGroup, advantages: Sequence[float | Sequence[float]], *, mask_truncated: bool = False
+) -> list[float]:
     """A group's advantages as numbers: one per rollout, or, where there is one per token, those of the sampled tokens.
 
     Args:
         mask_truncated: leave out those of rollouts whose tokens `build_batch` leaves out of the loss.
     """
     pairs = zip(group.rollouts, advantages, strict=True)
-    shown = [(rollout, own) for rollout, own in pairs if not (mask_truncated and rollout.finish_reason is FinishReason.LENGTH)]
-    return [n for rollout, own in shown for n in (compress(own, rollout.is_sampled) if isinstance(own, Sequence) else (own,))]
+    shown = [
+        (rollout, own)
+        for rollout, own in pairs
+        if not (mask_truncated and rollout.finish_reason is FinishReason.LENGTH)
+    ]
+    return [
+        n
+        for rollout, own in shown
+        for n in (compress(own, rollout.is_sampled) if isinstance(own, Sequence) else (own,))
+    ]
 
 
 def _advantage_metrics(numbers: Sequence[float]) -> dict[str, float]:
@@ -198,14 +242,20 @@ def _advantage_metrics(numbers: Sequence[float]) -> dict[str, float]:
 def _per_rollout(group: RolloutGroup, advantages: Sequence[float | Sequence[float]]) -> list[float]:
     """One number per rollout: its advantage, or the mean of those of its sampled tokens."""
     pairs = zip(advantages, group.rollouts, strict=True)
-    return [sum(compress(own, r.is_sampled)) / max(r.num_sampled, 1) if isinstance(own, Sequence) else own for own, r in pairs]
+    return [
+        sum(compress(own, r.is_sampled)) / max(r.num_sampled, 1) if isinstance(own, Sequence) else own
+        for own, r in pairs
+    ]
 
 
-def _keep(groups: Sequence[RolloutGroup], is_silent: Sequence[bool], updater: Updater, *, fills_updates: bool) -> list[bool]:
+def _keep(
+    groups: Sequence[RolloutGroup], is_silent: Sequence[bool], updater: Updater, *, fills_updates: bool
+) -> list[bool]:
     """Which groups are trained on, where those without signal are dropped.
 
     Args:
-        fills_updates: as many of those stay, the first of them, as it takes to make the updates that the whole batch would make.
+        fills_updates: as many of those stay, the first of them, as it takes to make the updates that the whole
+            batch would make.
     """
     keep, sizes = [not silent for silent in is_silent], [len(group.rollouts) for group in groups]
     planned = len(updater.updates_of(sum(sizes))) if fills_updates else 0
@@ -219,12 +269,17 @@ def _keep(groups: Sequence[RolloutGroup], is_silent: Sequence[bool], updater: Up
 def _with_logprobs_of(whole: TokenBatch, batch: TokenBatch) -> TokenBatch:
     """`batch`, a part of whose completions is masked, with the logprobs of the batch in which nothing is."""
     assert whole.ref_logprobs is not None
-    return batch.with_logprobs(old=whole.old_logprobs * batch.completion_mask, ref=whole.ref_logprobs * batch.completion_mask)
+    return batch.with_logprobs(
+        old=whole.old_logprobs * batch.completion_mask, ref=whole.ref_logprobs * batch.completion_mask
+    )
 
 
 def _subtract(rewards: list[list[float]], penalties: list[float]) -> list[list[float]]:
     remaining = iter(penalties)
-    return [[reward - penalty for reward, penalty in zip(group, islice(remaining, len(group)), strict=True)] for group in rewards]
+    return [
+        [reward - penalty for reward, penalty in zip(group, islice(remaining, len(group)), strict=True)]
+        for group in rewards
+    ]
 
 
 def _is_masked(group: RolloutGroup) -> bool:

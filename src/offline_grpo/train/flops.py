@@ -1,5 +1,5 @@
-"""Model FLOPs utilisation: the arithmetic that an update needs, over what the GPU could have done in that time (Chowdhery et al., arXiv
-2204.02311, appendix B)."""
+"""Model FLOPs utilisation: the arithmetic that an update needs, over what the GPU could have done in that time
+(Chowdhery et al., arXiv 2204.02311, appendix B)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ PEAK_FLOPS = {
     "A10G": 70e12,
     "L4": 121e12,
 }
-"""Of the makers' data sheets, dense, in bfloat16, by a part of the GPU's name; PCIe and SXM cards of a name count alike."""
+"""Of the makers' data sheets, dense, in bfloat16, by a part of the GPU's name; PCIe and SXM cards of a name count
+alike.
+"""
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -34,10 +36,10 @@ def peak_flops(device: torch.device) -> float | None:
 def update_flops(model: PreTrainedModel, sequence_lengths: Sequence[int]) -> float:
     """Operations of a forward and a backward pass over these sequences, prompts included.
 
-    A weight of a matrix takes two per token in the forward pass and two for the gradient of its input; two more, if it is trained, for its
-    own. Of the embeddings only the output head counts. Of the experts of a layer those count that a token goes to. Attention takes
-    12 x layers x heads x head size x L^2 / 2 for a sequence of L tokens: causal, over everything before. What is computed again, because it
-    was not kept, does not count.
+    A weight of a matrix takes two per token in the forward pass and two for the gradient of its input; two more, if it
+    is trained, for its own. Of the embeddings only the output head counts. Of the experts of a layer those count that a
+    token goes to. Attention takes 12 x layers x heads x head size x L^2 / 2 for a sequence of L tokens: causal, over
+    everything before. What is computed again, because it was not kept, does not count.
     """
     config: Any = model.config.get_text_config()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -56,7 +58,10 @@ def update_flops(model: PreTrainedModel, sequence_lengths: Sequence[int]) -> flo
 
 def _active_share(config: Any) -> float:
     """The part of the experts that a token goes to."""
-    total = next((n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, None))), None)
+    total = next(
+        (n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, None))),
+        None,
+    )
     return getattr(config, "num_experts_per_tok", None) / total if total else 1.0
 
 

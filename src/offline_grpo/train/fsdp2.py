@@ -1,7 +1,9 @@
-"""`train.sharding=fsdp2`: every process holds a part of each weight, gradient, master and optimizer state, by PyTorch's own FSDP2.
+"""`train.sharding=fsdp2`: every process holds a part of each weight, gradient, master and optimizer state, by PyTorch's
+own FSDP2.
 
-    weights      fp32, spread: they are the masters. A block's are gathered in `train.precision` while it computes, forward and backward.
-    gradients    summed in fp32 and spread again after every block and microbatch: keeping them whole over microbatches would take
+    weights      fp32, spread: they are the masters. A block's are gathered in `train.precision` while it computes,
+    forward and backward. gradients    summed in fp32 and spread again after every block and microbatch: keeping them
+    whole over microbatches would take
                  the memory of the whole model
     adapters     LoRA's are small: every process has all of them, as without sharding; the base is frozen and spread
 
@@ -40,7 +42,9 @@ register_dataclass(TokenStats)  # FSDP2 looks there for tensors whose backward p
 
 @dataclass
 class FullyShardedPolicy(Replicas):
-    """A `Sharding` by FSDP2. Rank 0 alone writes and pushes; the others help it to gather, a tensor at a time, see `lead`."""
+    """A `Sharding` by FSDP2. Rank 0 alone writes and pushes; the others help it to gather, a tensor at a time, see
+    `lead`.
+    """
 
     _policy: Policy | None = field(default=None, init=False)
     _gathering: Generator[tuple[str, Tensor]] | None = field(default=None, init=False)
@@ -72,7 +76,9 @@ class FullyShardedPolicy(Replicas):
                 "use train.precision=fp32, or train.sharding=none"
             )
         if widens:
-            settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            settings["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
         for module in (*blocks_of(model, model.config.get_text_config().num_hidden_layers)[1], scoring):
             for parameter in module.parameters() if widens else ():
                 if not isinstance(parameter, DTensor):
@@ -147,7 +153,9 @@ class FullyShardedPolicy(Replicas):
                     pass
 
     def full_weights(self, policy: Policy) -> Iterator[tuple[str, Tensor]]:
-        """See `Sharding.full_weights`. Of an adapted policy the adapters alone: the base never changes. Rank 0 calls it, inside `lead`."""
+        """See `Sharding.full_weights`. Of an adapted policy the adapters alone: the base never changes. Rank 0 calls
+        it, inside `lead`.
+        """
         if not policy.is_sharded:
             return super().full_weights(policy)
         if has_adapters(policy.model):

@@ -1,12 +1,14 @@
-"""The training loop. It knows engines, sources, evaluators, checkpoints and listeners only by the Protocols of interfaces.py.
+"""The training loop. It knows engines, sources, evaluators, checkpoints and listeners only by the Protocols of
+interfaces.py.
 
     (evaluate) -> for each iteration: generate -> train -> sync -> (evaluate) -> (save) -> log
 
-The checkpoint is written before the metrics (so that they can tell how long it took) but counts only after them: a run that is killed
-anywhere goes on from the last checkpoint, repeats what came after it, and ends with the same files.
+The checkpoint is written before the metrics (so that they can tell how long it took) but counts only after them: a run
+that is killed anywhere goes on from the last checkpoint, repeats what came after it, and ends with the same files.
 
-A signal stops the run where the weights are those of a whole number of iterations: until the first optimizer step of an iteration what
-the iteration has done so far is thrown away, and an evaluation that is cut short is owed to the run that goes on.
+A signal stops the run where the weights are those of a whole number of iterations: until the first optimizer step of an
+iteration what the iteration has done so far is thrown away, and an evaluation that is cut short is owed to the run that
+goes on.
 """
 
 from __future__ import annotations
@@ -21,7 +23,16 @@ from typing import Any, TypeVar
 
 from offline_grpo import progress
 from offline_grpo.errors import KEEP_OUT, EngineDied, EngineError, ForeignWrite, StopRequested
-from offline_grpo.interfaces import Checkpointer, Deployment, Evaluator, PendingCheckpoint, Prefetch, RolloutSource, RunListener, StopSignal
+from offline_grpo.interfaces import (
+    Checkpointer,
+    Deployment,
+    Evaluator,
+    PendingCheckpoint,
+    Prefetch,
+    RolloutSource,
+    RunListener,
+    StopSignal,
+)
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
@@ -40,7 +51,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The evaluator, the deployment that it samples from, and its schedule: after an iteration if `is_due`, and `before_training`."""
+    """The evaluator, the deployment that it samples from, and its schedule: after an iteration if `is_due`, and
+    `before_training`.
+    """
 
     evaluator: Evaluator
     deployment: Deployment
@@ -75,8 +88,11 @@ class Loop:
     _num_foreign_writes: int = field(default=0, init=False)
     _last_saved: int | None = field(default=None, init=False)
 
-    def run(self, first_iteration: int, source_state: Mapping[str, Any] | None, *, owes_evaluation: bool = False) -> None:
-        """Train until the configured number of iterations, or until `milestones` say stop, from `first_iteration` on (0 for a new run).
+    def run(
+        self, first_iteration: int, source_state: Mapping[str, Any] | None, *, owes_evaluation: bool = False
+    ) -> None:
+        """Train until the configured number of iterations, or until `milestones` say stop, from `first_iteration` on (0
+        for a new run).
 
         Args:
             source_state: what the source returned for the checkpoint that the run goes on from, None for a new run.
@@ -159,7 +175,9 @@ class Loop:
         metrics["num_tokens_trained"] = float(batch.completion_mask.sum()) * self.config.epochs
         self._flops = update_flops(self.policy.causal_lm, batch.sequence_lengths) * self.config.epochs
         commit = partial(self._commit_to, iteration)
-        return metrics | self.updater.run(batch, iteration=iteration, before_step=commit, on_own_weights=self._on_own_weights)
+        return metrics | self.updater.run(
+            batch, iteration=iteration, before_step=commit, on_own_weights=self._on_own_weights
+        )
 
     def _evaluate(self, evaluation: Evaluation, iteration: int) -> Metrics:
         evaluator, deployment, cycle = evaluation.evaluator, evaluation.deployment, iteration + 1
@@ -176,7 +194,9 @@ class Loop:
         return self.updater.counters.version
 
     def _push_first(self) -> None:
-        """Push the first weights: the policy's, or in a resumed run the possibly older ones that the engine served at the checkpoint."""
+        """Push the first weights: the policy's, or in a resumed run the possibly older ones that the engine served at
+        the checkpoint.
+        """
         with progress.phase("sync"), self.schedule.served_weights(self.policy, self._version) as version:
             report = self._recovering(self.deployment, lambda: self.deployment.push(self.policy, version=version))
         self.schedule.connected(self.policy, report.version)
@@ -189,7 +209,9 @@ class Loop:
             self.schedule.pushed(self.policy, report.version)
             self.source.weights_changed(report.version)
         else:
-            report = SyncReport(version=self.schedule.version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
+            report = SyncReport(
+                version=self.schedule.version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0
+            )
         return {
             **report.metrics(),
             **frozen_metric(self.deployment),
@@ -202,10 +224,14 @@ class Loop:
         return self.deployment.push(self.policy, version=self._version, amid_requests=isinstance(self.source, Prefetch))
 
     def _sample(self, deployment: Deployment, share: Callable[[], list[RolloutGroup]]) -> list[RolloutGroup]:
-        """The groups of all processes, each of which samples its `share`, from the weights of the last push and no others."""
+        """The groups of all processes, each of which samples its `share`, from the weights of the last push and no
+        others.
+        """
 
         def sample() -> list[RolloutGroup]:
-            with self.updater.sharding.gathered(self.policy) if deployment.client.engine_name is None else nullcontext():
+            with (
+                self.updater.sharding.gathered(self.policy) if deployment.client.engine_name is None else nullcontext()
+            ):
                 groups = self.ranks.gather_interleaved(share)
             deployment.check_served()
             check_scored(groups, self.stop_at_failed_frac)
@@ -214,7 +240,8 @@ class Loop:
         return self._recovering(deployment, sample)
 
     def _recovering(self, deployment: Deployment, action: Callable[[], T]) -> T:
-        """Run `action`; if the engine dies or loses the weights, recover it and run `action` once more, from the same state.
+        """Run `action`; if the engine dies or loses the weights, recover it and run `action` once more, from the same
+        state.
 
         A second time in a row ends the run.
         """
@@ -237,7 +264,9 @@ class Loop:
             return action()
 
     def _on_own_weights(self, action: Callable[[], T]) -> T:
-        """What `action` computes from the policy's weights; once more, where somebody else wrote to them meanwhile. Twice ends the run."""
+        """What `action` computes from the policy's weights; once more, where somebody else wrote to them meanwhile.
+        Twice ends the run.
+        """
         result = action()
         for is_last in (False, True):
             if not (names := self.deployment.mend(self.policy)):
@@ -264,7 +293,9 @@ class Loop:
 
     @contextmanager
     def _safe_point(self, iteration: int) -> Iterator[None]:
-        """Work that a signal may interrupt: the weights are still those after the previous iteration, and are saved if they are not yet."""
+        """Work that a signal may interrupt: the weights are still those after the previous iteration, and are saved if
+        they are not yet.
+        """
         try:
             with self._interruptible():
                 yield
@@ -291,7 +322,9 @@ class Loop:
         with progress.phase(name, iteration):
             yield
         self._seconds[name] = time.perf_counter() - started
-        self._card_bytes = max(self._card_bytes, card_bytes(self.policy.compute_device))  # torch keeps what a phase needed at most
+        self._card_bytes = max(
+            self._card_bytes, card_bytes(self.policy.compute_device)
+        )  # torch keeps what a phase needed at most
 
     def _log(self, record: Mapping[str, Metrics], iteration: int) -> None:
         for listener in self.listeners:  # the whole record to each: a later one may raise

@@ -62,9 +62,11 @@ class Milestones:
             self._watches["keep_best"] = Watch(keep_best)
 
     def see(self, metrics: Mapping[str, float], iteration: int) -> bool:
-        """Take note of an evaluation. Returns whether the state after `iteration` must be saved: as the best one, or as the last one.
+        """Take note of an evaluation. Returns whether the state after `iteration` must be saved: as the best one, or as
+        the last one.
 
-        The evaluation before training is what later ones are compared with for early stopping; it belongs to no checkpoint.
+        The evaluation before training is what later ones are compared with for early stopping; it belongs to no
+        checkpoint.
         """
         names = [name for name in self._watches if iteration >= 0 or name != "keep_best"]
         is_best = {name: self._watches[name].see(metrics, iteration) for name in names}
@@ -84,13 +86,21 @@ class Milestones:
         if limit is not None and not watch.is_better(limit, watch.last):
             return f"{watch.key}={watch.last:.4g} has reached train.stop_when.threshold={limit:g}"
         if patience is not None and watch.num_since_best >= patience:
-            when = "before training" if watch.best_iteration == -1 else f"after iteration {(watch.best_iteration or 0) + 1}"
+            when = (
+                "before training"
+                if watch.best_iteration == -1
+                else f"after iteration {(watch.best_iteration or 0) + 1}"
+            )
             count = f"{watch.num_since_best} evaluation{'s' if watch.num_since_best > 1 else ''}"
-            return f"no better {watch.key} than {watch.best:.4g} ({when}) in {count}, train.stop_when.patience={patience}"
+            return (
+                f"no better {watch.key} than {watch.best:.4g} ({when}) in {count}, train.stop_when.patience={patience}"
+            )
         return None
 
     def early_end(self, iteration: int, num_iterations: int) -> dict[str, float]:
-        """The metric by which a record says that the run ended after this iteration, before its time; none where it goes on."""
+        """The metric by which a record says that the run ended after this iteration, before its time; none where it
+        goes on.
+        """
         return {"stopped_early": 1.0} if self.stop_reason is not None and iteration + 1 < num_iterations else {}
 
     def state_dict(self) -> dict[str, Watch]:
@@ -138,5 +148,10 @@ def watched_metrics(config: RunConfig, names: Sequence[str]) -> dict[str, str]:
         watched["train.stop_when.metric"] = config.train.stop_when.metric
     for key, metric in watched.items():
         require(config.eval.enabled, key, metric, "nothing is measured with eval.enabled=false")
-        require(metric.removeprefix("-") in names, key, metric, f"no such evaluation metric; choose one of {', '.join(names)}")
+        require(
+            metric.removeprefix("-") in names,
+            key,
+            metric,
+            f"no such evaluation metric; choose one of {', '.join(names)}",
+        )
     return watched

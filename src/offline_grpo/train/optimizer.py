@@ -21,15 +21,21 @@ QUANTISED_FROM = 4096  # weights: smaller tensors have fp32 state
 
 
 def is_offloaded(factory: OptimizerFactory) -> bool:
-    """Whether masters and state are in the host's memory. Optimizers that know of no such thing, also those from outside, are not."""
+    """Whether masters and state are in the host's memory. Optimizers that know of no such thing, also those from
+    outside, are not.
+    """
     return getattr(factory, "offload", False)
 
 
 def check_settings(optimizer: Any) -> None:
-    """Raise ConfigError unless the settings that an optimizer has are in their ranges: torch would, but once the model is loaded."""
+    """Raise ConfigError unless the settings that an optimizer has are in their ranges: torch would, but once the model
+    is loaded.
+    """
     settings = vars(optimizer)
     require(settings["lr"] > 0, "train.optimizer.lr", settings["lr"], "must be above 0")
-    require(settings["weight_decay"] >= 0, "train.optimizer.weight_decay", settings["weight_decay"], "must be 0 or more")
+    require(
+        settings["weight_decay"] >= 0, "train.optimizer.weight_decay", settings["weight_decay"], "must be 0 or more"
+    )
     for name in ("beta1", "beta2"):
         require(0 <= settings.get(name, 0) < 1, f"train.optimizer.{name}", settings.get(name), "a number in [0, 1)")
     require(settings.get("eps", 0) >= 0, "train.optimizer.eps", settings.get("eps"), "must be 0 or more")
@@ -46,7 +52,8 @@ def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> lis
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """torch.optim.AdamW (Loshchilov & Hutter, arXiv 1711.05101). State: two running means per weight, and a step count per tensor.
+    """torch.optim.AdamW (Loshchilov & Hutter, arXiv 1711.05101). State: two running means per weight, and a step count
+    per tensor.
 
     Args:
         offload: masters and state are in the host's memory, see offload.py.
@@ -65,7 +72,11 @@ class AdamW:
     def create(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """An optimizer over fp32 `parameters`."""
         return torch.optim.AdamW(
-            decay_groups(parameters, self.weight_decay), lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True
+            decay_groups(parameters, self.weight_decay),
+            lr=self.lr,
+            betas=(self.beta1, self.beta2),
+            eps=self.eps,
+            fused=True,
         )
 
     def state_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
@@ -79,7 +90,9 @@ class AdamW:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW8bit:
-    """bitsandbytes' AdamW with block-wise 8-bit state (Dettmers et al., arXiv 2110.02861): two bytes per weight, two scales per block."""
+    """bitsandbytes' AdamW with block-wise 8-bit state (Dettmers et al., arXiv 2110.02861): two bytes per weight, two
+    scales per block.
+    """
 
     lr: float
     weight_decay: float
@@ -130,8 +143,8 @@ class AdamW8bit:
 
 @dataclass(frozen=True, kw_only=True)
 class Adafactor:
-    """transformers' Adafactor (Shazeer & Stern, arXiv 1804.04235). State: squared gradients of rows and of columns for a matrix, of every
-    weight for a vector."""
+    """transformers' Adafactor (Shazeer & Stern, arXiv 1804.04235). State: squared gradients of rows and of columns for
+    a matrix, of every weight for a vector."""
 
     lr: float
     weight_decay: float

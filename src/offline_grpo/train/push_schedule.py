@@ -18,8 +18,9 @@ from offline_grpo.train.counters import PushCounters
 class PushSchedule:
     """Counts the opportunities to push, of which every `interval`-th is taken.
 
-    With an interval above 1 the engine serves older weights than the trainer has. A copy of them is kept in host memory then: an engine
-    that is started again, after its death or with a resumed run, must go on with just those, or the run would not be the same.
+    With an interval above 1 the engine serves older weights than the trainer has. A copy of them is kept in host memory
+    then: an engine that is started again, after its death or with a resumed run, must go on with just those, or the
+        run would not be the same.
     """
 
     interval: int
@@ -45,7 +46,9 @@ class PushSchedule:
     def _remember(self, policy: Policy, version: int) -> None:
         self.version = version
         weights = policy.trained_parameters().items() if self.interval > 1 else ()
-        self._served = {name: (p.detach().clone() if policy.is_sharded else p.detach().to("cpu", copy=True)) for name, p in weights} or None
+        self._served = {
+            name: (p.detach().clone() if policy.is_sharded else p.detach().to("cpu", copy=True)) for name, p in weights
+        } or None
 
     @contextmanager
     def served_weights(self, policy: Policy, version: int) -> Iterator[int]:

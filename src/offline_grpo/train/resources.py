@@ -10,12 +10,14 @@ from offline_grpo.types import Metrics
 
 
 def time_metrics(seconds: Mapping[str, float], metrics: Metrics) -> dict[str, float]:
-    """Seconds of each phase, and throughput: of sampling and of training over their own time, and of the whole iteration.
+    """Seconds of each phase, and throughput: of sampling and of training over their own time, and of the whole
+    iteration.
 
     Args:
         seconds: of each phase that ran in the iteration, by its name.
-        metrics: with the numbers of tokens that were sampled and trained on. A source that samples at other times than in the phase
-            "generate" says in how many seconds by `time/sampling_s`, which is 0 where nothing was sampled.
+        metrics: with the numbers of tokens that were sampled and trained on. A source that samples at other times
+            than in the phase "generate" says in how many seconds by `time/sampling_s`, which is 0 where nothing was
+            sampled.
     """
     found = {f"time/{name}_s": value for name, value in seconds.items()}
     found["time/sampling_s"] = sampling_s = metrics.get("time/sampling_s", seconds["generate"])
@@ -37,9 +39,11 @@ def card_bytes(device: torch.device) -> int:
 
 
 def gpu_memory(device: torch.device, card_bytes: int) -> dict[str, float]:
-    """The most memory that this process has held on its GPU since the last call, in GB (1e9 bytes); empty without a GPU.
+    """The most memory that this process has held on its GPU since the last call, in GB (1e9 bytes); empty without a
+    GPU.
 
-    Allocated is what tensors took, reserved what torch took from the device to put them into. What a server takes is not in them.
+    Allocated is what tensors took, reserved what torch took from the device to put them into. What a server takes is
+    not in them.
 
     Args:
         card_bytes: the most that was seen in use on that GPU, a server's share included.

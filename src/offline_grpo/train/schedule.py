@@ -12,8 +12,8 @@ from offline_grpo.errors import ConfigError
 class LrSchedule:
     """What the peak learning rate is multiplied by at an update: `schedule(update)`.
 
-    The warm-up rises linearly, (update + 1) / warmup_steps, so that the first update moves. `linear` and `cosine` then fall
-    towards 0, which they would reach at update `num_updates`.
+    The warm-up rises linearly, (update + 1) / warmup_steps, so that the first update moves. `linear` and `cosine` then
+    fall towards 0, which they would reach at update `num_updates`.
 
     Example: kind="linear", num_updates=4, warmup_steps=2: 0.5, 1, 1, 0.5.
 
@@ -45,8 +45,8 @@ class LrSchedule:
     def continuing(self, earlier: LrSchedule, update: int, *, restart: bool, warms_up: bool) -> LrSchedule:
         """The schedule of a run that goes on at `update`, where it had `earlier` and its settings now ask for this one.
 
-        With the same settings it is `earlier` itself. With others the learning rate goes on from where it is: the curve of the new kind,
-        scaled to begin there, over the updates that are left.
+        With the same settings it is `earlier` itself. With others the learning rate goes on from where it is: the curve
+        of the new kind, scaled to begin there, over the updates that are left.
 
         Args:
             restart: begin anew at the peak instead, because the user has set one.
@@ -57,7 +57,11 @@ class LrSchedule:
         """
         if restart:
             return replace(self, first=update, warms_up=warms_up)
-        if (self.kind, self.num_updates, self.warmup_steps) == (earlier.kind, earlier.num_updates, earlier.warmup_steps):
+        if (self.kind, self.num_updates, self.warmup_steps) == (
+            earlier.kind,
+            earlier.num_updates,
+            earlier.warmup_steps,
+        ):
             return earlier
         if earlier.warms_up and update - earlier.first < earlier.warmup_steps:
             return replace(self, first=earlier.first, scale=earlier.scale)

@@ -1,9 +1,10 @@
 """One iteration's optimizer updates: batch in, changed weights and metrics out.
 
-    score once (old, reference) -> for each epoch, for each update: microbatches forward and backward -> sum over processes -> step
+    score once (old, reference) -> for each epoch, for each update: microbatches forward and backward -> sum over
+    processes -> step
 
-Every loss and metric is a sum of shares divided by the totals of the whole optimizer batch, so neither the number of microbatches
-nor the number of processes changes the gradient.
+Every loss and metric is a sum of shares divided by the totals of the whole optimizer batch, so neither the number of
+microbatches nor the number of processes changes the gradient.
 """
 
 from __future__ import annotations
@@ -70,34 +71,46 @@ class Updater:
         before_step: Callable[[], None] = lambda: None,
         on_own_weights: OnOwnWeights = lambda action: action(),
     ) -> dict[str, float]:
-        """Every update of an iteration on `batch` (CPU tensors, the same on every process) that has a token to train on. Returns metrics
-        averaged over updates.
+        """Every update of an iteration on `batch` (CPU tensors, the same on every process) that has a token to train
+        on. Returns metrics averaged over updates.
 
         `batch.old_logprobs` and `ref_logprobs` are filled in by `score`, where this iteration needs them.
 
         Args:
-            before_step: called once, before the first step; up to there the weights and the optimizer are those of the last iteration.
-            on_own_weights: runs what computes the gradients of an update; again, if somebody else wrote to the weights meanwhile.
+            before_step: called once, before the first step; up to there the weights and the optimizer are those of
+                the last iteration.
+            on_own_weights: runs what computes the gradients of an update; again, if somebody else wrote to the
+                weights meanwhile.
         """
         _seed_dropout(derive_seed(self.seed, "dropout", iteration, self.ranks.rank))
         split = self.updates_of(batch.num_sequences)
         one_pass = [(sequences, totals_of(batch, sequences, max_new_tokens=self.max_new_tokens)) for sequences in split]
-        updates = self.config.epochs * [(sequences, totals) for sequences, totals in one_pass if totals.num_completion_tokens > 0]
+        updates = self.config.epochs * [
+            (sequences, totals) for sequences, totals in one_pass if totals.num_completion_tokens > 0
+        ]
         alignment = Alignment()
         results = []
         for number, (sequences, totals) in enumerate(updates):
             progress.report(number, len(updates), "updates")
             self._set_lr()
-            shares, found = on_own_weights(lambda sequences=sequences, totals=totals: self._gradients(batch, sequences, totals))
+            shares, found = on_own_weights(
+                lambda sequences=sequences, totals=totals: self._gradients(batch, sequences, totals)
+            )
             alignment.extend(found)
             results.append(self._step(self._sum_over_ranks(shares), before_step if number == 0 else None))
             self._count(results[-1] is not None, batch, sequences, iteration)
         applied = [metrics for metrics in results if metrics is not None]
-        means = {name: sum(metrics[name] for metrics in applied) / len(applied) for name in (applied[0] if applied else ())}
+        means = {
+            name: sum(metrics[name] for metrics in applied) / len(applied) for name in (applied[0] if applied else ())
+        }
         means |= alignment.metrics(self.ranks)
         if self.ranks.is_main:
             self._mismatch.see(means)
-        return means | {"num_updates": float(len(applied)), "num_updates_refused": float(len(results) - len(applied)), **self._lr_metric()}
+        return means | {
+            "num_updates": float(len(applied)),
+            "num_updates_refused": float(len(results) - len(applied)),
+            **self._lr_metric(),
+        }
 
     def updates_of(self, num_sequences: int) -> list[range]:
         """The sequences of each update of one pass over a batch of this many."""
@@ -105,25 +118,36 @@ class Updater:
         if self.config.grad_accum_steps is not None:
             assert self.config.batch_size is not None
             per_update = self.config.batch_size * self.config.grad_accum_steps
-        return split_updates(num_sequences, num_updates=self.config.updates_per_iteration, sequences_per_update=per_update)
+        return split_updates(
+            num_sequences, num_updates=self.config.updates_per_iteration, sequences_per_update=per_update
+        )
 
     def needs_old_logprobs(self, batch: TokenBatch) -> bool:
-        """Whether a scoring pass is due: not if the ratio is to the engine, nor if a single update's policy is itself the old one."""
+        """Whether a scoring pass is due: not if the ratio is to the engine, nor if a single update's policy is itself
+        the old one.
+        """
         has_several_updates = len(self.updates_of(batch.num_sequences)) * self.config.epochs > 1
         return self.loss.kl_in_reward or (has_several_updates and self.loss.ratio_reference == "old")
 
     def score(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with the logprobs of the policy before its first update, and of the reference, where the iteration needs them.
+        """The batch with the logprobs of the policy before its first update, and of the reference, where the iteration
+        needs them.
 
         Reference logprobs that came with the rollouts take the place of a pass.
         """
         old = self._score_all(self.policy.scoring, batch) if self.needs_old_logprobs(batch) else None
-        ref = self._score_all(self.reference, batch) if self.reference is not None and batch.ref_logprobs is None else None
+        ref = (
+            self._score_all(self.reference, batch)
+            if self.reference is not None and batch.ref_logprobs is None
+            else None
+        )
         return batch.with_logprobs(old=old, ref=ref)
 
     def _score_all(self, scoring: Scoring | BaseScoring, batch: TokenBatch) -> Tensor:
         logprobs = torch.zeros_like(batch.old_logprobs)  # [T]
-        mine = share_of_rank(range(batch.num_sequences), batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size)
+        mine = share_of_rank(
+            range(batch.num_sequences), batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size
+        )
         passes = list(self._passes(mine, range(batch.num_sequences), batch))
         scored: list[tuple[Sequence[int], Tensor]] = []  # on the device: it is not waited for between two microbatches
         for number, (sequences, counts) in enumerate(passes):
@@ -137,7 +161,9 @@ class Updater:
         return logprobs
 
     def _gradients(self, batch: TokenBatch, sequences: Sequence[int], totals: BatchTotals) -> Gradients:
-        """Fill in the gradients of one update on these sequences. Returns this process's shares of the metrics, and its logprobs."""
+        """Fill in the gradients of one update on these sequences. Returns this process's shares of the metrics, and its
+        logprobs.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         mine = share_of_rank(sequences, batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size)
         shares: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.policy.device))
@@ -162,7 +188,9 @@ class Updater:
         return shares, alignment
 
     def _step(self, metrics: dict[str, float], before_step: Callable[[], None] | None) -> dict[str, float] | None:
-        """One optimizer step. Returns the update's metrics; None if loss or gradient was not finite and the step was refused."""
+        """One optimizer step. Returns the update's metrics; None if loss or gradient was not finite and the step was
+        refused.
+        """
         metrics["grad_norm"] = self._gradient_norm()
         is_finite = all(map(math.isfinite, metrics.values()))
         if before_step is not None:
@@ -204,7 +232,9 @@ class Updater:
         self.ranks.sum_([stacked])
         return dict(zip(names, stacked.tolist(), strict=True))
 
-    def _passes(self, mine: Sequence[int], sequences: Sequence[int], batch: TokenBatch) -> Iterator[tuple[Sequence[int], bool]]:
+    def _passes(
+        self, mine: Sequence[int], sequences: Sequence[int], batch: TokenBatch
+    ) -> Iterator[tuple[Sequence[int], bool]]:
         """This process's microbatches of an update, then as many passes that do not count as the sharding asks for."""
         own = self._microbatches(mine, batch)
         yield from ((chosen, True) for chosen in own)
@@ -240,7 +270,9 @@ class Updater:
         Raises:
             ValueError: a running mean has another shape than its parameter, which fused kernels would not notice.
         """
-        settings = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
+        settings = [
+            {name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups
+        ]
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for number, means in state["optimizer"]["state"].items():
             for name in MEANS & means.keys():
@@ -257,7 +289,9 @@ class Updater:
 
 
 def _seed_dropout(seed: int) -> None:
-    """`torch.manual_seed` without what it does for GPUs that are not there: 2 ms, a tenth of an update of the main job on a CPU."""
+    """`torch.manual_seed` without what it does for GPUs that are not there: 2 ms, a tenth of an update of the main job
+    on a CPU.
+    """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)

@@ -1,7 +1,8 @@
-"""`vllm_bridge_config.json`: which memory of a vLLM worker holds which parameter. Written whole or not at all, read field by field.
+"""`vllm_bridge_config.json`: which memory of a vLLM worker holds which parameter. Written whole or not at all, read
+field by field.
 
-A handle only opens memory: nothing in the file is executed, unpickled or used as a path. It names the worker's process, by pid and start
-time, so a file that outlived its server is refused.
+A handle only opens memory: nothing in the file is executed, unpickled or used as a path. It names the worker's process,
+by pid and start time, so a file that outlived its server is refused.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class Bridge:
     param_mappings: list[ParamMapping]
 
     @classmethod
-    def from_worker(cls, run_id: str, model: str, described: Mapping[str, Any], exported: Mapping[str, Any], layout: Any) -> Bridge:
+    def from_worker(
+        cls, run_id: str, model: str, described: Mapping[str, Any], exported: Mapping[str, Any], layout: Any
+    ) -> Bridge:
         """What the worker extension told us, checked like a file."""
         record = {
             "run_id": run_id,
@@ -103,7 +106,8 @@ class Bridge:
     def read(cls, path: Path) -> Bridge:
         """Load what `write` saved.
 
-        The file must be this user's or root's: whoever wrote it chooses the process whose memory is opened, and trained into.
+        The file must be this user's or root's: whoever wrote it chooses the process whose memory is opened, and trained
+        into.
 
         Raises:
             EngineError: no such file, somebody else's, not in this format, or of a server that has ended since.
@@ -117,12 +121,16 @@ class Bridge:
                 f"{path}: no readable bridge file ({error}); it is in the run folder of a weight_sync=shared_vllm run"
             ) from error
         if owner not in (0, os.geteuid()):
-            raise EngineError(f"{path}: belongs to user {owner}, who could lead the trainer into other memory; take your own run's")
+            raise EngineError(
+                f"{path}: belongs to user {owner}, who could lead the trainer into other memory; take your own run's"
+            )
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             raise EngineError(f"{path}: is no bridge file of format {FORMAT}")
         bridge = _parse_bridge({key: value for key, value in record.items() if key != "format"}, str(path))
         if start_time_of(bridge.pid) != bridge.start_time:
-            raise _refused(str(path), f"is stale: the server that wrote it (pid {bridge.pid}, run {bridge.run_id}) has ended")
+            raise _refused(
+                str(path), f"is stale: the server that wrote it (pid {bridge.pid}, run {bridge.run_id}) has ended"
+            )
         return bridge
 
     def open(self, device: torch.device) -> dict[str, Tensor]:
@@ -141,7 +149,9 @@ class Bridge:
     def _open_storage(self, handle: StorageHandle, device: torch.device) -> Any:
         try:
             if handle.kind == "file":
-                return torch.UntypedStorage.from_file(_memory_file(self.pid, handle), shared=True, nbytes=handle.num_bytes)
+                return torch.UntypedStorage.from_file(
+                    _memory_file(self.pid, handle), shared=True, nbytes=handle.num_bytes
+                )
             return torch.UntypedStorage._new_shared_cuda(
                 device.index or 0,
                 base64.b64decode(handle.handle),
@@ -160,7 +170,9 @@ class Bridge:
 
 
 def start_time_of(pid: int) -> int | None:
-    """When a process started, in clock ticks since the machine did; None if there is no such process. With the pid it is unique."""
+    """When a process started, in clock ticks since the machine did; None if there is no such process. With the pid it
+    is unique.
+    """
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -168,7 +180,9 @@ def start_time_of(pid: int) -> int | None:
 
 
 def _memory_file(pid: int, handle: StorageHandle) -> str:
-    """Anonymous memory alone, and no more of it than there is: torch would write into any other file, and extend one that is too short."""
+    """Anonymous memory alone, and no more of it than there is: torch would write into any other file, and extend one
+    that is too short.
+    """
     path = f"/proc/{pid}/fd/{handle.fd}"
     if not os.readlink(path).startswith("/memfd:") or os.stat(path).st_size < handle.num_bytes:
         raise OSError(f"{path} is no memory of {handle.num_bytes} bytes")
@@ -192,7 +206,12 @@ def _parse_bridge(record: Mapping[str, Any], source: str) -> Bridge:
         _check_tensor(tensor, bridge, source)
     for mapping in bridge.param_mappings:
         tensor = names.get(mapping.tensor)
-        if tensor is None or mapping.row < 0 or mapping.rows < 1 or mapping.row + mapping.rows > (tensor.shape or [1])[0]:
+        if (
+            tensor is None
+            or mapping.row < 0
+            or mapping.rows < 1
+            or mapping.row + mapping.rows > (tensor.shape or [1])[0]
+        ):
             raise _refused(source, f"{mapping.name} is not inside {mapping.tensor}")
     return bridge
 
@@ -209,12 +228,15 @@ def _part(tensor: Tensor, mapping: ParamMapping) -> Tensor:
 def _check_tensor(tensor: SharedTensor, bridge: Bridge, source: str) -> None:
     dtype = DTYPES.get(tensor.dtype)
     numbers = [*tensor.shape, *tensor.stride, tensor.offset]
-    is_good = dtype is not None and 0 <= tensor.storage < len(bridge.storages) and len(tensor.shape) == len(tensor.stride)
+    is_good = (
+        dtype is not None and 0 <= tensor.storage < len(bridge.storages) and len(tensor.shape) == len(tensor.stride)
+    )
     limit = max(bridge.storages[tensor.storage].num_bytes, 1) if is_good else 0
     if not (is_good and all(type(number) is int and 0 <= number <= limit for number in numbers)):
         raise _refused(source, f"{tensor.name} is no tensor that can be shared ({tensor})")
     assert dtype is not None
-    needed = 1  # a dimension's elements must not lie within those of the next smaller one: writing to one would change others
+    # a dimension's elements must not lie within those of the next smaller one: writing to one would change others
+    needed = 1
     for stride, size in sorted(zip(tensor.stride, tensor.shape, strict=True)):
         if size > 1 and stride < needed:
             raise _refused(source, f"{tensor.name} has elements that share memory ({tensor})")

@@ -30,8 +30,8 @@ Start = tuple[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class DeploymentState:
-    """What other processes need to use the engines that the first one started, of each: the served weights, where the server is, its pid,
-    and whether it may be asked."""
+    """What other processes need to use the engines that the first one started, of each: the served weights, where the
+    server is, its pid, and whether it may be asked."""
 
     weights: tuple[ServedWeights, ...]
     urls: tuple[str | None, ...]
@@ -42,9 +42,9 @@ class DeploymentState:
 class Deployment:
     """Implements `interfaces.Deployment`: a push stages the weights once, and gives them to all engines at once.
 
-    Of several engines, one that dies is left out, and the run goes on with the others. The next push begins to start it again, and the
-    first one that finds it ready gives it the weights and proves them: then it is asked again. With none left, or one that dies while it
-    starts, `recover` starts what is missing and waits for it.
+    Of several engines, one that dies is left out, and the run goes on with the others. The next push begins to start it
+    again, and the first one that finds it ready gives it the weights and proves them: then it is asked again. With none
+    left, or one that dies while it starts, `recover` starts what is missing and waits for it.
 
     Args:
         engines: all serve the same weights. Several are servers.
@@ -72,7 +72,8 @@ class Deployment:
         return self._strategy.requires.moves == "nothing"
 
     def connect(self, policy: Policy) -> None:
-        """Start or find the engines, and prepare the path to their weights. Called once, before masters and optimizer exist.
+        """Start or find the engines, and prepare the path to their weights. Called once, before masters and optimizer
+        exist.
 
         Raises:
             ConfigError: a client or a policy that the strategy is not for, or an engine that it cannot work with.
@@ -80,7 +81,13 @@ class Deployment:
         """
         strategy = self._strategy
         for engine in self.engines:
-            check_requirements(strategy.name, strategy.requires, type(engine.client), lora_rank=policy.lora_rank, base_url=engine.found_at)
+            check_requirements(
+                strategy.name,
+                strategy.requires,
+                type(engine.client),
+                lora_rank=policy.lora_rank,
+                base_url=engine.found_at,
+            )
         snapshot = self._snapshot(policy)
         words = strategy.start_model(snapshot), strategy.start_args(snapshot)
         for engine in next_to_start(self.engines):
@@ -108,7 +115,9 @@ class Deployment:
     def check_served(self) -> None:
         """See `Deployment.check_served` in interfaces.py."""
         assert self._version is not None, "check_served() before push()"
-        for engine in self._serving:  # the dead had what was proven by the last push, and nobody else has the key of their servers
+        for engine in (
+            self._serving
+        ):  # the dead had what was proven by the last push, and nobody else has the key of their servers
             try:
                 self._strategy.check_served(engine, self._version)
             except EngineDied as death:
@@ -141,7 +150,11 @@ class Deployment:
 
     def metrics(self) -> Metrics:
         """See `Deployment.metrics` in interfaces.py."""
-        return {} if self._spread is None else {**self._spread.metrics(), "engines/num_restarts": float(self._num_restarts)}
+        return (
+            {}
+            if self._spread is None
+            else {**self._spread.metrics(), "engines/num_restarts": float(self._num_restarts)}
+        )
 
     def close(self) -> None:
         """Release all engines, and stop those that the run started. Called once at exit, also if `connect` never ran."""
@@ -180,7 +193,9 @@ class Deployment:
     @property
     def _alive(self) -> list[Engine]:
         """All but the dead and those that are being started."""
-        return [e for e in self.engines if e not in self._starting and (e.found_at is not None or not e.has_lost_weights)]
+        return [
+            e for e in self.engines if e not in self._starting and (e.found_at is not None or not e.has_lost_weights)
+        ]
 
     @property
     def _serving(self) -> list[Engine]:
@@ -193,7 +208,9 @@ class Deployment:
         snapshot, serving = self._snapshot(policy), self.engines if self._restarts else self._serving
         try:
             with self._strategy.staged(snapshot, version) as staged:
-                replaces = {engine: self._version for engine in serving if self._is_asked(engine)} if amid_requests else {}
+                replaces = (
+                    {engine: self._version for engine in serving if self._is_asked(engine)} if amid_requests else {}
+                )
                 paused_seconds = self._strategy.deliver(serving, replace(staged, replaces=replaces))
                 for engine in serving:
                     engine.client.weights = ServedWeights(staged.version, staged.name)
@@ -233,11 +250,17 @@ class Deployment:
             self._strategy.reattach(engine, snapshot)
         serving = self._serving
         dead = [engine for engine in self.engines if engine not in serving and engine not in self._starting]
-        if dead and self._spread is not None:  # who samples meanwhile would take a process that only starts for one that serves
+        if (
+            dead and self._spread is not None
+        ):  # who samples meanwhile would take a process that only starts for one that serves
             self._spread.leave_out([engine.client for engine in dead])  # type: ignore[misc]  # servers
         for engine in next_to_start(dead, self._starting):
             self._num_restarts += 1
-            log.info("starting the server again that has ended; %d go%s on meanwhile", len(serving), "es" if len(serving) == 1 else "")
+            log.info(
+                "starting the server again that has ended; %d go%s on meanwhile",
+                len(serving),
+                "es" if len(serving) == 1 else "",
+            )
             self._strategy.detach(engine)
             engine.stop()
             self._starting[engine] = self._recovery_words(snapshot)

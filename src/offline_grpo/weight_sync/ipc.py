@@ -1,4 +1,6 @@
-"""vLLM's weight-transfer engine over CUDA IPC: trainer and servers on one GPU, each with a copy; the servers copy from the trainer's."""
+"""vLLM's weight-transfer engine over CUDA IPC: trainer and servers on one GPU, each with a copy; the servers copy from
+the trainer's.
+"""
 
 from __future__ import annotations
 
@@ -61,6 +63,8 @@ class Ipc(WeightTransfer):
 
         def update(engine: ServerEngine) -> None:
             pickled = base64.b64encode(pickle.dumps(handles[engine])).decode()
-            engine.control.post("/update_weights", {"update_info": {**update_info, "ipc_handles_pickled": pickled}}, timeout_s=600)
+            engine.control.post(
+                "/update_weights", {"update_info": {**update_info, "ipc_handles_pickled": pickled}}, timeout_s=600
+            )
 
         at_once(update, engines)

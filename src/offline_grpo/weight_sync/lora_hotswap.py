@@ -1,7 +1,8 @@
 """LoRA adapters are swapped over HTTP while the server runs, with CUDA graphs on.
 
-Every push has a name of its own. vLLM keys its prefix cache on the name, requests in flight finish on the adapter they began with, and the
-`load_inplace` option, which makes the server read the adapter from disk again at every step, is never used.
+Every push has a name of its own. vLLM keys its prefix cache on the name, requests in flight finish on the adapter they
+began with, and the `load_inplace` option, which makes the server read the adapter from disk again at every step, is
+never used.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class LoraHotswap(ServerSync):
     _prefix: str = field(default_factory=lambda: f"policy-{os.getpid()}-{uuid.uuid4().hex[:6]}", init=False)
     _num_pushes: int = field(default=0, init=False)
     _names: list[str] = field(default_factory=list, init=False)  # whose folders are there, newest last
-    _loaded: dict[ServerEngine, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)  # names, newest last
+    _loaded: dict[ServerEngine, list[str]] = field(
+        default_factory=lambda: defaultdict(list), init=False
+    )  # names, newest last
     _base_tags: dict[ServerEngine, str] = field(default_factory=dict, init=False)  # see `prove_base`
 
     @property
@@ -50,7 +53,8 @@ class LoraHotswap(ServerSync):
         return replace(lora_requirements(self.server_args), in_flight=("keep",))
 
     def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
-        """See `WeightSync.attach`. A new server has none of our adapters. One that takes nothing else cannot prove its base.
+        """See `WeightSync.attach`. A new server has none of our adapters. One that takes nothing else cannot prove its
+        base.
 
         Raises:
             ConfigError: it has another base.
@@ -62,8 +66,8 @@ class LoraHotswap(ServerSync):
 
     @contextlib.contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedFolder]:
-        """See `WeightSync.staged`. When all engines sample from the new adapter, the one before the old one is unloaded: other processes of
-        the run hear of the new one a moment later."""
+        """See `WeightSync.staged`. When all engines sample from the new adapter, the one before the old one is
+        unloaded: other processes of the run hear of the new one a moment later."""
         self._num_pushes += 1
         name = f"{self._prefix}-{self._num_pushes}"
         folder = snapshot.host.server.scratch / name
@@ -79,8 +83,9 @@ class LoraHotswap(ServerSync):
         self._remove_folders(staged)
 
     def _remove_folders(self, staged: StagedFolder) -> None:
-        """Of adapters that nobody asks for. A server would die of a missing one, because vLLM reads an adapter again whose room it has
-        needed, and requests of environments and of other processes are not counted here: the last ones stay."""
+        """Of adapters that nobody asks for. A server would die of a missing one, because vLLM reads an adapter again
+        whose room it has needed, and requests of environments and of other processes are not counted here: the last
+        ones stay."""
         try:
             has_room = shutil.disk_usage(staged.folder).free > MANY_FOLDERS * staged.num_bytes
         except FileNotFoundError:  # with its server, which has died
@@ -94,7 +99,8 @@ class LoraHotswap(ServerSync):
     def deliver(self, engines: Sequence[ServerEngine], staged: StagedFolder) -> float:
         """See `WeightSync.deliver`. Requests use the adapter as soon as they carry its name.
 
-        Every server reads it from its own folder: that of one that dies is deleted, and the others may need to read theirs again.
+        Every server reads it from its own folder: that of one that dies is deleted, and the others may need to read
+        theirs again.
         """
 
         def load(engine: ServerEngine) -> None:
@@ -106,14 +112,18 @@ class LoraHotswap(ServerSync):
             except Refused as error:
                 if "experts" not in str(error):
                     raise
-                raise Refused(f"{error}; to adapt no experts, use model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]") from error
+                raise Refused(
+                    f"{error}; to adapt no experts, use model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+                ) from error
             self._loaded[engine].append(staged.name)
 
         at_once(load, engines)
         return 0.0
 
     def check_served(self, engine: ServerEngine, version: int) -> None:
-        """See `WeightSync.check_served`. Of the base: a server without the adapter would have refused the requests, which name it."""
+        """See `WeightSync.check_served`. Of the base: a server without the adapter would have refused the requests,
+        which name it.
+        """
         if engine not in self._base_tags:
             return
         try:

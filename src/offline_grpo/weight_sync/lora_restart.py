@@ -17,7 +17,9 @@ ADAPTER = "policy-adapter"
 
 @dataclass(kw_only=True)
 class LoraRestart(Restart):
-    """See `Restart`. The base model is what the server is started with, every time, and the adapter is named on its command line."""
+    """See `Restart`. The base model is what the server is started with, every time, and the adapter is named on its
+    command line.
+    """
 
     name = "lora_restart"
 

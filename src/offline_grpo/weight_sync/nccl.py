@@ -1,4 +1,6 @@
-"""vLLM's weight-transfer engine over NCCL: trainer and server on different GPUs, weights broadcast from one to the other."""
+"""vLLM's weight-transfer engine over NCCL: trainer and server on different GPUs, weights broadcast from one to the
+other.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ from offline_grpo.weight_sync.weight_transfer import WeightTransfer
 
 @dataclass(kw_only=True)
 class Nccl(WeightTransfer):
-    """The trainer is rank 0 of a group with each server's workers. Needs vLLM in the trainer's environment, for its communicator.
+    """The trainer is rank 0 of a group with each server's workers. Needs vLLM in the trainer's environment, for its
+    communicator.
 
     Args:
-        master_address: of the trainer's machine, as the server's workers reach it; None: from which it reaches the server.
+        master_address: of the trainer's machine, as the server's workers reach it; None: from which it reaches the
+            server.
     """
 
     master_address: str | None
@@ -57,23 +61,33 @@ class Nccl(WeightTransfer):
             from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
             from vllm.distributed.utils import StatelessProcessGroup
         except ImportError as error:
-            raise ConfigError(f"weight_sync=nccl: needs vLLM in the trainer's environment ({error}): uv sync --extra vllm") from error
+            raise ConfigError(
+                f"weight_sync=nccl: needs vLLM in the trainer's environment ({error}): uv sync --extra vllm"
+            ) from error
         world_size = 1 + engine.control.get("/get_world_size").read(lambda answer: int(answer["world_size"]))
         address = self.master_address or address_towards(engine.server.base_url)
         port = choose_port(address, None, key="weight_sync.master_address")
         init_info = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size}
-        joined = in_background(lambda: engine.control.post("/init_weight_transfer_engine", {"init_info": init_info}, timeout_s=300))
-        met = in_background(lambda: StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world_size))
-        wait([joined, met], return_when=FIRST_COMPLETED)  # each side waits for the other: a server that refuses says so here
+        joined = in_background(
+            lambda: engine.control.post("/init_weight_transfer_engine", {"init_info": init_info}, timeout_s=300)
+        )
+        met = in_background(
+            lambda: StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world_size)
+        )
+        wait(
+            [joined, met], return_when=FIRST_COMPLETED
+        )  # each side waits for the other: a server that refuses says so here
         if joined.done():
             joined.result()
         self._groups[engine] = PyNcclCommunicator(met.result(), device=policy.device)
         joined.result()
 
     def send(self, engines: Sequence[ServerEngine], bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
-        """See `WeightTransfer.send`. Broadcasts in the order of the names, while the servers answer the request that announces them.
+        """See `WeightTransfer.send`. Broadcasts in the order of the names, while the servers answer the request that
+        announces them.
 
-        Each tensor goes to all servers before the next one: their loaders, which take most of the time, work at the same time.
+        Each tensor goes to all servers before the next one: their loaders, which take most of the time, work at the
+        same time.
         """
         received = [in_background(partial(self._announce, engine, update_info)) for engine in engines]
         for _, tensor in bucket:

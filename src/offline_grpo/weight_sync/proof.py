@@ -33,8 +33,8 @@ PROBE_PROMPT_TOKENS = 160
 
 @dataclass(frozen=True)
 class Proof:
-    """How far the weights that an engine serves are from those that are trained. Differences are trainer - server, in nats, over the
-    probe's tokens."""
+    """How far the weights that an engine serves are from those that are trained. Differences are trainer - server, in
+    nats, over the probe's tokens."""
 
     num_equal: int  # tensors that are equal bit for bit; 0 where none could be compared
     diff_mean: float
@@ -53,7 +53,9 @@ class Proof:
 
 @dataclass(frozen=True)
 class Answers:
-    """What a server says of its weights: their tag and bits, where it notes any, and what it samples after fixed prompts."""
+    """What a server says of its weights: their tag and bits, where it notes any, and what it samples after fixed
+    prompts.
+    """
 
     tag: str | None
     bits: ServedBits | None
@@ -62,7 +64,8 @@ class Answers:
 
 
 def ask(engine: ServerEngine, prompts: Sequence[Sequence[int]], *, is_tagged: bool) -> Answers:
-    """The server's part of a proof. It touches nothing of the policy's, so several servers can be asked at the same time.
+    """The server's part of a proof. It touches nothing of the policy's, so several servers can be asked at the same
+    time.
 
     Args:
         prompts: see `probe_prompts`.
@@ -83,12 +86,16 @@ def ask(engine: ServerEngine, prompts: Sequence[Sequence[int]], *, is_tagged: bo
 def _longest(engine: ServerEngine) -> int:
     """How many tokens a sequence may have in the server; 0 where it does not say."""
     try:
-        return engine.control.get("/v1/models").read(lambda answer: max(int(model.get("max_model_len") or 0) for model in answer["data"]))
+        return engine.control.get("/v1/models").read(
+            lambda answer: max(int(model.get("max_model_len") or 0) for model in answer["data"])
+        )
     except EngineError:  # the refusal says more
         return 0
 
 
-def compare(snapshot: Snapshot, engine: ServerEngine, answers: Answers, *, version: int, tolerance_nats: float, is_tagged: bool) -> Proof:
+def compare(
+    snapshot: Snapshot, engine: ServerEngine, answers: Answers, *, version: int, tolerance_nats: float, is_tagged: bool
+) -> Proof:
     """Compare what an engine serves with what is trained, and log the verdict.
 
     Args:
@@ -96,7 +103,8 @@ def compare(snapshot: Snapshot, engine: ServerEngine, answers: Answers, *, versi
         is_tagged: see `ServerSync.is_tagged`.
 
     Raises:
-        EngineError: another version, a tensor with other bits, or logprobs further apart than `tolerance_nats` on average.
+        EngineError: another version, a tensor with other bits, or logprobs further apart than `tolerance_nats` on
+        average.
     """
     unequal, num_compared = _compare_bits(snapshot, answers.bits)
     difference = probe_difference(snapshot.policy, answers.sampled, answers.sampling)
@@ -108,7 +116,9 @@ def compare(snapshot: Snapshot, engine: ServerEngine, answers: Answers, *, versi
     )
     mismatch = f"[MISMATCH] {engine.server.base_url}: {says}"
     if is_tagged and answers.tag != weights_tag(version):
-        raise EngineError(f"{mismatch}; the server has version {answers.tag}: something else pushes to it, or it was restarted")
+        raise EngineError(
+            f"{mismatch}; the server has version {answers.tag}: something else pushes to it, or it was restarted"
+        )
     if unequal:
         raise EngineError(f"{mismatch}; others are not what was pushed: {', '.join(unequal[:5])}")
     if not diff_abs_mean <= tolerance_nats:
@@ -135,7 +145,11 @@ def prove_base(engine: ServerEngine, snapshot: Snapshot) -> str:
         tag = f"base of run {this_run()}"
         engine.control.set_tag(tag)
     unequal, num_compared = _compare_bits(snapshot, engine.control.served_bits())
-    parameters = {plain_name(name): tensor for name, tensor in snapshot.weights() if plain_name(name) in unequal} if unequal else {}
+    parameters = (
+        {plain_name(name): tensor for name, tensor in snapshot.weights() if plain_name(name) in unequal}
+        if unequal
+        else {}
+    )
     if unequal := engine.control.other_numbers(dict(zip(parameters, sums(list(parameters.values())), strict=True))):
         raise ConfigError(
             f"{engine.server.key}={engine.server.base_url}: the adapters are for another base model than the server has: {len(unequal)} of "
@@ -152,10 +166,14 @@ def probe_prompts(policy: Policy) -> list[list[int]]:
     context = context_length(config) or PROBE_PROMPT_TOKENS + PROBE_TOKENS
     length = min(PROBE_PROMPT_TOKENS, context - PROBE_TOKENS)
     draw = torch.Generator().manual_seed(0)
-    return torch.randint(min(config.get_text_config().vocab_size, 1000), (PROBE_PROMPTS, length), generator=draw).tolist()
+    return torch.randint(
+        min(config.get_text_config().vocab_size, 1000), (PROBE_PROMPTS, length), generator=draw
+    ).tolist()
 
 
-def sample_probe(client: AsksServer, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> tuple[list[Rollout], SamplingParams]:
+def sample_probe(
+    client: AsksServer, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+) -> tuple[list[Rollout], SamplingParams]:
     """A completion of each prompt, and what was asked for.
 
     Args:
@@ -165,8 +183,12 @@ def sample_probe(client: AsksServer, prompts: Sequence[Sequence[int]], sampling:
     if sampling.temperature > 0 and client.logprobs_are_filtered:
         sampling = replace(sampling, max_new_tokens=PROBE_TOKENS, stop=())
     else:
-        sampling = SamplingParams(PROBE_TOKENS, sampling.temperature or 1.0)  # greedy completions have the logprobs of temperature 1
-    completions = client.generate_now(requests, sampling)  # not behind rollouts that are sampled ahead: the loop waits for it
+        sampling = SamplingParams(
+            PROBE_TOKENS, sampling.temperature or 1.0
+        )  # greedy completions have the logprobs of temperature 1
+    completions = client.generate_now(
+        requests, sampling
+    )  # not behind rollouts that are sampled ahead: the loop waits for it
     unscored = Score(0.0, False, {})
     rollouts = [
         Rollout.of_one_turn(request.prompt_ids, completion, temperature=sampling.temperature, text="", score=unscored)
@@ -194,7 +216,9 @@ def filtered_logprobs(policy: Policy, rollout: Rollout, sampling: SamplingParams
     first = token_ids.shape[1] - rollout.num_sampled
     with sampling_state(policy.causal_lm):
         logits = policy.causal_lm(input_ids=token_ids, use_cache=False).logits[:, first - 1 : -1].float()  # [1, N, V]
-    all_filters, without_cuts = (LogitsProcessorList(filters(s)) for s in (sampling, replace(sampling, top_p=1.0, top_k=0)))
+    all_filters, without_cuts = (
+        LogitsProcessorList(filters(s)) for s in (sampling, replace(sampling, top_p=1.0, top_k=0))
+    )
     logprobs = []
     for step, token in enumerate(token_ids[0, first:]):
         before = token_ids[:, : first + step]
@@ -207,8 +231,8 @@ def filtered_logprobs(policy: Policy, rollout: Rollout, sampling: SamplingParams
 def _compare_bits(snapshot: Snapshot, served: ServedBits | None) -> tuple[list[str], int]:
     """The names of parameters whose bits differ, and how many could be compared.
 
-    None of adapters, and of servers that hold quantised weights, parts of them, or another dtype. Under adapters it is the base model's,
-    unless it is spread over processes.
+    None of adapters, and of servers that hold quantised weights, parts of them, or another dtype. Under adapters it is
+    the base model's, unless it is spread over processes.
     """
     policy = snapshot.policy
     if served is None or served.dtype != str(policy.dtype).removeprefix("torch."):

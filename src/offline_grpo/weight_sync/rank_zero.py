@@ -13,9 +13,11 @@ from offline_grpo.weight_sync.deployment import Deployment
 
 
 class RankZeroDeployment:
-    """The `Deployment` of a run with several processes, each of which has an `inner` of its own around the same servers.
+    """The `Deployment` of a run with several processes, each of which has an `inner` of its own around the same
+    servers.
 
-    Rank 0's inner deployment alone starts servers and pushes; those of the others follow. An error on rank 0 is raised on all.
+    Rank 0's inner deployment alone starts servers and pushes; those of the others follow. An error on rank 0 is raised
+    on all.
 
     Args:
         lead: see `Sharding.lead`.

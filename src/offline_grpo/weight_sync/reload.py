@@ -1,4 +1,6 @@
-"""The policy is saved as a checkpoint, in shared memory or on disk, and the running server loads it in place of its weights."""
+"""The policy is saved as a checkpoint, in shared memory or on disk, and the running server loads it in place of its
+weights.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ class Reload(PausingSync):
         started, folder, tag = time.perf_counter(), str(staged.folder), weights_tag(staged.version)
 
         def load(engine: ServerEngine) -> None:
-            engine.control.load_weights(folder, tag=tag, pause_mode=self.pause_mode, check=self.check_replaced(engine, staged))
+            engine.control.load_weights(
+                folder, tag=tag, pause_mode=self.pause_mode, check=self.check_replaced(engine, staged)
+            )
 
         at_once(load, engines)
         return time.perf_counter() - started

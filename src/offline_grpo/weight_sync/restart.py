@@ -19,8 +19,8 @@ from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
 from offline_grpo.weight_sync.strategy import Staged
 
 MODEL = "model"
-"""A link to the newest weights, from which servers are started: vLLM files what it compiles under the path of its model, and would compile
-anew for every other one."""
+"""A link to the newest weights, from which servers are started: vLLM files what it compiles under the path of its
+model, and would compile anew for every other one."""
 Bits = Mapping[str, str]
 """Fingerprints: which weights something was made from."""
 
@@ -75,10 +75,14 @@ class Restart(ServerSync):
             engine.stop()
         for engine in next_to_start(stale):
             engine.begin(model, args)
-        yield StagedStart(version=version, num_tensors=0, num_bytes=num_bytes, model=model, args=args, bits=bits, began_s=began_s)
+        yield StagedStart(
+            version=version, num_tensors=0, num_bytes=num_bytes, model=model, args=args, bits=bits, began_s=began_s
+        )
 
     def deliver(self, engines: Sequence[ServerEngine], staged: StagedStart) -> float:
-        """See `WeightSync.deliver`. Starts overlap, for `staged` has begun them. So they are waited for one after the other."""
+        """See `WeightSync.deliver`. Starts overlap, for `staged` has begun them. So they are waited for one after the
+        other.
+        """
         return max(self._started(engine, staged) for engine in engines)
 
     def _started(self, engine: ServerEngine, staged: StagedStart) -> float:

@@ -25,7 +25,8 @@ class ServerSync(ABC):
     """A `WeightSync` to servers. Subclasses say how the weights travel, in `staged` and `deliver`.
 
     Args:
-        interval: push at every N-th opportunity, and always before an evaluation. In between the server samples from an older policy.
+        interval: push at every N-th opportunity, and always before an evaluation. In between the server samples
+            from an older policy.
         tolerance_nats: largest mean difference |trainer - server| of the probe's logprobs; above it the run stops.
         server_args: options that the server needs for this strategy, added to `engine.args`.
     """
@@ -54,7 +55,9 @@ class ServerSync(ABC):
         return str(snapshot.policy.causal_lm.name_or_path)
 
     def recovery_model(self, snapshot: Snapshot) -> str:
-        """See `WeightSync.recovery_model`. The model before training: the checkpoint that the run went on from may be deleted by then."""
+        """See `WeightSync.recovery_model`. The model before training: the checkpoint that the run went on from may be
+        deleted by then.
+        """
         return snapshot.policy.tokenizer.name_or_path
 
     def start_args(self, snapshot: Snapshot) -> Mapping[str, Any]:
@@ -80,7 +83,9 @@ class ServerSync(ABC):
         """See `WeightSync.deliver`."""
 
     def verify(self, engines: Sequence[ServerEngine], snapshot: Snapshot, version: int) -> list[Proof]:
-        """See `WeightSync.verify`. All servers are asked at the same time; the policy then scores what one after the other has sampled."""
+        """See `WeightSync.verify`. All servers are asked at the same time; the policy then scores what one after the
+        other has sampled.
+        """
         prompts, is_tagged = probe_prompts(snapshot.policy), self.is_tagged
         answers = at_once(lambda engine: ask(engine, prompts, is_tagged=is_tagged), engines)
         settings: dict[str, Any] = {"version": version, "tolerance_nats": self.tolerance_nats, "is_tagged": is_tagged}
@@ -105,8 +110,9 @@ class PausingSync(ServerSync):
     """A strategy that stops the server's sampling while weights change.
 
     Args:
-        pause_mode: what happens to requests in flight during a push: "keep" goes on with them under the new weights, their KV cache
-            computed again; "wait" lets them end first; "abort" ends them, and the client sends them again.
+        pause_mode: what happens to requests in flight during a push: "keep" goes on with them under the new
+            weights, their KV cache computed again; "wait" lets them end first; "abort" ends them, and the client sends
+            them again.
     """
 
     pause_mode: str
@@ -122,12 +128,16 @@ class PausingSync(ServerSync):
         return replace(super().requires, in_flight=(self.pause_mode,))
 
     def check_replaced(self, engine: ServerEngine, staged: Staged) -> Callable[[], None] | None:
-        """For a pause: has the engine what the requests that are under way were sampled from? The push overwrites what others loaded."""
+        """For a pause: has the engine what the requests that are under way were sampled from? The push overwrites what
+        others loaded.
+        """
         if engine not in staged.replaces:
             return None
 
         def check() -> None:
-            if engine.control.served_tag() != weights_tag(staged.version):  # else the push begins anew, because another engine has died
+            if engine.control.served_tag() != weights_tag(
+                staged.version
+            ):  # else the push begins anew, because another engine has died
                 self.check_served(engine, staged.replaces[engine])
 
         return check

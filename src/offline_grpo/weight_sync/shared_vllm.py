@@ -1,7 +1,9 @@
-"""One copy of the weights: the trainer's parameters are views of the vLLM server's own tensors, by CUDA IPC (shared memory on CPUs).
+"""One copy of the weights: the trainer's parameters are views of the vLLM server's own tensors, by CUDA IPC (shared
+memory on CPUs).
 
     attach   server exports handles and layout -> views -> same shape, dtype and bits as the policy? -> p.data = view
-    update   optimizer steps on fp32 masters -> pause -> masters rounded into the views -> fence -> flush the prefix cache -> resume
+    update   optimizer steps on fp32 masters -> pause -> masters rounded into the views -> fence -> flush the prefix
+    cache -> resume
 
 Nothing is sent. CUDA graphs and compiled code hold addresses, not values, so they see every update.
 """
@@ -38,11 +40,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class SharedVllm(PausingSync):
-    """See the module. The policy must be loaded on the CPU; `attach` takes it to the server's device without a second copy there.
+    """See the module. The policy must be loaded on the CPU; `attach` takes it to the server's device without a second
+    copy there.
 
     Args:
-        bridge_config: the `vllm_bridge_config.json` of an external server; null asks the server itself, and writes the file into the
-            run folder.
+        bridge_config: the `vllm_bridge_config.json` of an external server; null asks the server itself, and writes
+            the file into the run folder.
     """
 
     bridge_config: str | None
@@ -58,7 +61,9 @@ class SharedVllm(PausingSync):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.interval != 1:
-            raise ConfigError(f"weight_sync.interval={self.interval}: shared weights are always the newest; set it to 1")
+            raise ConfigError(
+                f"weight_sync.interval={self.interval}: shared weights are always the newest; set it to 1"
+            )
 
     @property
     def requires(self) -> SyncRequirements:
@@ -69,8 +74,8 @@ class SharedVllm(PausingSync):
         """See `WeightSync.attach`. Splices the server's memory, which must hold the policy's own bits, into the policy.
 
         Raises:
-            ConfigError: a server whose weights cannot be shared, or do not cover the policy; says what to use instead or what is missing.
-            EngineError: its memory cannot be opened.
+            ConfigError: a server whose weights cannot be shared, or do not cover the policy; says what to use instead
+            or what is missing. EngineError: its memory cannot be opened.
         """
         policy, self._engine = snapshot.policy, engine
         views = self._open_views(engine, snapshot)
@@ -80,13 +85,17 @@ class SharedVllm(PausingSync):
         self._policy, self._frozen = policy, frozen_fingerprints(policy)
 
     def reattach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
-        """See `WeightSync.reattach`. Trained weights come back from the masters, frozen ones from the files that the server loads."""
+        """See `WeightSync.reattach`. Trained weights come back from the masters, frozen ones from the files that the
+        server loads.
+        """
         policy, self._engine, self._paused_at = snapshot.policy, engine, None
         views = self._open_views(engine, snapshot)
         check_coverage(dict(policy.causal_lm.named_parameters()), views, compare=False)
         with torch.no_grad():
             for name, master in policy.masters.values.items():
-                views[name].copy_(master)  # before the policy is pointed at it: whatever interrupts this, the policy stays what it was
+                views[name].copy_(
+                    master
+                )  # before the policy is pointed at it: whatever interrupts this, the policy stays what it was
         self._splice(policy, views)
 
     def check_served(self, engine: ServerEngine, version: int) -> None:
@@ -108,12 +117,15 @@ class SharedVllm(PausingSync):
         if not names:
             return []
         self._paused_at = None  # whoever wrote has probably resumed the server
-        self._pause_to_write()  # until the next push, which also flushes what the server computed from the foreign weights
+        # until the next push, which also flushes what the server computed from the foreign weights
+        self._pause_to_write()
         if set(names) & self._frozen.keys():
             engine.control.call_worker("reload_weights", weights_path=self.recovery_model(snapshot))
         snapshot.policy.masters.publish()
         if left := self._foreign(snapshot.policy):
-            raise EngineError(f"{engine.server.base_url}: others write to the shared weights ({some(left)}) as fast as the run; {KEEP_OUT}")
+            raise EngineError(
+                f"{engine.server.base_url}: others write to the shared weights ({some(left)}) as fast as the run; {KEEP_OUT}"
+            )
         return names
 
     def _foreign(self, policy: Policy) -> list[str]:
@@ -123,7 +135,9 @@ class SharedVllm(PausingSync):
 
     def _refuse_foreign(self, engine: ServerEngine, policy: Policy) -> None:
         if names := self._foreign(policy):
-            raise ForeignWrite(f"{engine.server.base_url}: somebody else has written to the shared weights ({some(names)}); {KEEP_OUT}")
+            raise ForeignWrite(
+                f"{engine.server.base_url}: somebody else has written to the shared weights ({some(names)}); {KEEP_OUT}"
+            )
 
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[Staged]:
@@ -161,12 +175,16 @@ class SharedVllm(PausingSync):
         if self._paused_at is None:
             started = time.perf_counter()
             self._engine.control.pause_again(self.pause_mode)
-            if self._engine.found_at is not None:  # somebody else may have pushed, and must not find a tag on weights that are ours now
+            if (
+                self._engine.found_at is not None
+            ):  # somebody else may have pushed, and must not find a tag on weights that are ours now
                 self._engine.control.set_tag("")
             self._paused_at = started
 
     def _pause_to_write(self) -> None:
-        """A server that died meanwhile is the next push's concern: the masters have the update, and its memory is ours to write to."""
+        """A server that died meanwhile is the next push's concern: the masters have the update, and its memory is ours
+        to write to.
+        """
         try:
             self._pause()
         except EngineDied as death:
@@ -176,11 +194,16 @@ class SharedVllm(PausingSync):
         home = snapshot.policy.compute_device
         described = engine.control.describe()
         for reason in described["refusals"]:
-            raise ConfigError(f"weight_sync=shared_vllm: {reason}; use weight_sync=ipc on one GPU, nccl on several, or reload")
+            raise ConfigError(
+                f"weight_sync=shared_vllm: {reason}; use weight_sync=ipc on one GPU, nccl on several, or reload"
+            )
         if self.bridge_config is not None:
             bridge = Bridge.read(Path(self.bridge_config))
         else:
-            exported, layout = engine.control.call_worker("grpo_export", read=dict), engine.control.call_worker("grpo_layout")
+            exported, layout = (
+                engine.control.call_worker("grpo_export", read=dict),
+                engine.control.call_worker("grpo_layout"),
+            )
             bridge = Bridge.from_worker(this_run(), self.start_model(snapshot), described, exported, layout)
             bridge.write(engine.server.log_dir / "vllm_bridge_config.json")
         check_device(bridge, home)
@@ -213,7 +236,9 @@ def some(names: list[str]) -> str:
 def check_device(bridge: Bridge, device: torch.device) -> None:
     """Raise ConfigError unless the server's memory is on `device`, where the trainer computes."""
     if bridge.device != device.type:
-        raise ConfigError(f"model.device={device}: the server's weights are on its {bridge.device}; train there, or use weight_sync=reload")
+        raise ConfigError(
+            f"model.device={device}: the server's weights are on its {bridge.device}; train there, or use weight_sync=reload"
+        )
     if bridge.device == "cuda":
         ours = gpu_uuid(device)
         if bridge.gpu_uuid != ours:
@@ -240,11 +265,19 @@ def check_coverage(parameters: dict[str, Any], views: dict[str, Tensor], *, comp
             problems.append(f"{name}: {_kind(parameter)} in the trainer, {_kind(view)} in the server")
         elif compare and not torch.equal(view, parameter.data.to(view.device)):
             problems.append(f"{name}: other values than the trainer's")
-    spans = sorted((v.data_ptr(), v.data_ptr() + v.nbytes, name) for name, v in views.items() if name in parameters and v.is_contiguous())
-    problems += [f"{b}: shares the server's memory of {a}" for (_, end, a), (start, _, b) in pairwise(spans) if start < end]
+    spans = sorted(
+        (v.data_ptr(), v.data_ptr() + v.nbytes, name)
+        for name, v in views.items()
+        if name in parameters and v.is_contiguous()
+    )
+    problems += [
+        f"{b}: shares the server's memory of {a}" for (_, end, a), (start, _, b) in pairwise(spans) if start < end
+    ]
     covered = {view.data_ptr() for name, view in views.items() if name in parameters}
     problems += [
-        f"{name}: the trainer has no such parameter" for name, v in views.items() if name not in parameters and v.data_ptr() not in covered
+        f"{name}: the trainer has no such parameter"
+        for name, v in views.items()
+        if name not in parameters and v.data_ptr() not in covered
     ]
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")

@@ -18,7 +18,9 @@ Named = tuple[str, Tensor]
 BUCKET_BYTES = 2**30
 """Of weights that are looked at together: whole ones, where the policy's are spread over processes."""
 FullWeights = Callable[[Policy], Iterator[tuple[str, Tensor]]]
-"""The whole of each parameter of a policy, by its name in the checkpoint, one after the other. See `Sharding.full_weights`."""
+"""The whole of each parameter of a policy, by its name in the checkpoint, one after the other. See
+`Sharding.full_weights`.
+"""
 _DRAWN = uuid.uuid4().hex[:8]  # at the import, and not when it is first asked for: several threads ask at the same time
 
 

@@ -1,4 +1,6 @@
-"""What a weight-sync strategy is: how the policy's weights get into an engine. `deployment.py` says when, and for which engines."""
+"""What a weight-sync strategy is: how the policy's weights get into an engine. `deployment.py` says when, and for which
+engines.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,15 @@ from offline_grpo.weight_sync.snapshot import Snapshot
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """What a push delivers to every engine; a strategy's own class adds where the staged weights are: a folder, buffers.
+    """What a push delivers to every engine; a strategy's own class adds where the staged weights are: a folder,
+    buffers.
 
     Args:
         version: that the engines serve afterwards.
         name: what requests must call the weights ("": the engine's base model).
         num_bytes: copied to an engine, or written once for all of them.
-        replaces: the version that an engine must still have when it is paused, for those that have requests under way. See `check_served`.
+        replaces: the version that an engine must still have when it is paused, for those that have requests under
+            way. See `check_served`.
     """
 
     version: int
@@ -34,7 +38,8 @@ class Staged:
 class WeightSync(Protocol):
     """A component of the group `weight_sync`. Inherit from `ServerSync`, unless no weights are copied.
 
-    Args of its methods: `engine` is an `Engine` that `requires` allows, hence a `ServerEngine` for strategies with `requires.engines`.
+    Args of its methods: `engine` is an `Engine` that `requires` allows, hence a `ServerEngine` for strategies with
+    `requires.engines`.
     """
 
     @property
@@ -77,14 +82,16 @@ class WeightSync(Protocol):
         ...
 
     def staged(self, snapshot: Snapshot, version: int) -> AbstractContextManager[Any]:
-        """What a push does once for all engines: yields a `Staged` for `deliver`, and cleans up when all engines have it."""
+        """What a push does once for all engines: yields a `Staged` for `deliver`, and cleans up when all engines have
+        it.
+        """
         ...
 
     def deliver(self, engines: Sequence[Any], staged: Any) -> float:
         """Give all engines what was staged, at the same time. Idempotent.
 
-        Each pauses, writes the weights, waits until its device has them, flushes its prefix cache, notes version and run (the tag), and
-        resumes.
+        Each pauses, writes the weights, waits until its device has them, flushes its prefix cache, notes version and
+        run (the tag), and resumes.
 
         Returns the longest pause of any engine, in seconds.
         """

@@ -1,9 +1,10 @@
 """vLLM's own weight-transfer engine (0.25 to 0.32): the protocol that `ipc` and `nccl` share.
 
-    init once; then pause -> start -> update (names, dtypes, shapes; the data travels beside) -> finish -> flush -> resume
+    init once; then pause -> start -> update (names, dtypes, shapes; the data travels beside) -> finish -> flush ->
+    resume
 
-Names and shapes are those of the checkpoint; the server fuses and splits them as when it loads one. Without packing, the payloads of
-both versions are the same.
+Names and shapes are those of the checkpoint; the server fuses and splits them as when it loads one. Without packing,
+the payloads of both versions are the same.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class StagedWeights(Staged):
 
 @dataclass(kw_only=True)
 class WeightTransfer(PausingSync):
-    """A `WeightSync` through /init_weight_transfer_engine, /start_weight_update, /update_weights and /finish_weight_update.
+    """A `WeightSync` through /init_weight_transfer_engine, /start_weight_update, /update_weights and
+    /finish_weight_update.
 
     Args:
         bucket_mib: parameters sent in one update, in MiB.
@@ -53,9 +55,11 @@ class WeightTransfer(PausingSync):
         yield StagedWeights(version=version, num_tensors=len(named), num_bytes=num_bytes, snapshot=snapshot)
 
     def deliver(self, engines: Sequence[ServerEngine], staged: StagedWeights) -> float:
-        """See `WeightSync.deliver`. All engines get a bucket before the next one is read, because the policy's weights are read once.
+        """See `WeightSync.deliver`. All engines get a bucket before the next one is read, because the policy's weights
+        are read once.
 
-        They are paused for the whole update: parameters have no storage between start and finish. After an error they stay paused.
+        They are paused for the whole update: parameters have no storage between start and finish. After an error they
+        stay paused.
         """
         started = time.perf_counter()
         at_once(lambda engine: self._begin(engine, staged), engines)
@@ -85,4 +89,6 @@ class WeightTransfer(PausingSync):
 
     @abstractmethod
     def send(self, engines: Sequence[ServerEngine], bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
-        """One update: tell the servers what comes (`update_info` holds names, dtype_names and shapes), and hand it over to all."""
+        """One update: tell the servers what comes (`update_info` holds names, dtype_names and shapes), and hand it over
+        to all.
+        """

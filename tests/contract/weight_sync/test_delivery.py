@@ -1,4 +1,6 @@
-"""After every push the server serves exactly the policy, whatever the strategy: values, version, caches, each tensor by itself."""
+"""After every push the server serves exactly the policy, whatever the strategy: values, version, caches, each tensor by
+itself.
+"""
 
 from __future__ import annotations
 
@@ -60,12 +62,16 @@ def test_what_is_served_is_what_was_trained(option: str, connect: Callable[..., 
             before = sample(client)
             train(policy, seed=version)
         report = sync.push(policy, version=version)
-        completions = sample(client)  # prompts that the server has seen under older weights: its prefix cache must have been flushed
+        completions = sample(
+            client
+        )  # prompts that the server has seen under older weights: its prefix cache must have been flushed
         assert distance(policy, completions) < where.tolerance_nats
         assert {v for completion in completions for v in completion.versions} == {version} == {report.version}
         assert report.alignment["sync/probe_diff_abs_mean"] < where.tolerance_nats
         if version > 0:
-            assert distance(policy, before) > 3 * where.tolerance_nats  # the update was large enough to tell the policies apart
+            assert (
+                distance(policy, before) > 3 * where.tolerance_nats
+            )  # the update was large enough to tell the policies apart
 
 
 @pytest.mark.parametrize("option", STRATEGIES)
@@ -112,7 +118,9 @@ def test_what_is_not_pushed_is_noticed(connect: Callable[..., Any], where: Where
     with pytest.raises(EngineError, match=r"\[MISMATCH\].*the server has version 1"):
         sync._strategy.verify(sync.engines, sync._snapshot(policy), 2)
     train(policy, seed=1, only="model.layers.1.mlp.up_proj.weight", scale=1e-3)
-    with pytest.raises(EngineError, match=r"\[MISMATCH\].*others are not what was pushed: model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(
+        EngineError, match=r"\[MISMATCH\].*others are not what was pushed: model.layers.1.mlp.up_proj.weight"
+    ):
         sync._strategy.verify(sync.engines, sync._snapshot(policy), 1)
 
 
@@ -194,7 +202,12 @@ def test_one_staging_serves_two_servers(
     ],
 )
 def test_a_proof_is_under_the_settings_of_the_run(
-    sampling: SamplingParams, is_plain: bool, full_server: Server, second_server: Server, where: Where, model_folder: Path
+    sampling: SamplingParams,
+    is_plain: bool,
+    full_server: Server,
+    second_server: Server,
+    where: Where,
+    model_folder: Path,
 ) -> None:
     """A server whose logprobs are those of another distribution passes at temperature 1 alone."""
     for server, passes in ((full_server, True), (second_server, is_plain)):
@@ -202,7 +215,11 @@ def test_a_proof_is_under_the_settings_of_the_run(
         deployment = deploy(sync, make_client(found(server)), sampling=sampling)
         policy = load(model_folder, where)
         deployment.connect(policy)
-        with nullcontext() if passes else pytest.raises(EngineError, match=r"MISMATCH.*--logprobs-mode processed_logprobs"):
+        with (
+            nullcontext()
+            if passes
+            else pytest.raises(EngineError, match=r"MISMATCH.*--logprobs-mode processed_logprobs")
+        ):
             deployment.push(policy, version=0)
         deployment.close()
 
@@ -232,13 +249,20 @@ def test_a_server_of_other_weights_is_not_shared(connect: Callable[..., Any], wh
     sync.push(policy, version=1)
     fresh = load(model_folder, where, shared=True)
     before = {name: p.data_ptr() for name, p in fresh.causal_lm.named_parameters()}
-    with pytest.raises(ConfigError, match=r"1 of 28 parameters cannot be shared: model\.norm\.weight: other values than the trainer's"):
+    with pytest.raises(
+        ConfigError, match=r"1 of 28 parameters cannot be shared: model\.norm\.weight: other values than the trainer's"
+    ):
         deploy(strategy("shared_vllm"), make_client(found(client.server))).connect(fresh)
-    assert before == {name: p.data_ptr() for name, p in fresh.causal_lm.named_parameters()}  # refused before the first splice
+    assert before == {
+        name: p.data_ptr() for name, p in fresh.causal_lm.named_parameters()
+    }  # refused before the first splice
 
 
 @pytest.mark.parametrize(
-    "where", [pytest.param(CPU, id="cpu"), pytest.param(GPU_FP32, id="gpu", marks=pytest.mark.gpu)], indirect=True, scope="session"
+    "where",
+    [pytest.param(CPU, id="cpu"), pytest.param(GPU_FP32, id="gpu", marks=pytest.mark.gpu)],
+    indirect=True,
+    scope="session",
 )
 @pytest.mark.parametrize(
     ("option", "mode"),
@@ -247,16 +271,21 @@ def test_a_server_of_other_weights_is_not_shared(connect: Callable[..., Any], wh
         ("shared_vllm", "wait"),
         pytest.param("shared_vllm", "abort", marks=pytest.mark.slow),  # everything is sampled anew
         ("reload", "keep"),
-        *(pytest.param("reload", mode, marks=pytest.mark.slow) for mode in ("wait", "abort")),  # pauses are those of shared_vllm
+        *(
+            pytest.param("reload", mode, marks=pytest.mark.slow) for mode in ("wait", "abort")
+        ),  # pauses are those of shared_vllm
     ],
 )
-def test_no_completion_is_torn(option: str, mode: str, connect: Callable[..., Any], where: Where, model_folder: Path) -> None:
+def test_no_completion_is_torn(
+    option: str, mode: str, connect: Callable[..., Any], where: Where, model_folder: Path
+) -> None:
     """Requests in flight during a push: tokens of the old policy, then of the new one, each computed whole."""
     sync, policy, client = connect(option, f"weight_sync.pause_mode={mode}")
     old = load(model_folder, where)
     completions = sample_during(lambda: push_other_weights(sync, policy), "pause", sync, client, where)
     switches = [
-        switch_of(c.logprobs, score(old, [c], [p])[0], score(policy, [c], [p])[0], where) for c, p in zip(completions, PROMPTS, strict=True)
+        switch_of(c.logprobs, score(old, [c], [p])[0], score(policy, [c], [p])[0], where)
+        for c, p in zip(completions, PROMPTS, strict=True)
     ]
     lengths = [len(c.token_ids) for c in completions]
     if mode == "keep":
@@ -268,8 +297,12 @@ def test_no_completion_is_torn(option: str, mode: str, connect: Callable[..., An
         assert lengths == [where.long] * len(PROMPTS)
 
 
-def test_an_adapter_is_served_among_requests_of_the_base_model(connect: Callable[..., Any], where: Where, model_folder: Path) -> None:
-    """In one batch with them. On a GPU vLLM records CUDA graphs for numbers of adapters, of which one must have room for both kinds."""
+def test_an_adapter_is_served_among_requests_of_the_base_model(
+    connect: Callable[..., Any], where: Where, model_folder: Path
+) -> None:
+    """In one batch with them. On a GPU vLLM records CUDA graphs for numbers of adapters, of which one must have room
+    for both kinds.
+    """
     sync, policy, client = connect("lora_hotswap")
     train(policy, seed=4, scale=0.2)
     sync.push(policy, version=0)
@@ -279,13 +312,17 @@ def test_an_adapter_is_served_among_requests_of_the_base_model(connect: Callable
     assert distance(load(model_folder, where), completions) > 3 * where.tolerance_nats  # without the adapter
 
 
-def test_requests_in_flight_finish_on_their_adapter(connect: Callable[..., Any], where: Where, model_folder: Path) -> None:
+def test_requests_in_flight_finish_on_their_adapter(
+    connect: Callable[..., Any], where: Where, model_folder: Path
+) -> None:
     sync, policy, client = connect("lora_hotswap")
     sync.push(policy, version=0)
     old = load(model_folder, where, lora=True)
     completions = sample_during(lambda: push_other_weights(sync, policy), "load_adapter", sync, client, where)
     for completion, prompt in zip(completions, PROMPTS, strict=True):
-        switch = switch_of(completion.logprobs, score(old, [completion], [prompt])[0], score(policy, [completion], [prompt])[0], where)
+        switch = switch_of(
+            completion.logprobs, score(old, [completion], [prompt])[0], score(policy, [completion], [prompt])[0], where
+        )
         assert switch == len(completion.token_ids) == where.long
     assert distance(policy, sample(client)) < where.tolerance_nats
 
@@ -294,7 +331,9 @@ def test_requests_in_flight_finish_on_their_adapter(connect: Callable[..., Any],
 def test_an_adapter_stays_until_nobody_asks_for_it(
     connect: Callable[..., Any], model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server has room for two, and reads the first one's files again when its turn comes. To miss them would be its end."""
+    """The server has room for two, and reads the first one's files again when its turn comes. To miss them would be its
+    end.
+    """
     sync, policy, client = connect("lora_hotswap")
     sync.push(policy, version=0)
     old, control = load(model_folder, CPU, lora=True), sync.engines[0].control
@@ -315,7 +354,9 @@ def test_an_adapter_stays_until_nobody_asks_for_it(
 
 
 @ON_CPU
-def test_adapters_are_for_one_base(connect: Callable[..., Any], model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_adapters_are_for_one_base(
+    connect: Callable[..., Any], model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     first, policy, client = connect("lora_hotswap")
     assert "[OK] base model: 28 of 28 tensors equal bit for bit" in caplog.text
@@ -328,7 +369,8 @@ def test_adapters_are_for_one_base(connect: Callable[..., Any], model_folder: Pa
         other = load(model_folder, CPU, lora=True)
         other.causal_lm.get_input_embeddings().weight.data[3] *= 1.5
         with pytest.raises(
-            ConfigError, match=r"generation.base_url=.* another base model than the server has: 1 of 28 tensors differ, model.embed_tokens"
+            ConfigError,
+            match=r"generation.base_url=.* another base model than the server has: 1 of 28 tensors differ, model.embed_tokens",
         ):
             sync.connect(other)
         sync.close()
@@ -355,7 +397,9 @@ def test_adapters_come_back_to_a_server_that_was_started_anew(connect: Callable[
 
 
 @ON_CPU
-def test_whoever_takes_the_server_over_in_the_middle_of_an_update_is_stopped(connect: Callable[..., Any], model_folder: Path) -> None:
+def test_whoever_takes_the_server_over_in_the_middle_of_an_update_is_stopped(
+    connect: Callable[..., Any], model_folder: Path
+) -> None:
     """And finds no tag of its own on weights that are not."""
     sync, policy, client = connect("shared_vllm")
     sync.push(policy, version=0)
@@ -387,7 +431,8 @@ def test_a_push_notices_what_others_loaded_while_it_was_staged(
 
     def save_and_be_late(*args: Any, **options: Any) -> int:
         client.server.api.post(
-            "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model_folder)}, "timeout": 60}
+            "/collective_rpc",
+            {"method": "reload_weights", "kwargs": {"weights_path": str(model_folder)}, "timeout": 60},
         )
         return save(*args, **options)
 
@@ -407,7 +452,9 @@ def push_other_weights(sync: Any, policy: Policy) -> None:
     sync.push(policy, version=1)
 
 
-def sample_during(action: Callable[[], None], step: str, sync: Any, client: VllmClient, where: Where) -> list[Completion]:
+def sample_during(
+    action: Callable[[], None], step: str, sync: Any, client: VllmClient, where: Where
+) -> list[Completion]:
     """Long completions of `PROMPTS`, under way when the action takes this step: a method of the server's control."""
     asker = Endless(server=client.server, eos_ids=[], vocab_size=1000, batch_size=8, timeout_s=120, max_retries=1)
     asker.weights = client.weights
@@ -416,7 +463,9 @@ def sample_during(action: Callable[[], None], step: str, sync: Any, client: Vllm
 
     def amid_requests(*words: Any) -> None:
         for _ in range(10):
-            groups = thread.submit(generate, asker, PROMPTS, SamplingParams(where.long), group_size=1, seeds=range(len(PROMPTS)))
+            groups = thread.submit(
+                generate, asker, PROMPTS, SamplingParams(where.long), group_size=1, seeds=range(len(PROMPTS))
+            )
             while not groups.done():
                 if num_running(client.server) == len(PROMPTS):
                     take_step(*words)

@@ -136,7 +136,9 @@ def test_full_disk_leaves_the_last_checkpoint_and_says_so(saved, tmp_path, monke
 
     owners = {"save_pretrained": updater.policy.model, "save": torch, "fsync": module.os}
     monkeypatch.setattr(owners[broken], broken, no_space)
-    expected = r"iteration 1 could not be written.*No space left.*the last checkpoint is intact: .*iter_000.*resume=auto"
+    expected = (
+        r"iteration 1 could not be written.*No space left.*the last checkpoint is intact: .*iter_000.*resume=auto"
+    )
     with pytest.raises(CheckpointError, match=expected):
         checkpointer.write(1)
     assert {p: p.read_bytes() for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()} == before
@@ -150,7 +152,8 @@ def test_a_full_disk_is_what_torch_does_not_call_so(saved, tmp_path, monkeypatch
 
     monkeypatch.setattr(torch, "save", half)
     with pytest.raises(
-        CheckpointError, match=r": \[enforce fail .*; there is no earlier checkpoint\. Free some space .*, then start again$"
+        CheckpointError,
+        match=r": \[enforce fail .*; there is no earlier checkpoint\. Free some space .*, then start again$",
     ):
         checkpointer.write(0)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
@@ -218,7 +221,9 @@ def test_what_the_engine_serves_is_saved_where_it_is_older_than_the_model(saved,
         assert all(torch.equal(p, served[name]) for name, p in updater.policy.trained_parameters().items())
     assert all(torch.equal(p, own[name]) for name, p in updater.policy.trained_parameters().items())
     assert not torch.equal(own["model.norm.weight"], served["model.norm.weight"])
-    assert [other.schedule.is_due(force=False) for _ in range(2)] == [False, True], "the second and third opportunity of three"
+    assert [other.schedule.is_due(force=False) for _ in range(2)] == [False, True], (
+        "the second and third opportunity of three"
+    )
 
 
 def test_the_best_is_kept_beside_the_newest_and_has_a_link(saved, tmp_path):
@@ -230,7 +235,14 @@ def test_the_best_is_kept_beside_the_newest_and_has_a_link(saved, tmp_path):
         checkpointer.write(iteration).commit()
         seen.append(([path.name for path in list_checkpoints(folder)], os.readlink(folder / "best")))
     one, three = ["iter_001"], ["iter_001", "iter_003"]
-    assert [names for names, _ in seen] == [["iter_000"], one, ["iter_001", "iter_002"], three, ["iter_004"], ["iter_004", "iter_005"]]
+    assert [names for names, _ in seen] == [
+        ["iter_000"],
+        one,
+        ["iter_001", "iter_002"],
+        three,
+        ["iter_004"],
+        ["iter_004", "iter_005"],
+    ]
     assert [link for _, link in seen] == ["iter_000", "iter_001", "iter_001", "iter_001", "iter_004", "iter_004"]
     AutoModelForCausalLM.from_pretrained(folder / "best")
     assert latest_checkpoint(folder) == folder / "iter_005"
@@ -261,7 +273,10 @@ def test_state_of_other_shapes_is_refused_before_it_is_used(saved, tmp_path):
     checkpointer, _ = saved(torch.bfloat16)
     checkpointer.write(0).commit()
     trainer = tmp_path / "checkpoints" / "iter_000" / "trainer"
-    masters, optimizer = load_file(trainer / "masters.safetensors"), torch.load(trainer / "optimizer.pt", weights_only=True)
+    masters, optimizer = (
+        load_file(trainer / "masters.safetensors"),
+        torch.load(trainer / "optimizer.pt", weights_only=True),
+    )
 
     def refused(reason):
         with pytest.raises(CheckpointError, match=reason):
@@ -288,13 +303,17 @@ class Executed:
         return os.mkdir, ("executed",)
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps(Executed()), None], ids=["empty", "garbage", "pickle", "zip"])
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage", pickle.dumps(Executed()), None], ids=["empty", "garbage", "pickle", "zip"]
+)
 def test_an_optimizer_state_that_is_none_is_one_line_and_runs_no_code(content, saved, tmp_path, monkeypatch):
     checkpointer, _ = saved()
     checkpointer.write(0).commit()
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "checkpoints" / "iter_000" / "trainer" / "optimizer.pt"
     path.write_bytes(content) if content is not None else torch.save({"optimizer": Executed(), "scaler": {}}, path)
-    with pytest.raises(CheckpointError, match=r"^resume=.*iter_000: its trainer state does not fit this configuration \([^\n]*\)$"):
+    with pytest.raises(
+        CheckpointError, match=r"^resume=.*iter_000: its trainer state does not fit this configuration \([^\n]*\)$"
+    ):
         checkpointer.restore(path.parents[1])
     assert not (tmp_path / "executed").exists()

@@ -37,7 +37,9 @@ def adapted(tmp_path: Path, base: Any) -> Any:
     base.save_pretrained(str(tmp_path / "base"))
     build_char_tokenizer(512).save_pretrained(str(tmp_path / "base"))
     torch.manual_seed(0)
-    policy = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(r=4, target_modules="all-linear"))
+    policy = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(r=4, target_modules="all-linear")
+    )
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
@@ -67,7 +69,9 @@ def test_the_checkpoints_of_a_run_are_no_place_for_it(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     source = find_model(str(checkpoint(folder / "iter_000", make_qwen2(vocab_size=97))))
     for out in (folder / "iter_009", folder / "iter_000" / "mine"):
-        with pytest.raises(ConfigError, match=rf"OUT={out}: is in the checkpoints folder of a run, .*; name a folder elsewhere"):
+        with pytest.raises(
+            ConfigError, match=rf"OUT={out}: is in the checkpoints folder of a run, .*; name a folder elsewhere"
+        ):
             export_model(source, out, merge=True, dtype=None, card="")
     export_model(source, tmp_path / "checkpoints" / "mine", merge=True, dtype=None, card="")
 
@@ -160,7 +164,12 @@ def test_a_push_sends_the_files_to_the_hub(tmp_path: Path, monkeypatch: pytest.M
             return Reply({"url": f"{server.base_url}/me/m"})
         if "preupload" in request.path:
             return Reply(
-                {"files": [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in request.body["files"]]}
+                {
+                    "files": [
+                        {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                        for file in request.body["files"]
+                    ]
+                }
             )
         if "/commit/" in request.path:
             committed.append(request.body)
@@ -177,7 +186,9 @@ def test_a_push_sends_the_files_to_the_hub(tmp_path: Path, monkeypatch: pytest.M
     assert "README.md" in str(committed)
     with ScriptedServer(lambda _: Reply({"error": "who are you?"}, status=401)) as server:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.base_url)
-        with pytest.raises(ConfigError, match=r"--push-to-hub=me/m: .*401.*; log in with `uv run hf auth login`.*out is complete"):
+        with pytest.raises(
+            ConfigError, match=r"--push-to-hub=me/m: .*401.*; log in with `uv run hf auth login`.*out is complete"
+        ):
             push_to_hub(folder, "me/m", private=True)
 
 
@@ -189,7 +200,10 @@ def test_the_card_tells_base_data_results_and_configuration() -> None:
         "eval": {"temperature": 0.7},
     }
     state = {"config": config, "iteration": 9, "counters": {"num_updates": 20}}
-    evals = {i: {"pass@1": 0.1 * (i + 2), "pass@1_low": 0.05, "pass@1_high": 0.2, "tasks": 5.0, "replicates": 2.0} for i in (-1, 9, 19)}
+    evals = {
+        i: {"pass@1": 0.1 * (i + 2), "pass@1_low": 0.05, "pass@1_high": 0.2, "tasks": 5.0, "replicates": 2.0}
+        for i in (-1, 9, 19)
+    }
     history = History(Path("run"), train={}, evals=evals)
     card = model_card("m", state=state, history=history, base="some/base", is_adapter=False, versions=["torch 2"])
     assert card.startswith("---\nlibrary_name: transformers\n")

@@ -25,7 +25,10 @@ def checkpoint(tmp_path):
 def test_the_manifest_has_every_other_file_with_the_hash_that_sha256sum_prints(checkpoint):
     record = json.loads((checkpoint / FILE).read_text())["files"]
     assert record.keys() == {"model.safetensors", "sub/vocab.txt", "trainer/state.json"}
-    assert record["sub/vocab.txt"] == {"bytes": 1, "sha256": "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"}
+    assert record["sub/vocab.txt"] == {
+        "bytes": 1,
+        "sha256": "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb",
+    }
     assert find_damage(checkpoint) is None
 
 
@@ -57,7 +60,9 @@ def test_damage_is_named_with_its_file(damage, name, checkpoint):
     assert words in found
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"files": {}}', b'{"files": {"a": 1}}', b"[" * 10**6, b"\xff", b'{"files": NaN}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"files": {}}', b'{"files": {"a": 1}}', b"[" * 10**6, b"\xff", b'{"files": NaN}']
+)
 def test_a_damaged_manifest_is_damage(content, checkpoint):
     (checkpoint / FILE).write_bytes(content)
     assert find_damage(checkpoint) is not None
@@ -125,5 +130,7 @@ def test_without_a_sound_one_it_is_one_line(run):
 def test_a_damaged_one_that_was_asked_for_is_refused_with_the_newest_sound_one(run):
     flip(run / "checkpoints" / "iter_002" / "model.safetensors")
     for name, key in ((run / "checkpoints" / "iter_002", "resume"), (run, "MODEL")):
-        with pytest.raises(CheckpointError, match=rf"{key}=.*iter_002: is damaged: .*; the newest sound one is .*iter_001$"):
+        with pytest.raises(
+            CheckpointError, match=rf"{key}=.*iter_002: is damaged: .*; the newest sound one is .*iter_001$"
+        ):
             verified_state(name) if key == "resume" else find_model(str(name))

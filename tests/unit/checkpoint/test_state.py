@@ -39,7 +39,11 @@ def changed(path: str, value: Any) -> str:
 
 WRONG = [
     *(("iteration", value) for value in (-5, 10**9, 10**400, 2, 3.0, True, "3", None, KeyError)),
-    *((f"counters.{name}", value) for name in ("num_updates", "num_refused", "num_refused_in_a_row") for value in (-1, 1.5, KeyError)),
+    *(
+        (f"counters.{name}", value)
+        for name in ("num_updates", "num_refused", "num_refused_in_a_row")
+        for value in (-1, 1.5, KeyError)
+    ),
     *(
         ("counters.num_refused", 5),
         ("counters.num_refused_in_a_row", 1),
@@ -56,11 +60,33 @@ WRONG = [
     ),
     *(("lr_schedule.scale", value) for value in (float("nan"), float("inf"), -0.1, 1e30, "1", KeyError)),
     ("schedule.num_skipped", -1),
-    *(("lr_schedule.kind", "square"), ("lr_schedule.first", 5), ("lr_schedule.num_updates", -1), ("lr_schedule.warmup_steps", 2**60)),
-    *(("milestones.keep_best.best_iteration", 4), ("milestones.keep_best.best", None), ("milestones.keep_best.best", float("nan"))),
+    *(
+        ("lr_schedule.kind", "square"),
+        ("lr_schedule.first", 5),
+        ("lr_schedule.num_updates", -1),
+        ("lr_schedule.warmup_steps", 2**60),
+    ),
+    *(
+        ("milestones.keep_best.best_iteration", 4),
+        ("milestones.keep_best.best", None),
+        ("milestones.keep_best.best", float("nan")),
+    ),
     *(("milestones.keep_best.num_since_best", -1), ("milestones.other", {"metric": "x"}), ("milestones", [])),
-    *(("source", [1]), ("source", KeyError), ("source.queue", float("-inf")), ("owes_evaluation", 0), ("new", 1), ("format", KeyError)),
-    *(("config", {}), ("config", []), ("config.train.iterations", "many"), ("config.train.precision", "int3"), ("config.task._target_", 1)),
+    *(
+        ("source", [1]),
+        ("source", KeyError),
+        ("source.queue", float("-inf")),
+        ("owes_evaluation", 0),
+        ("new", 1),
+        ("format", KeyError),
+    ),
+    *(
+        ("config", {}),
+        ("config", []),
+        ("config.train.iterations", "many"),
+        ("config.train.precision", "int3"),
+        ("config.task._target_", 1),
+    ),
     *(("config.train.stop_when.patience", -1), ("config.train.stop_when.more", 1), ("config.train", KeyError)),
 ]
 
@@ -69,7 +95,9 @@ WRONG = [
 def test_what_no_run_writes_is_refused_in_one_line(path: str, value: Any, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "iter_003", STATE)
     (folder / FILE).write_text(changed(path, value))
-    with pytest.raises(CheckpointError, match=r"resume=.*iter_003: (its trainer/state.json is damaged \(|written in format)") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"resume=.*iter_003: (its trainer/state.json is damaged \(|written in format)"
+    ) as caught:
         read_state(folder)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
@@ -77,7 +105,17 @@ def test_what_no_run_writes_is_refused_in_one_line(path: str, value: Any, tmp_pa
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 10**6, b'{"format": 4, "source": ' + b'{"a": ' * 10**5, b"9" * 10**5, b'"\\ud800"'],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 10**6,
+        b'{"format": 4, "source": ' + b'{"a": ' * 10**5,
+        b"9" * 10**5,
+        b'"\\ud800"',
+    ],
     ids=lambda content: str(content[:12]),
 )
 def test_what_is_no_json_is_refused_in_one_line(content: bytes, tmp_path: Path) -> None:

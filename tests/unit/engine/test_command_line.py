@@ -18,7 +18,13 @@ def test_flags() -> None:
     assert flags({"max_model_len": 512, "enable_lora": True, "seed": None, "trust": False, "zero": 0}) == [
         *("--max-model-len", "512", "--enable-lora", "--zero", "0"),
     ]
-    assert flags({"config": {"a": [1]}, "lora_modules": ["a=1", "b=2"]}) == ["--config", '{"a": [1]}', "--lora-modules", "a=1", "b=2"]
+    assert flags({"config": {"a": [1]}, "lora_modules": ["a=1", "b=2"]}) == [
+        "--config",
+        '{"a": [1]}',
+        "--lora-modules",
+        "a=1",
+        "b=2",
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +46,9 @@ def engine(**changes: Any) -> Engine:
 
 
 def test_a_server_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"^engine\.python=null: The server is not installed in this environment; name an interpreter"):
+    with pytest.raises(
+        ConfigError, match=r"^engine\.python=null: The server is not installed in this environment; name an interpreter"
+    ):
         engine().check_installed()
     engine(python=sys.executable).check_installed()
     engine(env={"PYTHONPATH": "/elsewhere"}).check_installed()

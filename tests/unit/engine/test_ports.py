@@ -49,7 +49,8 @@ def test_a_taken_port_names_its_owner() -> None:
             port = int(owner.stdout.readline())
             name = rf"{sys.executable} -c import socket, .*\(pid {owner.pid}\)"
             with pytest.raises(
-                ConfigError, match=rf"^engine\.port={port}: is taken by {name}; stop that process, .*null for any free one$"
+                ConfigError,
+                match=rf"^engine\.port={port}: is taken by {name}; stop that process, .*null for any free one$",
             ):
                 choose_port("127.0.0.1", port, key="engine.port")
         finally:
@@ -66,7 +67,10 @@ def test_a_server_that_starts_again_waits_for_its_port(monkeypatch: pytest.Monke
         choose_again("127.0.0.1", port, key="engine.port")
         released.join()
     monkeypatch.setattr(ports, "RELEASE_S", 0.3)
-    with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError, match=rf"^engine\.port={port}: is taken by "):
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(ConfigError, match=rf"^engine\.port={port}: is taken by "),
+    ):
         choose_again("127.0.0.1", port, key="engine.port")
 
 
@@ -92,26 +96,38 @@ def test_a_port_whose_server_has_just_ended_is_free() -> None:
 )
 @pytest.mark.parametrize(
     ("host", "reason"),
-    [("192.0.2.1", "Cannot assign requested address"), ("2001:db8::1", "(Cannot assign requested address|Address family not supported.*)")],
+    [
+        ("192.0.2.1", "Cannot assign requested address"),
+        ("2001:db8::1", "(Cannot assign requested address|Address family not supported.*)"),
+    ],
 )
 def test_an_address_of_another_machine(host: str, reason: str, key: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{named}={host}: cannot be used \({reason}\); name an address of this machine$"):
+    with pytest.raises(
+        ConfigError, match=rf"^{named}={host}: cannot be used \({reason}\); name an address of this machine$"
+    ):
         choose_port(host, None, key=key)
 
 
 def test_a_bad_address_is_named_although_the_port_is_taken_on_another() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ConfigError, match=r"^engine\.host=192\.0\.2\.1: "):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        pytest.raises(ConfigError, match=r"^engine\.host=192\.0\.2\.1: "),
+    ):
         choose_port("192.0.2.1", server.getsockname()[1], key="engine.port")
 
 
 @pytest.mark.parametrize("host", ["None", "no-such-machine.invalid"])
 def test_no_address(host: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^weight_sync\.master_address={host}: cannot be used \(.+\); name an address of this machine$"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^weight_sync\.master_address={host}: cannot be used \(.+\); name an address of this machine$",
+    ):
         choose_port(host, None, key="weight_sync.master_address")
 
 
 @pytest.mark.parametrize(
-    ("url", "address"), [("http://127.0.0.1:8000", "127.0.0.1"), ("http://localhost:8000", "127.0.0.1"), ("http://[::1]:8000", "::1")]
+    ("url", "address"),
+    [("http://127.0.0.1:8000", "127.0.0.1"), ("http://localhost:8000", "127.0.0.1"), ("http://[::1]:8000", "::1")],
 )
 def test_the_address_towards_a_server_is_on_its_network(url: str, address: str) -> None:
     assert address_towards(url) == address

@@ -1,4 +1,6 @@
-"""A server's process ends with the run that started it, however that ends, and takes along all that it started. No vLLM here."""
+"""A server's process ends with the run that started it, however that ends, and takes along all that it started. No vLLM
+here.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ if os.fork() == 0:
 note("server")
 time.sleep(100)
 """
-"""A server that leaves a child which ignores SIGTERM, and a daemon: a grandchild in a session of its own whose parent has ended."""
+"""A server that leaves a child which ignores SIGTERM, and a daemon: a grandchild in a session of its own whose parent
+has ended.
+"""
 MEMBERS = ("server", "deaf", "daemon")
 
 Starter = Callable[..., ServerProcess]
@@ -61,7 +65,9 @@ def start(tmp_path: Path) -> Iterator[Starter]:
     """Starts a command in `tmp_path`, and stops it after the test."""
     started: list[ServerProcess] = []
 
-    def start(*command: str, name: str = "server", remove: Path | None = None, env: Mapping[str, str] | None = None) -> ServerProcess:
+    def start(
+        *command: str, name: str = "server", remove: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> ServerProcess:
         env = os.environ if env is None else env
         started.append(ServerProcess(command, env=env, log_path=tmp_path / "logs" / f"{name}.log", remove=remove))
         return started[-1]
@@ -149,14 +155,17 @@ def test_ready(start: Starter, caplog: pytest.LogCaptureFixture, monkeypatch: py
         server.wait_until(lambda: next(answers), timeout_s=60, what="the stand-in")
     assert is_alive(server)
     assert len(caplog.messages) == 2
-    assert all(re.fullmatch(r"waiting for the stand-in: \d+ s; loading weights", message) for message in caplog.messages)
+    assert all(
+        re.fullmatch(r"waiting for the stand-in: \d+ s; loading weights", message) for message in caplog.messages
+    )
 
 
 def test_not_ready_in_time(start: Starter) -> None:
     server = start(*python("import time; print('compiling', flush=True); time.sleep(100)"))
     wait_for(lambda: last_line(server.log_path) == "compiling", "output")
     with pytest.raises(
-        EngineError, match=r"^the stand-in was not ready after 0\.6 s \(engine\.start_timeout_s\); .*compiling.*server\.log$"
+        EngineError,
+        match=r"^the stand-in was not ready after 0\.6 s \(engine\.start_timeout_s\); .*compiling.*server\.log$",
     ) as error:
         server.wait_until(lambda: False, timeout_s=0.6, what="the stand-in")
     assert not isinstance(error.value, EngineDied)
@@ -164,7 +173,12 @@ def test_not_ready_in_time(start: Starter) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "why"), [("sys.exit(3)", "exit code 3"), ("os.kill(os.getpid(), 9)", "signal 9"), ("os.kill(os.getpid(), 15)", "signal 15")]
+    ("ending", "why"),
+    [
+        ("sys.exit(3)", "exit code 3"),
+        ("os.kill(os.getpid(), 9)", "signal 9"),
+        ("os.kill(os.getpid(), 15)", "signal 15"),
+    ],
 )
 def test_death_tells_why(ending: str, why: str, start: Starter, tmp_path: Path) -> None:
     script = tmp_path / "server.py"
@@ -213,7 +227,9 @@ def test_last_words_of_a_long_log_that_is_no_text(tmp_path: Path) -> None:
 
 def test_last_words_name_the_cause_before_many_requests_that_failed_by_it(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
-    path.write_text("RuntimeError: the cause\n" + "EngineDeadError: See stack trace (above) for the root cause.\n" * 8000)
+    path.write_text(
+        "RuntimeError: the cause\n" + "EngineDeadError: See stack trace (above) for the root cause.\n" * 8000
+    )
     assert last_lines(path) == "its last words: RuntimeError: the cause."
 
 
@@ -248,12 +264,16 @@ def test_a_server_may_end_in_its_own_way(start: Starter, tmp_path: Path) -> None
     assert last_line(server.log_path) == "saved"
 
 
-def test_a_server_that_ignores_sigterm_is_killed(start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ignores_sigterm_is_killed(
+    start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     impatient = tmp_path / "guardian.py"
     impatient.write_text(GUARDIAN.read_text().replace("KILL_AFTER_S = 10.0", "KILL_AFTER_S = 0.3"))
     assert "KILL_AFTER_S = 0.3" in impatient.read_text()
     monkeypatch.setattr(process_module, "GUARDIAN", impatient)
-    server = start(*python("import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(100)"))
+    server = start(
+        *python("import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(100)")
+    )
     wait_for(lambda: last_line(server.log_path) == "deaf", "the server")
     server.stop()
     with pytest.raises(EngineDied, match="signal 9"):
@@ -272,16 +292,22 @@ def slow_poll(self):
 subprocess.Popen.poll = slow_poll
 os.kill = lambda pid, number: threading.Timer(0.1, kill, (pid, number)).start()
 """
-"""Signals arrive a moment after they are sent: every process dies after the guardian has looked at it and before it acts on that."""
+"""Signals arrive a moment after they are sent: every process dies after the guardian has looked at it and before it
+acts on that.
+"""
 
 
-def test_the_exit_code_is_the_servers_whenever_it_dies(start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_code_is_the_servers_whenever_it_dies(
+    start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = tmp_path / "guardian.py"
     text = GUARDIAN.read_text().replace("KILL_AFTER_S = 10.0", "KILL_AFTER_S = 0.3")
     slow.write_text(text.replace('if __name__ == "__main__":', f'{SLOW_DEATH}\nif __name__ == "__main__":'))
     assert SLOW_DEATH in slow.read_text()
     monkeypatch.setattr(process_module, "GUARDIAN", slow)
-    server = start(*python("import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(100)"))
+    server = start(
+        *python("import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(100)")
+    )
     wait_for(lambda: last_line(server.log_path) == "deaf", "the server")
     server.stop()
     with pytest.raises(EngineDied, match="signal 9"):
@@ -309,7 +335,9 @@ if os.fork() == 0:
     ctypes.CDLL(None).pthread_exit(None)
 time.sleep(100)
 """
-"""A server whose child has the port too, and one thread that goes on after the first one has ended: it counts as a zombie."""
+"""A server whose child has the port too, and one thread that goes on after the first one has ended: it counts as a
+zombie.
+"""
 
 
 def test_a_server_has_ended_when_its_port_is_free(start: Starter, tmp_path: Path) -> None:
@@ -476,10 +504,18 @@ def old() -> Iterator[Path]:
 def test_shared_memory_of_a_run_goes_with_it(ending: str, old: Path, tmp_path: Path) -> None:
     """The server's, and the run's own once the run is no more; not what was there before, and not what others use too."""
     shared, server, own = (Path("/dev/shm", f"test-{os.getpid()}-{name}") for name in ("shared", "server", "own"))
-    time.sleep(max(0.0, old.stat().st_ctime + 2.5 - time.time()))  # start times are known to a second, and taken a second early
+    time.sleep(
+        max(0.0, old.stat().st_ctime + 2.5 - time.time())
+    )  # start times are known to a second, and taken a second early
     (tmp_path / "theirs").mkdir()
     other = subprocess.Popen(python(OPENER, tmp_path / "theirs", shared))
-    command = [sys.executable, "-c", RUN_THAT_SHARES, *map(str, (tmp_path, own)), *python(OPENER, tmp_path, old, shared, server)]
+    command = [
+        sys.executable,
+        "-c",
+        RUN_THAT_SHARES,
+        *map(str, (tmp_path, own)),
+        *python(OPENER, tmp_path, old, shared, server),
+    ]
     run = subprocess.Popen(command)
     stranger = subprocess.Popen([*PYTHON, "-c", ""])
     stranger.wait()
@@ -489,7 +525,8 @@ def test_shared_memory_of_a_run_goes_with_it(ending: str, old: Path, tmp_path: P
         wait_for(lambda: (tmp_path / "up").exists() and (tmp_path / "theirs" / "up").exists(), "both")
         guardian = psutil.Process(psutil.Process(int((tmp_path / "up").read_text())).ppid())
         slept = guardian.num_ctx_switches().voluntary
-        # it looks whenever it has slept, and two sleeps from now it has begun and ended a look; other waits of its own count too
+        # it looks whenever it has slept, and two sleeps from now it has begun and ended a look; other waits of its own
+        # count too
         wait_for(lambda: guardian.num_ctx_switches().voluntary >= slept + 5, "a look of the guardian")
         if ending == "run killed":
             run.kill()
@@ -524,7 +561,9 @@ for path in (f"/dev/shm/torch_{os.getpid()}_1_0", f"/dev/shm/cuda.shm.0.{os.getp
 
 
 def test_a_run_that_ends_removes_what_the_cuda_driver_leaves() -> None:
-    """Its own, and what it still maps of a server that has ended; torch removes its files itself, and other processes theirs."""
+    """Its own, and what it still maps of a server that has ended; torch removes its files itself, and other processes
+    theirs.
+    """
     dead = subprocess.Popen([*PYTHON, "-c", ""])
     dead.wait()
     of_server, unrelated = (Path(f"/dev/shm/cuda.shm.0.{dead.pid:x}.{number}") for number in (1, 2))
@@ -580,7 +619,9 @@ def test_processes_of_others_survive(start: Starter, tmp_path: Path) -> None:
         foreign.wait(WAIT_S)
 
 
-def test_what_the_servers_of_a_run_leave_is_cleaned_up_before_their_guardians_are_killed(start: Starter, tmp_path: Path) -> None:
+def test_what_the_servers_of_a_run_leave_is_cleaned_up_before_their_guardians_are_killed(
+    start: Starter, tmp_path: Path
+) -> None:
     gone = folder_with_a_file(tmp_path / "gone")
     run = start(sys.executable, "-c", RUN_WITH_A_SERVER, str(tmp_path), FAMILY)
     family = family_of(tmp_path)

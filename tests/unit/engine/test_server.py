@@ -65,7 +65,15 @@ class Launcher:
     code: str = STAND_IN
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
-        return [sys.executable, "-I", "-c", self.code, str(port), model, *(f"{name}={value}" for name, value in args.items())]
+        return [
+            sys.executable,
+            "-I",
+            "-c",
+            self.code,
+            str(port),
+            model,
+            *(f"{name}={value}" for name, value in args.items()),
+        ]
 
     def key_args(self, folder: Path) -> list[str]:
         return []
@@ -119,7 +127,9 @@ def test_start(servers: list[Server], tmp_path: Path) -> None:
         server.api.get("/anything")
 
 
-def test_a_server_can_start_while_something_else_is_done(servers: list[Server], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_can_start_while_something_else_is_done(
+    servers: list[Server], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     server = own(servers, tmp_path)
     server.begin("model", args={"a": 1})
     pid = server.pid
@@ -244,7 +254,9 @@ def test_death_of_a_server_that_another_process_started_is_noticed(servers: list
     there.watch(server.pid)
     there.check_alive(grace_s=0.3)
     stand_in_of(server).kill()
-    with pytest.raises(EngineDied, match=f"the server at {server.base_url}, which another process of this run started, has ended"):
+    with pytest.raises(
+        EngineDied, match=f"the server at {server.base_url}, which another process of this run started, has ended"
+    ):
         there.check_alive(grace_s=15)  # its parent has not asked yet: a zombie counts as ended
     server.stop()
     with pytest.raises(EngineDied):
@@ -264,7 +276,9 @@ def test_a_server_that_does_not_start(servers: list[Server], tmp_path: Path) -> 
     with pytest.raises(EngineDied, match=r"exit code 1\); its last words: ValueError: no room"):
         server.start("m")
     slow = own(servers, tmp_path / "slow", Launcher(code="import time; time.sleep(100)", start_timeout_s=0.3))
-    with pytest.raises(EngineError, match=rf"^the stand-in at {slow.base_url} was not ready after 0\.3 s \(engine\.start_timeout_s\)"):
+    with pytest.raises(
+        EngineError, match=rf"^the stand-in at {slow.base_url} was not ready after 0\.3 s \(engine\.start_timeout_s\)"
+    ):
         slow.start("m")
 
 
@@ -311,7 +325,8 @@ def test_the_key_is_sent_and_not_shown(servers: list[Server], tmp_path: Path, ca
 
 
 @pytest.mark.parametrize(
-    ("host", "expected"), [("0.0.0.0", "127.0.0.1"), ("", "127.0.0.1"), ("::", "[::1]"), ("fe80::1", "[fe80::1]"), ("gpu1", "gpu1")]
+    ("host", "expected"),
+    [("0.0.0.0", "127.0.0.1"), ("", "127.0.0.1"), ("::", "[::1]"), ("fe80::1", "[fe80::1]"), ("gpu1", "gpu1")],
 )
 def test_where_a_server_is_reached(host: str, expected: str) -> None:
     assert reachable(host) == expected
@@ -359,7 +374,8 @@ def test_a_found_server_must_be_healthy(status: int, tmp_path: Path) -> None:
 def test_a_found_server_is_named_by_the_setting_it_comes_from(tmp_path: Path) -> None:
     server = Server(base_url="http://127.0.0.1:1", api_key=None, launcher=None, log_dir=tmp_path, key="eval.base_url")
     with pytest.raises(
-        EngineError, match=r"^eval\.base_url=http://127.0.0.1:1: no healthy server answers .* offline_grpo.engine.serve m starts"
+        EngineError,
+        match=r"^eval\.base_url=http://127.0.0.1:1: no healthy server answers .* offline_grpo.engine.serve m starts",
     ):
         server.start("m")
     assert server.version_key == "eval.base_url"
@@ -386,7 +402,9 @@ def test_every_failed_call_names_the_url(tmp_path: Path) -> None:
 
 def test_a_key_that_fits_into_no_header_is_refused_without_showing_it(tmp_path: Path) -> None:
     for key in ("schlüssel", "hush\nhush"):
-        with pytest.raises(ConfigError, match=r"^generation\.api_key or engine\.api_key: must consist of printable ASCII") as raised:
+        with pytest.raises(
+            ConfigError, match=r"^generation\.api_key or engine\.api_key: must consist of printable ASCII"
+        ) as raised:
             found("http://127.0.0.1:1", tmp_path, key)
         assert key not in str(raised.value)
 
@@ -421,11 +439,28 @@ def environment(**changes: Any) -> dict[str, str]:
 
 
 def test_command() -> None:
-    assert engine().command("some/model", 4321, {"max_model_len": 64, "weight_transfer_config": {"backend": "ipc"}}) == [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "some/model", "--host", "127.0.0.1", "--port", "4321"),
+    assert engine().command(
+        "some/model", 4321, {"max_model_len": 64, "weight_transfer_config": {"backend": "ipc"}}
+    ) == [
+        *(
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            "some/model",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "4321",
+        ),
         *("--served-model-name", "policy", "--scheduler-cls", "offline_grpo_scheduler.bundling_scheduler"),
         *("--dtype", "bfloat16", "--max-model-len", "64", "--enforce-eager", "--seed", "0"),
-        *("--weight-transfer-config", '{"backend": "ipc"}', "--worker-extension-cls", "offline_grpo_worker.WorkerExtension"),
+        *(
+            "--weight-transfer-config",
+            '{"backend": "ipc"}',
+            "--worker-extension-cls",
+            "offline_grpo_worker.WorkerExtension",
+        ),
         *("--middleware", "offline_grpo_generate.Generate"),
     ]
     assert engine(python="/bin/sh").command("m", 1, {})[0] == "/bin/sh"
@@ -459,7 +494,9 @@ def test_the_model_has_a_process_of_its_own_where_there_are_cores_for_it(
         (1000, {"compilation_config": {"cudagraph_mode": "NONE"}}, None),
     ],
 )
-def test_cuda_graphs_for_as_many_sequences_as_are_sampled_at_once(num_sequences: int, args: dict[str, Any], largest: int | None) -> None:
+def test_cuda_graphs_for_as_many_sequences_as_are_sampled_at_once(
+    num_sequences: int, args: dict[str, Any], largest: int | None
+) -> None:
     before = engine(args=args)
     after = before.expecting(num_sequences)
     if largest is None:
@@ -480,7 +517,9 @@ def test_the_extension_is_where_the_server_looks_for_it(monkeypatch: pytest.Monk
     command = engine().command("m", 1, {})
     for option in ("--worker-extension-cls", "--scheduler-cls", "--middleware"):
         module, _, name = command[command.index(option) + 1].partition(".")
-        assert re.search(rf"^(class|def) {name}\b", (EXTENSION_FOLDER / f"{module}.py").read_text(), re.MULTILINE), option
+        assert re.search(rf"^(class|def) {name}\b", (EXTENSION_FOLDER / f"{module}.py").read_text(), re.MULTILINE), (
+            option
+        )
 
 
 def test_a_key_guards_everything_and_other_users_cannot_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,10 +535,13 @@ def test_a_key_guards_everything_and_other_users_cannot_read_it(monkeypatch: pyt
 
 
 def test_what_is_compiled_is_there_for_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.25 files it under a hash of its own variables, VLLM_API_KEY included; so none of them may differ between two runs."""
+    """vLLM 0.25 files it under a hash of its own variables, VLLM_API_KEY included; so none of them may differ between
+    two runs.
+    """
     monkeypatch.setenv("VLLM_API_KEY", "of the shell")
     one, other = (
-        {name: value for name, value in environment(api_key=key).items() if name.startswith("VLLM_")} for key in ("hush", "hush-hush")
+        {name: value for name, value in environment(api_key=key).items() if name.startswith("VLLM_")}
+        for key in ("hush", "hush-hush")
     )
     assert one == other
     assert [environment(api_key=key)["OFFLINE_GRPO_API_KEY"] for key in ("hush", "hush-hush")] == ["hush", "hush-hush"]
@@ -517,7 +559,8 @@ def test_what_is_compiled_is_there_for_the_next_run(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "gpu1.example"])
 def test_an_address_that_others_reach_needs_a_key(host: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"^engine\.host={host}: .*others could control the server; set engine\.api_key, or engine\.host="
+        ConfigError,
+        match=rf"^engine\.host={host}: .*others could control the server; set engine\.api_key, or engine\.host=",
     ):
         engine(host=host)
     assert engine(host=host, api_key="k").host == host
@@ -536,7 +579,13 @@ def test_who_wins_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "A", "B", "C"):
         monkeypatch.setenv(name, "inherited")
     merged = engine(env={"C": 3, "VLLM_SERVER_DEV_MODE": 0}).environment({"B": "strategy", "C": "strategy"}, None)
-    assert [merged.get(name) for name in ("RANK", "A", "B", "C", "VLLM_SERVER_DEV_MODE")] == [None, "inherited", "strategy", "3", "0"]
+    assert [merged.get(name) for name in ("RANK", "A", "B", "C", "VLLM_SERVER_DEV_MODE")] == [
+        None,
+        "inherited",
+        "strategy",
+        "3",
+        "0",
+    ]
 
 
 def test_the_blackwell_workaround_is_one_variable_and_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,7 +613,9 @@ def test_settings_that_cannot_be(change: dict[str, Any], message: str) -> None:
 # The token gate
 
 
-def ask(kind: str, path: str, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch, *, method: str = "GET") -> tuple[bool, list[Any]]:
+def ask(
+    kind: str, path: str, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch, *, method: str = "GET"
+) -> tuple[bool, list[Any]]:
     """Whether a request reached the server behind the gate, and what was sent back otherwise."""
     monkeypatch.setenv("VLLM_API_KEY", "hush-hush")
     reached: list[str] = []
@@ -579,7 +630,11 @@ def ask(kind: str, path: str, headers: dict[str, str], monkeypatch: pytest.Monke
     async def receive() -> dict[str, Any]:
         raise AssertionError("the gate needs no body")
 
-    scope: dict[str, Any] = {"type": kind, "path": path, "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()]}
+    scope: dict[str, Any] = {
+        "type": kind,
+        "path": path,
+        "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],
+    }
     scope |= {"method": method} if kind == "http" else {}
     asyncio.run(load_extension().TokenGate(app)(scope, receive, send))
     return reached == [kind], sent
@@ -648,7 +703,9 @@ def test_whoever_waits_for_a_death_keeps_no_actor_busy() -> None:
     assert set(asked) == {("check_alive",)}
 
 
-def test_memory_is_taken_once_all_processes_of_a_server_have_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_taken_once_all_processes_of_a_server_have_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Worker:
         parallel_config = SimpleNamespace(world_size=2)
 

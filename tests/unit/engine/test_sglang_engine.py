@@ -38,14 +38,26 @@ SETTINGS: dict[str, Any] = {
 
 def test_command_of_an_engine() -> None:
     assert SglangEngine(**SETTINGS).command("some/model", 4321, {"context_length": 64, "skip_server_warmup": True}) == [
-        *(sys.executable, "-m", "sglang.launch_server", "--model-path", "some/model", "--host", "127.0.0.1", "--port", "4321"),
+        *(
+            sys.executable,
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            "some/model",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "4321",
+        ),
         *("--dtype", "float32", "--context-length", "64", "--disable-cuda-graph", "--enable-deterministic-inference"),
         "--skip-server-warmup",
     ]
 
 
 def test_the_key_is_on_no_command_line(tmp_path: Path) -> None:
-    """SGLang takes it as an option alone, or from a YAML file of options, which it puts before those of the command line."""
+    """SGLang takes it as an option alone, or from a YAML file of options, which it puts before those of the command
+    line.
+    """
     engine = SglangEngine(**{**SETTINGS, "api_key": "0123e45"})
     assert "0123e45" not in " ".join(engine.command("m", 1, {}))
     option, file = engine.key_args(tmp_path)
@@ -56,7 +68,9 @@ def test_the_key_is_on_no_command_line(tmp_path: Path) -> None:
     assert " --api-key YOUR_KEY" in SglangEngine.by_hand("m", "http://127.0.0.1:1", has_key=True, args={}, env={})
 
 
-def test_the_shipped_engine_makes_seeds_act_and_keeps_the_temperature_in_the_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shipped_engine_makes_seeds_act_and_keeps_the_temperature_in_the_logprobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -73,11 +87,17 @@ def test_the_shipped_engine_makes_seeds_act_and_keeps_the_temperature_in_the_log
     assert "RANK" not in environment
 
 
-def test_the_environment_of_the_configuration_wins_over_the_strategy_and_that_over_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_the_configuration_wins_over_the_strategy_and_that_over_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("B", "inherited")
     engine = SglangEngine(**{**SETTINGS, "env": {"A": 1}})
     environment = engine.environment({"A": "strategy", "B": "strategy", "PYTHONUNBUFFERED": "0"}, None)
-    assert {name: environment[name] for name in ("A", "B", "PYTHONUNBUFFERED")} == {"A": "1", "B": "strategy", "PYTHONUNBUFFERED": "0"}
+    assert {name: environment[name] for name in ("A", "B", "PYTHONUNBUFFERED")} == {
+        "A": "1",
+        "B": "strategy",
+        "PYTHONUNBUFFERED": "0",
+    }
 
 
 @pytest.mark.parametrize(
@@ -156,7 +176,9 @@ def test_loading_weights_cannot_end_the_server(control: SglangControl, fake: Fak
 
 
 def test_weights_that_cannot_be_loaded_leave_the_server_paused(control: SglangControl, fake: FakeSglang) -> None:
-    with pytest.raises(EngineError, match="/update_weights_from_disk: status 400: Failed to get weights iterator: /missing"):
+    with pytest.raises(
+        EngineError, match="/update_weights_from_disk: status 400: Failed to get weights iterator: /missing"
+    ):
         control.load_weights("/missing", tag="1", pause_mode="abort")
     assert fake.is_paused
     assert control.served_tag() is None
@@ -173,7 +195,11 @@ class Running:
 
 @pytest.mark.parametrize("samples_for_health", [False, True])
 def test_a_slow_load_ends_the_server_only_where_health_checks_sample(
-    control: SglangControl, fake: FakeSglang, web: ScriptedServer, samples_for_health: bool, monkeypatch: pytest.MonkeyPatch
+    control: SglangControl,
+    fake: FakeSglang,
+    web: ScriptedServer,
+    samples_for_health: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def load(_: str) -> Callable[[list[int]], list[float]]:
         """Takes until the server's health has been asked for, and answered where it is asked for again."""
@@ -182,14 +208,18 @@ def test_a_slow_load_ends_the_server_only_where_health_checks_sample(
         return logits_after
 
     monkeypatch.setattr(server_module, "HEALTH_INTERVAL_S", 0.05)
-    monkeypatch.setattr(server_module, "GRACE_S", 0.0)  # of a server that ends, which the stand-in for its process never does
+    monkeypatch.setattr(
+        server_module, "GRACE_S", 0.0
+    )  # of a server that ends, which the stand-in for its process never does
     monkeypatch.setattr(control.server, "_process", Running())
     fake.load, fake.samples_for_health = load, samples_for_health
     with pytest.raises(EngineDied) if samples_for_health else nullcontext():
         control.load_weights("/some/folder", tag="1", pause_mode="abort")
 
 
-def test_the_death_of_our_own_server_is_told(control: SglangControl, fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_death_of_our_own_server_is_told(
+    control: SglangControl, fake: FakeSglang, monkeypatch: pytest.MonkeyPatch
+) -> None:
     graces = []
 
     def check_alive(*, grace_s: float = 0.0) -> None:

@@ -1,4 +1,6 @@
-"""The evaluator with a scripted engine: what it asks for, what it makes of the answers, and independence of the number of processes."""
+"""The evaluator with a scripted engine: what it asks for, what it makes of the answers, and independence of the number
+of processes.
+"""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -39,7 +41,8 @@ class EchoTask:
 
 @dataclass
 class SeededClient:
-    """Answers "<digit>#x" where the digit follows from prompt and seed alone; every third seed runs into the token limit.
+    """Answers "<digit>#x" where the digit follows from prompt and seed alone; every third seed runs into the token
+    limit.
 
     The last request is answered first.
     """
@@ -101,10 +104,14 @@ def test_every_problem_is_asked_replicates_times_with_its_own_seeds() -> None:
     assert isinstance(subject, Evaluator)
     groups = subject.sample(client, cycle=7)
     [requests] = client.calls
-    assert requests == [SamplingRequest((ord(str(i)),), 1, seed_of(4242, 7, f"p{i}", rep)) for i in range(5) for rep in range(3)]
+    assert requests == [
+        SamplingRequest((ord(str(i)),), 1, seed_of(4242, 7, f"p{i}", rep)) for i in range(5) for rep in range(3)
+    ]
     assert [group.problem for group in groups] == PROBLEMS
     answers = [client.complete(request.prompt_ids, request.seed).token_ids for request in requests]
-    assert [rollout.token_ids[1:] for group in groups for rollout in group.rollouts] == answers, "texts and tokens are handed out, in order"
+    assert [rollout.token_ids[1:] for group in groups for rollout in group.rollouts] == answers, (
+        "texts and tokens are handed out, in order"
+    )
 
 
 def test_metrics_follow_from_the_scripted_answers() -> None:

@@ -14,7 +14,8 @@ def test_p_value_is_the_share_of_all_signs(seed: int) -> None:
     differences = np.random.default_rng(seed).integers(-4, 5, size=10)
     seen = abs(int(differences.sum()))
     sums = [
-        abs(sum(sign * d for sign, d in zip(signs, differences.tolist(), strict=True))) for signs in itertools.product((-1, 1), repeat=10)
+        abs(sum(sign * d for sign, d in zip(signs, differences.tolist(), strict=True)))
+        for signs in itertools.product((-1, 1), repeat=10)
     ]
     assert sign_flip_p_value(differences) == pytest.approx(sum(total >= seen for total in sums) / 2**10)
 

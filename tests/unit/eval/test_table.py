@@ -27,7 +27,10 @@ def test_sets_without_a_k_have_a_blank_cell() -> None:
 def test_many_k_are_told_two_at_a_time() -> None:
     metrics = {("A", "few"): found(1, 2), ("A", "many"): found(1, 2, 4, 8)}
     lines = results_table({"A": "m"}, metrics, {"few": [1, 2], "many": [8, 4, 2, 1]})
-    assert [re.findall(r"pass@\d", line) for line in lines if line.startswith("set")] == [["pass@1", "pass@2"], ["pass@8"]]
+    assert [re.findall(r"pass@\d", line) for line in lines if line.startswith("set")] == [
+        ["pass@1", "pass@2"],
+        ["pass@8"],
+    ]
     assert [line.split()[0] for line in lines if "[0" in line] == ["few", "many", "many"]
     assert max(map(len, lines)) <= 80
 

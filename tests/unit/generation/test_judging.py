@@ -117,7 +117,9 @@ def test_threads_that_begin_to_score_at_once_share_a_watcher(monkeypatch: pytest
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -1e200, "1"])
 def test_a_reward_with_which_nothing_can_be_computed_is_refused(reward: Any) -> None:
     task = SimpleNamespace(score=lambda *_: Score(reward, True, {}))
-    with pytest.raises(ScoreError, match=r"the task's score has reward=.*; it must be a finite number, from -1e\+30 to 1e\+30; problem"):
+    with pytest.raises(
+        ScoreError, match=r"the task's score has reward=.*; it must be a finite number, from -1e\+30 to 1e\+30; problem"
+    ):
         judge(task, "any")
 
 

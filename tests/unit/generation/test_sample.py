@@ -11,7 +11,16 @@ from offline_grpo.errors import EngineError
 from offline_grpo.generation.sample import sample_groups, sample_in_order
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.text import decode, encode
-from offline_grpo.types import CompletionStream, Message, Problem, SamplingParams, SamplingRequest, Score, ServedWeights, Split
+from offline_grpo.types import (
+    CompletionStream,
+    Message,
+    Problem,
+    SamplingParams,
+    SamplingRequest,
+    Score,
+    ServedWeights,
+    Split,
+)
 
 TOKENIZER = build_char_tokenizer(64)
 EOS = TOKENIZER.eos_token_id
@@ -44,7 +53,9 @@ class Listening:
 
 
 class Reversed:
-    """A client that answers `DIGIT#9` and EOS, the last request first; it fails instead of answering request `fails_at`."""
+    """A client that answers `DIGIT#9` and EOS, the last request first; it fails instead of answering request
+    `fails_at`.
+    """
 
     engine_name = None
     weights = ServedWeights(4)

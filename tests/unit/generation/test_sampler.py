@@ -129,7 +129,13 @@ def test_stop_strings_of_a_byte_level_tokenizer(stop: str, num_tokens: int) -> N
 
 @pytest.mark.parametrize(
     ("text", "stop", "expected"),
-    [("a#b#c", ["#"], "a"), ("a b", [], "a b"), ("a b", ["#"], "a b"), ("4\n\nQ: 2", ["Q:", "\n\n"], "4"), ("#", ["#"], "")],
+    [
+        ("a#b#c", ["#"], "a"),
+        ("a b", [], "a b"),
+        ("a b", ["#"], "a b"),
+        ("4\n\nQ: 2", ["Q:", "\n\n"], "4"),
+        ("#", ["#"], ""),
+    ],
 )
 def test_cut_at_stop(text: str, stop: list[str], expected: str) -> None:
     assert cut_at_stop(text, stop) == expected

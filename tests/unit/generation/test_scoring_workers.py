@@ -72,11 +72,15 @@ def gone(processes):
 
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory):
-    """Every kind of misbehaviour at the same time, twice: in this order, and in the opposite order. Outcomes, warnings, file, strays."""
+    """Every kind of misbehaviour at the same time, twice: in this order, and in the opposite order. Outcomes, warnings,
+    file, strays.
+    """
     printed = tmp_path_factory.mktemp("scoring") / "scoring.log"
     told = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offline_grpo.generation.scoring.isolated.log.warning", lambda text, *args: told.append(text % args))
+        patch.setattr(
+            "offline_grpo.generation.scoring.isolated.log.warning", lambda text, *args: told.append(text % args)
+        )
         task = isolated("bad_rewards:misbehaves", printed)
         try:
             kinds = [*EXPECTED, *reversed(EXPECTED)]
@@ -113,7 +117,9 @@ def test_a_reward_that_is_no_number_is_told_in_one_line(caplog):
         assert outcome(judge(task, "nothing")) == "raised"
     finally:
         task.close()
-    assert caplog.messages[0].startswith("the code that scores failed: task.reward=bad_rewards:misbehaves returned None; it must be like ")
+    assert caplog.messages[0].startswith(
+        "the code that scores failed: task.reward=bad_rewards:misbehaves returned None; it must be like "
+    )
     assert "\n" not in caplog.messages[0]
 
 
@@ -144,7 +150,16 @@ def test_async_scores_fail_alone(caplog):
     try:
         kinds = ["fine", "waits", "hangs", "fine", "raises", "exits", "dies", *["fine"] * 20]
         judgements = [judge(task, kind) for kind in kinds]
-        assert [outcome(j) for j in judgements] == [0.5, "timeout", "timeout", 0.5, "raised", "raised", "crashed", *[0.5] * 20]
+        assert [outcome(j) for j in judgements] == [
+            0.5,
+            "timeout",
+            "timeout",
+            0.5,
+            "raised",
+            "raised",
+            "crashed",
+            *[0.5] * 20,
+        ]
     finally:
         task.close()
 
@@ -152,7 +167,13 @@ def test_async_scores_fail_alone(caplog):
 def test_a_score_that_is_not_async_may_run_an_event_loop_itself():
     task = isolated("bad_rewards:runs_a_loop", workers=1)
     try:
-        for kind, expected in {"old way": 0.5, "fine": 0.5, "raises": "raised", "exits": "raised", "waits": "timeout"}.items():
+        for kind, expected in {
+            "old way": 0.5,
+            "fine": 0.5,
+            "raises": "raised",
+            "exits": "raised",
+            "waits": "timeout",
+        }.items():
             assert outcome(judge(task, kind)) == expected, kind
     finally:
         task.close()
@@ -232,7 +253,10 @@ def test_a_task_that_workers_cannot_make_ends_the_run():
     setup = Setup.of(partial(Task, "nowhere:f"), settings, preload=(), printed=None)
     task = IsolatedTask(Task("bad_rewards:misbehaves"), Scorers(setup), settings)
     try:
-        with pytest.raises(ScoreError, match=r"processes that score do not work: ConfigError: task.reward=nowhere:f: cannot be imported"):
+        with pytest.raises(
+            ScoreError,
+            match=r"processes that score do not work: ConfigError: task.reward=nowhere:f: cannot be imported",
+        ):
             judge(task, "fine").result()
     finally:
         task.close()
@@ -267,13 +291,17 @@ def test_failures_are_counted_and_too_many_end_the_run():
     check_scored(groups, 1.0)
     check_scored(failures("raised", "raised"), None)
     check_scored([], 1.0)
-    with pytest.raises(ScoreError, match=r"2 of 2 completions could not be scored \(2 memory; scoring.stop_at_failed_frac=1\)"):
+    with pytest.raises(
+        ScoreError, match=r"2 of 2 completions could not be scored \(2 memory; scoring.stop_at_failed_frac=1\)"
+    ):
         check_scored(failures("memory", "memory"), 1.0)
     with pytest.raises(ScoreError, match=r"3 of 4 .*\(2 raised, 1 timeout; scoring.stop_at_failed_frac=0.7\)"):
         check_scored(groups, 0.7)
 
 
-@pytest.mark.parametrize(("name", "value"), [("workers", -1), ("timeout_s", 0), ("memory_mib", 10), ("stop_at_failed_frac", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("workers", -1), ("timeout_s", 0), ("memory_mib", 10), ("stop_at_failed_frac", 0)]
+)
 def test_settings_that_make_no_sense_are_refused(name, value):
     with pytest.raises(ConfigError, match=rf"scoring\.{name}={value}"):
         ScoringConfig(**{"workers": 8, "timeout_s": 30, "memory_mib": 4096, "stop_at_failed_frac": 1.0} | {name: value})

@@ -39,7 +39,9 @@ Script = Callable[[Request], Reply]
 
 def tokens_answer(completions: Sequence[Any], prompt: Sequence[int] = PROMPT) -> dict[str, Any]:
     """What our middleware answers at /generate_tokens."""
-    choices = [{"token_ids": tokens, "logprobs": logprobs, "finish_reason": reason} for tokens, logprobs, reason in completions]
+    choices = [
+        {"token_ids": tokens, "logprobs": logprobs, "finish_reason": reason} for tokens, logprobs, reason in completions
+    ]
     return {"prompt_token_ids": list(prompt), "choices": choices}
 
 
@@ -60,7 +62,11 @@ def stock_answer(completions: Sequence[Any], prompt: Sequence[int] = PROMPT) -> 
             "stop_reason": None,
             "token_ids": tokens,
             "prompt_token_ids": list(prompt),
-            "logprobs": {"token_logprobs": logprobs, "tokens": [f"token_id:{token}" for token in tokens], "top_logprobs": []},
+            "logprobs": {
+                "token_logprobs": logprobs,
+                "tokens": [f"token_id:{token}" for token in tokens],
+                "top_logprobs": [],
+            },
         }
         for index, (tokens, logprobs, reason) in enumerate(completions)
     ]
@@ -68,7 +74,9 @@ def stock_answer(completions: Sequence[Any], prompt: Sequence[int] = PROMPT) -> 
 
 
 def sglang_answer(completions: Sequence[Any], prompt: Sequence[int] = PROMPT) -> list[dict[str, Any]]:
-    """What SGLang 0.5.15 answers at /generate to a batch with `return_logprob`. Of what was aborted in the queue it counts no prompt."""
+    """What SGLang 0.5.15 answers at /generate to a batch with `return_logprob`. Of what was aborted in the queue it
+    counts no prompt.
+    """
     return [
         {
             "text": "",
@@ -78,7 +86,9 @@ def sglang_answer(completions: Sequence[Any], prompt: Sequence[int] = PROMPT) ->
                 "finish_reason": {"type": reason},
                 **({"prompt_tokens": len(prompt)} if tokens or reason != "abort" else {}),
                 "completion_tokens": len(tokens),
-                "output_token_logprobs": [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=False)],
+                "output_token_logprobs": [
+                    [logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=False)
+                ],
                 "output_token_logprobs_length": len(logprobs),
             },
         }
@@ -132,7 +142,10 @@ DIALECTS = {
         lambda body: body["sampling_params"][0],
         (
             (1, "meta_info"),
-            *((1, "meta_info", name) for name in ("finish_reason", "prompt_tokens", "completion_tokens", "output_token_logprobs")),
+            *(
+                (1, "meta_info", name)
+                for name in ("finish_reason", "prompt_tokens", "completion_tokens", "output_token_logprobs")
+            ),
             (1, "meta_info", "finish_reason", "type"),
         ),
     ),
@@ -184,8 +197,12 @@ class Lab:
         return str(raised.value)
 
 
-def make_client(dialect: Dialect, server: Server, *, batch_size: int = 4, timeout_s: float = 5.0, max_retries: int = 3) -> ServerClient:
-    return dialect.client(server=server, eos_ids=[2], vocab_size=1000, batch_size=batch_size, timeout_s=timeout_s, max_retries=max_retries)
+def make_client(
+    dialect: Dialect, server: Server, *, batch_size: int = 4, timeout_s: float = 5.0, max_retries: int = 3
+) -> ServerClient:
+    return dialect.client(
+        server=server, eos_ids=[2], vocab_size=1000, batch_size=batch_size, timeout_s=timeout_s, max_retries=max_retries
+    )
 
 
 def mortal(base_url: str, tmp_path: Path, api_key: str | None = None) -> MortalServer:
@@ -236,8 +253,12 @@ def test_what_the_server_aborts_is_asked_for_again(lab: Lab, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("is_observed", [True, False])
-def test_what_a_push_aborts_waits_for_the_push_alone(is_observed: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was in flight comes back at once, from a server that might be ending, and is computed again when the push has ended."""
+def test_what_a_push_aborts_waits_for_the_push_alone(
+    is_observed: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was in flight comes back at once, from a server that might be ending, and is computed again when the
+    push has ended.
+    """
     monkeypatch.setattr(server_client, "GRACE_S", 60.0)
     lab.handle.is_observed = is_observed
     new, all_in_flight = ServedWeights(4), threading.Barrier(8)
@@ -303,7 +324,9 @@ def test_a_server_that_aborts_because_it_ends(lab: Lab) -> None:
 
 
 def test_every_sampling_setting_is_sent_under_its_name(lab: Lab) -> None:
-    sampling = SamplingParams(max_new_tokens=17, temperature=0.7, top_p=0.9, top_k=40, repetition_penalty=1.2, stop=("\n", "END"))
+    sampling = SamplingParams(
+        max_new_tokens=17, temperature=0.7, top_p=0.9, top_k=40, repetition_penalty=1.2, stop=("\n", "END")
+    )
     generate(lab.client, [PROMPT], sampling, group_size=2, seeds=[5])
     body = lab.server.requests[0].body
     settings = lab.dialect.settings_of(body)
@@ -318,7 +341,12 @@ def test_every_sampling_setting_is_sent_under_its_name(lab: Lab) -> None:
 def test_filters_that_are_off_are_sent_too(lab: Lab) -> None:
     generate(lab.client, [PROMPT], SamplingParams(max_new_tokens=4), group_size=2, seeds=[5])
     settings = lab.dialect.settings_of(lab.server.requests[0].body)
-    assert (settings["top_k"], settings["top_p"], settings["repetition_penalty"], settings["temperature"]) == (-1, 1, 1, 1)
+    assert (settings["top_k"], settings["top_p"], settings["repetition_penalty"], settings["temperature"]) == (
+        -1,
+        1,
+        1,
+        1,
+    )
 
 
 @pytest.mark.parametrize(("kind", "further"), [("vllm", {}), ("stock", {"logprobs": 0, "return_token_ids": True})])
@@ -337,7 +365,9 @@ def test_greedy_completions_of_a_prompt_are_one(kind: str, tmp_path: Path) -> No
     """vLLM refuses to draw several."""
     with ScriptedServer(lambda _: Reply(DIALECTS[kind].answer(TWO[:1]))) as server:
         client = make_client(DIALECTS[kind], mortal(server.base_url, tmp_path))
-        [[first, second]] = generate(client, [PROMPT], SamplingParams(max_new_tokens=4, temperature=0), group_size=2, seeds=[1])
+        [[first, second]] = generate(
+            client, [PROMPT], SamplingParams(max_new_tokens=4, temperature=0), group_size=2, seeds=[1]
+        )
         assert first == second
         assert first.token_ids == (5, 2)
         assert server.requests[0].body["n"] == 1
@@ -540,7 +570,11 @@ def test_the_key_is_sent(dialect: Dialect, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 def test_a_status_that_asks_for_it_is_tried_again(lab: Lab, status: int) -> None:
-    lab.set_script(lambda request: Reply({"error": "later"}, status=status) if request.number < 2 else Reply(lab.dialect.answer(TWO)))
+    lab.set_script(
+        lambda request: (
+            Reply({"error": "later"}, status=status) if request.number < 2 else Reply(lab.dialect.answer(TWO))
+        )
+    )
     assert len(lab.ask()[0]) == 2
     assert len(lab.server.requests) == 3
     assert lab.server.requests[0].body == lab.server.requests[2].body
@@ -591,7 +625,10 @@ def test_pauses_between_attempts_double_up_to_a_limit(lab: Lab, monkeypatch: pyt
         (Reply({"error": {"message": "Unauthorized"}}, status=401), r"status 401: Unauthorized"),
         (Reply({"error": {"message": "prompt too long"}}, status=400), r"status 400: prompt too long"),
         (Reply({"error": "CUDA error"}, status=500), r"status 500: CUDA error"),
-        (Reply(b"<html>gateway</html>", status=500, headers={"Content-Type": "text/html"}), r"status 500: <html>gateway"),
+        (
+            Reply(b"<html>gateway</html>", status=500, headers={"Content-Type": "text/html"}),
+            r"status 500: <html>gateway",
+        ),
         (Reply(b'{"choices": [', 200), r"malformed answer.*\{\"choices\""),
         (Reply(b"\xff\xfe{", 200), r"malformed answer"),
         (Reply(b"ok", headers={"Content-Type": "text/plain"}), r"malformed answer.*ok"),
@@ -620,7 +657,10 @@ GOOD = ([6], [-1.0], "length")
         ([GOOD] * 3, "3 completions where 2 were asked for"),
         ([GOOD, ([5], [math.nan], "stop")], "the logprob of token 0 is nan"),
         ([GOOD, ([5, 6], [-1.0, -9999.0], "stop")], "the logprob of token 1 is -9999.0"),
-        ([GOOD, ([5], [-3.4028234663852886e38], "stop")], "the logprob of token 0 is -3.4"),  # what SGLang writes for minus infinity
+        (
+            [GOOD, ([5], [-3.4028234663852886e38], "stop")],
+            "the logprob of token 0 is -3.4",
+        ),  # what SGLang writes for minus infinity
         ([GOOD, ([5], [-math.inf], "stop")], "the logprob of token 0 is -inf"),
         ([GOOD, ([5], [0.5], "stop")], "the logprob of token 0 is 0.5"),
         ([GOOD, ([5], [None], "stop")], "malformed answer"),  # what SGLang writes for NaN
@@ -710,7 +750,9 @@ def test_a_server_that_is_too_slow_is_not_asked_again(lab: Lab, is_trickling: bo
 
     lab.set_script(script)
     lab.client.close()
-    lab.client = make_client(lab.dialect, lab.handle, timeout_s=0.5)  # a busy machine may take a part of that to send the request
+    lab.client = make_client(
+        lab.dialect, lab.handle, timeout_s=0.5
+    )  # a busy machine may take a part of that to send the request
     assert "no answer after 0.5 s; raise generation.timeout_s" in lab.error()
     lab.server.wait_until(lambda: len(lab.server.requests) > 0)
     assert len(lab.server.requests) == 1
@@ -720,7 +762,9 @@ def test_a_server_that_is_too_slow_is_not_asked_again(lab: Lab, is_trickling: bo
 # A server of our own that ends
 
 
-@pytest.mark.parametrize("reply", [Reply({"error": "engine dead"}, status=500), Reply({}, cut="reset"), Reply({}, status=503)])
+@pytest.mark.parametrize(
+    "reply", [Reply({"error": "engine dead"}, status=500), Reply({}, cut="reset"), Reply({}, status=503)]
+)
 @pytest.mark.parametrize("max_retries", [0, 3])
 def test_the_death_of_our_own_server_is_told(lab: Lab, reply: Reply, max_retries: int) -> None:
     def script(_: Request) -> Reply:
@@ -791,7 +835,9 @@ def alarm() -> Iterator[None]:
 @pytest.mark.parametrize("closes", [False, True])
 def test_an_interruption_leaves_no_request_and_a_client_that_works(lab: Lab, closes: bool) -> None:
     def script(request: Request) -> Reply:
-        if request.number == 3:  # the last that comes; of several that see all four, the slowest would send a second signal later on
+        if (
+            request.number == 3
+        ):  # the last that comes; of several that see all four, the slowest would send a second signal later on
             signal.setitimer(signal.ITIMER_REAL, 0.01)
         lab.server.hold(request)
         return Reply()

@@ -62,7 +62,11 @@ def test_a_prompt_is_one_request(client: SglangClient, web: ScriptedServer) -> N
 
 def test_seeds_stay_within_64_bits(client: SglangClient, web: ScriptedServer) -> None:
     generate(client, [[5]], SAMPLING, group_size=3, seeds=[2**63 - 2])
-    assert [settings["sampling_seed"] for settings in web.requests[0].body["sampling_params"]] == [2**63 - 2, 2**63 - 1, 0]
+    assert [settings["sampling_seed"] for settings in web.requests[0].body["sampling_params"]] == [
+        2**63 - 2,
+        2**63 - 1,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.4])
@@ -72,11 +76,15 @@ def test_logprobs_are_those_of_the_sampling_distribution(client: SglangClient, t
         for completion in group:
             for position, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
                 logits = logits_after([*prompt, *completion.token_ids[:position]])
-                assert logprob == pytest.approx(log_softmax([logit / temperature for logit in logits])[token], abs=1e-12)
+                assert logprob == pytest.approx(
+                    log_softmax([logit / temperature for logit in logits])[token], abs=1e-12
+                )
 
 
 def test_logprobs_have_the_repetition_penalty_in_them(client: SglangClient) -> None:
-    [[completion]] = generate(client, [[1, 3]], SamplingParams(max_new_tokens=6, repetition_penalty=1.8), group_size=1, seeds=[3])
+    [[completion]] = generate(
+        client, [[1, 3]], SamplingParams(max_new_tokens=6, repetition_penalty=1.8), group_size=1, seeds=[3]
+    )
     first, second, *_ = completion.token_ids
     logits = logits_after([1, 3, first])
     logits[3] *= 1.8 if logits[3] < 0 else 1 / 1.8

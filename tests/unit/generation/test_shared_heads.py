@@ -1,4 +1,6 @@
-"""Keys and values that are read once give what their copies give: against attention written out, and on every architecture of the zoo."""
+"""Keys and values that are read once give what their copies give: against attention written out, and on every
+architecture of the zoo.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +42,25 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
 @pytest.mark.parametrize("mask", ["none", "bool", "float", "per_head"])
 @pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
-def test_attention_is_that_of_each_head_by_itself(mask: str, length: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_that_of_each_head_by_itself(
+    mask: str, length: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     query, key = torch.randn(3, 6, length, 8), torch.randn(3, kv_heads, 11, 8)
     value = torch.randn(3, kv_heads, 11, 5)
     visible = torch.rand(3, 1, length, 11) < 0.6
     visible[..., 0] = True
-    given = {"none": None, "bool": visible, "float": torch.randn(3, 1, length, 11), "per_head": torch.randn(3, 6, length, 11)}[mask]
+    given = {
+        "none": None,
+        "bool": visible,
+        "float": torch.randn(3, 1, length, 11),
+        "per_head": torch.randn(3, 6, length, 11),
+    }[mask]
     module: object = type("Attention", (), {"num_key_value_groups": 6 // kv_heads, "is_causal": False})()
     grouped = []
-    monkeypatch.setattr(KERNEL, lambda query, *rest, **how: (grouped.append(query.shape), attend(query, *rest, **how))[1])
+    monkeypatch.setattr(
+        KERNEL, lambda query, *rest, **how: (grouped.append(query.shape), attend(query, *rest, **how))[1]
+    )
     with shared_heads():
         found, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, given, scaling=0.3, dropout=0.0)
     torch.testing.assert_close(found, written_out(query, key, value, given, 0.3), rtol=1e-5, atol=1e-6)

@@ -70,8 +70,13 @@ class Lab:
         return [len(web.requests) for web in self.webs]
 
     def all(self, num_requests: int) -> dict[int, int]:
-        """Index of each request -> the first token of its answer, which is the number in the prompt. None is answered twice."""
-        answers = [(index, completions[0].token_ids[0]) for index, completions in self.spread.generate(requests(num_requests), SAMPLING)]
+        """Index of each request -> the first token of its answer, which is the number in the prompt. None is answered
+        twice.
+        """
+        answers = [
+            (index, completions[0].token_ids[0])
+            for index, completions in self.spread.generate(requests(num_requests), SAMPLING)
+        ]
         assert len(dict(answers)) == len(answers)
         return dict(answers)
 
@@ -81,7 +86,13 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     monkeypatch.setattr(server_client, "FIRST_PAUSE_S", 0.01)
     webs = [ScriptedServer(echo) for _ in range(3)]
     servers = [MortalServer(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path) for web in webs]
-    about: dict[str, Any] = {"eos_ids": [2], "vocab_size": 1000, "batch_size": BATCH_SIZE, "timeout_s": 10, "max_retries": 2}
+    about: dict[str, Any] = {
+        "eos_ids": [2],
+        "vocab_size": 1000,
+        "batch_size": BATCH_SIZE,
+        "timeout_s": 10,
+        "max_retries": 2,
+    }
     clients = [VllmClient(server=server, **about) for server in servers]
     lab = Lab(webs, servers, clients, SpreadClient(clients))
     yield lab
@@ -135,7 +146,9 @@ def test_what_is_quick_gets_more(lab: Lab) -> None:
     lab.script(held(go), echo, echo)
     answers = lab.spread.generate(requests(60), SAMPLING)
     others = [next(answers) for _ in range(60 - BATCH_SIZE)]
-    lab.webs[0].wait_until(lambda: lab.webs[0].num_active == BATCH_SIZE)  # it may have been too slow to see the newest yet
+    lab.webs[0].wait_until(
+        lambda: lab.webs[0].num_active == BATCH_SIZE
+    )  # it may have been too slow to see the newest yet
     go.set()
     assert len([*others, *answers]) == 60
     assert lab.num_asked[0] == BATCH_SIZE
@@ -155,7 +168,9 @@ def test_requests_are_taken_as_there_is_room(lab: Lab) -> None:
     for web in lab.webs:
         web.wait_until(lambda web=web: web.num_active == BATCH_SIZE)
     go.set()
-    first.result(10)  # before the first answer is handed out, and after it until the next one is asked for, none is taken
+    first.result(
+        10
+    )  # before the first answer is handed out, and after it until the next one is asked for, none is taken
     assert next(taken) == 2 * 3 * BATCH_SIZE
     answers.close()
 
@@ -220,7 +235,9 @@ def test_a_server_that_is_started_again_leaves_what_was_open_to_the_others(lab: 
 
 
 def test_what_was_sent_to_a_server_that_only_starts_is_asked_of_the_others(lab: Lab) -> None:
-    """Its process lives, so a request that was on its way when it was taken out fails like one to a server that is not there."""
+    """Its process lives, so a request that was on its way when it was taken out fails like one to a server that is not
+    there.
+    """
     lab.webs[1].close()
     num_looked = 0
 

@@ -26,7 +26,9 @@ class Slow(Streaming):
         self.num_open, self.most_open, self.num_sent = 0, 0, 0
         self.may_answer = threading.Event()
 
-    async def _ask_in_turn(self, failed: threading.Event, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
+    async def _ask_in_turn(
+        self, failed: threading.Event, request: SamplingRequest, sampling: SamplingParams
+    ) -> list[Completion]:
         self.num_sent += 1
         return await super()._ask_in_turn(failed, request, sampling)
 
@@ -47,13 +49,17 @@ class Slow(Streaming):
     def ask_for(self, seeds: range, told: list[object]) -> threading.Thread:
         def call() -> None:
             try:
-                told.append([index for index, _ in self.generate((replace(REQUEST, seed=seed) for seed in seeds), SAMPLING)])
+                told.append(
+                    [index for index, _ in self.generate((replace(REQUEST, seed=seed) for seed in seeds), SAMPLING)]
+                )
             except EngineError as error:
                 told.append(error)
 
         before, thread = self.num_sent, threading.Thread(target=call)
         thread.start()
-        while self.num_sent - before < min(len(seeds), 2 * self._num_at_once):  # all that `generate` sends before there is an answer
+        while self.num_sent - before < min(
+            len(seeds), 2 * self._num_at_once
+        ):  # all that `generate` sends before there is an answer
             thread.join(0.001)
         return thread
 

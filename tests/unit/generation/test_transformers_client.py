@@ -11,7 +11,13 @@ from factories import generate
 from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 from transformers.cache_utils import StaticLayer
 
 from offline_grpo.errors import ConfigError, EngineError
@@ -27,8 +33,16 @@ SAMPLING = SamplingParams(max_new_tokens=12)
 EOS = 1
 
 
-def sample(model, tokenizer, sampling: SamplingParams = SAMPLING, *, batch_size: int = 64, group_size: int = 4) -> list[list[Completion]]:
-    return generate(TransformersClient(model, tokenizer, batch_size=batch_size), PROMPTS, sampling, group_size=group_size, seeds=SEEDS)
+def sample(
+    model, tokenizer, sampling: SamplingParams = SAMPLING, *, batch_size: int = 64, group_size: int = 4
+) -> list[list[Completion]]:
+    return generate(
+        TransformersClient(model, tokenizer, batch_size=batch_size),
+        PROMPTS,
+        sampling,
+        group_size=group_size,
+        seeds=SEEDS,
+    )
 
 
 def tokens(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
@@ -40,13 +54,19 @@ def logprobs(groups: list[list[Completion]]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "sampling", [SAMPLING, SamplingParams(12, 0.8, 0.9, 10, 1.2), SamplingParams(12, 0.0)], ids=["plain", "filtered", "greedy"]
+    "sampling",
+    [SAMPLING, SamplingParams(12, 0.8, 0.9, 10, 1.2), SamplingParams(12, 0.0)],
+    ids=["plain", "filtered", "greedy"],
 )
-def test_batches_change_nothing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, sampling: SamplingParams) -> None:
+def test_batches_change_nothing(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, sampling: SamplingParams
+) -> None:
     for parameter in model.parameters():
         parameter.data *= 0.5  # less rounding noise than with peaked distributions
     together = sample(model, tokenizer, sampling)
-    assert len({len(completion.token_ids) for group in together for completion in group}) > 2 or sampling.temperature == 0
+    assert (
+        len({len(completion.token_ids) for group in together for completion in group}) > 2 or sampling.temperature == 0
+    )
     for batch_size in (1, 3, 7):
         split = sample(model, tokenizer, sampling, batch_size=batch_size)
         assert tokens(split) == tokens(together)
@@ -54,13 +74,19 @@ def test_batches_change_nothing(model: PreTrainedModel, tokenizer: PreTrainedTok
 
 
 @pytest.mark.parametrize("eos", [None, [1, 2, 3, 4]], ids=["all_go_on", "most_end_early"])
-def test_a_cache_of_fixed_size_draws_the_same(model, tokenizer, monkeypatch: pytest.MonkeyPatch, eos: list[int] | None) -> None:
+def test_a_cache_of_fixed_size_draws_the_same(
+    model, tokenizer, monkeypatch: pytest.MonkeyPatch, eos: list[int] | None
+) -> None:
     """As on a GPU, but for the graphs (see `tests/gpu/test_gpu_sampling.py`)."""
     model.generation_config.eos_token_id = eos
     growing = sample(model, tokenizer)
     monkeypatch.setattr(transformers_client, "has_graphs", lambda lm: True)
     made = []
-    monkeypatch.setattr(StaticLayer, "lazy_initialization", lambda *args, own=StaticLayer.lazy_initialization: (made.append(1), own(*args)))
+    monkeypatch.setattr(
+        StaticLayer,
+        "lazy_initialization",
+        lambda *args, own=StaticLayer.lazy_initialization: (made.append(1), own(*args)),
+    )
     fixed = sample(model, tokenizer)
     assert made
     assert tokens(fixed) == tokens(growing)
@@ -70,7 +96,10 @@ def test_a_cache_of_fixed_size_draws_the_same(model, tokenizer, monkeypatch: pyt
 def test_order_is_kept_and_a_prompt_is_independent_of_the_others(model, tokenizer) -> None:
     client = TransformersClient(model, tokenizer, batch_size=64)
     together = generate(client, PROMPTS, SAMPLING, group_size=3, seeds=SEEDS)
-    alone = [generate(client, [prompt], SAMPLING, group_size=3, seeds=[seed])[0] for prompt, seed in zip(PROMPTS, SEEDS, strict=True)]
+    alone = [
+        generate(client, [prompt], SAMPLING, group_size=3, seeds=[seed])[0]
+        for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
+    ]
     assert tokens(alone) == tokens(together)
     backwards = generate(client, PROMPTS[::-1], SAMPLING, group_size=3, seeds=SEEDS[::-1])
     assert tokens(backwards[::-1]) == tokens(together)
@@ -128,7 +157,9 @@ def test_a_padding_token_that_is_eos_or_is_sampled_is_an_ordinary_token(model, t
 def test_a_stop_string_ends_a_row_and_its_tokens_are_kept(model, tokenizer) -> None:
     long = replace(SAMPLING, max_new_tokens=40)
     plain = sample(model, tokenizer, long)
-    texts = [tokenizer.decode(completion.token_ids, skip_special_tokens=True) for group in plain for completion in group]
+    texts = [
+        tokenizer.decode(completion.token_ids, skip_special_tokens=True) for group in plain for completion in group
+    ]
     stop = tuple(text[5 : 5 + length] for text, length in zip(sorted(texts, key=len)[-3:], (3, 1, 2), strict=True))
     stopped = [completion for group in sample(model, tokenizer, replace(long, stop=stop)) for completion in group]
     num_cut = 0
@@ -233,10 +264,17 @@ def test_non_finite_logits_name_prompt_and_step(model, tokenizer) -> None:
 def test_work_is_shared_within_a_group_and_dropped_at_its_end(model, tokenizer) -> None:
     """Counts the positions that pass through the first layer."""
     positions: list[tuple[int, int]] = []
-    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: positions.append(tuple(output.shape[:2])))
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, output: positions.append(tuple(output.shape[:2]))
+    )
     client = TransformersClient(model, tokenizer, batch_size=64)
     generate(client, [PROMPTS[2]], replace(SAMPLING, max_new_tokens=3), group_size=8, seeds=[0])
-    assert positions == [(1, 19), (8, 1), (8, 1), (8, 1)]  # 19 prompt tokens once; the last prompt token and two more, 8 rows each
+    assert positions == [
+        (1, 19),
+        (8, 1),
+        (8, 1),
+        (8, 1),
+    ]  # 19 prompt tokens once; the last prompt token and two more, 8 rows each
     positions.clear()
     model.generation_config.eos_token_id = [1, 2, 3, 4]
     (group,) = generate(client, [PROMPTS[2]], replace(SAMPLING, max_new_tokens=40), group_size=32, seeds=[0])
@@ -251,7 +289,9 @@ def test_completions_carry_the_version(model, tokenizer) -> None:
     assert isinstance(client, RolloutClient)
     assert client.weights.version == 0
     client.weights = ServedWeights(7)
-    assert {v for group in generate(client, PROMPTS, SAMPLING, group_size=2, seeds=SEEDS) for c in group for v in c.versions} == {7}
+    assert {
+        v for group in generate(client, PROMPTS, SAMPLING, group_size=2, seeds=SEEDS) for c in group for v in c.versions
+    } == {7}
 
 
 def test_adapters_are_sampled_from(model, tokenizer) -> None:
@@ -281,7 +321,9 @@ def test_wrong_requests_are_refused(model, tokenizer) -> None:
         generate(client, [[3], []], SAMPLING, group_size=1, seeds=[1, 2])
     with pytest.raises(ConfigError, match=r"max_new_tokens=62: prompt 0 has 3 tokens .* 64; use 61 or less"):
         generate(client, [[3, 4, 5]], replace(SAMPLING, max_new_tokens=62), group_size=1, seeds=[1])
-    with pytest.raises(ConfigError, match=r"max_new_tokens=1: prompt 0 has 64 tokens .* 64; leave out problems that are as long$"):
+    with pytest.raises(
+        ConfigError, match=r"max_new_tokens=1: prompt 0 has 64 tokens .* 64; leave out problems that are as long$"
+    ):
         generate(client, [[3] * 64], replace(SAMPLING, max_new_tokens=1), group_size=1, seeds=[1])
     with pytest.raises(ValueError, match="num_completions=0"):
         generate(client, [[3]], SAMPLING, group_size=0, seeds=[1])
@@ -292,19 +334,43 @@ def test_wrong_requests_are_refused(model, tokenizer) -> None:
 
 def test_a_model_without_attention_is_refused(tokenizer) -> None:
     """Of Qwen3-Next's kind; one layer with attention in four is enough."""
-    settings = {"hidden_size": 32, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "num_experts": 2}
-    settings |= {"intermediate_size": 32, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts_per_tok": 1}
-    settings |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    settings = {
+        "hidden_size": 32,
+        "head_dim": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+        "num_experts": 2,
+    }
+    settings |= {
+        "intermediate_size": 32,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_experts_per_tok": 1,
+    }
+    settings |= {
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+    }
     without, with_one = (Qwen3NextForCausalLM(Qwen3NextConfig(num_hidden_layers=n, **settings)) for n in (2, 4))
-    with pytest.raises(ConfigError, match=r"^generation=transformers: Qwen3NextForCausalLM has no layer with attention, .*=vllm_server$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^generation=transformers: Qwen3NextForCausalLM has no layer with attention, .*=vllm_server$",
+    ):
         TransformersClient(without, tokenizer, batch_size=4)
     assert TransformersClient(with_one, tokenizer, batch_size=4)
 
 
 def test_yaml_supplies_every_setting() -> None:
-    node = OmegaConf.to_container(OmegaConf.load(Path(__file__).parents[3] / "conf" / "generation" / "transformers.yaml"))
+    node = OmegaConf.to_container(
+        OmegaConf.load(Path(__file__).parents[3] / "conf" / "generation" / "transformers.yaml")
+    )
     assert isinstance(node, dict)
     settings = set(signature(TransformersClient).parameters) - {"model", "tokenizer"}
     sampling = {field.name for field in fields(SamplingParams)}
     assert set(node) == {"_target_", "allow_truncated_sampling"} | settings | sampling
-    assert SamplingParams(**{**{name: node[name] for name in sampling}, "stop": tuple(node["stop"])}) == SamplingParams(max_new_tokens=8)
+    assert SamplingParams(**{**{name: node[name] for name in sampling}, "stop": tuple(node["stop"])}) == SamplingParams(
+        max_new_tokens=8
+    )

@@ -43,7 +43,9 @@ def test_sums_and_means() -> None:
     assert found.tokens_per_s("train") == 100.0
     assert found.tokens_per_s("iteration") == pytest.approx(1500 / 19.5)
     assert (found.peak_gb, found.mean_gb) == (20.0, 15.0)
-    assert Benchmark.of([STEPS[1] | {"sync/frozen": 1.0}]).num_syncs == 0, "nothing is pushed to a server that keeps its weights"
+    assert Benchmark.of([STEPS[1] | {"sync/frozen": 1.0}]).num_syncs == 0, (
+        "nothing is pushed to a server that keeps its weights"
+    )
 
 
 def test_the_block_that_scripts_look_for() -> None:
@@ -78,15 +80,30 @@ def test_the_mode_is_the_module_of_the_strategy() -> None:
 
 
 def test_metrics_by_the_names_of_the_other_trainer() -> None:
-    theirs, rest = renamed({"loss_total": 1.0, "lr": 2.0, "ratio_mean": 3.0, "alignment/diff_max": 4.0, "reward_mean": 5.0})
-    assert theirs == {"train/loss": 1.0, "train/lr": 2.0, "train/learning_rate": 2.0, "grpo/mean_ratio": 3.0, "alignment/diff_max": 4.0}
+    theirs, rest = renamed(
+        {"loss_total": 1.0, "lr": 2.0, "ratio_mean": 3.0, "alignment/diff_max": 4.0, "reward_mean": 5.0}
+    )
+    assert theirs == {
+        "train/loss": 1.0,
+        "train/lr": 2.0,
+        "train/learning_rate": 2.0,
+        "grpo/mean_ratio": 3.0,
+        "alignment/diff_max": 4.0,
+    }
     assert rest == {"reward_mean": 5.0}
     names = [name for each in NAMES.values() for name in each]
     assert len(names) == len(set(names))
 
 
 def test_the_lines_that_it_prints() -> None:
-    metrics = {"loss_total": -0.0123, "grad_norm": 0.5, "time/train_s": 1.234, "ratio_mean": 1.01, "clip_frac": 0.025, "pos_logp": -0.5}
+    metrics = {
+        "loss_total": -0.0123,
+        "grad_norm": 0.5,
+        "time/train_s": 1.234,
+        "ratio_mean": 1.01,
+        "clip_frac": 0.025,
+        "pos_logp": -0.5,
+    }
     counts = {"num_advantages_positive": 12.0, "num_advantages_negative": 20.0}
     assert console_lines("3/100", metrics | counts) == [
         "Step 3/100",

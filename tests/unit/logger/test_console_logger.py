@@ -22,7 +22,15 @@ TRAIN = {
     "perf/train_tokens_per_s": 34567.8,
     "perf/tokens_per_s": 1.0,
 }
-EVAL = {"pass@1": 0.25, "pass@1_low": 0.125, "pass@1_high": 0.5, "pass@10": 0.9, "pass@10_low": 0.8, "pass@10_high": 1.0, "mean@1": 0.3}
+EVAL = {
+    "pass@1": 0.25,
+    "pass@1_low": 0.125,
+    "pass@1_high": 0.5,
+    "pass@10": 0.9,
+    "pass@10_low": 0.8,
+    "pass@10_high": 1.0,
+    "mean@1": 0.3,
+}
 
 
 class Clock:
@@ -45,7 +53,9 @@ def logger_on(*, terminal: bool, width: int = 80) -> tuple[ConsoleLogger, io.Str
 
 
 def drawn(logger: ConsoleLogger) -> list[str]:
-    """The lines of the live display. On a console of their own: the display's thread draws on the other one, and moves its cursor."""
+    """The lines of the live display. On a console of their own: the display's thread draws on the other one, and moves
+    its cursor.
+    """
     apart = Console(file=io.StringIO(), force_terminal=True, width=logger.console.width, color_system=None)
     with apart.capture() as capture:
         apart.print(logger._render())
@@ -150,7 +160,9 @@ def test_elapsed_time_counts_from_the_command_on() -> None:
         logger.close()
 
 
-@pytest.mark.parametrize(("iteration", "early", "last_word"), [(1, {}, "done"), (0, {}, "stopped"), (0, {"stopped_early": 1.0}, "done")])
+@pytest.mark.parametrize(
+    ("iteration", "early", "last_word"), [(1, {}, "done"), (0, {}, "stopped"), (0, {"stopped_early": 1.0}, "done")]
+)
 def test_the_cursor_comes_back_however_the_run_ends(iteration: int, early: dict[str, float], last_word: str) -> None:
     logger, stream = logger_on(terminal=True)
     logger.start({}, 2)

@@ -87,7 +87,9 @@ def test_what_it_raises_is_one_line_that_names_class_error_and_place(method: str
         CALLS[method](CustomListener("logger.mine", broken))
     line, place = str(caught.value), "(test_custom.py, line "
     assert line.startswith(f"logger.mine: {__name__}.Broken.{method} raised KeyError: '{method}' {place}")
-    assert line.endswith(", in fail); the fix belongs in that class, or leave this logger out; HYDRA_FULL_ERROR=1 shows the traceback")
+    assert line.endswith(
+        ", in fail); the fix belongs in that class, or leave this logger out; HYDRA_FULL_ERROR=1 shows the traceback"
+    )
     assert isinstance(caught.value.__cause__, KeyError)
 
 

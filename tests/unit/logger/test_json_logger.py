@@ -24,7 +24,9 @@ def test_files_carry_the_names_that_people_parse(logger: JsonLogger, tmp_path: P
     logger.close()
     files = {path.name: path.read_text() for path in (tmp_path / "metrics").iterdir()}
     assert set(files) == {"eval_init.json", "train_iter_000.json", "eval_iter_012.json"}
-    assert files["train_iter_000.json"] == '{\n  "kl_divergence": 0.125,\n  "loss_total": -0.5\n}\n', "sorted, one key a line"
+    assert files["train_iter_000.json"] == '{\n  "kl_divergence": 0.125,\n  "loss_total": -0.5\n}\n', (
+        "sorted, one key a line"
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -34,12 +36,16 @@ def test_a_number_that_json_lacks_is_an_error_that_names_it(logger: JsonLogger, 
     assert list((tmp_path / "metrics").iterdir()) == []
 
 
-def test_a_write_that_dies_halfway_leaves_the_old_file(logger: JsonLogger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_dies_halfway_leaves_the_old_file(
+    logger: JsonLogger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logger.log("train", {"loss_total": 1.0}, iteration=0)
     path = tmp_path / "metrics" / "train_iter_000.json"
 
     def power_cut(source: object, target: object) -> None:
-        assert json.loads(path.read_text()) == {"loss_total": 1.0}, "the old record is whole until the new one takes its place"
+        assert json.loads(path.read_text()) == {"loss_total": 1.0}, (
+            "the old record is whole until the new one takes its place"
+        )
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", power_cut)

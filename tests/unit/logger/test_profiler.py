@@ -17,7 +17,12 @@ from offline_grpo.run.config import typed
 
 
 def test_a_trace_and_the_costliest_operators(tmp_path: Path) -> None:
-    small = ["data.problems_per_iteration=2", "data.rollouts_per_problem=4", "eval.enabled=false", "train.drop_zero_signal_groups=false"]
+    small = [
+        "data.problems_per_iteration=2",
+        "data.rollouts_per_problem=4",
+        "eval.enabled=false",
+        "train.drop_zero_signal_groups=false",
+    ]
     app.run(compose_config("train.iterations=2", "train.profile=2", "model.tiny.warm_start_steps=1", *small), tmp_path)
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["iter_001.json.gz"]
     with gzip.open(tmp_path / "profile" / "iter_001.json.gz") as file:
@@ -42,5 +47,7 @@ def test_a_run_that_does_not_reach_the_iteration_says_so(tmp_path: Path, caplog:
 
 @pytest.mark.parametrize("number", [0, 6])
 def test_an_iteration_is_one_of_the_run(number: int) -> None:
-    with pytest.raises(ConfigError, match=rf"train.profile={number}: an iteration, from 1 to train.iterations=5, or null"):
+    with pytest.raises(
+        ConfigError, match=rf"train.profile={number}: an iteration, from 1 to train.iterations=5, or null"
+    ):
         typed(compose_config("train.iterations=5", f"train.profile={number}"))

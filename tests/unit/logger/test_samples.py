@@ -9,7 +9,11 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.logger.samples import Samples, chosen, print_samples, record
 
 STRANGE = "\ud800 \x1b[2J [bold]\u202e\r\n\tö 中文 :smile:" + "x" * 1000
-GROUPS = [make_group(("a", 0.5), ("b", 0.5)), make_group(("c", 0.0), ("d", 1.0), ("e", 0.2)), make_group((STRANGE, 1.0), ("g", 0.0))]
+GROUPS = [
+    make_group(("a", 0.5), ("b", 0.5)),
+    make_group(("c", 0.0), ("d", 1.0), ("e", 0.2)),
+    make_group((STRANGE, 1.0), ("g", 0.0)),
+]
 ADVANTAGES = [[0.0, 0.0], [-1.0, 2.0, -0.5], [1.0, -1.0]]
 
 
@@ -33,7 +37,11 @@ def test_files_are_read_back(tmp_path):
     samples.rollouts("train", GROUPS, advantages=ADVANTAGES, iteration=7)
     samples.rollouts("eval", GROUPS[:1], advantages=None, iteration=-1)
     samples.rollouts("eval", GROUPS[:1], advantages=None, iteration=7)
-    assert {path.name for path in (tmp_path / "samples").iterdir()} == {"iter_007.jsonl", "eval_init.jsonl", "eval_iter_007.jsonl"}
+    assert {path.name for path in (tmp_path / "samples").iterdir()} == {
+        "iter_007.jsonl",
+        "eval_init.jsonl",
+        "eval_iter_007.jsonl",
+    }
     content = (tmp_path / "samples" / "iter_007.jsonl").read_bytes()
     lines = [json.loads(line) for line in content.decode("utf-8").split("\n")[:-1]]
     assert [line["completion"] for line in lines] == ["a", "b", "c", "d", "e", STRANGE, "g"]

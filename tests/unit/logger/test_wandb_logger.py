@@ -56,12 +56,16 @@ def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
         make(tmp_path, mode="on")
 
 
-def test_a_mode_of_the_environment_is_the_default_and_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mode_of_the_environment_is_the_default_and_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     assert compose_config("logger=[wandb]").logger.wandb.mode == "offline"
     monkeypatch.setenv("WANDB_MODE", "dryrun")
     mode = compose_config("logger=[wandb]").logger.wandb.mode
-    with pytest.raises(ConfigError, match=r"logger\.wandb\.mode=dryrun: must be one of .*; it is the environment variable WANDB_MODE"):
+    with pytest.raises(
+        ConfigError, match=r"logger\.wandb\.mode=dryrun: must be one of .*; it is the environment variable WANDB_MODE"
+    ):
         make(tmp_path, mode=mode)
 
 
@@ -74,7 +78,9 @@ def test_a_mode_of_the_environment_is_the_default_and_refused_by_its_name(tmp_pa
         ({"tags": [""]}, r"logger\.wandb\.tags: the tag '' has 0 letters; use 1 to 64"),
     ],
 )
-def test_names_that_wandb_does_not_take_are_refused_before_the_start(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_names_that_wandb_does_not_take_are_refused_before_the_start(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         make(tmp_path, **changes)
     with pytest.raises((wandb.Error, ValueError)):  # else this package is stricter than W&B
@@ -84,9 +90,14 @@ def test_names_that_wandb_does_not_take_are_refused_before_the_start(changes: di
 @pytest.mark.usefixtures("fresh_wandb")
 @pytest.mark.parametrize(
     ("name", "value", "said"),
-    [("WANDB_MODE", "nonsense", "mode: Input should be 'online', .*"), ("WANDB_RUN_ID", "a/b", "Run ID cannot contain .*")],
+    [
+        ("WANDB_MODE", "nonsense", "mode: Input should be 'online', .*"),
+        ("WANDB_RUN_ID", "a/b", "Run ID cannot contain .*"),
+    ],
 )
-def test_a_start_that_wandb_refuses_is_one_line(name: str, value: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_wandb_refuses_is_one_line(
+    name: str, value: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as refused:
         make(tmp_path).start({}, 1)
@@ -97,7 +108,9 @@ def test_a_start_that_wandb_refuses_is_one_line(name: str, value: str, said: str
 @pytest.mark.usefixtures("fresh_wandb")
 def test_a_key_that_cannot_be_one_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "short")
-    with pytest.raises(ConfigError, match=r"^logger\.wandb\.mode=online: cannot log in: .*40\+ characters.*WANDB_API_KEY.*wandb out$"):
+    with pytest.raises(
+        ConfigError, match=r"^logger\.wandb\.mode=online: cannot log in: .*40\+ characters.*WANDB_API_KEY.*wandb out$"
+    ):
         make(tmp_path, mode="online")
 
 
@@ -109,7 +122,9 @@ def test_a_run_goes_on_without_the_process_of_wandb(
     others = set(psutil.Process().children())
     logger = make(tmp_path)
     logger.start({}, 1)
-    [core] = [process for process in psutil.Process().children() if process not in others and "wandb-core" in process.name()]
+    [core] = [
+        process for process in psutil.Process().children() if process not in others and "wandb-core" in process.name()
+    ]
     core.kill()
     core.wait(10)
     deadline = time.monotonic() + 30
@@ -121,11 +136,15 @@ def test_a_run_goes_on_without_the_process_of_wandb(
         logger.rollouts("eval", [make_group(("a", 0.0))], advantages=None, iteration=0)
         logger.close()
     [told] = [record.getMessage() for record in caplog.records if record.name.startswith("offline_grpo")]
-    assert re.fullmatch(r"logger\.wandb: .*; the run goes on without Weights & Biases, and logger=json has its metrics", told)
+    assert re.fullmatch(
+        r"logger\.wandb: .*; the run goes on without Weights & Biases, and logger=json has its metrics", told
+    )
     assert wandb_setup._singleton is None, "or W&B would print a traceback when Python ends"
 
 
-def test_a_process_that_ends_before_the_last_words_is_told_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_that_ends_before_the_last_words_is_told_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     logger = make(tmp_path)
     logger._run = DeadRun()
     logger.close()
@@ -134,7 +153,9 @@ def test_a_process_that_ends_before_the_last_words_is_told_at_the_end(tmp_path: 
     assert "the run goes on without" in caplog.text
 
 
-def test_offline_files_lie_in_the_run_folder_and_hold_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_files_lie_in_the_run_folder_and_hold_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = make(tmp_path)
     assert isinstance(logger, RunListener)
@@ -155,12 +176,22 @@ def test_offline_files_lie_in_the_run_folder_and_hold_the_metrics(tmp_path: Path
     [stored_run] = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     named = (stored_run.project, stored_run.run_group, stored_run.display_name, stored_run.notes, list(stored_run.tags))
     assert named == ("p", "g", "n", "why", ["t"])
-    rows = [{(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in r.history.item} for r in records]
+    rows = [
+        {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in r.history.item}
+        for r in records
+    ]
     rows = [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows if row]
-    assert rows[0] == {"iteration": 0, "eval/pass@1": 0.75, "eval_intervals/pass@1_low": 0.125, "eval_intervals/pass@1_high": 0.375}
+    assert rows[0] == {
+        "iteration": 0,
+        "eval/pass@1": 0.75,
+        "eval_intervals/pass@1_low": 0.125,
+        "eval_intervals/pass@1_high": 0.375,
+    }
     assert rows[1] == {"iteration": 0, "train/time/generate_s": 1.5, "train/clip_low_frac": 0.1, "train/entropy": 0.25}
     assert (rows[2]["iteration"], rows[2]["eval/pass@1"]) == (1, 0.25)
-    metrics = {record.metric.name or record.metric.glob_name: record.metric for record in records if record.HasField("metric")}
+    metrics = {
+        record.metric.name or record.metric.glob_name: record.metric for record in records if record.HasField("metric")
+    }
     assert metrics["eval/pass@1"].summary.max
     assert metrics["eval/pass@1"].summary.last
     assert metrics["train/entropy"].summary.min
@@ -187,20 +218,33 @@ def test_the_names_of_the_atropos_trainer(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = make(tmp_path, names="atropos")
     logger.start({"weight_sync": {"_target_": "offline_grpo.weight_sync.restart.Restart"}}, 2)
-    step = {"loss_total": 0.5, "reward_mean": 0.25, "time/train_s": 2.0, "time/iteration_s": 6.0, "alignment/diff_mean": 0.125}
+    step = {
+        "loss_total": 0.5,
+        "reward_mean": 0.25,
+        "time/train_s": 2.0,
+        "time/iteration_s": 6.0,
+        "alignment/diff_mean": 0.125,
+    }
     logger.log("train", step, iteration=0)
     logger.log("train", step, iteration=1)
     logger.log("eval", EVAL, iteration=1)
     logger.close()
     records = stored(next((tmp_path / "wandb").glob("offline-run-*/*.wandb")))
-    rows = [{(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in r.history.item} for r in records]
-    train, _, evaluation = [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows if row]
+    rows = [
+        {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in r.history.item}
+        for r in records
+    ]
+    train, _, evaluation = [
+        {key: value for key, value in row.items() if not key.startswith("_")} for row in rows if row
+    ]
     expected = {"train/loss": 0.5, "train/step_time": 2.0, "train/reward_mean": 0.25, "alignment/diff_mean": 0.125}
     assert train == {"iteration": 0, "train/time/iteration_s": 6.0, **expected}
     assert evaluation["eval/pass@1"] == 0.25
     summary: dict[str, Any] = {}
     for record in records:
-        summary |= {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.summary.update}
+        summary |= {
+            (item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.summary.update
+        }
     assert {key: value for key, value in summary.items() if key.startswith("benchmark/")} == {
         "benchmark/mode": "restart",
         "benchmark/total_time_seconds": 12.0,
@@ -246,12 +290,17 @@ def test_samples_of_evaluations_are_a_table(tmp_path: Path, monkeypatch: pytest.
     logger.rollouts("train", [make_group(("not this", 0.0))], advantages=[[0.0]], iteration=0)
     logger.rollouts("eval", [make_group(("\ud800", 0.0), ("[bold]", 1.0))], advantages=None, iteration=0)
     [file] = (tmp_path / "wandb").glob("offline-run-*/files/media/table/eval/*.json")
-    assert json.loads(file.read_text())["data"] == [["2+2=", "[bold]", "4", 1.0, True, "p"], ["2+2=", "\\ud800", "4", 0.0, False, "p"]]
+    assert json.loads(file.read_text())["data"] == [
+        ["2+2=", "[bold]", "4", 1.0, True, "p"],
+        ["2+2=", "\\ud800", "4", 0.0, False, "p"],
+    ]
     logger.close()
 
 
 def stored(file: Path) -> list[Any]:
-    """The records in the file of a run that has ended. W&B's own process may still be writing the last of them when `finish` returns."""
+    """The records in the file of a run that has ended. W&B's own process may still be writing the last of them when
+    `finish` returns.
+    """
     deadline = time.monotonic() + 30
     while True:
         records = read_records(file)
@@ -262,7 +311,9 @@ def stored(file: Path) -> list[Any]:
 
 
 def read_records(file: Path) -> list[Any]:
-    """The whole records in a file of W&B: protocol buffers in the log format of LevelDB, behind 7 bytes that name the file's kind."""
+    """The whole records in a file of W&B: protocol buffers in the log format of LevelDB, behind 7 bytes that name the
+    file's kind.
+    """
     data, position, records, parts = file.read_bytes(), 7, [], b""
     while position + 7 <= len(data):
         room = 32768 - position % 32768

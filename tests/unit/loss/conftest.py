@@ -36,14 +36,20 @@ def plain() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def random_inputs() -> Callable[..., Inputs]:
-    """A function that makes a random float64 batch: prompts of 1 to 3 tokens, masked holes, and one sequence masked altogether."""
+    """A function that makes a random float64 batch: prompts of 1 to 3 tokens, masked holes, and one sequence masked
+    altogether.
+    """
 
     def make(seed: int = 0, num_sequences: int = 6) -> Inputs:
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.randint(3, 9, (num_sequences,), generator=generator).tolist()
         sequence_ids = torch.repeat_interleave(torch.arange(num_sequences), torch.tensor(lengths))
         positions = torch.cat([torch.arange(length) for length in lengths])
-        mask = (positions > sequence_ids % 3) & (torch.rand(len(positions), generator=generator) > 0.1) & (sequence_ids != 2)
+        mask = (
+            (positions > sequence_ids % 3)
+            & (torch.rand(len(positions), generator=generator) > 0.1)
+            & (sequence_ids != 2)
+        )
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -67,7 +73,9 @@ def random_inputs() -> Callable[..., Inputs]:
 
 @pytest.fixture(scope="session")
 def completions() -> Callable[..., Inputs]:
-    """A function that makes the batch of completions (without prompts) with these ratios to the old policy, whose logprobs are -1."""
+    """A function that makes the batch of completions (without prompts) with these ratios to the old policy, whose
+    logprobs are -1.
+    """
 
     def make(ratios: Sequence[Sequence[float]], advantages: Sequence[float], **tensors: Tensor) -> Inputs:
         lengths = tuple(len(sequence) for sequence in ratios)

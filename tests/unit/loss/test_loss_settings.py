@@ -1,4 +1,6 @@
-"""Every setting acts, and every setting outside its range is refused by name. A new field must be added to CHANGES, or the test fails."""
+"""Every setting acts, and every setting outside its range is refused by name. A new field must be added to CHANGES, or
+the test fails.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,12 @@ CHANGES = {
     "importance_floor": 0.7,
     "scale_rewards": "none",
 }
-REWARDS = [[0.3, 1.0, -0.5, 0.1, 0.0, 0.9], [0.0, 1.0, 1.0, 1.0, 0.2, 1.0], [0.0, 0.1, 0.0, 0.0, 0.0, 0.1], [2.0, 0.0, 1.0, 1.0, 0.0, 1.0]]
+REWARDS = [
+    [0.3, 1.0, -0.5, 0.1, 0.0, 0.9],
+    [0.0, 1.0, 1.0, 1.0, 0.2, 1.0],
+    [0.0, 0.1, 0.0, 0.0, 0.0, 0.1],
+    [2.0, 0.0, 1.0, 1.0, 0.0, 1.0],
+]
 INVALID = [
     ("clip_low", 1.5),
     ("clip_high", -0.1),
@@ -94,7 +101,9 @@ def test_each_choice_differs_from_the_others(plain, random_inputs):
         "importance_correction": ["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"],
         "scale_rewards": ["group", "batch", "none"],
     }.items():
-        results = [outcome(build(DAPO, plain | ACTIVE | {name: choice}), random_inputs(num_sequences=24)) for choice in choices]
+        results = [
+            outcome(build(DAPO, plain | ACTIVE | {name: choice}), random_inputs(num_sequences=24)) for choice in choices
+        ]
         for i, first in enumerate(results):
             assert not any(torch.allclose(first, other, rtol=0, atol=1e-6) for other in results[i + 1 :]), name
 
@@ -108,7 +117,8 @@ def test_invalid_values_are_refused_by_name(plain, name, value):
 @pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
 def test_a_ratio_to_the_engine_is_not_corrected_for_the_engine_again(plain, correction):
     with pytest.raises(
-        ConfigError, match=rf"^train\.loss\.importance_correction is '{correction}'; .*train\.loss\.ratio_reference=rollout"
+        ConfigError,
+        match=rf"^train\.loss\.importance_correction is '{correction}'; .*train\.loss\.ratio_reference=rollout",
     ):
         build(GRPO, plain | {"dual_clip": None, "ratio_reference": "rollout", "importance_correction": correction})
 

@@ -1,4 +1,6 @@
-"""What holds for every loss: shares add up, order and masked tokens do not matter, nothing is mutated, no signal means no gradient."""
+"""What holds for every loss: shares add up, order and masked tokens do not matter, nothing is mutated, no signal means
+no gradient.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def select(policy: TokenStats, batch: TokenBatch, sequences: list[int]) -> tuple
     return TokenStats(policy.logprobs[tokens], policy.entropy[tokens]), batch.select(sequences)
 
 
-@pytest.mark.parametrize("split", [[[0], [1], [2], [3], [4], [5]], [[0, 1, 2], [3, 4, 5]], [[5, 2], [0, 3, 1, 4]], [[3, 1, 5, 0, 4, 2]]])
+@pytest.mark.parametrize(
+    "split", [[[0], [1], [2], [3], [4], [5]], [[0, 1, 2], [3, 4, 5]], [[5, 2], [0, 3, 1, 4]], [[3, 1, 5, 0, 4, 2]]]
+)
 def test_shares_of_any_split_and_order_add_up(loss, random_inputs, split):
     policy, batch, totals = random_inputs()
     whole = loss(policy, batch, totals)
@@ -103,7 +107,11 @@ def test_a_fully_masked_sequence_adds_nothing_but_counts(plain, random_inputs):
 
 def test_a_batch_without_completion_tokens_has_loss_zero(loss, random_inputs):
     policy, batch, totals = random_inputs()
-    output = loss(policy, replace(batch, completion_mask=torch.zeros_like(batch.completion_mask)), replace(totals, num_completion_tokens=0))
+    output = loss(
+        policy,
+        replace(batch, completion_mask=torch.zeros_like(batch.completion_mask)),
+        replace(totals, num_completion_tokens=0),
+    )
     assert output.loss == 0
     assert all(torch.all(grad == 0) for grad in gradients(output.loss, policy))
 
@@ -148,6 +156,7 @@ class RatioPerSequence(GRPO):
 @pytest.mark.parametrize(("loss_class", "name"), [(SummedSurrogate, "surrogate"), (RatioPerSequence, "ratio")])
 def test_a_method_of_ones_own_that_gives_no_number_per_token_is_named(plain, random_inputs, loss_class, name):
     with pytest.raises(
-        ConfigError, match=rf"train\.loss: what {loss_class.__name__}\.{name}\(\) returns has the shape \[.*one number for each"
+        ConfigError,
+        match=rf"train\.loss: what {loss_class.__name__}\.{name}\(\) returns has the shape \[.*one number for each",
     ):
         loss_class(**plain, dual_clip=None)(*random_inputs())

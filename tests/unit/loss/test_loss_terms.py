@@ -53,14 +53,23 @@ REFERENCE = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
 
 
 def test_k1_and_k3_average_to_the_exact_kl():
-    exact = torch.distributions.kl_divergence(torch.distributions.Categorical(POLICY), torch.distributions.Categorical(REFERENCE))
+    exact = torch.distributions.kl_divergence(
+        torch.distributions.Categorical(POLICY), torch.distributions.Categorical(REFERENCE)
+    )
     for estimator in ("k1", "k3"):
-        assert (POLICY * terms.kl_estimate(POLICY.log(), REFERENCE.log(), estimator)).sum().item() == pytest.approx(exact.item())
+        assert (POLICY * terms.kl_estimate(POLICY.log(), REFERENCE.log(), estimator)).sum().item() == pytest.approx(
+            exact.item()
+        )
 
 
 def test_kl_estimates_by_hand():
-    logprobs, ref_logprobs = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.0 - math.log(2)], dtype=torch.float64)
-    values = {estimator: terms.kl_estimate(logprobs, ref_logprobs, estimator).item() for estimator in terms.KL_ESTIMATORS}
+    logprobs, ref_logprobs = (
+        torch.tensor([-1.0], dtype=torch.float64),
+        torch.tensor([-1.0 - math.log(2)], dtype=torch.float64),
+    )
+    values = {
+        estimator: terms.kl_estimate(logprobs, ref_logprobs, estimator).item() for estimator in terms.KL_ESTIMATORS
+    }
     assert values == pytest.approx({"k1": math.log(2), "k2": math.log(2) ** 2 / 2, "k3": 0.5 - 1 + math.log(2)})
 
 
@@ -101,7 +110,9 @@ def test_importance_weights_by_hand(completions, correction, expected):
 @pytest.mark.parametrize(("correction", "expected"), [("token_truncate", 0.7), ("token_mask", 0.0)])
 def test_importance_floor(completions, correction, expected):
     _, batch, _ = completions([[1.0]], [1.0], rollout_logprobs=torch.tensor([-1.0 + math.log(2)], dtype=torch.float64))
-    weights = terms.importance_weights(batch, torch.ones(1, dtype=torch.float64), correction=correction, cap=2.0, floor=0.7)
+    weights = terms.importance_weights(
+        batch, torch.ones(1, dtype=torch.float64), correction=correction, cap=2.0, floor=0.7
+    )
     assert weights.item() == pytest.approx(expected)
 
 
@@ -109,7 +120,9 @@ def test_mismatch_averages_to_the_exact_kl_of_engine_to_trainer(completions):
     _, batch, _ = completions([[1.0, 1.0, 1.0]], [1.0])
     batch = batch.with_logprobs(old=REFERENCE.log())
     object.__setattr__(batch, "rollout_logprobs", POLICY.log())
-    exact = torch.distributions.kl_divergence(torch.distributions.Categorical(POLICY), torch.distributions.Categorical(REFERENCE)).item()
+    exact = torch.distributions.kl_divergence(
+        torch.distributions.Categorical(POLICY), torch.distributions.Categorical(REFERENCE)
+    ).item()
     mean = {name: (POLICY * values).sum().item() for name, values in terms.mismatch(batch).items()}
     assert mean["mismatch/kl_k1"] == pytest.approx(exact)
     assert mean["mismatch/kl_k3"] == pytest.approx(exact)

@@ -80,7 +80,9 @@ def test_ratio_to_the_sampler(plain, completions, loss_class, expected, grads, c
     assert grad.tolist() == pytest.approx(grads)
     assert expected is None or output.loss.item() == pytest.approx(expected)
     assert output.metrics["clip_frac"].item() == pytest.approx(clip_frac)
-    assert output.metrics["ratio_mean"].item() == pytest.approx(1.05 ** (1 / 3) * 3 / 4 + 2.0 / 4 if loss_class is GSPO else 5.2 / 4)
+    assert output.metrics["ratio_mean"].item() == pytest.approx(
+        1.05 ** (1 / 3) * 3 / 4 + 2.0 / 4 if loss_class is GSPO else 5.2 / 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,8 +93,9 @@ def test_ratio_to_the_sampler(plain, completions, loss_class, expected, grads, c
     ],
 )
 def test_ratio_to_the_sampler_equals_verls_bypass_mode(plain, completions, loss_class, expected, grads):
-    """Recorded from verl 0.9.1, `compute_policy_loss_bypass_mode` with loss_type=ppo_clip, clip_ratio_low=0.2, clip_ratio_high=0.28 and
-    clip_ratio_c=3, in float64: loss_agg_mode token-mean (DAPO) and seq-mean-token-mean (GRPO). Its own rounding constants are 1e-8."""
+    """Recorded from verl 0.9.1, `compute_policy_loss_bypass_mode` with loss_type=ppo_clip, clip_ratio_low=0.2,
+    clip_ratio_high=0.28 and clip_ratio_c=3, in float64: loss_agg_mode token-mean (DAPO) and seq-mean-token-mean (GRPO).
+    Its own rounding constants are 1e-8."""
     policy, batch, totals = completions([[1.0] * 3, [1.0] * 4], [0.8, -1.2])
     sampler = torch.tensor([-0.5, -1.0, -2.0, -0.7, -1.5, -0.2, -3.0], dtype=torch.float64)
     logprobs = torch.tensor([-0.9, -0.6, -2.1, -0.5, -0.1, -0.9, -2.85], dtype=torch.float64, requires_grad=True)

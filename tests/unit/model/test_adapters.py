@@ -1,4 +1,6 @@
-"""Adapters that would make another model than the one that is trained, and architectures in which not every layer is an nn.Linear."""
+"""Adapters that would make another model than the one that is trained, and architectures in which not every layer is an
+nn.Linear.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def num_adapters(model: Any) -> int:
 
 def test_input_embeddings_that_are_the_output_head_too_are_not_adapted() -> None:
     """The adapter would be on the input alone, and a merged model would have it in the output too."""
-    with pytest.raises(ConfigError, match=r"^model.lora.target_modules=\['embed_tokens', 'q_proj'\]: .* leave them out"):
+    with pytest.raises(
+        ConfigError, match=r"^model.lora.target_modules=\['embed_tokens', 'q_proj'\]: .* leave them out"
+    ):
         adapted(make_qwen2(), "embed_tokens", "q_proj")
     model = adapted(make_llama(), "embed_tokens", "q_proj")  # with a head of its own
     for name, parameter in model.named_parameters():
@@ -59,7 +63,9 @@ def test_what_cannot_be_adapted_is_named_with_what_can() -> None:
 
 
 def test_experts_have_no_dropout() -> None:
-    with pytest.raises(ConfigError, match=r"^model.lora.dropout=0.1: .*use 0, or name layers in model.lora.target_modules"):
+    with pytest.raises(
+        ConfigError, match=r"^model.lora.dropout=0.1: .*use 0, or name layers in model.lora.target_modules"
+    ):
         adapted(ZOO["mixtral"].build(), dropout=0.1)
 
 
@@ -68,7 +74,11 @@ def test_experts_of_two_parts_have_twice_the_rank() -> None:
     policy = Policy(make_scoring(adapted(ZOO["qwen3_moe"].build())), None)  # type: ignore[arg-type]
     assert policy.lora_rank == 16
     assert (
-        max(p.shape[0] for name, p in policy.model.named_parameters() if name.endswith("experts.base_layer.lora_A.default.weight"))
+        max(
+            p.shape[0]
+            for name, p in policy.model.named_parameters()
+            if name.endswith("experts.base_layer.lora_A.default.weight")
+        )
         == 4 * 16
     )
     assert Policy(make_scoring(adapted(make_llama())), None).lora_rank == 8  # type: ignore[arg-type]
@@ -76,7 +86,10 @@ def test_experts_of_two_parts_have_twice_the_rank() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_chosen_blocks_have_the_adapters_that_all_blocks_have(name: str) -> None:
-    whole, second = num_adapters(adapted(ZOO[name].build())), num_adapters(adapted(ZOO[name].build(), layer_indices="1"))
+    whole, second = (
+        num_adapters(adapted(ZOO[name].build())),
+        num_adapters(adapted(ZOO[name].build(), layer_indices="1")),
+    )
     assert 0 < whole == 2 * second
 
 

@@ -29,7 +29,9 @@ from offline_grpo.types import SamplingParams, TokenBatch
 CPU = torch.device("cpu")
 
 
-def varlen_on_a_cpu(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *_: object, scale: float, window_size: tuple[int, int]) -> Tensor:
+def varlen_on_a_cpu(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *_: object, scale: float, window_size: tuple[int, int]
+) -> Tensor:
     """What `varlen_attn` computes on a GPU: each sequence by itself, causal, within the window."""
     outputs = []
     for q1, k1, v1 in zip(*(x.tensor_split(starts[1:-1].tolist()) for x in (q, k, v)), strict=True):
@@ -40,7 +42,9 @@ def varlen_on_a_cpu(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *_: object,
     return torch.cat(outputs)
 
 
-def flash4_forward(q: Tensor, k: Tensor, v: Tensor, *, window_size_left: int | None, return_lse: bool, **how: Any) -> tuple[Tensor, ...]:
+def flash4_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, window_size_left: int | None, return_lse: bool, **how: Any
+) -> tuple[Tensor, ...]:
     """What FlashAttention 4 computes, but for the second result, which only its own backward pass reads."""
     assert return_lse
     assert how["causal"]
@@ -51,7 +55,9 @@ def flash4_forward(q: Tensor, k: Tensor, v: Tensor, *, window_size_left: int | N
     return out, q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float32), None
 
 
-def flash4_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, lse: Tensor, **how: Any) -> tuple[Tensor, ...]:
+def flash4_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, lse: Tensor, **how: Any
+) -> tuple[Tensor, ...]:
     """Dense, over the whole row at once: no autograd inside an operator."""
     assert lse.shape == (q.shape[1], q.shape[0])
     per_group, starts, scale = q.shape[1] // k.shape[1], how["cu_seqlens_q"], how["softmax_scale"]
@@ -63,7 +69,11 @@ def flash4_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, 
     scores = torch.einsum("ihd,jhd->hij", q, keys) * scale
     p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     slopes = p * (torch.einsum("ihd,jhd->hij", grad, values) - (grad * out).sum(-1).T[..., None]) * scale
-    found = torch.einsum("hij,jhd->ihd", slopes, keys), torch.einsum("hij,ihd->jhd", slopes, q), torch.einsum("hij,ihd->jhd", p, grad)
+    found = (
+        torch.einsum("hij,jhd->ihd", slopes, keys),
+        torch.einsum("hij,ihd->jhd", slopes, q),
+        torch.einsum("hij,ihd->jhd", p, grad),
+    )
     return found[0], *(x.unflatten(1, (-1, per_group)).sum(2) for x in found[1:])
 
 
@@ -72,7 +82,9 @@ def emulated_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_on_a_cpu)
     monkeypatch.setattr(varlen, "has_varlen_kernel", lambda *_: True)
     monkeypatch.setattr(flash4, "has_flash4", lambda *_: True)
-    monkeypatch.setattr(flash4, "_interface", lambda: SimpleNamespace(_flash_attn_fwd=flash4_forward, _flash_attn_bwd=flash4_backward))
+    monkeypatch.setattr(
+        flash4, "_interface", lambda: SimpleNamespace(_flash_attn_fwd=flash4_forward, _flash_attn_bwd=flash4_backward)
+    )
 
 
 def scoring_of(name: str, layout: str = "padded") -> Scoring:
@@ -104,7 +116,11 @@ def transformers_scores(scoring: Scoring, batch: TokenBatch) -> tuple[Tensor, Te
         entropies.append(torch.cat([torch.zeros(1), -(logs.exp() * logs).sum(-1)]))
     found, entropy = torch.cat(logprobs) * batch.completion_mask, torch.cat(entropies) * batch.completion_mask
     (found.sum() + entropy.sum()).backward()
-    return found.detach(), entropy.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return (
+        found.detach(),
+        entropy.detach(),
+        {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+    )
 
 
 @pytest.mark.usefixtures("emulated_kernel")
@@ -137,7 +153,9 @@ def test_every_layout_is_right_or_refused(name: str) -> None:
 def test_on_gpus_a_sequence_is_longer_than_the_blocks_of_a_kernel() -> None:
     """Kernels may have other code for it, as long as the model takes so many tokens."""
     model, short, cuda = ZOO["llama"].build(), ZOO["llama"].build(max_position_embeddings=153), torch.device("cuda")
-    assert [max(prompt for prompt, _ in proof._groups(*of)) > 128 for of in ((model, cuda), (short, cuda), (model, CPU))] == [
+    assert [
+        max(prompt for prompt, _ in proof._groups(*of)) > 128 for of in ((model, cuda), (short, cuda), (model, CPU))
+    ] == [
         True,
         False,
         False,
@@ -164,8 +182,14 @@ def test_it_is_sampled_in_process_or_refused(name: str) -> None:
         return
     client = TransformersClient(model=scoring.model, tokenizer=tokenizer, batch_size=8)  # type: ignore[arg-type]
     prompts = [[5, 9, 11, 30, 31, 32, 33, 34, 35], [7, 8]]
-    groups = generate(client, prompts, SamplingParams(max_new_tokens=8, temperature=0.8), group_size=3, seeds=[100, 200])
-    rollouts = [make_rollout(p, completion, temperature=0.8) for p, group in zip(prompts, groups, strict=True) for completion in group]
+    groups = generate(
+        client, prompts, SamplingParams(max_new_tokens=8, temperature=0.8), group_size=3, seeds=[100, 200]
+    )
+    rollouts = [
+        make_rollout(p, completion, temperature=0.8)
+        for p, group in zip(prompts, groups, strict=True)
+        for completion in group
+    ]
     batch = build_batch(rollouts, mask_truncated=False)
     assert torch.allclose(scoring.logprobs(batch), batch.rollout_logprobs * batch.completion_mask, atol=2e-5)
 
@@ -176,7 +200,9 @@ def test_auto_takes_the_fastest_that_is_right(name: str, layout: str, caplog: py
     with caplog.at_level("INFO", logger="offline_grpo"):
         settle_layout(scoring, None, CPU)
     assert type(scoring.layout) is LAYOUTS[layout]
-    lines = [record.message for record in caplog.records if record.name.startswith("offline_grpo")]  # transformers' come once in a process
+    lines = [
+        record.message for record in caplog.records if record.name.startswith("offline_grpo")
+    ]  # transformers' come once in a process
     assert len(lines) == (layout != "tree")
     assert all(line.startswith("model.layout=auto: padded, because tree is wrong for ") for line in lines)
 

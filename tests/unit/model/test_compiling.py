@@ -1,6 +1,6 @@
-"""torch.compile of the blocks: logprobs and gradients of every kind of architecture stay what they are, and changing lengths compile
-nothing anew. What traces the blocks is real; the code generator, which takes half a minute an architecture, is left out here and runs in
-tests/gpu."""
+"""torch.compile of the blocks: logprobs and gradients of every kind of architecture stay what they are, and changing
+lengths compile nothing anew. What traces the blocks is real; the code generator, which takes half a minute an
+architecture, is left out here and runs in tests/gpu."""
 
 from __future__ import annotations
 
@@ -109,9 +109,13 @@ def test_sampling_between_updates_compiles_nothing_anew() -> None:
 
 @pytest.mark.slow  # of six models
 def test_all_models_of_a_sweep_are_compiled() -> None:
-    """Its jobs are one process, and each shape has graphs of its own; past a limit the compiler would leave the rest as it is, silently."""
+    """Its jobs are one process, and each shape has graphs of its own; past a limit the compiler would leave the rest as
+    it is, silently.
+    """
     for num_models in range(1, 7):
-        scoring = Scoring(make_qwen2(vocab_size=97, intermediate_size=16 * num_models), Padded(), TiledHead(tile_width=None))
+        scoring = Scoring(
+            make_qwen2(vocab_size=97, intermediate_size=16 * num_models), Padded(), TiledHead(tile_width=None)
+        )
         settle_compile(scoring, True, CPU)
         assert counters["stats"]["unique_graphs"] == 2 * num_models, "with gradients and without"
 
@@ -135,8 +139,12 @@ def test_a_model_that_computes_something_else_then_is_left_as_it_is(
     with caplog.at_level(logging.WARNING):
         settle_compile(scoring, "auto", CPU)
     assert not is_compiled(scoring)
-    assert "model.compile=auto: not compiled, because LlamaForCausalLM does not work then: logprobs differ" in caplog.text
-    with pytest.raises(ConfigError, match=r"model.compile=true: does not work with LlamaForCausalLM.*; use model.compile=auto or false"):
+    assert (
+        "model.compile=auto: not compiled, because LlamaForCausalLM does not work then: logprobs differ" in caplog.text
+    )
+    with pytest.raises(
+        ConfigError, match=r"model.compile=true: does not work with LlamaForCausalLM.*; use model.compile=auto or false"
+    ):
         settle_compile(scoring, True, CPU)
 
 

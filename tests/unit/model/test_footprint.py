@@ -32,22 +32,47 @@ SIZES = {
 QWEN2 = Qwen2Config(**SIZES, tie_word_embeddings=True)
 LLAMA = LlamaConfig(**SIZES, tie_word_embeddings=False)
 KV_WIDTH = HIDDEN // HEADS * KV_HEADS
-LINEARS = [(HIDDEN, HIDDEN), (HIDDEN, KV_WIDTH), (HIDDEN, KV_WIDTH), (HIDDEN, HIDDEN), (HIDDEN, MLP), (HIDDEN, MLP), (MLP, HIDDEN)]
+LINEARS = [
+    (HIDDEN, HIDDEN),
+    (HIDDEN, KV_WIDTH),
+    (HIDDEN, KV_WIDTH),
+    (HIDDEN, HIDDEN),
+    (HIDDEN, MLP),
+    (HIDDEN, MLP),
+    (MLP, HIDDEN),
+]
 BLOCK = sum(n * m for n, m in LINEARS) + 2 * HIDDEN  # two norms
 QWEN2_BIASES = HIDDEN + 2 * KV_WIDTH
 QWEN2_SIZE = VOCAB * HIDDEN + LAYERS * (BLOCK + QWEN2_BIASES) + HIDDEN
 LLAMA_SIZE = 2 * VOCAB * HIDDEN + LAYERS * BLOCK + HIDDEN
 ROWS, TOKENS, PROMPT = 8, 48, 8
 MICROBATCH = Microbatch(ROWS, TOKENS, ROWS * (TOKENS - PROMPT), is_whole_update=True)
-DEFAULTS = {"layout": Padded(), "head": TiledHead(tile_width=None), "entropy_requires_grad": False, "separate_masters": False}
+DEFAULTS = {
+    "layout": Padded(),
+    "head": TiledHead(tile_width=None),
+    "entropy_requires_grad": False,
+    "separate_masters": False,
+}
 LORA = LoraConfig(r=4, alpha=8.0, dropout=0.0, target_modules=["all-linear"], layer_indices=None)
 
 
 def footprint(
-    config=QWEN2, *, precision="bf16", lora=None, attention="eager", layers=None, checkpointing=False, microbatch=MICROBATCH, **settings
+    config=QWEN2,
+    *,
+    precision="bf16",
+    lora=None,
+    attention="eager",
+    layers=None,
+    checkpointing=False,
+    microbatch=MICROBATCH,
+    **settings,
 ):
-    model_config = ModelConfig("none", None, "auto", attention, "auto", None, "auto", None, trust_remote_code=False, lora=lora)
-    model = build_on_meta(config, model_config, precision=precision, train_layer_indices=layers, gradient_checkpointing=checkpointing)
+    model_config = ModelConfig(
+        "none", None, "auto", attention, "auto", None, "auto", None, trust_remote_code=False, lora=lora
+    )
+    model = build_on_meta(
+        config, model_config, precision=precision, train_layer_indices=layers, gradient_checkpointing=checkpointing
+    )
     return measure(model, microbatch, **DEFAULTS | settings)
 
 
@@ -112,7 +137,12 @@ def peak_on_cpu(model, batch, num_passes):
             hidden = Padded().hidden_states(model.get_decoder(), batch)
             head = model.get_output_embeddings()
             logprobs, _ = TiledHead(tile_width=None)(
-                hidden[at - 1], head.weight, head.bias, batch.token_ids[at], batch.temperature[at], entropy_requires_grad=False
+                hidden[at - 1],
+                head.weight,
+                head.bias,
+                batch.token_ids[at],
+                batch.temperature[at],
+                entropy_requires_grad=False,
             )
             del hidden
             logprobs.sum().backward()
@@ -161,7 +191,13 @@ def test_a_share_of_the_blocks_is_recomputed_and_the_gradients_are_the_same(shar
 @pytest.mark.slow
 def test_compiled_blocks_keep_less_by_what_was_measured_on_an_h100():
     """Qwen3-0.6B's shape, 16384 tokens, bf16: the peak went from 43.6 to 32.2 GiB, of 28 blocks."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
     config = Qwen3Config(**sizes, vocab_size=512, num_hidden_layers=2)
     settings = replace(NONE_SET, attn_implementation="auto")
     model = build_on_meta(config, settings, precision="bf16", train_layer_indices=None, gradient_checkpointing=False)
@@ -190,7 +226,9 @@ def test_a_loss_head_counts_by_its_formula_and_is_not_run():
         footprint(head=light).activations_bytes + 2**30, rel=1e-3
     )
     sizes = {"num_tokens": ROWS * (TOKENS - PROMPT), "hidden_size": HIDDEN, "vocab_size": VOCAB}
-    assert heavy.asked == [sizes | {"dtype": torch.bfloat16, "device": torch.device("cuda"), "entropy_requires_grad": True}]
+    assert heavy.asked == [
+        sizes | {"dtype": torch.bfloat16, "device": torch.device("cuda"), "entropy_requires_grad": True}
+    ]
 
 
 def build_real(config, checkpointing):
@@ -217,8 +255,12 @@ def test_attention_keeps_no_scores_where_cuda_has_a_kernel_that_keeps_none(preci
     """Flash attention takes fewer key heads than query heads; for fp32 only the kernel that keeps [L, L] scores does."""
 
     def activations(length):
-        config = Qwen2Config(**{**SIZES, "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 4096})
-        return footprint(config, precision=precision, attention="sdpa", microbatch=Microbatch(1, length, 1, True)).activations_bytes
+        config = Qwen2Config(
+            **{**SIZES, "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 4096}
+        )
+        return footprint(
+            config, precision=precision, attention="sdpa", microbatch=Microbatch(1, length, 1, True)
+        ).activations_bytes
 
     assert activations(4096) == pytest.approx(grows_by * activations(2048), rel=0.15)
 

@@ -1,4 +1,6 @@
-"""Memory of the host that a GPU reads: when its pages are locked, and until when. On a real GPU: tests/gpu/test_gpu_offload.py."""
+"""Memory of the host that a GPU reads: when its pages are locked, and until when. On a real GPU:
+tests/gpu/test_gpu_offload.py.
+"""
 
 from types import SimpleNamespace
 
@@ -35,7 +37,10 @@ def test_pages_are_locked_until_the_last_view_is_gone(calls):
 
 def test_memory_that_cannot_be_locked_is_an_error(calls, monkeypatch):
     monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *_: 2)
-    with pytest.raises(torch.OutOfMemoryError, match=r"cannot lock 0.0 GiB of its memory \(cudaHostRegister: error 2\); see `ulimit -l`"):
+    with pytest.raises(
+        torch.OutOfMemoryError,
+        match=r"cannot lock 0.0 GiB of its memory \(cudaHostRegister: error 2\); see `ulimit -l`",
+    ):
         HostTensors({"a": torch.Size([3])}, CUDA)
     assert calls == []
 

@@ -1,4 +1,6 @@
-"""The head that keeps its tiles, against materialised logits in float64. On a CPU the kernel is plain PyTorch, see tests/gpu."""
+"""The head that keeps its tiles, against materialised logits in float64. On a CPU the kernel is plain PyTorch, see
+tests/gpu.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def oracle(
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     log_p = torch.log_softmax(logits / temperature.double()[:, None], -1)
     logprobs = log_p.gather(1, targets[:, None]).squeeze(1)
-    return [logprobs.detach(), -(log_p.exp() * log_p).sum(-1).detach(), *torch.autograd.grad(logprobs @ coefs(), leaves)]
+    return [
+        logprobs.detach(),
+        -(log_p.exp() * log_p).sum(-1).detach(),
+        *torch.autograd.grad(logprobs @ coefs(), leaves),
+    ]
 
 
 def coefs() -> Tensor:
@@ -114,7 +120,12 @@ def test_a_frozen_weight_gets_no_gradient_and_scoring_keeps_nothing() -> None:
     ],
 )
 def test_when_tiles_are_kept(
-    dtype: torch.dtype, device: str, kept_gib: float, entropy_requires_grad: bool, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    device: str,
+    kept_gib: float,
+    entropy_requires_grad: bool,
+    is_kept: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kept_head, "is_compiled_by_default", lambda _: device == "cuda")
     chosen: list[str] = []
@@ -123,14 +134,24 @@ def test_when_tiles_are_kept(
         monkeypatch.setattr(owner, name, stand_in)
     hidden, weight = torch.zeros(N, H, dtype=dtype), torch.zeros(V, H, dtype=dtype)
     head = TiledHead(tile_width=None, kept_gib=kept_gib)
-    head(hidden, weight, None, torch.zeros(N, dtype=torch.int64), torch.ones(N), entropy_requires_grad=entropy_requires_grad)
+    head(
+        hidden,
+        weight,
+        None,
+        torch.zeros(N, dtype=torch.int64),
+        torch.ones(N),
+        entropy_requires_grad=entropy_requires_grad,
+    )
     assert chosen == ["KeptHead" if is_kept else "_TiledHead"]
 
 
 def test_what_is_kept_stays_within_its_limit() -> None:
     cuda = torch.device("cuda")
     sizes = {"num_tokens": 8192, "hidden_size": 4096, "vocab_size": 151936, "dtype": torch.bfloat16, "device": cuda}
-    whole, limited = (TiledHead(tile_width=None, kept_gib=gib).scratch_bytes(**sizes, entropy_requires_grad=False) for gib in (8.0, 1.0))
+    whole, limited = (
+        TiledHead(tile_width=None, kept_gib=gib).scratch_bytes(**sizes, entropy_requires_grad=False)
+        for gib in (8.0, 1.0)
+    )
     assert 2 * 8192 * 151936 < whole < 4 * 2**30
     assert limited < 2.2 * 2**30
     assert kept_head.num_kept(8192, 151936, 16384, 2**30) * 2 * 8192 * 16384 <= 2**30
@@ -158,6 +179,10 @@ def test_the_kernel_is_right() -> None:
     """By Triton's interpreter, without a GPU; it is switched on before Triton is imported."""
     pytest.importorskip("triton")
     done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

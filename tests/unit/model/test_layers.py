@@ -9,10 +9,19 @@ from offline_grpo.model.layers import parse_layer_indices, train_only_blocks
 
 MODELS = {
     "qwen2": lambda: Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1)
+        Qwen2Config(
+            vocab_size=20,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
     ),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=3, n_head=2, n_positions=16)),
-    "falcon": lambda: FalconForCausalLM(FalconConfig(vocab_size=20, hidden_size=16, num_hidden_layers=3, num_attention_heads=2)),
+    "falcon": lambda: FalconForCausalLM(
+        FalconConfig(vocab_size=20, hidden_size=16, num_hidden_layers=3, num_attention_heads=2)
+    ),
 }
 
 

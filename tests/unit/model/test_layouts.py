@@ -1,4 +1,6 @@
-"""Which layout a run gets, and where each one runs; tests/gpu compares what they compute, test_prefix_tree.py has the trees."""
+"""Which layout a run gets, and where each one runs; tests/gpu compares what they compute, test_prefix_tree.py has the
+trees.
+"""
 
 import math
 
@@ -44,7 +46,9 @@ def test_a_layout_is_what_its_name_says(name):
     assert isinstance(layout.for_memory_plan(), (Padded, Varlen))
 
 
-@pytest.mark.parametrize(("device", "dtype", "has"), [(CPU, torch.bfloat16, "cpu and bfloat16"), (CUDA, torch.float32, "cuda and float32")])
+@pytest.mark.parametrize(
+    ("device", "dtype", "has"), [(CPU, torch.bfloat16, "cpu and bfloat16"), (CUDA, torch.float32, "cuda and float32")]
+)
 def test_varlen_is_refused_where_its_kernel_does_not_run(device, dtype, has):
     message = f"^model.layout=varlen: needs a CUDA device and .* this run has {has}; use model.layout=auto$"
     with pytest.raises(ConfigError, match=message):
@@ -52,7 +56,9 @@ def test_varlen_is_refused_where_its_kernel_does_not_run(device, dtype, has):
 
 
 def test_flash4_is_refused_where_it_does_not_run():
-    with pytest.raises(ConfigError, match=r"^model.layout=flash4: needs a Hopper or Blackwell GPU, .* and the package flash-attn-4"):
+    with pytest.raises(
+        ConfigError, match=r"^model.layout=flash4: needs a Hopper or Blackwell GPU, .* and the package flash-attn-4"
+    ):
         layouts_for(layout_named("flash4"), CUDA, torch.bfloat16)
 
 
@@ -94,7 +100,9 @@ def test_trees_wider_than_a_window_become_padded_rows(window, rows):
     batch = build_batch(rollouts, mask_truncated=False)
     model = ZOO["gpt_neo"].build(window_size=window)
     shapes = []
-    decoder_of(model).register_forward_pre_hook(lambda _, __, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True)
+    decoder_of(model).register_forward_pre_hook(
+        lambda _, __, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
     found = make_scoring(model, Tree()).logprobs(batch)
     assert shapes[0][0] == rows
     assert torch.allclose(found, make_scoring(model, Padded()).logprobs(batch), atol=2e-5)

@@ -1,4 +1,6 @@
-"""The loss head against materialised logits and autograd in float64, and its promises about memory, precision and side effects."""
+"""The loss head against materialised logits and autograd in float64, and its promises about memory, precision and side
+effects.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ def make_inputs(dtype: torch.dtype = torch.float64, *, num_tokens: int = NUM_TOK
 
 
 def materialised(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor, softcap: float | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The definition, in float64."""
     logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
@@ -62,7 +69,9 @@ def test_two_tokens_by_hand() -> None:
     # Logits 0 and ln 3 at temperature 1: p = 1/4, 3/4. At temperature 0.5 the gap doubles: p = 1/10, 9/10.
     hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [1.0986122886681098]])
     temperature, targets = torch.tensor([1.0, 0.5]), torch.tensor([0, 1])
-    logprobs, entropy = TiledHead(tile_width=None)(hidden, weight, None, targets, temperature, entropy_requires_grad=False)
+    logprobs, entropy = TiledHead(tile_width=None)(
+        hidden, weight, None, targets, temperature, entropy_requires_grad=False
+    )
     torch.testing.assert_close(logprobs, torch.tensor([-1.3862944, -0.1053605]))
     torch.testing.assert_close(entropy, torch.tensor([0.5623351, 0.3250830]))
 
@@ -82,7 +91,9 @@ def test_gradient_of_one_output_alone(used: int) -> None:
     inputs = make_inputs()
     leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
     actual = torch.autograd.grad(TiledHead(tile_width=7)(**inputs, entropy_requires_grad=True)[used].sum(), leaves)
-    torch.testing.assert_close(actual, torch.autograd.grad(materialised(**inputs)[used].sum(), leaves), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        actual, torch.autograd.grad(materialised(**inputs)[used].sum(), leaves), rtol=1e-10, atol=1e-12
+    )
 
 
 def test_entropy_as_metric_has_no_gradient_and_leaves_that_of_the_logprobs_alone() -> None:
@@ -147,7 +158,9 @@ def test_float32_is_right_to_rounding_whatever_the_chunk() -> None:
         assert tiled[0].dtype == tiled[1].dtype == torch.float32
         torch.testing.assert_close(tiled, whole, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(tiled, expected, rtol=2e-6, atol=2e-6, check_dtype=False)
-        torch.testing.assert_close(gradients(tiled, leaves), expected_gradients, rtol=1e-5, atol=1e-5, check_dtype=False)
+        torch.testing.assert_close(
+            gradients(tiled, leaves), expected_gradients, rtol=1e-5, atol=1e-5, check_dtype=False
+        )
 
 
 @pytest.mark.parametrize("temperature", [0.1, 10.0])
@@ -186,7 +199,9 @@ def test_no_tokens() -> None:
     inputs = make_inputs(torch.float32, num_tokens=0)
     outputs = TiledHead(tile_width=None)(**inputs, entropy_requires_grad=True)
     assert [tuple(output.shape) for output in outputs] == [(0,), (0,)]
-    gradient_hidden, gradient_weight, gradient_bias = gradients(outputs, [inputs["hidden"], inputs["weight"], inputs["bias"]])
+    gradient_hidden, gradient_weight, gradient_bias = gradients(
+        outputs, [inputs["hidden"], inputs["weight"], inputs["bias"]]
+    )
     assert gradient_hidden.shape == (0, HIDDEN)
     assert not gradient_weight.any()
     assert not gradient_bias.any()
@@ -239,7 +254,9 @@ def test_no_tensor_is_larger_than_two_tiles_or_an_input() -> None:
     weight = torch.randn(vocab, hidden_size, requires_grad=True)
     targets, temperature = torch.arange(num_tokens), torch.ones(num_tokens)
     with Watch() as largest:
-        outputs = TiledHead(tile_width=tile_width)(hidden, weight, None, targets, temperature, entropy_requires_grad=True)
+        outputs = TiledHead(tile_width=tile_width)(
+            hidden, weight, None, targets, temperature, entropy_requires_grad=True
+        )
         (outputs[0].sum() + outputs[1].sum()).backward()
     assert largest.num_elements == 2 * num_tokens * tile_width
 
@@ -249,7 +266,12 @@ def test_the_automatic_chunk_bounds_memory_for_many_tokens() -> None:
     hidden, weight = torch.randn(num_tokens, 2), torch.randn(vocab, 2)
     with Watch() as largest, torch.no_grad():
         TiledHead(tile_width=None)(
-            hidden, weight, None, torch.zeros(num_tokens, dtype=torch.long), torch.ones(num_tokens), entropy_requires_grad=False
+            hidden,
+            weight,
+            None,
+            torch.zeros(num_tokens, dtype=torch.long),
+            torch.ones(num_tokens),
+            entropy_requires_grad=False,
         )
     assert largest.num_elements * 4 <= 2 * 8 * 2**20
 
@@ -292,9 +314,13 @@ def test_scratch_bytes_are_those_that_forward_and_backward_hold(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_tokens", "hidden_size", "vocab"), [(14336, 896, 151936), (2048, 2048, 32000)])
-def test_scratch_bytes_are_those_that_a_gpu_allocates(num_tokens: int, hidden_size: int, vocab: int, dtype: torch.dtype) -> None:
+def test_scratch_bytes_are_those_that_a_gpu_allocates(
+    num_tokens: int, hidden_size: int, vocab: int, dtype: torch.dtype
+) -> None:
     head, device = TiledHead(tile_width=None), torch.device("cuda")
-    hidden, weight = (torch.randn(n, hidden_size, dtype=dtype, device=device, requires_grad=True) for n in (num_tokens, vocab))
+    hidden, weight = (
+        torch.randn(n, hidden_size, dtype=dtype, device=device, requires_grad=True) for n in (num_tokens, vocab)
+    )
     targets, temperature = torch.randint(vocab, (num_tokens,), device=device), torch.ones(num_tokens, device=device)
     (hidden[:64].detach() @ weight[:64].detach().T).sum()  # cuBLAS takes its workspace
     before = torch.cuda.memory_allocated()
@@ -306,7 +332,9 @@ def test_scratch_bytes_are_those_that_a_gpu_allocates(num_tokens: int, hidden_si
         del logprobs, entropy
     measured = torch.cuda.max_memory_allocated() - before - hidden.nbytes - weight.nbytes
     sizes = {"num_tokens": num_tokens, "hidden_size": hidden_size, "vocab_size": vocab}
-    assert head.scratch_bytes(**sizes, dtype=dtype, device=device, entropy_requires_grad=True) == pytest.approx(measured, rel=0.05)
+    assert head.scratch_bytes(**sizes, dtype=dtype, device=device, entropy_requires_grad=True) == pytest.approx(
+        measured, rel=0.05
+    )
 
 
 @pytest.mark.gpu

@@ -35,7 +35,10 @@ def test_auto_leaves_sdpa_where_it_would_drop_a_softcap():
     assert attention_of(ZOO["gemma2"].config, "auto") == "eager"
     assert attention_of(ZOO["llama"].config, "auto") is None
     assert attention_of(ZOO["llama"].config, "sdpa") == "sdpa"
-    with pytest.raises(ConfigError, match=r"model.attn_implementation=sdpa: leaves out the model's attn_logit_softcapping=5.0; use auto"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.attn_implementation=sdpa: leaves out the model's attn_logit_softcapping=5.0; use auto",
+    ):
         attention_of(ZOO["gemma2"].config, "sdpa")
 
 
@@ -99,7 +102,12 @@ def test_it_loads_and_scores_as_it_was_saved(name: str, tmp_path: Path):
         ("llama", {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 128}, 128),
         (
             "phi3",
-            {"rope_type": "longrope", "original_max_position_embeddings": 64, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
+            {
+                "rope_type": "longrope",
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.0] * 4,
+                "long_factor": [4.0] * 4,
+            },
             64,
         ),
     ],

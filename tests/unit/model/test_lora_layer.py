@@ -140,7 +140,10 @@ def test_only_layers_that_always_read_the_same_input_share_it():
     fold_scales(ours)
     x = torch.randn(3, 8)
     assert share_inputs(ours, lambda: ours(x)) == 1
-    assert [name for name, module in ours.named_modules() if isinstance(module, FoldedLinear) and module.shared] == ["q_proj", "k_proj"]
+    assert [name for name, module in ours.named_modules() if isinstance(module, FoldedLinear) and module.shared] == [
+        "q_proj",
+        "k_proj",
+    ]
     assert torch.allclose(ours(x), theirs(x), atol=1e-5)
     theirs.others_differ = ours.others_differ = True  # not as they were when it was looked up
     assert torch.allclose(ours(x), theirs(x), atol=1e-5)

@@ -67,7 +67,9 @@ def test_gradients_accumulate_in_fp32(monkeypatch, small_elements):
     assert layer.bias.grad is None
 
 
-@pytest.mark.parametrize("passes", [("a", "b", "b"), ("ab", "ab", "a", "ab"), ("a", "ab", "ab", "b"), ("ab", "b", "ab", "a")])
+@pytest.mark.parametrize(
+    "passes", [("a", "b", "b"), ("ab", "ab", "a", "ab"), ("a", "ab", "ab", "b"), ("ab", "b", "ab", "a")]
+)
 def test_what_a_pass_does_not_reach_keeps_its_gradient(passes):
     """As experts do that no token of a microbatch went to; also in a second update, whose first pass may reach others."""
     layers = nn.ModuleDict({name: model(torch.bfloat16) for name in ("a", "b")})
@@ -110,7 +112,9 @@ def test_frozen_weights_have_no_master():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_somebody_else_wrote_is_found_and_written_over(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_somebody_else_wrote_is_found_and_written_over(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the last bit, in the last element, and as NaN; a parameter that is its own master cannot differ."""
     monkeypatch.setattr(masters_module, "CHUNK_ELEMENTS", 5)
     torch.manual_seed(0)

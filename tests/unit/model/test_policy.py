@@ -54,13 +54,17 @@ def test_temperature_of_the_sampler_is_part_of_the_score(token_batch):
 
 def test_reference_under_the_adapters_is_the_base_model(token_batch):
     base = make_scoring(make_qwen2()).logprobs(token_batch)
-    adapted = get_peft_model(make_qwen2(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
+    adapted = get_peft_model(
+        make_qwen2(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    )
     assert not torch.allclose(make_scoring(adapted).logprobs(token_batch), base, atol=1e-2)
     assert torch.equal(BaseScoring(make_scoring(adapted)).logprobs(token_batch), base)
 
 
 def test_dropout_is_off_without_gradient_and_the_mode_comes_back(token_batch):
-    model = get_peft_model(make_qwen2(), LoraConfig(r=4, lora_dropout=0.5, target_modules="all-linear", init_lora_weights=False))
+    model = get_peft_model(
+        make_qwen2(), LoraConfig(r=4, lora_dropout=0.5, target_modules="all-linear", init_lora_weights=False)
+    )
     model.train()
     scoring = make_scoring(model)
     assert torch.equal(scoring.logprobs(token_batch), scoring.logprobs(token_batch))

@@ -102,7 +102,9 @@ def test_chat_template_is_plain(built):
 
 def test_second_call_does_not_train(tmp_path):
     steps = []
-    first = prepare_tiny_model(SMALL, TASK, tmp_path, progress=lambda step, total, loss: steps.append((step, total, loss)))
+    first = prepare_tiny_model(
+        SMALL, TASK, tmp_path, progress=lambda step, total, loss: steps.append((step, total, loss))
+    )
     assert [step[:2] for step in steps] == [(1, 3), (2, 3), (3, 3)]
     assert all(math.isfinite(loss) for *_, loss in steps)
     times = {path.name: path.stat().st_mtime_ns for path in first.iterdir()}
@@ -192,7 +194,9 @@ def test_demonstrations_are_wrong_as_often_as_asked():
     for noise_frac in (0.0, 0.3, 1.0):
         drawn = list(islice(demonstrations(problems, noise_frac=noise_frac, seed=3), 4000))
         num_wrong = sum(eval(d.problem.problem_id) != int(d.answer) for d in drawn)
-        assert abs(num_wrong / 4000 - noise_frac) <= 4 * math.sqrt(noise_frac * (1 - noise_frac) / 4000)  # 4 standard errors
+        assert abs(num_wrong / 4000 - noise_frac) <= 4 * math.sqrt(
+            noise_frac * (1 - noise_frac) / 4000
+        )  # 4 standard errors
 
 
 def test_demonstrations_cover_training_problems_and_no_other():
@@ -246,7 +250,9 @@ def test_distractors_are_wrong_spread_out_and_of_several_lengths():
 
 def test_only_answer_and_eos_are_learned():
     tokenizer = build_char_tokenizer(64)
-    token_ids, labels = collate(tokenizer, [tokenizer.encode("<bos>1+2="), tokenizer.encode("<bos>10+20=")], ["3", "30"])
+    token_ids, labels = collate(
+        tokenizer, [tokenizer.encode("<bos>1+2="), tokenizer.encode("<bos>10+20=")], ["3", "30"]
+    )
     tokens = [tokenizer.convert_ids_to_tokens(row.tolist()) for row in token_ids]
     assert tokens[0] == ["<bos>", "1", "+", "2", "=", "3", "<eos>", "<pad>", "<pad>", "<pad>"]
     assert tokens[1] == ["<bos>", "1", "0", "+", "2", "0", "=", "3", "0", "<eos>"]
@@ -280,7 +286,8 @@ def test_prompt_longer_than_the_context_is_refused(tmp_path):
     """<bos>9+9= and 18, its last digit twice, and EOS: 5 + 2 + 1 + 1."""
     assert prepare(tmp_path, max_position_embeddings=9)
     with pytest.raises(
-        ConfigError, match=r"model\.tiny\.max_position_embeddings=8: problem .* has 9 tokens with its answer; use 9 or more, "
+        ConfigError,
+        match=r"model\.tiny\.max_position_embeddings=8: problem .* has 9 tokens with its answer; use 9 or more, ",
     ):
         prepare(tmp_path, max_position_embeddings=8)
 
@@ -306,7 +313,9 @@ def test_bad_settings_are_refused(key, value):
 
 
 def test_show_progress_says_how_far_it_is(tmp_path):
-    listener = SimpleNamespace(said=[], phase=lambda name, _: listener.said.append(name), progress=lambda *p: listener.said.append(p))
+    listener = SimpleNamespace(
+        said=[], phase=lambda name, _: listener.said.append(name), progress=lambda *p: listener.said.append(p)
+    )
     with progress.followed():
         progress.tell([listener])
         replace(SMALL, warm_start_steps=2).prepare(TASK, tmp_path, show_progress=True)

@@ -42,7 +42,9 @@ def plan_of(*overrides):
     return make_plan(typed(compose_config(*overrides)))
 
 
-def request_of(*overrides, prompt_tokens=(56, 56), trainers=(0,), ref_gpu=None, engine_gpus=(0,), total=GIB * 16, num_gpus=2):
+def request_of(
+    *overrides, prompt_tokens=(56, 56), trainers=(0,), ref_gpu=None, engine_gpus=(0,), total=GIB * 16, num_gpus=2
+):
     plan = plan_of(*overrides)
     reference = MODEL if needs_reference_copy(plan) else None
     gpus = {"trainers": trainers, "reference": ref_gpu, "engine_gpus": engine_gpus, "total_bytes": [total] * num_gpus}
@@ -108,14 +110,23 @@ def test_the_host_holds_what_is_offloaded(monkeypatch):
     assert (host.needed_bytes, host.total_bytes, host.gpu) == (about(held), GIB * 30, None)
     check([host])
     assert describe([host])[0] == f"the host: predicted to hold {held / GIB:.1f} GiB of 30.0 GiB at its fullest"
-    with pytest.raises(ConfigError, match=r"^train.optimizer.offload=true: the host has 8.0 GiB and .*use model/lora=default or a smaller"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^train.optimizer.offload=true: the host has 8.0 GiB and .*use model/lora=default or a smaller",
+    ):
         check([replace(host, total_bytes=8 * GIB)])
     assert "use train.optimizer.offload=true, train/optimizer=adamw_8bit" in resident.trainer[1].fix
 
 
 @pytest.mark.slow
 def test_auto_takes_the_smallest_share_of_blocks_that_fits():
-    settings = ("train.precision=bf16", "train.kl_coef=0", "train.batch_size=64", "generation.max_new_tokens=500", "model.head.kept_gib=0")
+    settings = (
+        "train.precision=bf16",
+        "train.kl_coef=0",
+        "train.batch_size=64",
+        "generation.max_new_tokens=500",
+        "model.head.kept_gib=0",
+    )
     request = request_of(*settings)
     needed = {}
     for share in SHARES:
@@ -137,7 +148,11 @@ def test_auto_takes_the_smallest_share_of_blocks_that_fits():
         ({"memory.max": "max", "memory.current": "5", "memory.stat": ""}, 1000),
         ({"memory.max": "900", "memory.current": "500", "memory.stat": "anon 3\ninactive_file 100"}, 500),
         (
-            {"memory/memory.limit_in_bytes": "600", "memory/memory.usage_in_bytes": "200", "memory/memory.stat": "total_inactive_file 7"},
+            {
+                "memory/memory.limit_in_bytes": "600",
+                "memory/memory.usage_in_bytes": "200",
+                "memory/memory.stat": "total_inactive_file 7",
+            },
             407,
         ),
         ({"memory.max": "9000", "memory.current": "500", "memory.stat": ""}, 1000),
@@ -169,7 +184,9 @@ def test_a_server_on_its_own_gpu_leaves_the_trainers_alone():
 
 
 def test_a_server_over_two_gpus_halves_its_weights():
-    split = predicted(*SERVED, "weight_sync=reload", "+engine.args.tensor_parallel_size=2", trainers=[0], engine_gpus=[0, 1])
+    split = predicted(
+        *SERVED, "weight_sync=reload", "+engine.args.tensor_parallel_size=2", trainers=[0], engine_gpus=[0, 1]
+    )
     assert [parts(device)["server: weights"] for device in split] == [about(NUM_WEIGHTS)] * 2
 
 
@@ -186,7 +203,12 @@ def test_a_reference_elsewhere_leaves_the_trainers_gpu():
 
 
 def test_the_shares_of_servers_on_one_gpu_add_up():
-    own = ("generation=vllm_server", "placement.num_engines=2", "engine.args.gpu_memory_utilization=0.2", "train.precision=bf16")
+    own = (
+        "generation=vllm_server",
+        "placement.num_engines=2",
+        "engine.args.gpu_memory_utilization=0.2",
+        "train.precision=bf16",
+    )
     first, second = predicted(*own, "weight_sync=reload", trainers=[0], engine_gpus=[1, 1])
     assert not first.server
     assert parts(second) == {
@@ -197,7 +219,9 @@ def test_the_shares_of_servers_on_one_gpu_add_up():
 
 
 def test_sglangs_share_has_another_name():
-    (device,) = predicted(*SERVED[1:], "generation=sglang_server", "weight_sync=restart", "engine.args.mem_fraction_static=0.5")
+    (device,) = predicted(
+        *SERVED[1:], "generation=sglang_server", "weight_sync=restart", "engine.args.mem_fraction_static=0.5"
+    )
     assert parts(device)["server: KV cache and the rest"] == about(8 * GIB - 2 * NUM_WEIGHTS)
     assert device.server[1].setting == "engine.args.mem_fraction_static=0.5"
 
@@ -233,9 +257,15 @@ def test_two_processes_need_room_for_the_sum_of_their_gradients():
 
 def test_the_kv_cache_of_sampling_in_process_counts_where_it_is_more_than_training():
     (device,) = predicted(
-        "train.precision=bf16", "generation.batch_size=2048", "generation.max_new_tokens=2048", "train.batch_size=1", CHECKPOINTING
+        "train.precision=bf16",
+        "generation.batch_size=2048",
+        "generation.max_new_tokens=2048",
+        "train.batch_size=1",
+        CHECKPOINTING,
     )
-    kv_cache = 2 * 2048 * (56 + 2048) * 256 * 2 * (4 + 1)  # keys and values, rows, tokens, width, bytes, layers and a copy of one
+    kv_cache = (
+        2 * 2048 * (56 + 2048) * 256 * 2 * (4 + 1)
+    )  # keys and values, rows, tokens, width, bytes, layers and a copy of one
     logits = 4 * 4 * 2048 * 20480
     expected = kv_cache + logits - parts(device)["gradients"] - parts(device)["activations"]
     assert parts(device)["KV cache of sampling, beyond gradients and activations"] == about(expected)
@@ -255,8 +285,18 @@ def test_a_model_without_attention_is_planned_beside_its_server():
         (["train.batch_size=64"], 1, 100, Microbatch(32, 600, 16000, True)),
         (["train.batch_size=64"], 2, 100, Microbatch(16, 600, 8000, True)),
         (["train.batch_size=64", "train.updates_per_iteration=4"], 1, 100, Microbatch(8, 600, 4000, True)),
-        (["train.batch_size=4", "train.updates_per_iteration=null", "train.grad_accum_steps=1"], 1, 100, Microbatch(4, 600, 2000, True)),
-        (["train.batch_size=4", "train.updates_per_iteration=null", "train.grad_accum_steps=3"], 2, 100, Microbatch(4, 600, 2000, False)),
+        (
+            ["train.batch_size=4", "train.updates_per_iteration=null", "train.grad_accum_steps=1"],
+            1,
+            100,
+            Microbatch(4, 600, 2000, True),
+        ),
+        (
+            ["train.batch_size=4", "train.updates_per_iteration=null", "train.grad_accum_steps=3"],
+            2,
+            100,
+            Microbatch(4, 600, 2000, False),
+        ),
         (["train.batch_size=null", "train.tokens_per_microbatch=2000"], 1, 100, Microbatch(4, 500, 1666, False)),
         (["train.batch_size=null", "train.tokens_per_microbatch=2000"], 1, 20, Microbatch(4, 500, 1923, False)),
         (
@@ -272,7 +312,10 @@ def test_a_model_without_attention_is_planned_beside_its_server():
 def test_the_largest_microbatch(overrides, num_processes, shortest, expected):
     data = ["data.problems_per_iteration=8", "data.rollouts_per_problem=4"]
     settings = ["model=qwen2_5_0_5b", "generation.max_new_tokens=500", "eval.max_new_tokens=500", *data, *overrides]
-    assert largest_microbatch(request_of(*settings, prompt_tokens=(shortest, 100), trainers=range(num_processes))) == expected
+    assert (
+        largest_microbatch(request_of(*settings, prompt_tokens=(shortest, 100), trainers=range(num_processes)))
+        == expected
+    )
 
 
 SHAPES = [(300, 70), (5, 40), (7, 3, 11), (1000,), (4096,)]
@@ -280,7 +323,9 @@ SHAPES = [(300, 70), (5, 40), (7, 3, 11), (1000,), (4096,)]
 
 def held_bytes(optimizer):
     """Of the state tensors of a real optimizer after a step, in blocks of 512 as the allocator gives them."""
-    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
     return sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors)
 
 
@@ -311,7 +356,9 @@ def test_eight_bit_state_is_what_bitsandbytes_makes():
     factory = object.__new__(AdamW8bit)  # its constructor needs nothing but a working bitsandbytes
     tables = 2 * 256 * 4  # of code values: one pair for all parameters
     ours = factory.state_bytes(SHAPES)
-    unique = {t.data_ptr(): t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)}
+    unique = {
+        t.data_ptr(): t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)
+    }
     real = sum(-(-tensor.nbytes // 512) * 512 for tensor in unique.values())
     assert ours == real - tables
 
@@ -327,10 +374,14 @@ def test_lora_pays_for_its_adapters_alone():
 
 
 def made_up(*, total_gib, trainer_gib=(), server_gib=(), num_servers=1):
-    trainer = tuple(Part(f"part {i}", int(gib * GIB), f"train.key_{i}={i}", f"fix {i}") for i, gib in enumerate(trainer_gib))
+    trainer = tuple(
+        Part(f"part {i}", int(gib * GIB), f"train.key_{i}={i}", f"fix {i}") for i, gib in enumerate(trainer_gib)
+    )
     names = ("weights", "KV cache", "context")
     setting = "engine.args.gpu_memory_utilization=0.6"
-    server = tuple(Part(name, int(gib * GIB), setting, "lower it") for name, gib in zip(names, server_gib, strict=bool(server_gib)))
+    server = tuple(
+        Part(name, int(gib * GIB), setting, "lower it") for name, gib in zip(names, server_gib, strict=bool(server_gib))
+    )
     return [DevicePlan(0, int(total_gib * GIB), trainer, server, num_servers)]
 
 
@@ -354,7 +405,9 @@ def test_what_fits_passes_up_to_the_last_byte():
             r"^engine.args.gpu_memory_utilization=0.6: GPU 0 .* 13.0 GiB .*; use engine.args.gpu_memory_utilization=0.30 or less; ",
         ),
         (
-            made_up(total_gib=10, trainer_gib=[5.0], server_gib=[1, 11, 1.0], num_servers=2),  # 10 - 5 - 1 = 4 GiB are left, 2 for each
+            made_up(
+                total_gib=10, trainer_gib=[5.0], server_gib=[1, 11, 1.0], num_servers=2
+            ),  # 10 - 5 - 1 = 4 GiB are left, 2 for each
             r"^engine.args.gpu_memory_utilization=0.6: GPU 0 .* 18.0 GiB .*; use engine.args.gpu_memory_utilization=0.20 or less; ",
         ),
         (
@@ -369,9 +422,20 @@ def test_what_fits_passes_up_to_the_last_byte():
             made_up(total_gib=20, server_gib=[6.5, -0.5, 0.5], num_servers=2),
             r"^engine.args.gpu_memory_utilization=0.6: that share of GPU 0, 3.0 GiB, .* weights of 3.2 GiB .*; use 0.18 or more$",
         ),
-        (made_up(total_gib=10, server_gib=[9.5, -3.5, 0.5]), r"it needs several GPUs \(placement.engine_devices\), or a smaller model$"),
+        (
+            made_up(total_gib=10, server_gib=[9.5, -3.5, 0.5]),
+            r"it needs several GPUs \(placement.engine_devices\), or a smaller model$",
+        ),
     ],
-    ids=["trainer", "smaller server", "smaller servers", "no smaller server", "server's weights", "servers' weights", "no server fits"],
+    ids=[
+        "trainer",
+        "smaller server",
+        "smaller servers",
+        "no smaller server",
+        "server's weights",
+        "servers' weights",
+        "no server fits",
+    ],
 )
 def test_what_does_not_fit_is_refused_with_the_setting_to_change(plan, message):
     with pytest.raises(ConfigError, match=message):
@@ -381,7 +445,8 @@ def test_what_does_not_fit_is_refused_with_the_setting_to_change(plan, message):
 def test_a_run_that_is_too_large_is_refused_by_its_own_settings():
     too_small = predicted("train.precision=bf16", "train.kl_coef=0", "generation.max_new_tokens=400", total=GIB)
     with pytest.raises(
-        ConfigError, match=r"^train.batch_size=256: GPU 0 has 1.0 GiB .*lower it, .* or set train.gradient_checkpointing=true"
+        ConfigError,
+        match=r"^train.batch_size=256: GPU 0 has 1.0 GiB .*lower it, .* or set train.gradient_checkpointing=true",
     ):
         check(too_small)
     check([replace(device, total_bytes=64 * GIB) for device in too_small])

@@ -40,7 +40,10 @@ TABLE = [
 @pytest.mark.parametrize(("rule", "trainers", "num_gpus", "expected"), TABLE)
 def test_null_takes_the_gpu_that_the_strategy_needs(rule, trainers, num_gpus, expected):
     if expected is None:
-        with pytest.raises(ConfigError, match=r"placement.engine_devices=null: weight_sync=x needs a GPU .* all \d .*; use weight_sync="):
+        with pytest.raises(
+            ConfigError,
+            match=r"placement.engine_devices=null: weight_sync=x needs a GPU .* all \d .*; use weight_sync=",
+        ):
             engine_gpus(None, rule, name="x", trainers=trainers, num_gpus=num_gpus)
     else:
         assert engine_gpus(None, rule, name="x", trainers=trainers, num_gpus=num_gpus) == expected
@@ -61,8 +64,20 @@ def test_a_list_is_used_as_it_is(rule, trainers, configured):
         ("any", [0], [2], 2, r"placement.engine_devices=\[2\]: this machine has 2 GPUs, 0 to 1; "),
         ("any", [0], [-1], 2, r"placement.engine_devices=\[-1\]: this machine has 2 GPUs"),
         ("any", [], [0], 0, r"placement.engine_devices=\[0\]: this machine has 0 GPUs; "),
-        ("same", [0], [1], 2, r"placement.engine_devices=\[1\]: weight_sync=x needs the server on the trainer's GPU 0; use .*null"),
-        ("other", [0], [0], 2, r"placement.engine_devices=\[0\]: weight_sync=x needs other GPUs .* use placement.engine_devices=\[1\]"),
+        (
+            "same",
+            [0],
+            [1],
+            2,
+            r"placement.engine_devices=\[1\]: weight_sync=x needs the server on the trainer's GPU 0; use .*null",
+        ),
+        (
+            "other",
+            [0],
+            [0],
+            2,
+            r"placement.engine_devices=\[0\]: weight_sync=x needs other GPUs .* use placement.engine_devices=\[1\]",
+        ),
         ("other", [0, 1], [1, 2], 4, r"GPU 1 is trained on; use placement.engine_devices=\[2\]"),
         ("other", [0], [0], 1, r"GPU 0 is trained on; use weight_sync=shared_vllm"),
     ],
@@ -82,7 +97,14 @@ NULL = "placement.engine_devices=null"
         ("cuda", 4, 1, [0, 0, 2, 2], 3, [[0], [0], [2], [2]]),
         ("cuda", 2, 2, [1, 2, 1, 2], 3, [[1, 2], [1, 2]]),
         ("cpu", 2, 1, [1, 1], 2, [[1], [1]]),
-        ("cuda", 1, 1, [1, 1], 2, r"placement.engine_devices=\[1, 1\]: one server would have \[1, 1\]; name each GPU once for each server"),
+        (
+            "cuda",
+            1,
+            1,
+            [1, 1],
+            2,
+            r"placement.engine_devices=\[1, 1\]: one server would have \[1, 1\]; name each GPU once for each server",
+        ),
         ("cuda", 2, 2, [1, 1, 2, 2], 3, r"placement.engine_devices=\[1, 1, 2, 2\]: one server would have \[1, 1\]"),
         ("cpu", 0, 1, None, 0, []),
         ("cpu", 2, 1, None, 0, [None, None]),  # all on the CPU
@@ -94,8 +116,22 @@ NULL = "placement.engine_devices=null"
         ("cuda", 2, 1, [3, 1], 4, [[3], [1]]),
         ("cuda", 2, 2, [2, 3, 4, 5], 8, [[2, 3], [4, 5]]),
         ("cuda", 2, 1, [1, 2, 3, 4], 8, [[1, 2], [3, 4]]),
-        ("cuda", 3, 1, None, 3, rf"{NULL}: 2 GPUs cannot be .* placement.num_engines=3 servers with 1 each .* name 3, or start fewer"),
-        ("cuda", 2, 1, None, 1, rf"{NULL}: 1 GPU cannot be shared out among placement.num_engines=2 .* several times has several servers"),
+        (
+            "cuda",
+            3,
+            1,
+            None,
+            3,
+            rf"{NULL}: 2 GPUs cannot be .* placement.num_engines=3 servers with 1 each .* name 3, or start fewer",
+        ),
+        (
+            "cuda",
+            2,
+            1,
+            None,
+            1,
+            rf"{NULL}: 1 GPU cannot be shared out among placement.num_engines=2 .* several times has several servers",
+        ),
         ("cuda", 2, 2, [1, 2], 4, r"placement.engine_devices=\[1, 2\]: 2 GPUs .* with 2 each .* name 4, or"),
         ("cuda", 2, 1, [1, 2, 3], 4, r"placement.engine_devices=\[1, 2, 3\]: 3 GPUs cannot be shared out"),
         ("cpu", 2, 1, None, 1, rf"{NULL}: 1 GPU cannot be shared out"),
@@ -127,13 +163,23 @@ def test_gpus_are_shared_out_among_servers(trainer, num_servers, each, configure
     [
         (None, [[1], [1]]),
         ([1, 1], [[1], [1]]),
-        ([1, 0], r"placement.engine_devices=\[1, 0\]: weight_sync=ipc needs every server on the trainer's GPU 1; use .*=null, or .*nccl"),
+        (
+            [1, 0],
+            r"placement.engine_devices=\[1, 0\]: weight_sync=ipc needs every server on the trainer's GPU 1; use .*=null, or .*nccl",
+        ),
     ],
 )
 def test_servers_that_copy_on_the_trainers_gpu_are_all_there(configured, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    about = {"num_processes": 1, "num_servers": 2, "gpus_per_server": 1, "strategy": "ipc", "rule": "same", "needs_gpu": True}
+    about = {
+        "num_processes": 1,
+        "num_servers": 2,
+        "gpus_per_server": 1,
+        "strategy": "ipc",
+        "rule": "same",
+        "needs_gpu": True,
+    }
     devices = Devices(trainer="cuda:1", reference=None, engine_devices=configured, **about)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=f"^{expected}"):
@@ -151,13 +197,24 @@ def test_servers_that_copy_on_the_trainers_gpu_are_all_there(configured, expecte
         ("cpu", 1, None),
         ("cuda:2", 1, r"model.ref_device=cuda:2: this machine has 2 CUDA devices; use cuda:0 to cuda:1"),
         ("gpu", 1, r"model.ref_device=gpu: no device of that name"),
-        ("cuda:1", 2, r"model.ref_device=cuda:1: 2 processes train, and each has a reference .*; use model.ref_device=null, or"),
+        (
+            "cuda:1",
+            2,
+            r"model.ref_device=cuda:1: 2 processes train, and each has a reference .*; use model.ref_device=null, or",
+        ),
     ],
 )
 def test_the_reference_may_have_a_gpu_of_its_own(reference, num_processes, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    about = {"num_servers": 0, "gpus_per_server": 1, "engine_devices": None, "strategy": "x", "rule": "any", "needs_gpu": False}
+    about = {
+        "num_servers": 0,
+        "gpus_per_server": 1,
+        "engine_devices": None,
+        "strategy": "x",
+        "rule": "any",
+        "needs_gpu": False,
+    }
     devices = Devices(trainer="auto", reference=reference, num_processes=num_processes, **about)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=f"^{expected}"):
@@ -220,7 +277,9 @@ def two_small_gpus(monkeypatch):
     """A machine with two GPUs of 4 GiB, as far as placement asks."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=4 * 2**30, major=6, minor=0))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=4 * 2**30, major=6, minor=0)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +287,12 @@ def model_folder(tmp_path_factory):
     """A config.json, and no weights."""
     folder = tmp_path_factory.mktemp("model")
     Qwen2Config(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
     ).save_pretrained(folder)
     return str(folder)
 
@@ -249,14 +313,24 @@ def test_the_prediction_is_logged_before_the_run(two_small_gpus, model_folder, c
 
 
 def test_a_run_that_cannot_fit_is_refused_unless_told_otherwise(two_small_gpus, model_folder):
-    too_much = ("train.batch_size=4096", "data.problems_per_iteration=1024", "generation.max_new_tokens=1000", "eval.max_new_tokens=1000")
+    too_much = (
+        "train.batch_size=4096",
+        "data.problems_per_iteration=1024",
+        "generation.max_new_tokens=1000",
+        "eval.max_new_tokens=1000",
+    )
     with pytest.raises(ConfigError, match=r"train.batch_size=4096: GPU 0 has 4.0 GiB"):
         checked(model_folder, *too_much)
     checked(model_folder, *too_much, "placement.check_memory=false")
 
 
 def test_auto_recomputes_no_more_than_it_must_and_says_so(two_small_gpus, model_folder, caplog):
-    large = ("train.batch_size=1024", "data.problems_per_iteration=1024", "generation.max_new_tokens=1000", "eval.max_new_tokens=1000")
+    large = (
+        "train.batch_size=1024",
+        "data.problems_per_iteration=1024",
+        "generation.max_new_tokens=1000",
+        "eval.max_new_tokens=1000",
+    )
     no_check = "placement.check_memory=false"
     with caplog.at_level("INFO"):
         shares = [
@@ -277,7 +351,11 @@ def test_auto_recomputes_no_more_than_it_must_and_says_so(two_small_gpus, model_
 def test_a_gpu_that_is_not_there_is_refused_whatever_check_memory_says(two_small_gpus, model_folder):
     with pytest.raises(ConfigError, match=r"placement.engine_devices=\[5\]: this machine has 2 GPUs"):
         checked(
-            model_folder, "generation=vllm_server", "weight_sync=reload", "placement.engine_devices=[5]", "placement.check_memory=false"
+            model_folder,
+            "generation=vllm_server",
+            "weight_sync=reload",
+            "placement.engine_devices=[5]",
+            "placement.check_memory=false",
         )
 
 
@@ -292,6 +370,8 @@ def test_nothing_is_predicted_for_cpus_and_found_servers_may_be_anywhere(two_sma
 @pytest.mark.parametrize("option", ["ipc", "nccl"])
 @pytest.mark.parametrize("where", [(), ("generation.base_url=http://127.0.0.1:1",)])
 def test_what_travels_between_gpus_needs_one(where, option):
-    plan = make_plan(typed(compose_config("generation=vllm_server", f"weight_sync={option}", "model.device=cpu", *where)))
+    plan = make_plan(
+        typed(compose_config("generation=vllm_server", f"weight_sync={option}", "model.device=cpu", *where))
+    )
     with pytest.raises(ConfigError, match=rf"^model\.device=cpu: weight_sync={option} moves weights from GPU to GPU, "):
         check_devices(plan.devices(1))

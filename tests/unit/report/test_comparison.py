@@ -69,7 +69,9 @@ def test_figures_of_a_mode(tmp_path: Path) -> None:
 
 def test_a_mode_that_failed_has_its_column_and_its_reason(tmp_path: Path) -> None:
     record(tmp_path, "restart")
-    save_comparison(tmp_path, {"gpu": None}, {"restart": "done", "lora_hotswap": "failed with exit code 1; error: no room"})
+    save_comparison(
+        tmp_path, {"gpu": None}, {"restart": "done", "lora_hotswap": "failed with exit code 1; error: no room"}
+    )
     lines = printed(tmp_path)
     assert "BENCHMARK SUMMARY (restart)" in lines
     assert not any("SUMMARY (lora_hotswap)" in line for line in lines)
@@ -93,7 +95,9 @@ def test_modes_beyond_the_width_come_below(tmp_path: Path) -> None:
     assert max(map(len, names)) < CELL_WIDTH
 
 
-def test_the_report_command_prints_a_comparison_again_and_the_summary_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_command_prints_a_comparison_again_and_the_summary_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(rich, "get_console", lambda: Console(file=stream, width=200))
     record(tmp_path, "restart")
@@ -101,7 +105,9 @@ def test_the_report_command_prints_a_comparison_again_and_the_summary_of_a_run(t
     assert main([str(tmp_path)]) == 0
     assert f"{tmp_path}/comparison.png" in stream.getvalue()
     (tmp_path / "restart" / ".hydra").mkdir()
-    (tmp_path / "restart" / ".hydra" / "config.yaml").write_text("weight_sync: {_target_: offline_grpo.weight_sync.restart.Restart}")
+    (tmp_path / "restart" / ".hydra" / "config.yaml").write_text(
+        "weight_sync: {_target_: offline_grpo.weight_sync.restart.Restart}"
+    )
     stream.truncate(0)
     assert main([str(tmp_path / "restart"), "--benchmark"]) == 0
     assert "BENCHMARK SUMMARY (restart)" in stream.getvalue()
@@ -116,7 +122,9 @@ def test_a_damaged_file_is_told(text: str, tmp_path: Path) -> None:
         printed(tmp_path)
 
 
-@pytest.mark.parametrize(("names", "gpu"), [(["restart"], True), (["restart", "shared_vllm", "lora_hotswap", "lora_restart"], False)])
+@pytest.mark.parametrize(
+    ("names", "gpu"), [(["restart"], True), (["restart", "shared_vllm", "lora_hotswap", "lora_restart"], False)]
+)
 def test_the_picture_shows_the_figures_and_nothing_covers_anything(names: list[str], gpu: bool, tmp_path: Path) -> None:
     for place, name in enumerate(names):
         record(tmp_path, name, steps=4, sync_s=8.0 / (1 + place), gpu=gpu)

@@ -11,7 +11,9 @@ from offline_grpo.report.history import Series
 from offline_grpo.report.sweep_run import SweepRun
 
 
-def run(name: str, overrides: dict[str, str], values: list[float], *, status: str = "done", reward: float | None = None) -> SweepRun:
+def run(
+    name: str, overrides: dict[str, str], values: list[float], *, status: str = "done", reward: float | None = None
+) -> SweepRun:
     steps = np.arange(len(values), dtype=np.float64) * 10
     return SweepRun(name, overrides, overrides, status, Series(steps, np.array(values)), None, None, reward, 2.0)
 
@@ -24,7 +26,11 @@ def test_runs_that_differ_in_the_seed_alone_are_one_configuration() -> None:
         run("0", {"train.lr": "2e-6", "seed": "1", "task": "sat", "resume": "auto"}, []),
     ]
     best, middle, unmeasured = configurations(runs)
-    assert [each.overrides for each in (best, middle, unmeasured)] == [{"train.lr": "1e-6"}, {"train.lr": "1e-5"}, {"train.lr": "2e-6"}]
+    assert [each.overrides for each in (best, middle, unmeasured)] == [
+        {"train.lr": "1e-6"},
+        {"train.lr": "1e-5"},
+        {"train.lr": "2e-6"},
+    ]
     assert [each.name for each in middle.runs] == ["2", "10"]
     assert (middle.pass_at_1, middle.mean("reward"), middle.mean("minutes")) == (pytest.approx(0.55), 0.375, 2.0)
     half = 12.7062 * 0.05  # s = 0.1 / sqrt(2), s / sqrt(2) = 0.05
@@ -76,7 +82,11 @@ def test_equal_configurations_are_in_the_order_of_their_runs() -> None:
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 6, 9, 19, 100])
 def test_the_quantile_of_students_t(freedom: int) -> None:
     """Between minus and plus it lie 95% of the density, integrated numerically."""
-    scale = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2)) if freedom < 100 else None
+    scale = (
+        math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2))
+        if freedom < 100
+        else None
+    )
     if scale is None:
         scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
     x = np.linspace(-t_975(freedom), t_975(freedom), 200_001)

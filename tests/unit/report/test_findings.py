@@ -30,7 +30,10 @@ BETTER = {"pass@1": 0.7, "pass@1_low": 0.6}
 
 def history(changes=None, *, iterations=20, last_eval=BETTER):
     ends = HEALTHY | (changes or {})
-    train = {i: {key: first + (last - first) * i / (iterations - 1) for key, (first, last) in ends.items()} for i in range(iterations)}
+    train = {
+        i: {key: first + (last - first) * i / (iterations - 1) for key, (first, last) in ends.items()}
+        for i in range(iterations)
+    }
     return History(Path("run"), train, {-1: {"pass@1": 0.3, "pass@1_low": 0.2}, iterations - 1: last_eval})
 
 
@@ -68,7 +71,10 @@ def test_a_healthy_run_has_nothing_to_look_at() -> None:
             {"time/scoring_wait_s": (2.0, 2.0), "time/generate_s": (5.0, 5.0)},
             "rewards take longer than the completions: 2 s of the 5 s that sampling takes",
         ),
-        ({"mismatch/ess_frac": (0.99, 0.5)}, "trainer and engine disagree: 0.01 nats apart per token, effective sample size 54%"),
+        (
+            {"mismatch/ess_frac": (0.99, 0.5)},
+            "trainer and engine disagree: 0.01 nats apart per token, effective sample size 54%",
+        ),
         (
             {"num_groups_trained": (20.0, 0.0), "success_rate": (0.3, 0.1), "reward_mean": (0.3, 0.3)},
             "few groups have signal at last: 5% of the groups have different rewards, and 12% of the answers are right",
@@ -85,7 +91,10 @@ def test_a_healthy_run_has_nothing_to_look_at() -> None:
             {"completion_tokens_mean": (100.0, 300.0), "success_rate": (0.3, 0.3)},
             "completions get longer, and not better: from 116 to 284 tokens, right answers from 30% to 30%",
         ),
-        ({"reward_length_correlation": (0.2, 0.8)}, "the longer of two answers gets the higher reward: correlation 0.75 within groups"),
+        (
+            {"reward_length_correlation": (0.2, 0.8)},
+            "the longer of two answers gets the higher reward: correlation 0.75 within groups",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_with_its_numbers(changes, observation: str) -> None:
@@ -101,19 +110,29 @@ def test_that_nothing_was_trained_is_said_of_the_shortest_run() -> None:
     assert [finding.observation for finding in find(short)] == [
         "no update was made in 2 iterations: the rewards of each group are all equal"
     ]
-    masked = history({"num_groups_trained": (0.0, 0.0), "num_updates": (0.0, 0.0), "num_groups_masked": (2.0, 2.0)}, iterations=2)
+    masked = history(
+        {"num_groups_trained": (0.0, 0.0), "num_updates": (0.0, 0.0), "num_groups_masked": (2.0, 2.0)}, iterations=2
+    )
     (finding,) = find(masked)
     assert finding.observation.startswith("4 of 4 groups with different rewards were not trained on")
     refused = history({"num_updates": (0.0, 0.0), "num_updates_refused": (1.0, 1.0)}, iterations=2)
-    assert [finding.observation for finding in find(refused)] == ["2 updates were skipped, whose loss or gradient was not finite"]
+    assert [finding.observation for finding in find(refused)] == [
+        "2 updates were skipped, whose loss or gradient was not finite"
+    ]
     assert find(history({"num_updates": (1.0, 1.0)}, iterations=2)) == []
 
 
 def test_servers_that_were_lost_are_counted_over_all_starts_of_a_run() -> None:
     """The metrics count since a process started."""
     run = history(iterations=5)
-    for metrics, recoveries, restarts, writes in zip(run.train.values(), (1, 2, 0, 0, 1), (0, 0, 0, 1, 1), (0, 0, 0, 0, 2), strict=True):
-        metrics |= {"sync/num_recoveries": recoveries, "engines/num_restarts": restarts, "sync/num_foreign_writes": writes}
+    for metrics, recoveries, restarts, writes in zip(
+        run.train.values(), (1, 2, 0, 0, 1), (0, 0, 0, 1, 1), (0, 0, 0, 0, 2), strict=True
+    ):
+        metrics |= {
+            "sync/num_recoveries": recoveries,
+            "engines/num_restarts": restarts,
+            "sync/num_foreign_writes": writes,
+        }
     assert [finding.observation for finding in find(run)] == [
         "servers lost and brought back: 4",
         "writes by others to the served weights: 2",
@@ -136,7 +155,10 @@ def test_findings_of_several_runs_are_said_once_with_ranges() -> None:
         "c": find(history(worse | {"entropy": (0.6, 30.0)}, last_eval={"pass@1": 0.00001, "pass@1_high": 0.19})),
     }
     assert [(each.observation, runs) for each, runs in shared(found)] == [
-        ("the model has got worse: held-out pass@1 from 0.3 to 1e-05\u20130.1, and the intervals do not meet", ["a", "c"]),
+        (
+            "the model has got worse: held-out pass@1 from 0.3 to 1e-05\u20130.1, and the intervals do not meet",
+            ["a", "c"],
+        ),
         ("entropy grows: from 0.789\u20132.92 to 2.81\u201327.7 nats", ["b", "c"]),
         ("46% of the tokens are clipped at last", ["a", "c"]),
     ]
@@ -144,12 +166,16 @@ def test_findings_of_several_runs_are_said_once_with_ranges() -> None:
 
 def test_a_model_that_gets_worse() -> None:
     (finding,) = find(history({"reward_mean": (0.3, 0.1)}, last_eval={"pass@1": 0.1, "pass@1_high": 0.19}))
-    assert finding.observation == "the model has got worse: held-out pass@1 from 0.3 to 0.1, and the intervals do not meet"
+    assert (
+        finding.observation == "the model has got worse: held-out pass@1 from 0.3 to 0.1, and the intervals do not meet"
+    )
 
 
 def test_a_reward_that_rises_alone() -> None:
     (finding,) = find(history(last_eval={"pass@1": 0.28, "pass@1_low": 0.2}))
-    assert finding.observation == ("the reward rises, and held-out pass@1 does not: reward from 0.339 to 0.761, pass@1 from 0.3 to 0.28")
+    assert finding.observation == (
+        "the reward rises, and held-out pass@1 does not: reward from 0.339 to 0.761, pass@1 from 0.3 to 0.28"
+    )
 
 
 def test_few_iterations_show_no_trend() -> None:

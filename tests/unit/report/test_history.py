@@ -29,7 +29,9 @@ def test_gaps_and_rare_evaluations_keep_their_place(tmp_path: Path) -> None:
     history = load_history(tmp_path)
     reward, passed = history.series("train", "reward_mean"), history.series("eval", "pass@1")
     assert (reward.steps.tolist(), reward.values.tolist()) == ([0, 2], [0.0, 0.2])
-    assert (passed.steps.tolist(), passed.values.tolist()) == ([0, 3], [0.1, 0.5]), "before training, and after iterations 0, 1 and 2"
+    assert (passed.steps.tolist(), passed.values.tolist()) == ([0, 3], [0.1, 0.5]), (
+        "before training, and after iterations 0, 1 and 2"
+    )
     assert list(history.train) == [0, 2, 1000]
     assert history.eval_ks() == [1, 2, 16]
     assert len(history.series("train", "no such metric")) == 0
@@ -44,7 +46,9 @@ def test_a_run_without_metrics_is_empty(tmp_path: Path) -> None:
     assert (dict(history.train), dict(history.evals)) == ({}, {})
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", "", "[" * 100_000, '{"a": null}', '{"a": "1"}', '{"a": 1' + "0" * 400 + "}"])
+@pytest.mark.parametrize(
+    "content", ["{", "[1]", "", "[" * 100_000, '{"a": null}', '{"a": "1"}', '{"a": 1' + "0" * 400 + "}"]
+)
 def test_a_broken_record_is_named(tmp_path: Path, content: str) -> None:
     write(tmp_path, {})
     (tmp_path / "metrics" / "train_iter_000.json").write_text(content)
@@ -60,7 +64,14 @@ def test_a_record_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
 
 def test_what_is_not_finite_is_never_best_and_a_metric_that_is_finite_nowhere_is_none(tmp_path: Path) -> None:
     lost = {"pass@1": math.nan, "pass@4": math.nan}
-    write(tmp_path, {"eval_init": {"pass@1": 0.5, "pass@4": math.inf}, "eval_iter_000": lost, "eval_iter_001": {"pass@1": math.inf}})
+    write(
+        tmp_path,
+        {
+            "eval_init": {"pass@1": 0.5, "pass@4": math.inf},
+            "eval_iter_000": lost,
+            "eval_iter_001": {"pass@1": math.inf},
+        },
+    )
     history = load_history(tmp_path)
     assert history.eval_ks() == [1]
     assert (len(history.series("eval", "pass@1")), history.series("eval", "pass@1").best()) == (3, 0)

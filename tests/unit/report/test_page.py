@@ -31,7 +31,9 @@ def without_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
 def data_of(*paths: Path) -> dict:
     """The numbers of the page about these folders."""
     page = save_page(paths, paths[0].parent / "page.html").read_text()
-    assert not re.findall(r'(?:src|href)="?(?:http|//)', page[: page.index('id="plotly"')]), "nothing comes from a network"
+    assert not re.findall(r'(?:src|href)="?(?:http|//)', page[: page.index('id="plotly"')]), (
+        "nothing comes from a network"
+    )
     [data] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     return json.loads(data)
 
@@ -40,7 +42,9 @@ def test_a_run(tmp_path: Path) -> None:
     data = data_of(make_run(tmp_path / "run", clip_frac=0.5))
     assert data["verdict"] == "pass@1 on held-out problems rose from 0.000 [-0.010, 0.010] to 0.750 [0.740, 0.760]."
     assert [row[0] for row in data["results"]["rows"]] == ["pass@1 on held-out problems", "Training reward"]
-    assert [(each["metric"], each["text"]) for each in data["findings"]] == [("train/clip_frac", "50% of the tokens are clipped at last")]
+    assert [(each["metric"], each["text"]) for each in data["findings"]] == [
+        ("train/clip_frac", "50% of the tokens are clipped at last")
+    ]
     [line] = data["curves"]["eval/pass@1"]
     assert (line["x"], line["y"], line["high"]) == ([0, 12], [0, 0.75], [0.01, 0.76])
     assert data["samples"][0]["pieces"] == [["four 0", 0.7]]
@@ -57,7 +61,8 @@ def test_a_sweep_is_compared_in_pairs(tmp_path: Path) -> None:
     assert [group["name"] for group in data["groups"]] == ["train/loss=grpo", "train/loss=dapo"]
     assert data["paired"]["baseline"] == "train/loss=grpo"
     [[name, difference, _, p, better, worse, over_seeds]] = data["paired"]["rows"]
-    # Differences of the problems' right answers are 0, -1, -2, 0: of the four choices of signs, two are as far from 0 as -3.
+    # Differences of the problems' right answers are 0, -1, -2, 0: of the four choices of signs, two are as far from 0
+    # as -3.
     assert (name, difference, float(p), better, worse) == ("train/loss=dapo", "-0.375", 0.5, "0", "2")
     half = 12.7062 * 0.125  # t with one degree of freedom, times the standard error of -0.5 and -0.25
     assert over_seeds == f"[{-0.375 - half:+.3f}, {-0.375 + half:+.3f}], 2 seeds"
@@ -68,11 +73,15 @@ def test_a_sweep_is_compared_in_pairs(tmp_path: Path) -> None:
         pytest.approx([-0.375 - half, -0.375 + half], abs=1e-4),
     )
     assert point["over_problems"][0] < -0.375 < point["over_problems"][1]
-    assert not any("low" in curve for curve in data["curves"]["train/reward_mean"])  # of two seeds: they are drawn themselves
+    assert not any(
+        "low" in curve for curve in data["curves"]["train/reward_mean"]
+    )  # of two seeds: they are drawn themselves
 
 
 def test_pairs_are_of_the_evaluation_that_is_shown_and_of_the_same_problems(tmp_path: Path) -> None:
-    """A kill between the store and the metrics leaves the former without the latter; ids may be those of other problems."""
+    """A kill between the store and the metrics leaves the former without the latter; ids may be those of other
+    problems.
+    """
     for number, loss in enumerate(("grpo", "killed", "other")):
         make_run(tmp_path / str(number), loss=loss, solved=3 if loss == "other" else 1)
     (tmp_path / "1" / "metrics" / "eval_iter_011.json").unlink()
@@ -110,14 +119,20 @@ def test_the_parts_of_an_iteration_add_up(num_runs: int, tmp_path: Path) -> None
     for number in range(num_runs):
         run = make_run(tmp_path / str(number), iterations=1, loss=f"loss{number}")
         for index in range(1000):
-            metrics = {"time/iteration_s": 4.0, "time/generate_s": 3.0} | ({"time/eval_s": 10.0} if index % 10 == 9 else {})
+            metrics = {"time/iteration_s": 4.0, "time/generate_s": 3.0} | (
+                {"time/eval_s": 10.0} if index % 10 == 9 else {}
+            )
             metrics |= {"perf/gpu_memory_gb": 2.0 + index % 2}
             (run / "metrics" / f"train_iter_{index:03d}.json").write_text(json.dumps(metrics))
     parts = data_of(tmp_path if num_runs > 1 else tmp_path / "0")["parts"]
     assert list(parts["phases"]["y"]) == ["generate", "eval"]
     generate, evaluate = parts["phases"]["y"].values()
     if num_runs > 1:
-        assert (generate, evaluate, parts["memory"]) == ([3.0, 3.0], [1.0, 1.0], {"x": None, "y": {"gpu_memory": [2.5, 2.5]}})
+        assert (generate, evaluate, parts["memory"]) == (
+            [3.0, 3.0],
+            [1.0, 1.0],
+            {"x": None, "y": {"gpu_memory": [2.5, 2.5]}},
+        )
     else:
         assert len(parts["phases"]["x"]) == len(generate) == len(evaluate) == 300
         assert sum(evaluate) / 300 == pytest.approx(1.0, rel=0.1)
@@ -133,7 +148,8 @@ def test_held_out_problems_are_followed_through_training(tmp_path: Path) -> None
         table = last.take(rows)
         correct = pa.array([name != "init" and right.get(each, [False])[0] for each in table["problem_id"].to_pylist()])
         pq.write_table(
-            table.set_column(table.schema.get_field_index("is_correct"), "is_correct", correct), run / f"rollouts/eval_{name}.parquet"
+            table.set_column(table.schema.get_field_index("is_correct"), "is_correct", correct),
+            run / f"rollouts/eval_{name}.parquet",
         )
     found = data_of(tmp_path)["problems"]
     assert found["columns"] == ["before", "5", "12"]
@@ -161,7 +177,12 @@ def test_held_out_problems_of_a_sweep_are_shares_over_the_seeds_of_each_configur
 
 def test_a_finding_is_said_once_with_its_runs_and_the_range_of_its_numbers(tmp_path: Path) -> None:
     for number in range(15):
-        make_run(tmp_path / str(number), seed=number, clip_frac=0.5 + number / 100, truncated_frac=0.4 if number == 3 else 0.0)
+        make_run(
+            tmp_path / str(number),
+            seed=number,
+            clip_frac=0.5 + number / 100,
+            truncated_frac=0.4 if number == 3 else 0.0,
+        )
     [cut, clipped] = data_of(tmp_path)["findings"]
     assert (cut["where"], cut["text"]) == ("run 3", "40% of the completions are cut off at last")
     assert (clipped["where"], clipped["text"]) == ("all 15 runs", "50\u201364% of the tokens are clipped at last")
@@ -294,7 +315,9 @@ def test_an_empty_run_and_one_that_still_runs(tmp_path: Path) -> None:
     (tmp_path / "empty" / "metrics").mkdir(parents=True)
     assert data_of(tmp_path / "empty")["verdict"] == "There are no results yet."
     run = make_run(tmp_path / "run", iterations=1)
-    (run / ".hydra" / "config.yaml").write_text((run / ".hydra" / "config.yaml").read_text().replace("iterations: 1", "iterations: 9"))
+    (run / ".hydra" / "config.yaml").write_text(
+        (run / ".hydra" / "config.yaml").read_text().replace("iterations: 1", "iterations: 9")
+    )
     assert "stopped at 1/9" in data_of(run)["about"]
     with pytest.raises(ConfigError, match="is neither a run"):
         data_of(tmp_path / "none")
@@ -303,7 +326,9 @@ def test_an_empty_run_and_one_that_still_runs(tmp_path: Path) -> None:
 def test_long_runs_are_thinned_and_keep_their_spikes(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", iterations=1)
     for index in range(2000):
-        (run / "metrics" / f"train_iter_{index:03d}.json").write_text(json.dumps({"grad_norm": 100.0 if index == 777 else 1.0}))
+        (run / "metrics" / f"train_iter_{index:03d}.json").write_text(
+            json.dumps({"grad_norm": 100.0 if index == 777 else 1.0})
+        )
     [line] = data_of(run)["curves"]["train/grad_norm"]
     assert len(line["runs"][0]["x"]) <= 300
     assert max(line["runs"][0]["y"]) == 100.0
@@ -314,8 +339,18 @@ def test_samples_come_from_files_where_nothing_was_recorded(tmp_path: Path) -> N
     for path in (run / "rollouts").iterdir():
         path.unlink()
     (run / "samples").mkdir()
-    line = {"iteration": 0, "problem_id": "p", "prompt": None, "answer": None, "completion": "5", "reward": 1.0, "advantage": None}
-    (run / "samples" / "iter_000.jsonl").write_text(json.dumps(line | {"is_correct": True, "finish_reason": None, "num_tokens": 1}) + "\n")
+    line = {
+        "iteration": 0,
+        "problem_id": "p",
+        "prompt": None,
+        "answer": None,
+        "completion": "5",
+        "reward": 1.0,
+        "advantage": None,
+    }
+    (run / "samples" / "iter_000.jsonl").write_text(
+        json.dumps(line | {"is_correct": True, "finish_reason": None, "num_tokens": 1}) + "\n"
+    )
     (run / "samples" / "iter_001.jsonl").write_text("{")
     data = data_of(run)
     assert [sample["pieces"] for sample in data["samples"]] == [[["5", None]]]
@@ -327,7 +362,15 @@ def test_samples_of_files_may_have_any_letters(tmp_path: Path) -> None:
     for path in (run / "rollouts").iterdir():
         path.unlink()
     text = "a\u2028b\u2029c\x85d"
-    line = {"iteration": 0, "problem_id": "p", "prompt": None, "answer": None, "completion": text, "reward": 1.0, "advantage": None}
+    line = {
+        "iteration": 0,
+        "problem_id": "p",
+        "prompt": None,
+        "answer": None,
+        "completion": text,
+        "reward": 1.0,
+        "advantage": None,
+    }
     line |= {"is_correct": True, "finish_reason": None, "num_tokens": 1}
     (run / "samples").mkdir()
     (run / "samples" / "iter_000.jsonl").write_text((json.dumps(line, ensure_ascii=False) + "\n") * 5, encoding="utf-8")
@@ -337,19 +380,27 @@ def test_samples_of_files_may_have_any_letters(tmp_path: Path) -> None:
 
 
 def test_characters_of_several_tokens_are_whole_where_each_token_has_an_advantage(tmp_path: Path) -> None:
-    """The advantages change within the letter of two bytes, which comes with its last one; the length ends within that of four."""
+    """The advantages change within the letter of two bytes, which comes with its last one; the length ends within that
+    of four.
+    """
     run, text = make_run(tmp_path / "run", iterations=1), "né" + "🎉" * 150
     ids = tuple(byte_tokenizer(tmp_path).encode(text).ids)
-    rollout = Rollout.of_one_turn((1,), make_completion(ids, (-0.5,) * len(ids)), temperature=1.0, text=text, score=Score(1.0, True, {}))
+    rollout = Rollout.of_one_turn(
+        (1,), make_completion(ids, (-0.5,) * len(ids)), temperature=1.0, text=text, score=Score(1.0, True, {})
+    )
     advantages = (0.0, 0.5, 0.5, *(-0.5,) * (len(ids) - 2))
     table = table_of("train", [RolloutGroup(None, (rollout,), (advantages,))], [[0.5]], 0)
-    (run / "rollouts" / "iter_000.parquet").write_bytes(parquet(table, Origin(str(tmp_path), "a", "b", {"seed": 0}, 0, "c").to_metadata()))
+    (run / "rollouts" / "iter_000.parquet").write_bytes(
+        parquet(table, Origin(str(tmp_path), "a", "b", {"seed": 0}, 0, "c").to_metadata())
+    )
     [sample] = data_of(run)["samples"]
     assert sample["pieces"] == [["n", 0.5], ["é" + "🎉" * 149, -0.5], [" … 3 more tokens", None]]
 
 
 @pytest.mark.parametrize("model", ["./model", "damaged"])
-def test_completions_are_shown_where_their_tokenizer_cannot_be_read(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completions_are_shown_where_their_tokenizer_cannot_be_read(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(tmp_path / "run", iterations=1)
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "tokenizer.json").write_text("{}")

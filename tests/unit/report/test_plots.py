@@ -94,7 +94,10 @@ def test_what_was_not_recorded_is_said(tmp_path: Path) -> None:
 
 def test_a_kl_that_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
     history = synthetic(tmp_path, 3)
-    train = {i: {key: value for key, value in metrics.items() if key != "kl_divergence"} for i, metrics in history.train.items()}
+    train = {
+        i: {key: value for key, value in metrics.items() if key != "kl_divergence"}
+        for i, metrics in history.train.items()
+    }
     assert texts(panels(History(tmp_path, train, history.evals))["KL divergence"]) == ["engine to trainer"]
 
 
@@ -139,7 +142,10 @@ def test_no_curve_lies_on_an_edge_or_under_a_legend(value: float, iterations: in
 
 def test_the_title_names_task_model_loss_and_learning_rate(tmp_path: Path) -> None:
     history = synthetic(tmp_path / "day" / "time", 2)
-    assert [text.get_text() for text in draw_report(history).texts] == ["day/time", "day/time    2 training iterations, 2 evaluations"]
+    assert [text.get_text() for text in draw_report(history).texts] == [
+        "day/time",
+        "day/time    2 training iterations, 2 evaluations",
+    ]
     hydra = history.run_dir / ".hydra"
     hydra.mkdir(parents=True)
     choices = {"task": "gsm8k", "model": "hf", "train/loss": "dapo"}
@@ -149,9 +155,13 @@ def test_the_title_names_task_model_loss_and_learning_rate(tmp_path: Path) -> No
     assert draw_report(history).texts[0].get_text() == "gsm8k,  Qwen2.5-0.5B,  LoRA rank 16,  dapo,  lr 1e-05"
     (hydra / "config.yaml").write_text(yaml.safe_dump({"model": {"train_id": None}, "train": {"lr": 3.0e-04}}))
     assert about(history.run_dir) == "gsm8k,  hf,  dapo,  lr 0.0003"
-    (hydra / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"choices": choices | {"rollouts": "replay"}}}}))
+    (hydra / "hydra.yaml").write_text(
+        yaml.safe_dump({"hydra": {"runtime": {"choices": choices | {"rollouts": "replay"}}}})
+    )
     assert about(history.run_dir) == "gsm8k,  hf,  rollouts replay,  dapo,  lr 0.0003"
-    (hydra / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"choices": choices | {"rollouts": "on_policy"}}}}))
+    (hydra / "hydra.yaml").write_text(
+        yaml.safe_dump({"hydra": {"runtime": {"choices": choices | {"rollouts": "on_policy"}}}})
+    )
     assert about(history.run_dir) == "gsm8k,  hf,  dapo,  lr 0.0003"
 
 
@@ -174,7 +184,10 @@ def test_no_panel_reaches_into_another(factor: float, iterations: int, tmp_path:
     history = synthetic(tmp_path, iterations)
     times = {f"time/{phase}_s": 0.1 for phase in ("generate", "train", "sync", "eval", "checkpoint")}
     parts = {f"reward/a_part_with_a_long_name_{i}": 0.5 for i in range(9)}
-    train = {i: {key: value * factor for key, value in metrics.items()} | times | parts for i, metrics in history.train.items()}
+    train = {
+        i: {key: value * factor for key, value in metrics.items()} | times | parts
+        for i, metrics in history.train.items()
+    }
     ks = {f"pass@{k}": 0.5 for k in (1, 2, 4, 8, 16, 32, 64)}
     history = History(history.run_dir, train, {i: metrics | ks for i, metrics in history.evals.items()})
     figure = draw_report(history)
@@ -186,4 +199,6 @@ def test_no_panel_reaches_into_another(factor: float, iterations: int, tmp_path:
     heads = [text.get_window_extent() for text in figure.texts]
     assert not [(head, panel) for head in heads for panel in panels if head.overlaps(panel)]
     assert not [(a, b) for a, b in combinations(panels, 2) if a.overlaps(b)]
-    assert all(figure.bbox.x0 <= panel.x0 and panel.x1 <= figure.bbox.x1 and figure.bbox.y0 <= panel.y0 for panel in panels)
+    assert all(
+        figure.bbox.x0 <= panel.x0 and panel.x1 <= figure.bbox.x1 and figure.bbox.y0 <= panel.y0 for panel in panels
+    )

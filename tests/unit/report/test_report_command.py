@@ -31,7 +31,10 @@ def killed(tmp_path: Path) -> Path:
     (run / ".hydra").mkdir()
     (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(["seed=0"]))
     (run / ".hydra" / "config.yaml").write_text(yaml.safe_dump({"train": {"iterations": 10}}))
-    for name, metrics in {"eval_init": {"pass@1": 0.25}, "train_iter_000": {"reward_mean": 0.5, "time/train_s": 3.0}}.items():
+    for name, metrics in {
+        "eval_init": {"pass@1": 0.25},
+        "train_iter_000": {"reward_mean": 0.5, "time/train_s": 3.0},
+    }.items():
         (run / "metrics" / f"{name}.json").write_text(json.dumps(metrics))
     (run / "metrics" / ".train_iter_001.json.tmp").write_text('{"rew')
     return run
@@ -42,7 +45,10 @@ def test_a_killed_run_has_its_table_and_picture(killed: Path, to_a_file: io.Stri
     lines = to_a_file.getvalue().splitlines()
     assert lines[0] == "1 training iteration, 1 evaluation"
     assert [line.split()[0] for line in lines[2:5]] == ["pass@1", "training", "time"]
-    assert [line.split() for line in lines[-2:]] == [["report", f"{killed}/report.png"], ["page", f"{killed}/report.html"]]
+    assert [line.split() for line in lines[-2:]] == [
+        ["report", f"{killed}/report.png"],
+        ["page", f"{killed}/report.html"],
+    ]
     assert (killed / "report.png").stat().st_size > 10_000
 
 
@@ -75,9 +81,13 @@ def test_a_run_without_metrics_is_no_sweep(killed: Path, kept: str, capsys: pyte
         ("hydra.yaml", b"- 1\n", "is incomplete (TypeError("),
     ],
 )
-def test_what_hydra_stored_is_damaged(killed: Path, name: str, content: bytes, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_hydra_stored_is_damaged(
+    killed: Path, name: str, content: bytes, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (killed / ".hydra" / "config.yaml").write_text("{model: {train_id: a/b}, train: {iterations: 10, lr: 1e-6}}")
-    (killed / ".hydra" / "hydra.yaml").write_text("hydra: {runtime: {choices: {task: sat, model: hf, train/loss: grpo}}}")
+    (killed / ".hydra" / "hydra.yaml").write_text(
+        "hydra: {runtime: {choices: {task: sat, model: hf, train/loss: grpo}}}"
+    )
     (killed / ".hydra" / name).write_bytes(content)
     assert main([str(killed)]) == 1
     [line] = capsys.readouterr().err.splitlines()
@@ -94,15 +104,27 @@ def test_options_may_stand_among_folders(killed: Path, to_a_file: io.StringIO, t
 @pytest.mark.parametrize(
     ("make", "message", "code"),
     [
-        (lambda run: run.parent / "none", "none: is neither a run (a folder with metrics/) nor a sweep (a folder of runs)", 2),
+        (
+            lambda run: run.parent / "none",
+            "none: is neither a run (a folder with metrics/) nor a sweep (a folder of runs)",
+            2,
+        ),
         (lambda run: run / "metrics" / "eval_init.json", "eval_init.json: is neither a run", 2),
         (
             lambda run: [path.unlink() for path in run.glob("metrics/*.json")] and run,
             "0: has no metrics yet, so there is nothing to report",
             2,
         ),
-        (lambda run: (run / "metrics" / "train_iter_001.json").write_text("{") and run, "train_iter_001.json: is not JSON (", 1),
-        (lambda run: (run / "metrics" / "train_iter_001.json").write_bytes(b"\xff\xfe") and run, "train_iter_001.json: is not JSON (", 1),
+        (
+            lambda run: (run / "metrics" / "train_iter_001.json").write_text("{") and run,
+            "train_iter_001.json: is not JSON (",
+            1,
+        ),
+        (
+            lambda run: (run / "metrics" / "train_iter_001.json").write_bytes(b"\xff\xfe") and run,
+            "train_iter_001.json: is not JSON (",
+            1,
+        ),
         (
             lambda run: (run / "metrics" / "train_iter_001.json").write_text('{"entropy": {"a": 1}}') and run,
             "train_iter_001.json: entropy={'a': 1} is no number",

@@ -23,11 +23,21 @@ EVALS = {
 
 def test_before_after_best_time_throughput_and_place() -> None:
     train = {
-        i: {"reward_mean": 0.25 + i / 2, "success_rate": 0.5, "num_completion_tokens": 900.0, "num_tokens_trained": 600.0}
+        i: {
+            "reward_mean": 0.25 + i / 2,
+            "success_rate": 0.5,
+            "num_completion_tokens": 900.0,
+            "num_tokens_trained": 600.0,
+        }
         | {"time/generate_s": 90.0, "time/sampling_s": 45.0, "time/train_s": 30.0}
         for i in range(2)
     }
-    train[0] |= {"time/start_s": 60.0, "time/start_imports_s": 6.0, "time/start_load_model_s": 48.0, "time/start_sync_s": 0.001}
+    train[0] |= {
+        "time/start_s": 60.0,
+        "time/start_imports_s": 6.0,
+        "time/start_load_model_s": 48.0,
+        "time/start_sync_s": 0.001,
+    }
     assert printed(History(Path("/runs/one"), train, EVALS)) == [
         "2 training iterations, 3 evaluations",
         "                before                after                 best (iteration)",
@@ -46,7 +56,12 @@ def test_a_mixture_has_a_line_for_each_task() -> None:
         return {"pass@1": value, "pass@1_low": value - 0.1, "pass@1_high": value + 0.1, "pass@4": 0.9}
 
     evals = {
-        i: EVALS[i] | {f"task/{name}/{key}": v for name in ("sat", "a_task_of_a_long_name") for key, v in of_task(0.5 + i / 10).items()}
+        i: EVALS[i]
+        | {
+            f"task/{name}/{key}": v
+            for name in ("sat", "a_task_of_a_long_name")
+            for key, v in of_task(0.5 + i / 10).items()
+        }
         for i in (-1, 1)
     }
     lines = printed(History(Path("/r"), {}, evals))
@@ -59,7 +74,9 @@ def test_a_mixture_has_a_line_for_each_task() -> None:
 
 def test_no_line_is_wider_than_the_terminal_and_the_folder_stays_whole() -> None:
     parts = ("imports", "load_data", "warm_start", "load_model", "start_server", "load_reference", "sync", "eval")
-    train = {i: {f"time/{phase}_s": 1e5 for phase in ("generate", "train", "sync", "eval", "checkpoint")} for i in range(3)}
+    train = {
+        i: {f"time/{phase}_s": 1e5 for phase in ("generate", "train", "sync", "eval", "checkpoint")} for i in range(3)
+    }
     train[0] |= {"time/start_s": 800.0, **{f"time/start_{part}_s": 100.0 for part in parts}}
     train[1] |= {"perf/gpu_memory_gb": 70.25, "perf/gpu_memory_reserved_gb": 79.0}
     folder = Path("/" + "long/" * 30)
@@ -70,7 +87,10 @@ def test_no_line_is_wider_than_the_terminal_and_the_folder_stays_whole() -> None
 
 
 def test_the_starts_of_a_resumed_run_are_added() -> None:
-    train = {0: {"time/start_s": 3.0, "time/start_eval_s": 1.0, "time/train_s": 4.0}, 5: {"time/start_s": 2.0, "time/train_s": 1.0}}
+    train = {
+        0: {"time/start_s": 3.0, "time/start_eval_s": 1.0, "time/train_s": 4.0},
+        5: {"time/start_s": 2.0, "time/train_s": 1.0},
+    }
     assert "time            10.0 s  start 50%  train 50%" in printed(History(Path("/r"), train, {}))
 
 
@@ -88,4 +108,6 @@ def test_a_run_that_was_only_evaluated_before_training() -> None:
 
 def test_a_reward_that_is_not_finite_is_not_the_best() -> None:
     train = {i: {"reward_mean": value} for i, value in enumerate((0.25, math.nan, math.inf))}
-    assert "training reward 0.250                 inf                   0.250 (1)" in printed(History(Path("/r"), train, {}))
+    assert "training reward 0.250                 inf                   0.250 (1)" in printed(
+        History(Path("/r"), train, {})
+    )

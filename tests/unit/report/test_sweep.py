@@ -25,7 +25,9 @@ def make_run(run_dir: Path, overrides: list[str], pass_at_1: list[float], *, num
     (run_dir / "metrics").mkdir()
     for i, value in enumerate(pass_at_1):
         metrics = {"pass@1": value, "pass@1_low": value - 0.125, "pass@1_high": value + 0.125}
-        (run_dir / "metrics" / ("eval_init.json" if i == 0 else f"eval_iter_{i - 1:03d}.json")).write_text(json.dumps(metrics))
+        (run_dir / "metrics" / ("eval_init.json" if i == 0 else f"eval_iter_{i - 1:03d}.json")).write_text(
+            json.dumps(metrics)
+        )
     for i in range(num_train):
         metrics = {"reward_mean": 0.5 + i / 4, "time/generate_s": 60.0, "time/train_s": 30.0}
         (run_dir / "metrics" / f"train_iter_{i:03d}.json").write_text(json.dumps(metrics))
@@ -41,11 +43,22 @@ def multirun_dir(tmp_path: Path) -> Path:
 
 def test_runs_are_ordered_by_final_pass_at_1_and_failures_come_last(multirun_dir: Path) -> None:
     stopped, done, failed = sweep_table(multirun_dir)
-    assert (stopped.name, stopped.status, stopped.final_pass_at_1, stopped.minutes) == ("2", "stopped at 1/2", 0.75, 1.5)
+    assert (stopped.name, stopped.status, stopped.final_pass_at_1, stopped.minutes) == (
+        "2",
+        "stopped at 1/2",
+        0.75,
+        1.5,
+    )
     assert (done.name, done.status, done.overrides) == ("0", "done", {"task": "sat", "train.lr": "1e-6"})
     assert (done.final_pass_at_1, done.final_low, done.final_high, done.best_pass_at_1) == (0.5, 0.375, 0.625, 0.625)
     assert (done.reward, done.minutes) == (0.75, 3.0)
-    assert (failed.name, failed.status, failed.final_pass_at_1, failed.reward, failed.minutes) == ("1", "no metrics", None, None, None)
+    assert (failed.name, failed.status, failed.final_pass_at_1, failed.reward, failed.minutes) == (
+        "1",
+        "no metrics",
+        None,
+        None,
+        None,
+    )
 
 
 def test_a_run_that_the_mean_leaves_out_is_told(multirun_dir: Path) -> None:
@@ -88,9 +101,13 @@ def test_the_table_is_printed_and_saved_for_programs_and_people(multirun_dir: Pa
 
 
 def test_a_run_that_was_changed_on_its_way_is_another_configuration(tmp_path: Path) -> None:
-    """Its first resume was undone by the second one, which went on from an earlier checkpoint. Run 2 was only started again."""
+    """Its first resume was undone by the second one, which went on from an earlier checkpoint. Run 2 was only started
+    again.
+    """
     for i in range(3):
-        make_run(tmp_path / str(i), ["train.lr=0.1", "train.optimizer.lr=${train.lr}", f"seed={i}"], [0.25, 0.5], num_train=2)
+        make_run(
+            tmp_path / str(i), ["train.lr=0.1", "train.optimizer.lr=${train.lr}", f"seed={i}"], [0.25, 0.5], num_train=2
+        )
     starts = [
         {"overrides": []},
         {"after_iteration": 5, "changes": {"train.lr": [0.3, 7.0], "train.optimizer.lr": [0.3, 7.0]}},
@@ -98,10 +115,15 @@ def test_a_run_that_was_changed_on_its_way_is_another_configuration(tmp_path: Pa
         {"after_iteration": 6, "changes": {"train.lr": [0.2, 0.1], "train.optimizer.lr": [0.2, 0.1]}},
     ]
     (tmp_path / "1" / ".hydra" / "starts.yaml").write_text(yaml.safe_dump(starts))
-    (tmp_path / "2" / ".hydra" / "starts.yaml").write_text(yaml.safe_dump([{"overrides": []}, {"after_iteration": 1, "changes": {}}]))
+    (tmp_path / "2" / ".hydra" / "starts.yaml").write_text(
+        yaml.safe_dump([{"overrides": []}, {"after_iteration": 1, "changes": {}}])
+    )
     print_sweep(tmp_path, Console(file=io.StringIO(), width=80))
     rows = [line.split(" | ")[:2] for line in (tmp_path / "summary.md").read_text().splitlines()[2:4]]
-    assert rows == [["| train.lr=0.1", "0 2"], ["| train.lr=0.3 until iteration 4, 0.2 until iteration 6, then 0.1", "1"]]
+    assert rows == [
+        ["| train.lr=0.1", "0 2"],
+        ["| train.lr=0.3 until iteration 4, 0.2 until iteration 6, then 0.1", "1"],
+    ]
 
 
 def test_a_short_run_took_more_than_no_time(tmp_path: Path) -> None:
@@ -142,7 +164,9 @@ def test_a_narrow_terminal_folds_lines_and_cuts_no_number(tmp_path: Path) -> Non
 def test_no_line_of_the_table_is_wider_than_the_terminal_and_nothing_is_cut(tmp_path: Path, width: int) -> None:
     long = ["train.loss.importance_correction=token_truncate", f"model.train_id=/models/{'long/' * 20}end"]
     for i in range(12):
-        make_run(tmp_path / str(i), [*long, f"seed={i % 6}", f"train.lr={i // 6}e-6"], [0.25, 0.5 + i / 100], num_train=2)
+        make_run(
+            tmp_path / str(i), [*long, f"seed={i % 6}", f"train.lr={i // 6}e-6"], [0.25, 0.5 + i / 100], num_train=2
+        )
     make_run(tmp_path / "12", ["task=sat"], [0.25, 1.0], num_train=2)
     stream = io.StringIO()
     print_sweep(tmp_path, Console(file=stream, width=width))
@@ -174,7 +198,9 @@ def test_a_damaged_run_is_named_and_the_others_have_their_table(multirun_dir: Pa
     print_sweep(multirun_dir, Console(file=stream, width=80))
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
     assert "lr=1e-6        0     0.500         0.625  0.750   3.0" in lines
-    assert [line for line in lines if line.startswith(f"run 2: damaged: {path}: is ") and line.endswith("the run folder")]
+    assert [
+        line for line in lines if line.startswith(f"run 2: damaged: {path}: is ") and line.endswith("the run folder")
+    ]
     assert all((multirun_dir / saved).is_file() for saved in ("summary.csv", "summary.md", "sweep.png"))
 
 
@@ -192,7 +218,9 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
         sweep_table(tmp_path / "empty")
 
 
-def test_the_hydra_callback_prints_the_table_of_its_sweep(multirun_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_hydra_callback_prints_the_table_of_its_sweep(
+    multirun_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     callback = SweepSummary()
     config = OmegaConf.create({"hydra": {"sweep": {"dir": str(multirun_dir)}}})
     callback.on_multirun_start(config)

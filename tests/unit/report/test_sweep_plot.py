@@ -12,7 +12,9 @@ from offline_grpo.report.sweep_plot import MAX_LABEL, draw_sweep, save_sweep_plo
 from offline_grpo.report.sweep_run import SweepRun
 
 
-def runs_of(num_configurations: int, num_seeds: int, *, values: tuple[float, ...] = (0.5, 0.75, 0.875)) -> list[SweepRun]:
+def runs_of(
+    num_configurations: int, num_seeds: int, *, values: tuple[float, ...] = (0.5, 0.75, 0.875)
+) -> list[SweepRun]:
     steps = np.arange(len(values), dtype=np.float64)
     return [
         SweepRun(
@@ -51,7 +53,8 @@ def test_two_seeds_are_drawn_themselves() -> None:
 def test_equal_curves_do_not_hide_each_other() -> None:
     """Of three that are equal and one that is not, the best are on top and dashed."""
     runs = [
-        replace(run, pass_at_1=Series(np.arange(2.0), np.array([0.5, end]))) for run, end in zip(runs_of(4, 1), (1, 1, 1, 0.9), strict=True)
+        replace(run, pass_at_1=Series(np.arange(2.0), np.array([0.5, end])))
+        for run, end in zip(runs_of(4, 1), (1, 1, 1, 0.9), strict=True)
     ]
     curves, _ = draw_sweep(configurations(runs), "day/time").axes
     assert [line.get_ydata()[-1] for line in curves.lines] == [0.9, 1, 1, 1]
@@ -60,7 +63,9 @@ def test_equal_curves_do_not_hide_each_other() -> None:
     assert (middle, top) == ((4, 4), (4, 8))
 
 
-@pytest.mark.parametrize(("num_configurations", "num_seeds", "values"), [(1, 1, (0.0,)), (2, 3, (1.0, 1.0)), (12, 5, (0.2, 0.5))])
+@pytest.mark.parametrize(
+    ("num_configurations", "num_seeds", "values"), [(1, 1, (0.0,)), (2, 3, (1.0, 1.0)), (12, 5, (0.2, 0.5))]
+)
 def test_the_picture_is_readable_with_few_and_with_many(
     num_configurations: int, num_seeds: int, values: tuple[float, ...], tmp_path: Path
 ) -> None:

@@ -64,7 +64,9 @@ def test_functions_are_weighted_and_added_up(mine):
     assert not Judgement(scored(setting, threshold=3.6), PROBLEM, "4").result().is_correct
 
 
-@pytest.mark.parametrize(("weights", "threshold"), [((0.7, 0.2, 0.1), 1.0), ((0.7, 0.1), 0.8), ((700.0, 299.9999999), 1000.0)])
+@pytest.mark.parametrize(
+    ("weights", "threshold"), [((0.7, 0.2, 0.1), 1.0), ((0.7, 0.1), 0.8), ((700.0, 299.9999999), 1000.0)]
+)
 def test_parts_that_miss_the_threshold_by_rounding_alone_are_correct(mine, weights, threshold):
     setting = [{"fn": f"{mine}:{name}", "weight": w} for name, w in zip(("one", "two", "three"), weights, strict=False)]
     assert scored(setting, threshold).score(PROBLEM, "").is_correct
@@ -74,7 +76,9 @@ def test_parts_that_miss_the_threshold_by_rounding_alone_are_correct(mine, weigh
 
 def test_parts_beyond_all_floats_are_refused(mine):
     with pytest.raises(ScoreError, match="the task's score has reward=nan"):
-        Judgement(scored([{"fn": f"{mine}:{name}", "weight": 1.7e308} for name in ("one", "two")]), PROBLEM, "").result()
+        Judgement(
+            scored([{"fn": f"{mine}:{name}", "weight": 1.7e308} for name in ("one", "two")]), PROBLEM, ""
+        ).result()
 
 
 def test_a_function_that_changes_what_it_gets_changes_it_for_no_other_call(mine):
@@ -87,7 +91,10 @@ def test_a_function_that_changes_what_it_gets_changes_it_for_no_other_call(mine)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fails", r"ZeroDivisionError: division by zero \(mine_.*\.py, line 8, in fails\); problem train-3, completion 'hm'"),
+        (
+            "fails",
+            r"ZeroDivisionError: division by zero \(mine_.*\.py, line 8, in fails\); problem train-3, completion 'hm'",
+        ),
         ("nothing", r":nothing returned None; .*; problem train-3, completion 'hm'"),
         ("text", r":text returned 'good'; .*; problem train-3"),
         ("empty", r":empty returned \{\}; it must be like .*; problem train-3"),
@@ -105,10 +112,16 @@ def test_a_function_that_fails_is_named(mine, name, message):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("@:trl", r"there is no value for its parameter 'completions' in problem train-3; .* prompt, completion, answer"),
+        (
+            "@:trl",
+            r"there is no value for its parameter 'completions' in problem train-3; .* prompt, completion, answer",
+        ),
         ("@:missing", r"has no function missing; it has exact, short, judge"),
         ("nowhere_at_all:f", r"cannot be imported \(ModuleNotFoundError: .*\); nowhere_at_all was looked for in"),
-        ("ends_the_program:f", r"cannot be imported \(it ends the program \(ends_the_program.py, line 2, in <module>\)\)"),
+        (
+            "ends_the_program:f",
+            r"cannot be imported \(it ends the program \(ends_the_program.py, line 2, in <module>\)\)",
+        ),
         ("rewards.py:f", r"write it as my_module:my_function"),
         (["@:exact", "@:exact"], r"two functions are called exact"),
         ([{"fn": "@:exact", "weight": "much"}], r"write my_module:my_function, or \{fn:"),

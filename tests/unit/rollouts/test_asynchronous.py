@@ -1,4 +1,6 @@
-"""What is sampled while a trainer trains, on a client that takes its time and whose completions are a function of their seeds."""
+"""What is sampled while a trainer trains, on a client that takes its time and whose completions are a function of their
+seeds.
+"""
 
 import random
 import threading
@@ -23,7 +25,9 @@ PROBLEMS_PER_ITERATION = 3
 
 
 class Client:
-    """An engine that takes `seconds()` for a call and answers with tokens by their seeds; `close` breaks off what is waited for."""
+    """An engine that takes `seconds()` for a call and answers with tokens by their seeds; `close` breaks off what is
+    waited for.
+    """
 
     def __init__(self, seconds=lambda: 0.0):
         self.seconds, self.weights, self.error, self.calls = seconds, ServedWeights(), None, 0
@@ -38,7 +42,10 @@ class Client:
             raise RuntimeError("closed")
         for index, request in enumerate(requests):
             draws = [random.Random(request.seed + j).choices(range(9), k=4) for j in range(request.num_completions)]
-            yield index, [Completion(tuple(ids), (0.0,) * 4, FinishReason.STOP, (weights.version,) * 4) for ids in draws]
+            yield (
+                index,
+                [Completion(tuple(ids), (0.0,) * 4, FinishReason.STOP, (weights.version,) * 4) for ids in draws],
+            )
 
     def close(self):
         self._closed.set()
@@ -62,7 +69,13 @@ class Trainer:
     """What the loop does to a source, with updates that take `seconds()`."""
 
     def __init__(self, client=None, *, updates=1, interval=1, seconds=lambda: 0.0, iterations=6, **settings):
-        self.client, self.updates, self.interval, self.seconds, self.version = client or Client(), updates, interval, seconds, 0
+        self.client, self.updates, self.interval, self.seconds, self.version = (
+            client or Client(),
+            updates,
+            interval,
+            seconds,
+            0,
+        )
         common = {
             "problems_per_iteration": PROBLEMS_PER_ITERATION,
             "group_size": 2,
@@ -83,7 +96,11 @@ class Trainer:
         self.on_policy = OnPolicy(**common | {"client": Client()})
         ahead = {"max_staleness": updates * interval, "buffer_size": None, "in_flight": "keep"} | settings
         self.source = Asynchronous(
-            **common, **ahead, trainer_version=lambda: self.version, updates_per_iteration=updates, num_iterations=iterations
+            **common,
+            **ahead,
+            trainer_version=lambda: self.version,
+            updates_per_iteration=updates,
+            num_iterations=iterations,
         )
 
     def begin(self, iteration=0):
@@ -146,7 +163,9 @@ def test_without_staleness_nothing_is_sampled_ahead():
 
 
 def test_sampling_and_training_overlap():
-    """From the second on, each training waits for the sampling of the next iteration, and that sampling for this training."""
+    """From the second on, each training waits for the sampling of the next iteration, and that sampling for this
+    training.
+    """
     both, has_trained, samplings = threading.Barrier(2, timeout=20), threading.Event(), []
 
     def sample():
@@ -189,7 +208,9 @@ def test_an_iteration_takes_as_long_as_the_longer_of_sampling_and_training():
 
 
 def test_the_seconds_of_sampling_are_those_in_which_it_went_on(monkeypatch):
-    """Whether the trainer waits or not; together with the idle ones they are all seconds, of a clock that only these two put forward."""
+    """Whether the trainer waits or not; together with the idle ones they are all seconds, of a clock that only these
+    two put forward.
+    """
     now_s, moving = [0.0], threading.Lock()
 
     def pass_by(seconds):
@@ -207,7 +228,9 @@ def test_the_seconds_of_sampling_are_those_in_which_it_went_on(monkeypatch):
     found = [(trainer.train(iteration), trainer.source.metrics())[1] for iteration in range(6)]
     sampling_s, idle_s = (sum(metrics[f"time/{name}_s"] for metrics in found) for name in ("sampling", "async_idle"))
     assert sampling_s + idle_s == pytest.approx(now_s[0] - 0.15)  # the last training
-    assert sampling_s == pytest.approx(6 * 0.05, abs=0.051)  # the first two may end at once, and which of them was last is open then
+    assert sampling_s == pytest.approx(
+        6 * 0.05, abs=0.051
+    )  # the first two may end at once, and which of them was last is open then
 
 
 def test_what_was_sampled_long_ahead_took_its_seconds_too():
@@ -220,7 +243,9 @@ def test_what_was_sampled_long_ahead_took_its_seconds_too():
     assert min(seconds) >= 0.1 / 5  # they shared them
 
 
-@pytest.mark.parametrize(("buffer_size", "ahead"), [(PROBLEMS_PER_ITERATION, 1), (2 * PROBLEMS_PER_ITERATION + 1, 2), (None, 5)])
+@pytest.mark.parametrize(
+    ("buffer_size", "ahead"), [(PROBLEMS_PER_ITERATION, 1), (2 * PROBLEMS_PER_ITERATION + 1, 2), (None, 5)]
+)
 def test_the_buffer_bounds_what_is_sampled_ahead(buffer_size, ahead):
     trainer = Trainer(max_staleness=4, buffer_size=buffer_size, iterations=20)
     trainer.begin()
@@ -348,9 +373,18 @@ def served():
     ("changes", "message"),
     [
         ({"engine": None}, "rollouts=async: generation samples in this process"),
-        ({"weight_sync.interval": 2, "rollouts.max_staleness": 0}, "rollouts.max_staleness=0: .*takes at least 2, and 0 takes weight"),
-        ({"train.epochs": 2}, "rollouts.max_staleness=1: an iteration makes up to 2 versions .* at least 2; 0 samples as"),
-        ({"train.loss.importance_correction": "none"}, "train.loss.importance_correction=none: corrects nothing for older weights"),
+        (
+            {"weight_sync.interval": 2, "rollouts.max_staleness": 0},
+            "rollouts.max_staleness=0: .*takes at least 2, and 0 takes weight",
+        ),
+        (
+            {"train.epochs": 2},
+            "rollouts.max_staleness=1: an iteration makes up to 2 versions .* at least 2; 0 samples as",
+        ),
+        (
+            {"train.loss.importance_correction": "none"},
+            "train.loss.importance_correction=none: corrects nothing for older weights",
+        ),
         ({"train.loss.importance_correction": "none", "train.loss.ratio_reference": "rollout"}, None),
         ({"rollouts.buffer_size": 3}, "rollouts.buffer_size=3: must have room for an iteration"),
         ({"rollouts.in_flight": "drop"}, "rollouts.in_flight=drop: must be one of keep, wait, abort"),
@@ -372,7 +406,12 @@ def test_what_cannot_work_is_refused_in_a_line(changes, message, served):
 @pytest.mark.parametrize(
     ("option", "overrides", "in_flight", "message"),
     [
-        ("reload", ["weight_sync.pause_mode=wait"], "keep", "weight_sync=reload does wait .* use rollouts.in_flight=wait"),
+        (
+            "reload",
+            ["weight_sync.pause_mode=wait"],
+            "keep",
+            "weight_sync=reload does wait .* use rollouts.in_flight=wait",
+        ),
         ("lora_hotswap", [], "abort", "weight_sync=lora_hotswap does keep"),
         ("shared_vllm", [], "keep", "weight_sync=shared_vllm sends no weights while requests run; use reload"),
         ("restart", [], "keep", "weight_sync=restart sends no weights while requests run; use reload"),

@@ -1,4 +1,6 @@
-"""From the JSON of a group to a `RolloutGroup`: what an environment says is kept, and what nothing can be learnt from is dropped."""
+"""From the JSON of a group to a `RolloutGroup`: what an environment says is kept, and what nothing can be learnt from
+is dropped.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from offline_grpo.types import RolloutGroup
 
 VOCAB = 30
 MAX_TOKENS = 12
-read = GroupReader(decode=lambda ids: " ".join(map(str, ids)), vocab_size=VOCAB, max_members=4, max_token_len=MAX_TOKENS)
+read = GroupReader(
+    decode=lambda ids: " ".join(map(str, ids)), vocab_size=VOCAB, max_members=4, max_token_len=MAX_TOKENS
+)
 
 
 def test_what_was_sampled_is_told_by_the_masks() -> None:
@@ -54,11 +58,16 @@ def test_what_was_sampled_is_told_by_the_masks() -> None:
     assert first.logprobs == (1.0, 1.0, -0.5, -1.0, 1.0, 1.0, 0.0)
     assert first.ref_logprobs == (1.0, 1.0, -0.25, -9.0, 1.0, 1.0, -3.0)
     batch = build_batch(found.rollouts, mask_truncated=False)
-    assert batch.rollout_logprobs.tolist() == [0.0, 0.0, -0.5, -1.0, 0.0, 0.0, 0.0, 0.0, -2.0], "placeholders go no further"
+    assert batch.rollout_logprobs.tolist() == [0.0, 0.0, -0.5, -1.0, 0.0, 0.0, 0.0, 0.0, -2.0], (
+        "placeholders go no further"
+    )
     assert first.versions == (-1,) * 7
     assert first.finish_reason is None
     assert str(first.text) == "7 8 11"
-    assert [(r.score.reward, r.score.is_correct, r.score.parts) for r in (first, second)] == [(1.0, True, {}), (-0.5, False, {})]
+    assert [(r.score.reward, r.score.is_correct, r.score.parts) for r in (first, second)] == [
+        (1.0, True, {}),
+        (-0.5, False, {}),
+    ]
     assert found.advantages == ((0, 0, 1.5, 2, 0, 0, 3), (0, -1))
 
 
@@ -92,7 +101,14 @@ def test_text_is_decoded_where_it_is_read_alone() -> None:
         ({"group_overrides": {"temperature": 0.5, "group_size": 4}}, [0.5, 0.5]),
         ({"group_overrides": {"temperature": 0.5}, "generation_params": {"temperature": 0.7, "top_p": 1}}, [0.7, 0.7]),
         ({"generation_params": {"temperature": 0.7}, "overrides": [{"temperature": 2}, {}]}, [2.0, 0.7]),
-        ({"generation_params": {"max_tokens": 7}, "group_overrides": {"temperature": None}, "overrides": [None, {"a": 1}]}, [1.0, 1.0]),
+        (
+            {
+                "generation_params": {"max_tokens": 7},
+                "group_overrides": {"temperature": None},
+                "overrides": [None, {"a": 1}],
+            },
+            [1.0, 1.0],
+        ),
     ],
 )
 def test_temperatures_of_sequences_requests_and_groups(fields: dict[str, Any], expected: list[float]) -> None:
@@ -105,7 +121,11 @@ def test_a_sample_whose_advantage_is_set_to_zero(tmp_path: Path) -> None:
     sequences = (([5, 6], [7, 2]), ([5, 6], [8, 2]), ([5, 6], [9, 2]))
     plain = read(group(*sequences, scores=[3.0, 0.0, 0.0]))
     zeroed = read(
-        group(*sequences, scores=[3.0, 0.0, 0.0], overrides=[{"set_advantage_to_zero": True}, {}, {"set_advantage_to_zero": False}])
+        group(
+            *sequences,
+            scores=[3.0, 0.0, 0.0],
+            overrides=[{"set_advantage_to_zero": True}, {}, {"set_advantage_to_zero": False}],
+        )
     )
     batch, [own], _ = prepare_batch([zeroed], updater, updater.config)
     _, [usual], _ = prepare_batch([plain], updater, updater.config)
@@ -113,7 +133,9 @@ def test_a_sample_whose_advantage_is_set_to_zero(tmp_path: Path) -> None:
     assert usual[0] > 1
     assert batch is not None
     assert batch.advantages.tolist()[:4] == [0.0] * 4
-    given = read(group(*sequences, advantages=[[0, 0, 1.0, 2.0]] * 3, overrides=[{"set_advantage_to_zero": True}, {}, {}]))
+    given = read(
+        group(*sequences, advantages=[[0, 0, 1.0, 2.0]] * 3, overrides=[{"set_advantage_to_zero": True}, {}, {}])
+    )
     batch, [own], _ = prepare_batch([given], updater, updater.config)
     assert own == [0.0, 1.5, 1.5]
     assert batch is not None
@@ -192,7 +214,8 @@ def test_too_many_members_and_too_many_tokens() -> None:
 
 def test_missing_logprobs_are_told_from_a_malformed_group() -> None:
     with pytest.raises(
-        MissingLogprobs, match="GRPO requires inference_logprobs for importance sampling! The groups of environment 7 have none"
+        MissingLogprobs,
+        match="GRPO requires inference_logprobs for importance sampling! The groups of environment 7 have none",
     ):
         read(pair(1, inference_logprobs=None, env_id=7))
     with pytest.raises(Dropped, match="masks and tokens differ in length"):
@@ -202,7 +225,9 @@ def test_missing_logprobs_are_told_from_a_malformed_group() -> None:
 @pytest.mark.parametrize("empty", [[], [[], []]])
 def test_empty_fields_are_missing(empty: list[list[float]]) -> None:
     """Environments of atroposlib that do not set them send a list for no sequence, or an empty one for each."""
-    found = read(pair(1, advantages=empty, ref_logprobs=empty, overrides=[], images=[], messages=[], group_overrides={}))
+    found = read(
+        pair(1, advantages=empty, ref_logprobs=empty, overrides=[], images=[], messages=[], group_overrides={})
+    )
     assert found.advantages is None
     assert [rollout.ref_logprobs for rollout in found.rollouts] == [None, None]
     with pytest.raises(MissingLogprobs):
@@ -221,7 +246,13 @@ def test_the_worst_numbers_that_are_let_through_leave_updates_finite(ratio_refer
 
 
 def make_source() -> Atropos:
-    settings: dict[str, Any] = {"problems_per_iteration": 2, "group_size": 2, "max_token_len": MAX_TOKENS, "vocab_size": VOCAB, "rank": 0}
+    settings: dict[str, Any] = {
+        "problems_per_iteration": 2,
+        "group_size": 2,
+        "max_token_len": MAX_TOKENS,
+        "vocab_size": VOCAB,
+        "rank": 0,
+    }
     others = (
         "url",
         "num_steps",
@@ -280,7 +311,9 @@ def test_malformed_bodies_leave_it_training(count: int, seed: int) -> None:
             source._read(feed, Answer("url", 200, bytearray(content)))
         except MissingLogprobs:
             num_missing += 1
-            sent = [group.get("inference_logprobs") for group in json.loads(content)["batch"] if isinstance(group, dict)]
+            sent = [
+                group.get("inference_logprobs") for group in json.loads(content)["batch"] if isinstance(group, dict)
+            ]
             assert any(not rows or (isinstance(rows, list) and not any(rows)) for rows in sent)
         num_read += len(source._groups)
         num_dropped += source._num_dropped.total()

@@ -1,4 +1,6 @@
-"""What a run starts for Atropos: told what they need, in private; started again; ended. Real processes, and the real run-api."""
+"""What a run starts for Atropos: told what they need, in private; started again; ended. Real processes, and the real
+run-api.
+"""
 
 import json
 import os
@@ -20,7 +22,12 @@ KEY = "a-key-that-nobody-may-see"
 
 
 def surroundings(folder: Path, **changes):
-    given = {"server_url": "http://127.0.0.1:9001", "server_key": KEY, "model": "some/model", "api_url": "http://127.0.0.1:8000"}
+    given = {
+        "server_url": "http://127.0.0.1:9001",
+        "server_key": KEY,
+        "model": "some/model",
+        "api_url": "http://127.0.0.1:8000",
+    }
     return Surroundings(**(given | {"run_folder": folder, "group_size": 8, "max_new_tokens": 32} | changes))
 
 
@@ -50,7 +57,9 @@ def never():
 
 
 def test_an_environment_is_told_what_it_needs_by_its_variables_and_by_a_private_file(make, tmp_path):
-    running = make('env > told; ls -l "$OFFLINE_GRPO_ENV_CONFIG"; cp "$OFFLINE_GRPO_ENV_CONFIG" config; touch done; exec sleep 600')
+    running = make(
+        'env > told; ls -l "$OFFLINE_GRPO_ENV_CONFIG"; cp "$OFFLINE_GRPO_ENV_CONFIG" config; touch done; exec sleep 600'
+    )
     old = os.getcwd()
     os.chdir(tmp_path)
     try:
@@ -75,7 +84,9 @@ def test_an_environment_is_told_what_it_needs_by_its_variables_and_by_a_private_
         "use_wandb": False,
         "wandb_name": "environment",
     }
-    assert [(server["base_url"], server["api_key"]) for server in config["openai"]] == [("http://127.0.0.1:9001/v1", KEY)] * 2
+    assert [(server["base_url"], server["api_key"]) for server in config["openai"]] == [
+        ("http://127.0.0.1:9001/v1", KEY)
+    ] * 2
     log = tmp_path / "env_0.log"
     assert "-rw-------" in log.read_text()
     assert log.stat().st_mode & 0o077 == 0  # environments of atroposlib print the key
@@ -96,7 +107,9 @@ def test_python_is_the_one_of_the_run_and_variables_of_a_launcher_are_not_passed
 def test_an_environment_that_ends_is_started_again_until_it_keeps_ending(make, tmp_path):
     running = make("echo no such problem >&2; exit 3")
     running.start_environment(surroundings(tmp_path))
-    with pytest.raises(GrpoError, match=r"rollouts.environment=echo .*3 times .*exit code 3.*no such problem.*env_2\.log"):
+    with pytest.raises(
+        GrpoError, match=r"rollouts.environment=echo .*3 times .*exit code 3.*no such problem.*env_2\.log"
+    ):
         wait_for(lambda: running.keep_running(never))
     assert (tmp_path / "env_2.log").exists()
     assert not (tmp_path / "env_3.log").exists()
@@ -115,7 +128,8 @@ def test_a_port_that_something_else_has_is_refused_with_its_owner(make):
         port = other.getsockname()[1]
         running = make(url=f"http://127.0.0.1:{port}")
         with pytest.raises(
-            ConfigError, match=rf"rollouts\.url=http://127\.0\.0\.1:{port}: is taken by .*pid {os.getpid()}.*no Atropos API"
+            ConfigError,
+            match=rf"rollouts\.url=http://127\.0\.0\.1:{port}: is taken by .*pid {os.getpid()}.*no Atropos API",
         ):
             running.start_api(never)
 

@@ -40,7 +40,12 @@ class Rare:
 
 
 def source(rank=0, world_size=1, **settings):
-    defaults = {"resample_zero_signal": True, "max_resamples": 3, "soft_overlong_tokens": None, "penalize_length_if_solved": False}
+    defaults = {
+        "resample_zero_signal": True,
+        "max_resamples": 3,
+        "soft_overlong_tokens": None,
+        "penalize_length_if_solved": False,
+    }
     return OnPolicy(
         problems_per_iteration=8,
         group_size=4,
@@ -96,7 +101,9 @@ def test_few_problems_are_asked_once_more_at_most():
 
 
 # L_max = 10, L_cache = 4, by hand: (L_max - L_cache - length) / L_cache between 6 and 10
-@pytest.mark.parametrize(("length", "penalty"), [(1, 0), (5, 0), (6, 0), (7, -0.25), (8, -0.5), (9, -0.75), (10, -1), (11, -1), (99, -1)])
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(1, 0), (5, 0), (6, 0), (7, -0.25), (8, -0.5), (9, -0.75), (10, -1), (11, -1), (99, -1)]
+)
 def test_the_soft_overlong_penalty_is_dapos(length, penalty):
     assert overlong_penalty(length, 10, 4) == penalty
 
@@ -121,7 +128,9 @@ class Easy(Rare):
 
 def test_length_costs_where_all_answers_are_right():
     """As Atropos has it: of eight tokens, 4 and fewer cost nothing, and each more a quarter."""
-    plain, penalized = (source(task=Easy(), resample_zero_signal=False, penalize_length_if_solved=on).next(0) for on in (False, True))
+    plain, penalized = (
+        source(task=Easy(), resample_zero_signal=False, penalize_length_if_solved=on).next(0) for on in (False, True)
+    )
     are_solved = [all(r.score.is_correct for r in group.rollouts) for group in plain]
     assert 0 < sum(are_solved) < len(plain)
     for before, after, is_solved in zip(plain, penalized, are_solved, strict=True):
@@ -132,7 +141,9 @@ def test_length_costs_where_all_answers_are_right():
 
 
 def test_the_wait_for_scores_is_from_the_last_completion_on(monkeypatch):
-    """Each score of the second of three problems takes 100 s, while the last completions are not there, and of the last one 50 s."""
+    """Each score of the second of three problems takes 100 s, while the last completions are not there, and of the last
+    one 50 s.
+    """
     clock = [0.0]
     monkeypatch.setattr("offline_grpo.generation.sample.time.perf_counter", lambda: clock[0])
 

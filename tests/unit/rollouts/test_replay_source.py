@@ -34,14 +34,19 @@ def test_the_default_is_the_record_in_its_order_again_and_again(store: Path) -> 
     assert texts(store, count=5) == [[*group(f"{i % 4}.0"), *group(f"{i % 4}.1")] for i in range(5)]
     source = make_replay(store)
     source.start(0, None)
-    assert [r.token_ids for g in source.next(0) for r in g.rollouts] == [r.token_ids for g in made_groups(0) for r in g.rollouts]
+    assert [r.token_ids for g in source.next(0) for r in g.rollouts] == [
+        r.token_ids for g in made_groups(0) for r in g.rollouts
+    ]
     assert source.metrics() == {"rollouts/epoch": 0.25, "time/sampling_s": 0.0}
 
 
 def test_groups_may_be_taken_in_another_number_and_order(store: Path) -> None:
     words = ("rollouts.problems_per_iteration=3", "rollouts.shuffle=true")
     found = texts(store, *words, count=8)  # three passes
-    assert texts(store, words[0], count=2) == [[*group("0.0"), *group("0.1"), *group("1.0")], [*group("1.1"), *group("2.0"), *group("2.1")]]
+    assert texts(store, words[0], count=2) == [
+        [*group("0.0"), *group("0.1"), *group("1.0")],
+        [*group("1.1"), *group("2.0"), *group("2.1")],
+    ]
     flat = [text for iteration in found for text in iteration]
     passes = [flat[start : start + 24] for start in (0, 24, 48)]
     assert [sorted(one) for one in passes] == [sorted(passes[0])] * 3
@@ -56,7 +61,9 @@ def test_groups_may_be_taken_in_another_number_and_order(store: Path) -> None:
 
 def test_losses_are_compared_on_the_same_rollouts_in_the_same_orders(store: Path) -> None:
     orders = [
-        texts(store, "experiment=paired_losses", f"train/loss={loss}", f"seed={seed}") for seed in (0, 1) for loss in ("grpo", "gspo")
+        texts(store, "experiment=paired_losses", f"train/loss={loss}", f"seed={seed}")
+        for seed in (0, 1)
+        for loss in ("grpo", "gspo")
     ]
     assert orders[0] == orders[1] != orders[2]
     assert orders[2] == orders[3]
@@ -65,7 +72,9 @@ def test_losses_are_compared_on_the_same_rollouts_in_the_same_orders(store: Path
 def test_filters_choose_iterations_groups_and_completions(store: Path) -> None:
     assert texts(store, "rollouts.iterations=[2,3]", count=2) == texts(store)[1:3]
     assert texts(store, "rollouts.versions=[2,9]", count=2) == texts(store)[2:]
-    assert texts(store, "rollouts.rewards=[0.25,0.35]", count=1) == [[*group("2.0"), *group("2.1")]]  # means are 0.1 to 0.4
+    assert texts(store, "rollouts.rewards=[0.25,0.35]", count=1) == [
+        [*group("2.0"), *group("2.1")]
+    ]  # means are 0.1 to 0.4
     assert texts(store, "rollouts.finish_reasons=[stop]", count=1) == [["0.0.0", "0.0.1", "0.1.0", "0.1.1"]]
     with pytest.raises(ConfigError, match=r"^rollouts.iterations=\[5, 9\]: the record has 1 to 4$"):
         make_replay(store, "rollouts.iterations=[5,9]")  # before a model is loaded
@@ -123,9 +132,7 @@ def test_a_store_that_is_being_written_is_refused(tmp_path: Path) -> None:
     store = write_store(tmp_path / "run")
     with pytest.raises(ConfigError, match="this run's own record"):
         make_replay(store, run_folder=store).start(0, None)
-    holder = (
-        "import fcntl,os,sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT), 2); print('held', flush=True); sys.stdin.read()"
-    )
+    holder = "import fcntl,os,sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT), 2); print('held', flush=True); sys.stdin.read()"
     held = [sys.executable, "-S", "-c", holder, str(store / lock.NAME)]
     with subprocess.Popen(held, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -86,7 +86,9 @@ def test_tokens_are_coloured_by_their_advantages_and_nothing_reaches_the_termina
 
 def shown(tmp_path: Path, rollout: Rollout, *, model: str, full: bool, problem: Problem | None = None) -> str:
     """What a terminal of 80 columns gets about one completion, with its colours."""
-    table = table_of("train", [RolloutGroup(problem, (rollout,), ((0.0,) * 3 + (1.0,) * (len(rollout.token_ids) - 3),))], [[0.5]], 0)
+    table = table_of(
+        "train", [RolloutGroup(problem, (rollout,), ((0.0,) * 3 + (1.0,) * (len(rollout.token_ids) - 3),))], [[0.5]], 0
+    )
     (tmp_path / "x.parquet").write_bytes(parquet(table, replace(ORIGIN, model=model).to_metadata()))
     console = Console(force_terminal=True, color_system="truecolor", width=80)
     with console.capture() as captured:
@@ -107,19 +109,27 @@ def test_characters_of_several_tokens_are_whole(text: str, tmp_path: Path) -> No
     told = shown(tmp_path, written(ids, text), model=str(tmp_path), full=False)
     assert text in re.sub(r"\x1b\[[\d;]*m", "", told)
     assert f"\x1b[38;2;90;180;90m{text[-1]}\x1b[0m" in told, "each has a colour of its own"
-    assert "\ufffd" in shown(tmp_path, written(tuple(tokenizer.encode("é").ids)[:1], text), model=str(tmp_path), full=False)
+    assert "\ufffd" in shown(
+        tmp_path, written(tuple(tokenizer.encode("é").ids)[:1], text), model=str(tmp_path), full=False
+    )
 
 
 def test_full_leaves_nothing_out(tmp_path: Path) -> None:
-    problem = Problem("p", ({"role": "user", "content": "q" * 400 + "MIDDLE" + "q" * 400},), "a" * 400 + "OF" + "a" * 400, {})
+    problem = Problem(
+        "p", ({"role": "user", "content": "q" * 400 + "MIDDLE" + "q" * 400},), "a" * 400 + "OF" + "a" * 400, {}
+    )
     rollout = written((1, 2), "c" * 400 + "ALL" + "c" * 400)
     for full in (True, False):
-        text = re.sub(r"\x1b\[[\d;]*m|\s", "", shown(tmp_path, rollout, model="first/model", full=full, problem=problem))
+        text = re.sub(
+            r"\x1b\[[\d;]*m|\s", "", shown(tmp_path, rollout, model="first/model", full=full, problem=problem)
+        )
         assert [part in text for part in ("qMIDDLEq", "aOFa", "cALLc")] == [full] * 3
 
 
 @pytest.mark.parametrize("model", ["./model", "../model", "outputs/", "damaged"])
-def test_the_text_is_shown_where_the_tokenizer_cannot_be_read(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_is_shown_where_the_tokenizer_cannot_be_read(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "tokenizer.json").write_text("{}")
@@ -139,11 +149,16 @@ def test_stats_count_what_was_recorded(store: Path, tmp_path: Path, printed) -> 
     [first, second, third] = made_groups(0)[0].rollouts
     longer = replace(
         second,
-        **{name: (*getattr(second, name), getattr(second, name)[-1]) for name in ("token_ids", "is_sampled", "logprobs", "versions")},
+        **{
+            name: (*getattr(second, name), getattr(second, name)[-1])
+            for name in ("token_ids", "is_sampled", "logprobs", "versions")
+        },
     )
     groups = [RolloutGroup(None, (first, first, third)), RolloutGroup(None, (longer, longer))]
     (tmp_path / "one.parquet").write_bytes(parquet(table_of("train", groups, None, 0), {}))
-    text = printed("stats", tmp_path / "one.parquet")  # lengths 2 2 2 3 3, rewards 0 0 .2 .1 .1: r = 0.04 / sqrt(1.2 * 0.028)
+    text = printed(
+        "stats", tmp_path / "one.parquet"
+    )  # lengths 2 2 2 3 3, rewards 0 0 .2 .1 .1: r = 0.04 / sqrt(1.2 * 0.028)
     assert "repeated within their group: 40.0%; groups whose rewards are all equal: 50.0%" in text
     assert "reward against length: correlation +0.22" in text
     for low, high in pairwise(["2 to 2", "3 to 3"]):
@@ -168,7 +183,9 @@ def test_lines_of_json_hold_every_column(store: Path, tmp_path: Path, printed) -
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     rows = pq.read_table(store / "rollouts" / "iter_003.parquet").to_pylist()
     for line, row in zip(lines[-6:], rows, strict=True):
-        assert {name: json.loads(v) if name in ("messages", "fields", "parts") else v for name, v in row.items()} == line
+        assert {
+            name: json.loads(v) if name in ("messages", "fields", "parts") else v for name, v in row.items()
+        } == line
     with pytest.raises(ConfigError, match="is there already"):
         printed("export", store, tmp_path / "out.jsonl")
 
@@ -188,11 +205,16 @@ def test_datasets_and_replay_read_what_is_exported_for_them(store: Path, tmp_pat
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        ("another problem", r"a group has completions of different prompts \(iteration 1, group 1\), .* rollouts.path=\[A,B\]"),
+        (
+            "another problem",
+            r"a group has completions of different prompts \(iteration 1, group 1\), .* rollouts.path=\[A,B\]",
+        ),
         ("the same", r"its groups come again after others, .* name these one by one: rollouts.path=\[A,B\]"),
     ],
 )
-def test_exports_that_were_joined_are_not_taken_for_one(second: str, message: str, store: Path, tmp_path: Path, printed) -> None:
+def test_exports_that_were_joined_are_not_taken_for_one(
+    second: str, message: str, store: Path, tmp_path: Path, printed
+) -> None:
     """A group has its number in the record alone, so those of two would be compared with each other."""
     printed("export", store, tmp_path / "saved", "--format", "datasets")
     one = datasets.load_from_disk(str(tmp_path / "saved"))
@@ -266,8 +288,14 @@ def test_what_cannot_be_done_is_one_line_with_a_fix(store: Path, tmp_path: Path,
     for words, expected in [
         (("show", tmp_path / "none"), f"PATH={tmp_path}/none: is not there; {needed}"),
         (("stats", tmp_path / "empty"), f"PATH={tmp_path}/empty: has no rollouts; {needed}"),
-        (("stats", tmp_path / "text"), f"PATH={tmp_path}/text: is no Parquet file, as those of rollouts/ are; {needed}"),
-        (("stats", tmp_path / "sweep"), f"PATH={tmp_path}/sweep: has no rollouts; name one of its runs: 0, 1, 2, 3, 4, 5, ..."),
+        (
+            ("stats", tmp_path / "text"),
+            f"PATH={tmp_path}/text: is no Parquet file, as those of rollouts/ are; {needed}",
+        ),
+        (
+            ("stats", tmp_path / "sweep"),
+            f"PATH={tmp_path}/sweep: has no rollouts; name one of its runs: 0, 1, 2, 3, 4, 5, ...",
+        ),
         (
             ("show", store, "--iteration", 9),
             f"PATH={store}: has no rollouts of phase train of iteration 9; it has train 1 to 4; eval 4",
@@ -276,15 +304,30 @@ def test_what_cannot_be_done_is_one_line_with_a_fix(store: Path, tmp_path: Path,
             ("stats", tmp_path / "sparse"),
             f"PATH={tmp_path}/sparse: has no rollouts of phase train; it has eval 1, 11, 21, 31, 41, 51, ... 71",
         ),
-        (("show", store, "--iteration", -1), "--iteration=-1: must be 0 or more; 1 is the first, 0 the evaluation before it"),
+        (
+            ("show", store, "--iteration", -1),
+            "--iteration=-1: must be 0 or more; 1 is the first, 0 the evaluation before it",
+        ),
         (("show", store, "--groups", 0), "--groups=0: must be 1 or more"),
         ((*out, tmp_path / "text"), f"OUT={tmp_path}/text: is there already; name a new file"),
         ((*out, tmp_path / "empty"), f"OUT={tmp_path}/empty: is there already; name a new file"),
-        ((*out, tmp_path / "full", "--format", "datasets"), f"OUT={tmp_path}/full: is there already; name a new folder"),
-        ((*out, tmp_path / "none" / "x"), f"OUT={tmp_path}/none/x: there is no folder {tmp_path}/none; make it, or name another place"),
-        ((*out, tmp_path / "text" / "x"), f"OUT={tmp_path}/text/x: there is no folder {tmp_path}/text; make it, or name another place"),
+        (
+            (*out, tmp_path / "full", "--format", "datasets"),
+            f"OUT={tmp_path}/full: is there already; name a new folder",
+        ),
+        (
+            (*out, tmp_path / "none" / "x"),
+            f"OUT={tmp_path}/none/x: there is no folder {tmp_path}/none; make it, or name another place",
+        ),
+        (
+            (*out, tmp_path / "text" / "x"),
+            f"OUT={tmp_path}/text/x: there is no folder {tmp_path}/text; make it, or name another place",
+        ),
         ((*out, "/proc/x"), "OUT=/proc/x: cannot be written (No such file or directory); name another place"),
-        ((*out, "/proc/x", "--format", "datasets"), "OUT=/proc/x: cannot be written (No such file or directory); name another place"),
+        (
+            (*out, "/proc/x", "--format", "datasets"),
+            "OUT=/proc/x: cannot be written (No such file or directory); name another place",
+        ),
     ]:
         monkeypatch.setattr(sys, "argv", ["rollouts", *map(str, words)])
         assert command.main() == (1 if "cannot be written" in expected else 2)

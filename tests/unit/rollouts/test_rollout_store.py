@@ -75,7 +75,9 @@ def test_a_row_says_everything_about_a_completion(store: Path) -> None:
     assert pq.read_table(store / "rollouts" / "eval_iter_003.parquet")["advantage"].null_count == 6
 
 
-def test_a_file_is_written_beside_the_updates_and_says_the_weights_before_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_written_beside_the_updates_and_says_the_weights_before_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     is_free = threading.Event()
 
     def on_a_slow_disk(path: Path, content: bytes) -> None:
@@ -83,7 +85,9 @@ def test_a_file_is_written_beside_the_updates_and_says_the_weights_before_them(t
         write_whole(path, content)
 
     def hashes(folder: Path) -> str:
-        return json.loads(pq.read_metadata(folder / "rollouts" / "iter_000.parquet").metadata[b"offline_grpo"])["weights"]
+        return json.loads(pq.read_metadata(folder / "rollouts" / "iter_000.parquet").metadata[b"offline_grpo"])[
+            "weights"
+        ]
 
     monkeypatch.setattr(recording, "write_whole", on_a_slow_disk)
     weights = torch.ones(8)
@@ -109,7 +113,9 @@ def test_a_disk_that_is_full_is_told_where_the_file_is_waited_for(tmp_path: Path
 
 
 def two_turns() -> RolloutGroup:
-    """An environment's turn between two of the policy's, weights that changed in between, a reference, advantages per token, no problem."""
+    """An environment's turn between two of the policy's, weights that changed in between, a reference, advantages per
+    token, no problem.
+    """
     turns = Rollout(
         token_ids=(5, 6, 7, 8, 9),
         is_sampled=(False, True, False, False, True),
@@ -134,7 +140,9 @@ def test_what_was_recorded_is_read_again() -> None:
     again = pq.read_table(sink)
     check_values(again, "here", vocab_size=VOCAB, context=CONTEXT)
     read = groups_of(again, group_rows(again).values())
-    expected = replace(two_turns(), rollouts=tuple(replace(r, text=r"half a pair \ud800") for r in two_turns().rollouts))
+    expected = replace(
+        two_turns(), rollouts=tuple(replace(r, text=r"half a pair \ud800") for r in two_turns().rollouts)
+    )
     assert read[2] == expected
     for found, group in zip(read[:2], groups, strict=False):
         assert found.problem == group.problem
@@ -162,8 +170,16 @@ def test_half_a_character_in_a_problem_can_be_read_again() -> None:
 
 def test_a_store_is_found_by_any_of_its_names(store: Path) -> None:
     names = [shard.path.name for shard in shards_of(store, key="PATH")]
-    assert names == ["iter_000.parquet", "iter_001.parquet", "iter_002.parquet", "iter_003.parquet", "eval_iter_003.parquet"]
-    assert [s.path for s in shards_of(store / "rollouts", key="PATH", phase="eval")] == [store / "rollouts" / "eval_iter_003.parquet"]
+    assert names == [
+        "iter_000.parquet",
+        "iter_001.parquet",
+        "iter_002.parquet",
+        "iter_003.parquet",
+        "eval_iter_003.parquet",
+    ]
+    assert [s.path for s in shards_of(store / "rollouts", key="PATH", phase="eval")] == [
+        store / "rollouts" / "eval_iter_003.parquet"
+    ]
     [single] = shards_of(store / "rollouts" / "iter_001.parquet", key="PATH")
     assert single.table(["reward"])["reward"].to_pylist() == [0.1, 0.2, 0.3] * 2
     with pytest.raises(ConfigError, match=r"^PATH=.*: has no rollouts; name one of its runs: run$"):
@@ -182,13 +198,28 @@ def changed(name: str, value: Any) -> Callable[[pa.Table], pa.Table]:
 
 
 HOSTILE: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
-    "a column is missing": (lambda table: table.drop(["logprobs"]), "has no column logprobs, so it is no store of rollouts"),
-    "text for numbers": (lambda t: t.set_column(11, "version", pa.array(["x"] * 6)), "column version has type string, and must be int64"),
-    "numbers for lists": (lambda t: t.set_column(8, "completion_ids", pa.array([1] * 6)), "column completion_ids has type int64"),
+    "a column is missing": (
+        lambda table: table.drop(["logprobs"]),
+        "has no column logprobs, so it is no store of rollouts",
+    ),
+    "text for numbers": (
+        lambda t: t.set_column(11, "version", pa.array(["x"] * 6)),
+        "column version has type string, and must be int64",
+    ),
+    "numbers for lists": (
+        lambda t: t.set_column(8, "completion_ids", pa.array([1] * 6)),
+        "column completion_ids has type int64",
+    ),
     "null": (changed("reward", None), "column reward has no value in 1 of 6 rows"),
     "null token": (changed("prompt_ids", [1, None]), "prompt_ids has no value for 1 tokens"),
-    "large token": (changed("completion_ids", [1, VOCAB]), f"completion_ids has token {VOCAB}, and the model has 0 to {VOCAB - 1}"),
-    "huge token": (changed("completion_ids", [1, 2**40]), "column completion_ids has type list<.*: int64>, and must be list<.*int32>"),
+    "large token": (
+        changed("completion_ids", [1, VOCAB]),
+        f"completion_ids has token {VOCAB}, and the model has 0 to {VOCAB - 1}",
+    ),
+    "huge token": (
+        changed("completion_ids", [1, 2**40]),
+        "column completion_ids has type list<.*: int64>, and must be list<.*int32>",
+    ),
     "negative token": (changed("prompt_ids", [-1]), "prompt_ids has token -1"),
     "NaN logprob": (changed("logprobs", [-1.0, float("nan")]), "logprobs has a number that is not finite"),
     "infinite logprob": (changed("logprobs", [-1.0, 1e300]), "logprobs has a number that is not finite"),
@@ -196,15 +227,24 @@ HOSTILE: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
     "temperature 0": (changed("temperature", 0.0), "a temperature that is not above 0"),
     "lengths": (changed("logprobs", [-1.0]), "logprobs and completion_ids differ in length"),
     "no prompt": (changed("prompt_ids", []), "a prompt without a token"),
-    "too long": (changed("prompt_ids", [1] * CONTEXT), f"a sequence of more than the model's context of {CONTEXT} tokens"),
+    "too long": (
+        changed("prompt_ids", [1] * CONTEXT),
+        f"a sequence of more than the model's context of {CONTEXT} tokens",
+    ),
     "finish reason": (changed("finish_reason", "bored"), "an unknown finish_reason"),
     "failure": (changed("failure", "bored"), "an unknown failure"),
     "measured": (changed("measured", '{"a": "much"}'), "measured has .*, which is no JSON"),
     "no answer": (changed("answer", None), "a part of a problem is missing"),
-    "messages": (changed("messages", '{"role": "user"}'), "messages has .*, which is no JSON of the form that runs write"),
+    "messages": (
+        changed("messages", '{"role": "user"}'),
+        "messages has .*, which is no JSON of the form that runs write",
+    ),
     "deep JSON": (changed("fields", '{"a":' + "[" * 100_000), "fields has .*, which is no JSON"),
     "parts": (changed("parts", '{"a": NaN}'), "parts has .*, which is no JSON"),
-    "a name": (lambda table: table.rename_columns([name.replace("is_s", "is_q") for name in table.column_names]), "a column 'is_qampled'"),
+    "a name": (
+        lambda table: table.rename_columns([name.replace("is_s", "is_q") for name in table.column_names]),
+        "a column 'is_qampled'",
+    ),
 }
 
 
@@ -224,7 +264,9 @@ def test_what_nothing_can_be_learnt_from_is_one_line(case: str, tmp_path: Path, 
 
 @pytest.mark.parametrize("place", [0, 40, 0.3, 0.6, -30, -1])
 @pytest.mark.parametrize("damage", ["bit", "cut", "zeros"])
-def test_a_damaged_file_is_named_and_the_rest_used_if_asked(place: float, damage: str, tmp_path: Path, store: Path) -> None:
+def test_a_damaged_file_is_named_and_the_rest_used_if_asked(
+    place: float, damage: str, tmp_path: Path, store: Path
+) -> None:
     path = write_store(tmp_path / "run", iterations=2) / "rollouts" / "iter_000.parquet"
     content = bytearray(path.read_bytes())
     at = int(place * len(content)) if isinstance(place, float) else place % len(content)
@@ -240,7 +282,9 @@ def test_a_damaged_file_is_named_and_the_rest_used_if_asked(place: float, damage
     except ConfigError as error:
         assert str(path) in str(error)  # noqa: PT017
         assert "\n" not in str(error)  # noqa: PT017
-        assert replayed(make_replay(tmp_path / "run", "rollouts.skip_damaged=true"), 1) == [replayed(make_replay(store), 2)[1]]
+        assert replayed(make_replay(tmp_path / "run", "rollouts.skip_damaged=true"), 1) == [
+            replayed(make_replay(store), 2)[1]
+        ]
     else:
         assert whole == replayed(make_replay(store), 2)  # bytes that nothing depends on
 

@@ -1,4 +1,6 @@
-"""What is refused is one line, with the right exit code, and leaves nothing behind. Nothing here gets as far as importing a model."""
+"""What is refused is one line, with the right exit code, and leaves nothing behind. Nothing here gets as far as
+importing a model.
+"""
 
 from __future__ import annotations
 
@@ -65,17 +67,29 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
             "hydra.run.dir=afile",
             r"hydra\.run\.dir=afile: \S+/afile cannot be made or written \(File exists\); choose a folder that you can write to",
         ),
-        ("hydra.run.dir=afile/x", r"hydra\.run\.dir=afile/x: \S+/afile/x cannot be made or written \(Not a directory\); .*"),
-        ("--multirun hydra.sweep.dir=afile seed=1,2", r"hydra\.sweep\.dir=afile: \S+/afile cannot be made or written .*"),
+        (
+            "hydra.run.dir=afile/x",
+            r"hydra\.run\.dir=afile/x: \S+/afile/x cannot be made or written \(Not a directory\); .*",
+        ),
+        (
+            "--multirun hydra.sweep.dir=afile seed=1,2",
+            r"hydra\.sweep\.dir=afile: \S+/afile cannot be made or written .*",
+        ),
         ("logger=[json,consol]", r"logger=consol: no such option; choose one of console, json, tensorboard, wandb"),
-        ("logger=[wandb] logger.wandb.mode=online", r"logger\.wandb\.mode=online: Weights & Biases has no API key of yours; run `wandb .*"),
+        (
+            "logger=[wandb] logger.wandb.mode=online",
+            r"logger\.wandb\.mode=online: Weights & Biases has no API key of yours; run `wandb .*",
+        ),
         ("seed=0 eval=false model/lora=true", r"eval=false, model/lora=true: a group needs one of its options; .*"),
         ("loss=dapo", r"loss: no such key; the setting is train/loss"),
         ("train/los=dapo", r"train/los: no such key; did you mean train/loss\?"),
         ("zzz/qqq=default", r"zzz/qqq: no such key; it may be one of checkpoint, data, .*, model/lora, .*"),
         ("train.lr=null", r"train\.lr=null: needs a value"),
         ("model/lora=default model.lora.alpha=0", r"model\.lora\.alpha=0\.0: must be above 0; .*"),
-        ("train.iterations=2 train.profile=3", r"train\.profile=3: an iteration, from 1 to train\.iterations=2, or null"),
+        (
+            "train.iterations=2 train.profile=3",
+            r"train\.profile=3: an iteration, from 1 to train\.iterations=2, or null",
+        ),
         ("num_threads=100000", r"num_threads=100000: from 1 to 4096, .*"),
         ("logger=[] train.lr=0", r"train\.lr=0\.0: must be above 0 and finite"),
     ],
@@ -87,7 +101,9 @@ def test_a_refusal_is_one_line_and_leaves_nothing(command: Command, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["afile"]
 
 
-def test_an_os_error_of_a_run_is_not_taken_for_one_of_its_folder(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_os_error_of_a_run_is_not_taken_for_one_of_its_folder(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise FileNotFoundError(2, "No such file", "model.bin")
 
@@ -103,7 +119,9 @@ def test_a_full_disk_is_told_of_the_file_that_was_written(tmp_path: Path) -> Non
         raise OSError(errno.ENOSPC, "No space left on device", "/tmp/a.json", None, "/run/media/a.json")
 
 
-def test_the_end_of_a_reader_is_told_by_whoever_meets_it_without_waiting_for_others_that_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_reader_is_told_by_whoever_meets_it_without_waiting_for_others_that_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The display's own thread may meet it, and hold what a thread that is logging waits for."""
     monkeypatch.setattr(cli, "forget_output", lambda: None)
     monkeypatch.setattr(rich, "get_console", SimpleNamespace)
@@ -131,7 +149,9 @@ def test_a_reader_that_has_ended_ends_the_command_quietly(
         assert command("--cfg", "job") == (141, "")
 
 
-@pytest.mark.parametrize(("record", "how"), [(["multirun.yaml"], "the sweep goes on with: .* resume=.*"), ([], "a search starts anew")])
+@pytest.mark.parametrize(
+    ("record", "how"), [(["multirun.yaml"], "the sweep goes on with: .* resume=.*"), ([], "a search starts anew")]
+)
 def test_a_sweep_that_was_stopped_says_how_it_goes_on(
     record: list[str], how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,7 +165,9 @@ def test_a_sweep_that_was_stopped_says_how_it_goes_on(
 def test_a_traceback_is_shown_to_those_who_ask_for_it(tmp_path: Path) -> None:
     def said(**env: str) -> str:
         words = [sys.executable, str(ROOT / "run_grpo.py"), "train.lr=-1"]
-        done = subprocess.run(words, cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=100)
+        done = subprocess.run(
+            words, cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=100
+        )
         assert done.returncode == 2
         return done.stderr
 

@@ -1,4 +1,6 @@
-"""`python -m offline_grpo.compare`: its words, the runs that it starts, and what it leaves. The runs here are small scripts."""
+"""`python -m offline_grpo.compare`: its words, the runs that it starts, and what it leaves. The runs here are small
+scripts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from offline_grpo.run.compare import Comparison, gpu_sets, run_comparison
 
 
 def asked(out: Path, **changes: Any) -> Comparison:
-    settings: dict[str, Any] = {"steps": 2, "modes": ["restart", "shared_vllm"], "restart_interval": 3, "gpus": 1, "overrides": []}
+    settings: dict[str, Any] = {
+        "steps": 2,
+        "modes": ["restart", "shared_vllm"],
+        "restart_interval": 3,
+        "gpus": 1,
+        "overrides": [],
+    }
     return Comparison(out=out, **(settings | changes))
 
 
@@ -31,22 +39,34 @@ def commands(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[
     compare.run([*words, "dry_run=true"])
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert all(line[:3] == [sys.executable, "-m", "offline_grpo"] for line in lines)
-    return {next(word.partition("=")[2] for word in line if word.startswith("weight_sync=")): line[3:] for line in lines}
+    return {
+        next(word.partition("=")[2] for word in line if word.startswith("weight_sync=")): line[3:] for line in lines
+    }
 
 
 def test_modes_differ_in_weight_sync_and_adapters_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found = commands(capsys, "steps=7", f"out={tmp_path / 'x, y'}", "train.lr=1e-5", "model.lora.r=8", "eval.enabled=true")
+    found = commands(
+        capsys, "steps=7", f"out={tmp_path / 'x, y'}", "train.lr=1e-5", "model.lora.r=8", "eval.enabled=true"
+    )
     assert list(found) == ["restart", "shared_vllm", "lora_hotswap", "lora_restart"]
     own = {mode: {f"weight_sync={mode}", f"hydra.run.dir='{tmp_path}/x, y/{mode}'"} for mode in found}
     common = set(found["shared_vllm"]) - own["shared_vllm"]
     assert common == {
-        *("generation=vllm_server", "eval.enabled=false", "checkpoint.save_interval=0", "train.lr=1e-5", "eval.enabled=true"),
+        *(
+            "generation=vllm_server",
+            "eval.enabled=false",
+            "checkpoint.save_interval=0",
+            "train.lr=1e-5",
+            "eval.enabled=true",
+        ),
         "train.iterations=7",
     }
     extra = {mode: set(words) - own[mode] - common for mode, words in found.items()}
     lora, slow = {"model/lora=default", "model.lora.r=8"}, {"weight_sync.interval=3"}
     assert extra == {"restart": slow, "shared_vllm": set(), "lora_hotswap": lora, "lora_restart": lora | slow}
-    assert found["restart"].index("eval.enabled=false") < found["restart"].index("eval.enabled=true"), "the later one wins"
+    assert found["restart"].index("eval.enabled=false") < found["restart"].index("eval.enabled=true"), (
+        "the later one wins"
+    )
     assert not (tmp_path / "x, y").exists()
 
 
@@ -99,7 +119,9 @@ def test_a_folder_that_is_in_use_is_refused(tmp_path: Path) -> None:
         (3, 2, [None]),
     ],
 )
-def test_modes_run_at_the_same_time_where_each_has_gpus_of_its_own(num_gpus: int, gpus: int, expected: list[Any], tmp_path: Path) -> None:
+def test_modes_run_at_the_same_time_where_each_has_gpus_of_its_own(
+    num_gpus: int, gpus: int, expected: list[Any], tmp_path: Path
+) -> None:
     assert gpu_sets(num_gpus, asked(tmp_path, gpus=gpus, modes=["restart", "reload", "ipc"])) == expected
 
 
@@ -125,7 +147,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def scripted(**scripts: str) -> None:
         monkeypatch.setattr(
-            module, "_command", lambda name, asked: [sys.executable, "-I", "-S", "-c", scripts[name], str(asked.out / name)]
+            module,
+            "_command",
+            lambda name, asked: [sys.executable, "-I", "-S", "-c", scripts[name], str(asked.out / name)],
         )
 
     monkeypatch.setattr(module, "_num_gpus", lambda: 4)
@@ -178,7 +202,11 @@ def test_a_signal_ends_the_runs_and_what_was_measured_is_told(
         run_comparison(asked(tmp_path, modes=["shared_vllm", "restart", "reload"]), dry_run=False)
     assert stopped.value.is_reported
     modes = json.loads((tmp_path / "comparison.json").read_text())["modes"]
-    assert {name: mode["status"] for name, mode in modes.items()} == {"shared_vllm": "done", "restart": "stopped", "reload": "not started"}
+    assert {name: mode["status"] for name, mode in modes.items()} == {
+        "shared_vllm": "done",
+        "restart": "stopped",
+        "reload": "not started",
+    }
     [pid] = [int(line.split()[1]) for line in pids.read_text().splitlines() if line.startswith("restart ")]
     assert not Path(f"/proc/{pid}").exists()
     assert "reload: not started" in capsys.readouterr().out

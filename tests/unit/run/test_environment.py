@@ -49,7 +49,10 @@ def test_the_commit_is_that_of_the_code_and_says_whether_it_was_changed(tmp_path
 @pytest.mark.parametrize("content", [b'{"a":', b"[1, 2]", b"{}", b"null", b"\xff\xfe", b'[{"time": NaN}]'])
 def test_a_damaged_record_of_starts_is_one_line(tmp_path, content):
     (tmp_path / "environment.json").write_bytes(content)
-    with pytest.raises(GrpoError, match=r"environment.json: has no list of this run's starts \(.*\); bring it back, or write \[\] in it"):
+    with pytest.raises(
+        GrpoError,
+        match=r"environment.json: has no list of this run's starts \(.*\); bring it back, or write \[\] in it",
+    ):
         record_start(tmp_path)
     assert (tmp_path / "environment.json").read_bytes() == content
 
@@ -64,4 +67,6 @@ def test_versions_are_those_that_the_library_reads(tmp_path, monkeypatch):
             patch.setattr(sys, "path", [*sys.path[:place], str(tmp_path), *sys.path[place:]])
             found = versions.__wrapped__()
             assert found["torch"] == expected
-            assert found == {package.metadata["Name"]: package.version for package in reversed(list(metadata.distributions()))}
+            assert found == {
+                package.metadata["Name"]: package.version for package in reversed(list(metadata.distributions()))
+            }

@@ -24,7 +24,9 @@ BOTH = Watch("pass@1", best=0.9, best_iteration=0, last=0.9, num_since_best=3)
 
 
 def point_of(path: Path, iteration: int, **state: Any) -> ResumePoint:
-    return ResumePoint(RunDir(path), path / "checkpoints" / f"iter_{iteration:03d}", state_of(iteration, config=config_of(), **state))
+    return ResumePoint(
+        RunDir(path), path / "checkpoints" / f"iter_{iteration:03d}", state_of(iteration, config=config_of(), **state)
+    )
 
 
 def config_with(*words: str) -> RunConfig:
@@ -47,7 +49,9 @@ def suggested(point: ResumePoint, config: RunConfig) -> list[str]:
         (9, None, ["train.iterations=20"]),
     ],
 )
-def test_a_finished_run_does_what_is_suggested(iteration: int, watch: Watch | None, words: list[str], tmp_path: Path) -> None:
+def test_a_finished_run_does_what_is_suggested(
+    iteration: int, watch: Watch | None, words: list[str], tmp_path: Path
+) -> None:
     stop_when = ("train.stop_when.threshold=0.8", "train.stop_when.patience=2")
     point = point_of(tmp_path, iteration, milestones={} if watch is None else {"stop_when": watch})
     assert going_on.is_finished(point, config_with(*stop_when))
@@ -73,7 +77,9 @@ def test_an_evaluation_is_owed_only_by_runs_that_evaluate(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["true", "jürgen's run"])
-def test_the_command_names_the_folder_as_hydra_reads_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_names_the_folder_as_hydra_reads_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     word = shlex.split(going_on.command(tmp_path / name))[-1]
     assert OverridesParser.create().parse_override(word).value() == name

@@ -25,7 +25,11 @@ def run_with(folder: Path, overrides: list[str]) -> Path:
 
 @pytest.mark.parametrize(
     "overrides",
-    [MIXED, ["experiment=mixture", "eval.num_ids=3"], ["experiment=sat_qwen2_5_0_5b", "eval.num_ids=3", "eval.id_seed_start=0"]],
+    [
+        MIXED,
+        ["experiment=mixture", "eval.num_ids=3"],
+        ["experiment=sat_qwen2_5_0_5b", "eval.num_ids=3", "eval.id_seed_start=0"],
+    ],
 )
 def test_another_task_than_that_of_the_run(overrides: list[str], tmp_path: Path) -> None:
     run = run_with(tmp_path, overrides)
@@ -56,8 +60,13 @@ def test_a_task_in_a_folder_that_the_run_was_started_with(provider: str, tmp_pat
     mine = tmp_path / "my, own conf"
     (mine / "task").mkdir(parents=True)
     (mine / "task" / "mine.yaml").write_text((CONF / "task" / "countdown.yaml").read_text())
-    run = run_with(tmp_path, ["task=mine", "task.max_number=30", "eval.num_ids=3", f"hydra.searchpath=['file://{mine}']"])
-    sources = [{"path": str(CONF), "schema": "file", "provider": "main"}, {"path": str(mine), "schema": "file", "provider": provider}]
+    run = run_with(
+        tmp_path, ["task=mine", "task.max_number=30", "eval.num_ids=3", f"hydra.searchpath=['file://{mine}']"]
+    )
+    sources = [
+        {"path": str(CONF), "schema": "file", "provider": "main"},
+        {"path": str(mine), "schema": "file", "provider": provider},
+    ]
     (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"config_sources": sources}}}))
     (found,) = held_out_sets(saved_overrides(run, []), [])
     assert isinstance(found.task, Countdown)

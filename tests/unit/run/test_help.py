@@ -36,7 +36,9 @@ def test_every_key_of_every_file_is_explained(text):
             parents = [
                 key.rsplit(".", count)[0] for count in range(key.count(".") + 1)
             ]  # a key of a mixture's weights is explained with them
-            assert any(re.match(rf"  {re.escape(name)}(=|$)", line) for name in parents for line in lines), f"{path}: {key}"
+            assert any(re.match(rf"  {re.escape(name)}(=|$)", line) for name in parents for line in lines), (
+                f"{path}: {key}"
+            )
     assert "  train.lr=3.0e-4\n      Peak learning rate.\n" in text
 
 
@@ -56,7 +58,10 @@ def test_words_choose_what_is_explained(monkeypatch, capsys):
         main()
     out = capsys.readouterr().out
     assert ended.value.code in (0, None)
-    assert {line.strip().partition("=")[0] for line in out.splitlines() if re.match(r"  \w+\.", line)} >= {"checkpoint.enabled", "eval.ks"}
+    assert {line.strip().partition("=")[0] for line in out.splitlines() if re.match(r"  \w+\.", line)} >= {
+        "checkpoint.enabled",
+        "eval.ks",
+    }
     assert "train.lr" not in out
     assert "eval.seed_base" not in out
     with pytest.raises(ConfigError, match=r"^--help=nope: nothing is called so; --help alone lists all$"):

@@ -48,7 +48,9 @@ def test_other_rows_in_the_same_place_are_told_once(start) -> None:
         write_rows(20, **more)
         told = start()
         assert (
-            (not told) if not more else told[0].startswith("task.path=rows.jsonl: its content has changed since this run was started last")
+            (not told)
+            if not more
+            else told[0].startswith("task.path=rows.jsonl: its content has changed since this run was started last")
         )
         assert start() == []
     write_rows(21)

@@ -64,7 +64,9 @@ def test_a_signal_does_not_take_the_place_of_an_error(said):
     assert said == ["Ctrl-C: stopping after the end of what the run has started; a second one ends it at once"]
 
 
-@pytest.mark.parametrize(("number", "exit_code", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")])
+@pytest.mark.parametrize(
+    ("number", "exit_code", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")]
+)
 def test_a_signal_stops_at_once_and_says_so(number, exit_code, name, said):
     stop = StopSignal()
     with stop.installed(), pytest.raises(StopRequested) as caught:
@@ -100,7 +102,9 @@ def test_a_signal_is_acknowledged_while_the_main_thread_is_busy_outside_of_pytho
     def send_and_look():
         libc.pthread_mutex_lock(mutex)
         taken.set()
-        time.sleep(0.1)  # until the main thread waits for the mutex, which it does as long as a backward pass may take, or longer
+        time.sleep(
+            0.1
+        )  # until the main thread waits for the mutex, which it does as long as a backward pass may take, or longer
         send(signal.SIGTERM)
         deadline = time.monotonic() + 20
         while not said and time.monotonic() < deadline:
@@ -210,7 +214,9 @@ def test_a_signal_does_not_change_the_exit_code_of_a_process_that_is_ending():
             atexit.register(os.kill, os.getpid(), number)
         cli.exit_with(lambda: None)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -229,12 +235,16 @@ def test_a_launcher_that_ends_before_the_thread_that_looks_has_begun_is_missed(s
     monkeypatch.setattr(interrupt, "LOOK_S", 0.01)
     monkeypatch.setattr(os, "getppid", lambda: 4711 if threading.current_thread() is threading.main_thread() else 1)
     with StopSignal().installed():
-        assert _wait_for(lambda: said) == [f"the process that launched this one (4711) has ended; `kill -INT {os.getpid()}` stops this one"]
+        assert _wait_for(lambda: said) == [
+            f"the process that launched this one (4711) has ended; `kill -INT {os.getpid()}` stops this one"
+        ]
 
 
 @pytest.mark.slow
 def test_a_process_whose_launcher_is_killed_says_so_once_and_goes_on(tmp_path):
-    code = "import time; from offline_grpo.run.interrupt import StopSignal\nwith StopSignal.listening():\n  time.sleep(60)"
+    code = (
+        "import time; from offline_grpo.run.interrupt import StopSignal\nwith StopSignal.listening():\n  time.sleep(60)"
+    )
     starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     with (tmp_path / "said").open("wb") as output:
         launcher = subprocess.Popen([sys.executable, "-c", starts], stderr=output)

@@ -1,4 +1,6 @@
-"""Who may write to a folder. The other process of these tests is another open file: the kernel does not tell the two apart."""
+"""Who may write to a folder. The other process of these tests is another open file: the kernel does not tell the two
+apart.
+"""
 
 import errno
 import fcntl
@@ -58,7 +60,9 @@ def test_a_folder_in_use_is_refused_in_one_line_that_says_by_whom(tmp_path):
 def test_a_process_on_another_host_is_named_with_it(tmp_path):
     another(tmp_path / "sweep", pid=4711, host="node7")
     (tmp_path / "sweep" / "0" / ".hydra").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"process 4711 on node7 writes to .*, runs begun: 1\); stop it on node7 with `kill"):
+    with pytest.raises(
+        ConfigError, match=r"process 4711 on node7 writes to .*, runs begun: 1\); stop it on node7 with `kill"
+    ):
         lock.take(tmp_path / "sweep", "hydra.sweep.dir=sweep")
 
 
@@ -140,7 +144,9 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"^hydra.run.dir=x: .*/file/run cannot be made or written \(Not a directory\); choose"):
+    with pytest.raises(
+        ConfigError, match=r"^hydra.run.dir=x: .*/file/run cannot be made or written \(Not a directory\); choose"
+    ):
         lock.take(tmp_path / "file" / "run", "hydra.run.dir=x")
 
 
@@ -184,7 +190,11 @@ def test_only_the_same_configuration_is_refused_for_being_run_elsewhere(tmp_path
 )
 @pytest.mark.parametrize("mode", ["run", "multirun"])
 def test_places_in_which_nothing_is_found_again_are_refused(changed, message, mode, tmp_path, capsys):
-    settings = {"run": {"dir": str(tmp_path / "run")}, "sweep": {"dir": str(tmp_path / "sweep")}, "job": {"chdir": None}}
+    settings = {
+        "run": {"dir": str(tmp_path / "run")},
+        "sweep": {"dir": str(tmp_path / "sweep")},
+        "job": {"chdir": None},
+    }
     settings |= {"output_subdir": ".hydra", "overrides": {"task": [], "hydra": []}, **changed}
     config = OmegaConf.create({"resume": None, "hydra": settings})
     with pytest.raises(SystemExit, match="2"):

@@ -45,7 +45,12 @@ def found(name: str) -> machine.Finding:
 def test_gpus_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_on_path(tmp_path, monkeypatch, f"printf '{SMI}'")
     first, second = machine.find_gpus()
-    assert (first.name, round(first.total_gib), round(second.free_gib, 1), first.driver) == ("NVIDIA H100 80GB HBM3", 80, 0.1, "570.86")
+    assert (first.name, round(first.total_gib), round(second.free_gib, 1), first.driver) == (
+        "NVIDIA H100 80GB HBM3",
+        80,
+        0.1,
+        "570.86",
+    )
     assert found("GPU 1").text == "NVIDIA H100 80GB HBM3, 0 of 80 GiB free, driver 570.86"
     assert machine.presets([first])[-1][0].endswith("experiment=gsm8k_qwen2_5_1_5b")
 
@@ -85,6 +90,15 @@ def test_it_fits_one_screen_and_imports_no_torch_without_a_gpu(tmp_path: Path) -
 def test_json_has_findings_and_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(["--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert {one["name"] for one in told["findings"]} >= {"Python", "torch", "vLLM", "SGLang", "disk", "ports", "Hub", "W&B"}
+    assert {one["name"] for one in told["findings"]} >= {
+        "Python",
+        "torch",
+        "vLLM",
+        "SGLang",
+        "disk",
+        "ports",
+        "Hub",
+        "W&B",
+    }
     assert told["presets"][0] == "uv run run_grpo.py"
     assert "torch" in told["packages"]

@@ -1,4 +1,6 @@
-"""Bad input: each is refused before a model is loaded, in one message that names key, value and fix, and leaves nothing behind."""
+"""Bad input: each is refused before a model is loaded, in one message that names key, value and fix, and leaves nothing
+behind.
+"""
 
 import re
 
@@ -120,7 +122,10 @@ def test_bad_input_is_refused_and_leaves_nothing(overrides, output_dir, tmp_path
 
     monkeypatch.setattr(assemble, "load_policy", no_model)
     with pytest.raises(ConfigError, match=REFUSED[overrides]) as caught:
-        app.run(compose_config(f"cache_dir={tmp_path}/cache", "model.tiny.warm_start_steps=1", *overrides.split()), output_dir)
+        app.run(
+            compose_config(f"cache_dir={tmp_path}/cache", "model.tiny.warm_start_steps=1", *overrides.split()),
+            output_dir,
+        )
     assert "\n" not in str(caught.value)
     assert list((tmp_path).glob("outputs/*")) == []
 
@@ -139,14 +144,20 @@ def test_bad_input_is_refused_and_leaves_nothing(overrides, output_dir, tmp_path
 def test_what_only_an_own_server_listens_to(start, override, shown):
     plan = make_plan(typed(compose_config(*start.split())))
     where = "the server at generation.base_url=http://127.0.0.1:1 runs already" if start else "the run starts no server"
-    with pytest.raises(ConfigError, match=rf"^{shown}: {where}, so this would do nothing; leave it out, or .*base_url=null\)$"):
+    with pytest.raises(
+        ConfigError, match=rf"^{shown}: {where}, so this would do nothing; leave it out, or .*base_url=null\)$"
+    ):
         check_overrides([*start.split(), override], plan.engine)
-    check_overrides([*start.split(), "engine_like.key=1", "placement.check_memory=false", "weight_sync=reload"], plan.engine)
+    check_overrides(
+        [*start.split(), "engine_like.key=1", "placement.check_memory=false", "weight_sync=reload"], plan.engine
+    )
 
 
 def test_a_server_of_the_runs_own_listens():
     plan = make_plan(typed(compose_config(OWN)))
-    check_overrides([OWN, "engine.port=8000", "placement.engine_devices=[1]", "weight_sync.server_args.seed=1"], plan.engine)
+    check_overrides(
+        [OWN, "engine.port=8000", "placement.engine_devices=[1]", "weight_sync.server_args.seed=1"], plan.engine
+    )
 
 
 def test_the_command_line_is_looked_at(output_dir):
@@ -154,16 +165,25 @@ def test_the_command_line_is_looked_at(output_dir):
     with pytest.raises(ConfigError, match=r"^engine.port=8000: the server at"):
         app.run(compose_config(*FOUND.split(), "engine.port=8000"), output_dir, ["engine.port=8000"])
     with pytest.raises(EngineError, match="no healthy server answers"):
-        app.run(compose_config(*FOUND.split(), "weight_sync=reload", "engine.port=8000", "model.train_id=/no/such"), output_dir)
+        app.run(
+            compose_config(*FOUND.split(), "weight_sync=reload", "engine.port=8000", "model.train_id=/no/such"),
+            output_dir,
+        )
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("train.lr=fast", r"^train.lr=fast: must be a number$"),
-        ("train.lr=[5e-6,1e-5]", r"^train.lr=\[5e-06, 1e-05\]: must be a number; to sweep over it: --multirun train.lr=5e-06,1e-05$"),
+        (
+            "train.lr=[5e-6,1e-5]",
+            r"^train.lr=\[5e-06, 1e-05\]: must be a number; to sweep over it: --multirun train.lr=5e-06,1e-05$",
+        ),
         ("train.mask_truncated=often", r"^train.mask_truncated=often: must be true or false$"),
-        ("model.train_id=[a]", r"^model.train_id=\['a'\]: must be text; to sweep over it: --multirun model.train_id=a$"),
+        (
+            "model.train_id=[a]",
+            r"^model.train_id=\['a'\]: must be text; to sweep over it: --multirun model.train_id=a$",
+        ),
         ("eval.ks=3", r"^eval.ks: must be a list, in brackets: \[1,2\]$"),
         ("seed=[1,2]", r"^seed=\[1, 2\]: must be a whole number; to sweep over it: --multirun seed=1,2$"),
         ("trian.lr=1", r"trian: no such key; did you mean train\?"),
@@ -227,7 +247,13 @@ def test_what_needs_whole_weights_is_refused_where_they_are_spread(override, mes
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        ("", ("each iteration: 32 problems x 8 rollouts = 256 sequences, 25,600 in all", "1 update of about 256 sequences")),
+        (
+            "",
+            (
+                "each iteration: 32 problems x 8 rollouts = 256 sequences, 25,600 in all",
+                "1 update of about 256 sequences",
+            ),
+        ),
         ("rollouts=replay", ("each iteration: all groups of a recorded one", "1 update")),
         (
             "rollouts=replay rollouts.problems_per_iteration=6 train.updates_per_iteration=2 train.epochs=3",

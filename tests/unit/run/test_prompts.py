@@ -19,10 +19,14 @@ def problems(*texts: str) -> list[Problem]:
     return [Problem(f"p-{i}", ({"role": "user", "content": text},), "2") for i, text in enumerate(texts)]
 
 
-def lengths(train: list[Problem], *, context: int = 20, vocab_size: int | None = None, max_new_tokens: int = 4) -> tuple[int, int]:
+def lengths(
+    train: list[Problem], *, context: int = 20, vocab_size: int | None = None, max_new_tokens: int = 4
+) -> tuple[int, int]:
     data = SimpleNamespace(train=train, held_out=[])
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
-    plan: Any = SimpleNamespace(config=SimpleNamespace(rollouts={}), data=data, sampling=sampling, eval_sampling=sampling)
+    plan: Any = SimpleNamespace(
+        config=SimpleNamespace(rollouts={}), data=data, sampling=sampling, eval_sampling=sampling
+    )
     text = SimpleNamespace(max_position_embeddings=context, vocab_size=vocab_size or len(TOKENIZER))
     model_config: Any = SimpleNamespace(get_text_config=lambda: text)
     return check_prompts(plan, "a/model", TOKENIZER, model_config)
@@ -50,5 +54,8 @@ def test_prompts_that_leave_no_room_are_named_and_counted() -> None:
 
 
 def test_a_tokenizer_of_another_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^model.train_id=a/model: its tokenizer gives token \d+ for problem p-0, and the model has 3 "):
+    with pytest.raises(
+        ConfigError,
+        match=r"^model.train_id=a/model: its tokenizer gives token \d+ for problem p-0, and the model has 3 ",
+    ):
         lengths(problems("1+1="), vocab_size=3)

@@ -14,7 +14,9 @@ def run(tmp_path):
     path = tmp_path / "my run"
     make_checkpoint(path / "checkpoints" / "iter_003", state_of(3))
     (path / ".hydra").mkdir()
-    (path / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(["task=gsm8k", "+new.key=1", "train.lr=1e-4", "resume=auto"]))
+    (path / ".hydra" / "overrides.yaml").write_text(
+        yaml.safe_dump(["task=gsm8k", "+new.key=1", "train.lr=1e-4", "resume=auto"])
+    )
     sources = [{"path": "conf", "provider": "main"}, {"path": "/my/conf", "provider": "command-line"}]
     record = {
         "overrides": {"hydra": ["hydra.searchpath=[file:///more]", "hydra.run.dir=x"]},
@@ -30,12 +32,20 @@ def test_the_own_overrides_come_before_the_typed_ones(run, part):
     words = resume.arguments(["--hydra-x", f"resume='{run / part}'", "train.lr=1e-5", "+new.key=2"])
     assert words == [
         *("--hydra-x", "--config-dir", "/my/conf", "task=gsm8k", "hydra.searchpath=[file:///more]"),
-        *(f"resume='{run / part}'", "train.lr=1e-5", "+new.key=2", f"hydra.run.dir='{run}'", "hydra.output_subdir=null"),
+        *(
+            f"resume='{run / part}'",
+            "train.lr=1e-5",
+            "+new.key=2",
+            f"hydra.run.dir='{run}'",
+            "hydra.output_subdir=null",
+        ),
     ]
     assert resume.typed_keys() == {"resume", "train.lr", "new.key"}
 
 
-@pytest.mark.parametrize("words", [[], ["train.lr=1"], ["resume=auto"], ["resume=null", "--help"], ["resume=/no/checkpoints/iter_003"]])
+@pytest.mark.parametrize(
+    "words", [[], ["train.lr=1"], ["resume=auto"], ["resume=null", "--help"], ["resume=/no/checkpoints/iter_003"]]
+)
 def test_any_other_command_line_stays_as_it_is(words):
     assert resume.arguments(words) == words
 
@@ -43,7 +53,9 @@ def test_any_other_command_line_stays_as_it_is(words):
 def test_the_jobs_of_a_sweep_do_not_share_the_folder_of_a_run(run):
     """Hydra would ignore the run's folder in some places, and use it in others."""
     fix = rf"start new runs from its weights: model=hf model.train_id={run}/checkpoints/iter_003$"
-    with pytest.raises(ConfigError, match=rf"^resume={run}: goes on with one run, whose folder all jobs .*; leave it out, or {fix}"):
+    with pytest.raises(
+        ConfigError, match=rf"^resume={run}: goes on with one run, whose folder all jobs .*; leave it out, or {fix}"
+    ):
         resume.arguments(["-m", f"resume='{run}'", "train.lr=1e-4,1e-2"])
 
 
@@ -66,15 +78,24 @@ def test_a_path_needs_no_quotes_of_hydras(name, tmp_path):
 
 def test_another_model_or_task_is_refused_before_anything_is_composed(run):
     with pytest.raises(
-        ConfigError, match=r"^model=tiny: the run that goes on has model=hf, which it cannot change; leave model out, or .*iter_003"
+        ConfigError,
+        match=r"^model=tiny: the run that goes on has model=hf, which it cannot change; leave model out, or .*iter_003",
     ):
         resume.arguments([f"resume='{run}'", "model=tiny"])
     assert "task=gsm8k" in resume.arguments([f"resume='{run}'", "task=gsm8k"])
 
 
 def test_only_what_was_typed_changes_the_stored_configuration():
-    before = {"train": {"lr": 2, "iterations": 100, "added": 5}, "eval": {"n": "${train.lr}"}, "loss": {"_target_": "a.A", "clip": 1}}
-    stored = {"train": {"lr": 1, "iterations": 400}, "eval": {"n": "${train.lr}"}, "loss": {"_target_": "a.A", "clip": 3, "gone": 1}}
+    before = {
+        "train": {"lr": 2, "iterations": 100, "added": 5},
+        "eval": {"n": "${train.lr}"},
+        "loss": {"_target_": "a.A", "clip": 1},
+    }
+    stored = {
+        "train": {"lr": 1, "iterations": 400},
+        "eval": {"n": "${train.lr}"},
+        "loss": {"_target_": "a.A", "clip": 3, "gone": 1},
+    }
     now = {**before, "train": {"lr": 2, "iterations": 800, "added": 5}}
     assert resume.merged({**stored, "train": {**stored["train"]}}, before, now, {"train.iterations"}) == {
         **stored,
@@ -93,7 +114,20 @@ def test_the_flag_of_a_sweep_may_stand_among_overrides(flag: str) -> None:
 
 PLAIN = ["/home/me/outputs/2026-01-31/12-00-00", "a.b:c+d@e%f", "trueish", "1/2"]
 HOSTILE = [
-    *("/home/j\u00fcrgen/run", "\u65e5\u672c", "a run", " a", "a,b", "a=b", "[a]", "{a:1}", "f(x)", "~a", "a\tb", "a#b"),
+    *(
+        "/home/j\u00fcrgen/run",
+        "\u65e5\u672c",
+        "a run",
+        " a",
+        "a,b",
+        "a=b",
+        "[a]",
+        "{a:1}",
+        "f(x)",
+        "~a",
+        "a\tb",
+        "a#b",
+    ),
     *("true", "False", "null", "NULL", "12", "-3", "1e3", "1.5", "1_000", "inf", "nan"),
     *("it's", 'say "a"', "a\\b", "a\\\\b", "a\\", "a\\\\", "\\'", "a\\'b\\\\'c\\", "'", "''", "\\"),
 ]

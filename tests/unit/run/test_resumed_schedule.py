@@ -81,4 +81,6 @@ def test_a_job_of_a_sweep_begins_anew_with_a_learning_rate_that_it_had_and_that_
     monkeypatch.setenv("OFFLINE_GRPO_TYPED", "train.iterations,train.lr")
     found = schedule_of(ended, *RUN)
     assert (found(12), found(24)) == (1.0, 0.0)
-    assert schedule_of(under_way, *RUN) == under_way.state.lr_schedule, "as that of an interrupted sweep whose whole command is repeated"
+    assert schedule_of(under_way, *RUN) == under_way.state.lr_schedule, (
+        "as that of an interrupted sweep whose whole command is repeated"
+    )

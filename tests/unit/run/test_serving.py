@@ -41,7 +41,9 @@ TUNED = "generation.timeout_s=7 generation.max_retries=0 weight_sync.tolerance_n
 def evaluation(overrides: str, folder: Path, *, num_processes: int = 1, with_adapters: bool = False) -> tuple[Any, Any]:
     """The client and the strategy of evaluations."""
     plan = make_plan(typed(compose_config(*overrides.split())))
-    ranks: Any = SimpleNamespace(is_main=True, world_size=num_processes, broadcast=lambda value: value, on_main=lambda act: act())
+    ranks: Any = SimpleNamespace(
+        is_main=True, world_size=num_processes, broadcast=lambda value: value, on_main=lambda act: act()
+    )
     _, found = assembled(plan, make_policy(with_adapters=with_adapters), folder, ranks)
     assert isinstance(found, RankZeroDeployment) is (num_processes > 1)
     inner = found._inner if isinstance(found, RankZeroDeployment) else found
@@ -71,7 +73,8 @@ def test_the_settings_of_training_are_passed_on(backend: str, kind: type, num_pr
 
 
 def test_the_tolerance_of_another_strategy_is_passed_on(tmp_path: Path) -> None:
-    chosen = f"generation=vllm_server generation.base_url={DEAD} {TUNED} eval.base_url={OTHER}"  # shared_vllm has no location
+    # shared_vllm has no location
+    chosen = f"generation=vllm_server generation.base_url={DEAD} {TUNED} eval.base_url={OTHER}"
     _, full = evaluation(chosen, tmp_path)
     assert isinstance(full, Reload)
     assert (full.tolerance_nats, full.location) == (0.4, "memory")
@@ -108,27 +111,42 @@ class EchoServer(VllmClient):
     engine_name = "vLLM"
 
     def __init__(self, *, server: Any, eos_ids: Any, vocab_size: int, patience_s: float) -> None:
-        super().__init__(server=server, eos_ids=eos_ids, vocab_size=vocab_size, batch_size=1, timeout_s=patience_s, max_retries=0)
+        super().__init__(
+            server=server, eos_ids=eos_ids, vocab_size=vocab_size, batch_size=1, timeout_s=patience_s, max_retries=0
+        )
 
 
 def test_a_client_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One class and its settings: what it samples from, it is given, and whether it asks a server, its `engine_name` says."""
+    """One class and its settings: what it samples from, it is given, and whether it asks a server, its `engine_name`
+    says.
+    """
     monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(Echo=Echo, EchoServer=EchoServer, __spec__=None))
     client, sync = evaluation("eval.backend={_target_:mine.Echo,factor:3}", tmp_path)
     assert (type(client), client.batch_size, type(sync)) == (Echo, 3, InProcess)
     client, sync = evaluation(f"eval.backend={{_target_:mine.EchoServer,patience_s:7}} eval.base_url={DEAD}", tmp_path)
     assert (type(client), client.timeout_s, client.server.base_url, type(sync)) == (EchoServer, 7, DEAD, Reload)
-    with pytest.raises(ConfigError, match=r"^eval\.backend\.factor=3: EchoServer has no such setting; it has patience_s$"):
+    with pytest.raises(
+        ConfigError, match=r"^eval\.backend\.factor=3: EchoServer has no such setting; it has patience_s$"
+    ):
         evaluation(f"eval.backend={{_target_:mine.EchoServer,patience_s:7,factor:3}} eval.base_url={DEAD}", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("eval.backend=pigeon", r"^eval\.backend=pigeon: must be null, one of transformers, vllm_server, sglang_server, or a client"),
-        ("eval.backend=vllm_server", r"^eval\.backend=vllm_server: training samples from elsewhere; set eval\.base_url"),
+        (
+            "eval.backend=pigeon",
+            r"^eval\.backend=pigeon: must be null, one of transformers, vllm_server, sglang_server, or a client",
+        ),
+        (
+            "eval.backend=vllm_server",
+            r"^eval\.backend=vllm_server: training samples from elsewhere; set eval\.base_url",
+        ),
         (f"eval.base_url={DEAD}", r"^eval\.base_url=http://127\.0\.0\.1:1: name the kind of server too"),
-        (f"eval.base_url={DEAD} eval.backend=transformers", r"^eval\.base_url=http://127\.0\.0\.1:1: name the kind of server too"),
+        (
+            f"eval.base_url={DEAD} eval.backend=transformers",
+            r"^eval\.base_url=http://127\.0\.0\.1:1: name the kind of server too",
+        ),
         ("eval.backend={_target_:no.such.Client}", r"^eval\.backend\._target_=no\.such\.Client: cannot be imported"),
         ("eval.backend={_target_:builtins.dict}", r"^eval\.backend\._target_=builtins\.dict: is no RolloutClient"),
         (f"{SERVED} eval.base_url={DEAD} eval.timeout_s=0", r"^eval\.timeout_s=0\.0: must be above 0"),
@@ -141,7 +159,8 @@ def test_who_cannot_sample_evaluations(overrides: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides", ["eval.backend=vllm_server", f"eval.base_url={DEAD}/v1/", f"eval.base_url={DEAD} eval.backend=vllm_server"]
+    "overrides",
+    ["eval.backend=vllm_server", f"eval.base_url={DEAD}/v1/", f"eval.base_url={DEAD} eval.backend=vllm_server"],
 )
 def test_what_training_samples_from_is_shared(overrides: str, tmp_path: Path) -> None:
     plan = make_plan(typed(compose_config(*SERVED.split(), *overrides.split())))
@@ -218,7 +237,9 @@ def test_an_sglang_server_without_its_option(caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_server_that_environments_cannot_call() -> None:
-    """A stock vLLM answers 404, and 405 to GET where there is a route for POST. The run itself asks nothing else of it here."""
+    """A stock vLLM answers 404, and 405 to GET where there is a route for POST. The run itself asks nothing else of it
+    here.
+    """
     routes = {"/health": 200, "/version": 200}
 
     def script(request: Request) -> Reply:
@@ -228,9 +249,7 @@ def test_a_server_that_environments_cannot_call() -> None:
     with ScriptedServer(script) as web:
         spec = replace(plan.engine, base_urls=[web.base_url])
         check_found(spec, plan.weight_sync, "some/model", dtype="bfloat16", lora_rank=None)
-        refusal = (
-            rf"^generation\.base_url={web.base_url}: that server has no POST /generate, .* Start one that has it: .*offline_grpo_generate"
-        )
+        refusal = rf"^generation\.base_url={web.base_url}: that server has no POST /generate, .* Start one that has it: .*offline_grpo_generate"
         with pytest.raises(ConfigError, match=refusal):
             check_found(spec, plan.weight_sync, "some/model", dtype="bfloat16", lora_rank=None, for_environments=True)
         routes["/generate"] = 405

@@ -38,7 +38,9 @@ def make_run(path: Path) -> RunDir:
 def point(iteration: int, best: int | None = None, **changes: tuple[object, object]):
     """What `set_aside` reads of a resume point."""
     watches = {} if best is None else {"keep_best": SimpleNamespace(best_iteration=best)}
-    return SimpleNamespace(num_done=iteration + 1, changes=changes, state=SimpleNamespace(iteration=iteration, milestones=watches))
+    return SimpleNamespace(
+        num_done=iteration + 1, changes=changes, state=SimpleNamespace(iteration=iteration, milestones=watches)
+    )
 
 
 def files(folder: Path) -> set[str]:
@@ -135,7 +137,9 @@ def test_killed_after_any_move_the_rest_is_a_run_that_goes_on(tmp_path, monkeypa
 def test_what_cannot_be_moved_is_told(tmp_path):
     run = make_run(tmp_path)
     (tmp_path / "set_aside").touch()
-    with pytest.raises(GrpoError, match=r"/checkpoints/iter_011: cannot be moved to .*/set_aside/start_002/.* \(.*\); free some space"):
+    with pytest.raises(
+        GrpoError, match=r"/checkpoints/iter_011: cannot be moved to .*/set_aside/start_002/.* \(.*\); free some space"
+    ):
         set_aside(run, point(7), 2)
     assert latest_checkpoint(run.checkpoints) == run.checkpoints / "iter_011"
 

@@ -79,13 +79,19 @@ def test_a_folder_goes_on_with_its_config_dir(day: Path) -> None:
     (sweep / "multirun.yaml").write_text(yaml.safe_dump(record))
     assert resume.arguments([f"resume={sweep}"])[:3] == ["--multirun", "--config-dir", "/my/conf"]
     assert resume.arguments(["-m", *WORDS, "hydra.launcher=x", "resume=auto"])[:3] == ["-m", "--config-dir", "/my/conf"]
-    assert resume.arguments(["--config-dir=/other", f"resume={sweep}"])[:3] == ["--config-dir=/other", "--multirun", WORDS[0]]
+    assert resume.arguments(["--config-dir=/other", f"resume={sweep}"])[:3] == [
+        "--config-dir=/other",
+        "--multirun",
+        WORDS[0],
+    ]
 
 
 @pytest.mark.parametrize("word", ["seed=0,2", "seed=1", "train.loss.beta=0,0.1"])
 def test_what_would_number_the_runs_anew_is_refused(day: Path, word: str) -> None:
     sweep = make_sweep(day / "10-00-00", [2, 1])
-    with pytest.raises(ConfigError, match=f"^{word}: would number the runs of {sweep} anew; leave {word.split('=')[0]} out"):
+    with pytest.raises(
+        ConfigError, match=f"^{word}: would number the runs of {sweep} anew; leave {word.split('=')[0]} out"
+    ):
         resume.arguments([f"resume={sweep}", word])
 
 
@@ -93,7 +99,11 @@ def test_a_folder_whose_runs_are_other_jobs_is_refused(day: Path, capsys: pytest
     sweep = make_sweep(day / "10-00-00", [2, 1, 1])
 
     def start(*words: str, again: str = "resume=auto") -> None:
-        hydra = {"sweep": {"dir": str(sweep)}, "overrides": {"task": [*words, again]}, "sweeper": {"_target_": BASIC, "params": None}}
+        hydra = {
+            "sweep": {"dir": str(sweep)},
+            "overrides": {"task": [*words, again]},
+            "sweeper": {"_target_": BASIC, "params": None},
+        }
         hydra["launcher"] = {"_target_": "hydra._internal.core_plugins.basic_launcher.BasicLauncher"}
         SweepJobs().on_multirun_start(OmegaConf.create({"hydra": hydra}))
 

@@ -1,4 +1,6 @@
-"""Signals, and the end of a sweep's process, reach the jobs that joblib runs for it; real processes, without a training."""
+"""Signals, and the end of a sweep's process, reach the jobs that joblib runs for it; real processes, without a
+training.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def sweep(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's `&` makes the tests ignore it
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        ),  # a shell's `&` makes the tests ignore it
     ) as process:
         yield process
         for pid in of_session(process.pid):
@@ -110,7 +114,9 @@ def test_running_jobs_save_and_others_do_not_begin(
 
 @pytest.mark.slow
 def test_a_ctrl_c_is_one_signal_to_a_busy_worker(sweep: subprocess.Popen[str], tmp_path: Path) -> None:
-    """One that the terminal sends and one that the sweep passes on would be two, the second of which ends a run at once."""
+    """One that the terminal sends and one that the sweep passes on would be two, the second of which ends a run at
+    once.
+    """
     (tmp_path / "busy").touch()
     wait_for_two(tmp_path)
     os.killpg(sweep.pid, signal.SIGINT)
@@ -120,7 +126,9 @@ def test_a_ctrl_c_is_one_signal_to_a_busy_worker(sweep: subprocess.Popen[str], t
 
 
 @pytest.mark.parametrize("after_s", [0.0, 1.0])
-def test_a_signal_while_the_workers_start_is_no_traceback(after_s: float, sweep: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_signal_while_the_workers_start_is_no_traceback(
+    after_s: float, sweep: subprocess.Popen[str], tmp_path: Path
+) -> None:
     wait_until(lambda: len(of_session(sweep.pid)) > 3)  # two of them trackers of resources
     time.sleep(after_s)
     os.killpg(sweep.pid, signal.SIGINT)
@@ -145,7 +153,9 @@ def test_a_second_ctrl_c_ends_all_at_once(sweep: subprocess.Popen[str], tmp_path
 
 
 @pytest.mark.slow
-def test_jobs_save_and_workers_end_when_the_process_of_the_sweep_is_killed(sweep: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_jobs_save_and_workers_end_when_the_process_of_the_sweep_is_killed(
+    sweep: subprocess.Popen[str], tmp_path: Path
+) -> None:
     wait_for_two(tmp_path)
     sweep.kill()
     wait_until(lambda: not [pid for pid in of_session(sweep.pid) if pid != sweep.pid])
@@ -153,7 +163,9 @@ def test_jobs_save_and_workers_end_when_the_process_of_the_sweep_is_killed(sweep
     assert len(list(tmp_path.glob("begun_*"))) == 2
 
 
-def test_no_job_begins_once_the_process_of_the_sweep_has_been_killed(sweep: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_no_job_begins_once_the_process_of_the_sweep_has_been_killed(
+    sweep: subprocess.Popen[str], tmp_path: Path
+) -> None:
     (tmp_path / "slow_start").touch()
     wait_until(lambda: len(list(tmp_path.glob("starting_*"))) == 2)
     sweep.kill()

@@ -9,7 +9,13 @@ from offline_grpo.interfaces import Task
 from offline_grpo.task.arithmetic import Arithmetic, last_integer
 from offline_grpo.types import Problem, Split
 
-SETTINGS = {"max_operand": 20, "operations": ["+", "-"], "eval_frac": 0.2, "prompt_template": "{a}{op}{b}=", "format_weight": 0.1}
+SETTINGS = {
+    "max_operand": 20,
+    "operations": ["+", "-"],
+    "eval_frac": 0.2,
+    "prompt_template": "{a}{op}{b}=",
+    "format_weight": 0.1,
+}
 
 
 def make(**settings):
@@ -126,13 +132,23 @@ def test_no_text_raises_or_hangs():
     rng = random.Random(0)
     task, problem = make(), Problem("x", (), "42")
     nasty = ["9" * 100_000, "1,111" * 50_000, "-" * 100_000, "\x00", "\ud800", "1." * 50_000, " " * 100_000 + "x"]
-    noise = ["".join(rng.choices("0123456789.,-+= \nx\N{MINUS SIGN}\N{SUPERSCRIPT TWO}é", k=rng.randrange(40))) for _ in range(2000)]
+    noise = [
+        "".join(rng.choices("0123456789.,-+= \nx\N{MINUS SIGN}\N{SUPERSCRIPT TWO}é", k=rng.randrange(40)))
+        for _ in range(2000)
+    ]
     for text in nasty + noise:
         assert 0 <= task.score(problem, text).reward <= 1.1
 
 
 def test_last_integer_is_canonical():
-    assert [last_integer(text) for text in ("x", "007", "-07", "a 1 b 2", "3.00", "3.01")] == [None, "7", "-7", "2", "3", None]
+    assert [last_integer(text) for text in ("x", "007", "-07", "a 1 b 2", "3.00", "3.01")] == [
+        None,
+        "7",
+        "-7",
+        "2",
+        "3",
+        None,
+    ]
 
 
 def test_is_a_task():

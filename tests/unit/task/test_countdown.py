@@ -45,9 +45,14 @@ def test_wrong_answers(task, text, correct, form):
     assert (score.parts, score.is_correct) == ({"correct": correct, "format": form}, bool(correct))
 
 
-@pytest.mark.parametrize("answer", ["12 * (9 - 6) ", "(9-6)*12 = 36", "12×(9−6)", "\n(9 - 6) \\times 12\n", "-(6 - 9) * 12"])
+@pytest.mark.parametrize(
+    "answer", ["12 * (9 - 6) ", "(9-6)*12 = 36", "12×(9−6)", "\n(9 - 6) \\times 12\n", "-(6 - 9) * 12"]
+)
 def test_right_answers(task, answer):
-    score = task.score(Problem("p", (), "36", {"numbers": [6, 9, 12], "target": 36}), f"<answer>1</answer> or <answer>{answer}</answer>")
+    score = task.score(
+        Problem("p", (), "36", {"numbers": [6, 9, 12], "target": 36}),
+        f"<answer>1</answer> or <answer>{answer}</answer>",
+    )
     assert score.parts == {"correct": 1.0, "format": 0.1}
     assert score.reward == 1.1
 
@@ -58,7 +63,22 @@ def test_fractions_are_exact(task):
 
 
 @pytest.mark.parametrize(
-    "text", ["(" * 99 + "1", "-" * 199 + "1", "9" * 100, "9**9**9", "1_0", "07", "1 2", "1.5", "a", "", "()", "1//2", "2 if 1 else 3"]
+    "text",
+    [
+        "(" * 99 + "1",
+        "-" * 199 + "1",
+        "9" * 100,
+        "9**9**9",
+        "1_0",
+        "07",
+        "1 2",
+        "1.5",
+        "a",
+        "",
+        "()",
+        "1//2",
+        "2 if 1 else 3",
+    ],
 )
 def test_hostile_expressions_are_none_at_once(text):
     assert evaluate(text) is None or text.startswith("-")
@@ -91,7 +111,8 @@ def test_problems_can_be_solved_and_splits_share_no_numbers(task):
 
 
 @pytest.mark.parametrize(
-    "override", ["min_count=1", "max_count=7", "max_count=2", "max_number=5", "max_target=1", "eval_frac=0", "format_weight=1"]
+    "override",
+    ["min_count=1", "max_count=7", "max_count=2", "max_number=5", "max_target=1", "eval_frac=0", "format_weight=1"],
 )
 def test_settings_out_of_range_are_refused(override):
     name, _, value = override.partition("=")

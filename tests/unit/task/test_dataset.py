@@ -61,14 +61,19 @@ def test_one_file_just_works(tmp_path, suffix):
     task = make(WRITERS[suffix](tmp_path / f"my{suffix}", ROWS))
     train, held_out = task.problems(Split.TRAIN), task.problems(Split.EVAL)
     assert (len(train), len(held_out)) == (36, 4)
-    rows = {problem.messages[0]["content"]: (problem.answer, str(problem.fields["level"])) for problem in (*train, *held_out)}
+    rows = {
+        problem.messages[0]["content"]: (problem.answer, str(problem.fields["level"]))
+        for problem in (*train, *held_out)
+    }
     assert rows == {row["prompt"]: (str(row["answer"]), str(row["level"])) for row in ROWS}
 
 
 def test_held_out_rows_do_not_depend_on_their_order(tmp_path):
     first = make(write_jsonl(tmp_path / "a.jsonl", ROWS))
     turned = make(write_jsonl(tmp_path / "b.jsonl", ROWS[::-1] + ROWS[:5]))
-    prompts = [{problem.messages for problem in map(str_messages, task.problems(Split.EVAL))} for task in (first, turned)]
+    prompts = [
+        {problem.messages for problem in map(str_messages, task.problems(Split.EVAL))} for task in (first, turned)
+    ]
     assert prompts[0] == prompts[1]
     both = [{str_messages(p).messages for p in turned.problems(split)} for split in Split]
     assert not both[0] & both[1]  # rows with the same prompt are on the same side
@@ -110,7 +115,9 @@ def test_a_split_for_evaluation_is_found(tmp_path):
 def test_a_hub_data_set_is_asked_for_its_splits(monkeypatch):
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda path, name: ["train", "validation", "test"])
     monkeypatch.setattr(
-        datasets, "load_dataset", lambda path, name, split: datasets.Dataset.from_list(ROWS[:30] if split == "train" else ROWS[30:])
+        datasets,
+        "load_dataset",
+        lambda path, name, split: datasets.Dataset.from_list(ROWS[:30] if split == "train" else ROWS[30:]),
     )
     task = make("somebody/numbers")
     assert [problem.answer for problem in task.problems(Split.EVAL)] == [str(row["answer"]) for row in ROWS[30:]]
@@ -138,25 +145,57 @@ def test_chat_messages_as_pyarrow_writes_them(tmp_path):
 
 
 REFUSED = [
-    ('{"prompt": "q", "solution": "1"}', {}, "task.answer_field=answer: .*line 1, has no such field; it has prompt, solution"),
+    (
+        '{"prompt": "q", "solution": "1"}',
+        {},
+        "task.answer_field=answer: .*line 1, has no such field; it has prompt, solution",
+    ),
     ('{"question": "q", "answer": "1"}', {}, "task.prompt_field=prompt: .* it has question, answer"),
     ('{"prompt": "q", "answer": null}', {}, "no text in the field 'answer'"),
     ('{"prompt": "q", "answer": NaN}', {}, "no text in the field 'answer'"),
     ('{"prompt": "q", "answer": [1]}', {}, "no text in the field 'answer'"),
     ('{"prompt": "  ", "answer": 1}', {}, "no text in the field 'prompt'"),
     ('{"prompt": [], "answer": 1}', {}, "the last message must have the role user"),
-    ('{"prompt": [{"from": "human", "value": "q"}], "answer": 1}', {}, "a message must have role and content, both text"),
-    ('{"prompt": [{"role": "user", "content": [{"type": "text"}]}], "answer": 1}', {}, "a message must have role and content, both text"),
-    ('{"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "1"}], "answer": 1}', {}, "must have the role user"),
+    (
+        '{"prompt": [{"from": "human", "value": "q"}], "answer": 1}',
+        {},
+        "a message must have role and content, both text",
+    ),
+    (
+        '{"prompt": [{"role": "user", "content": [{"type": "text"}]}], "answer": 1}',
+        {},
+        "a message must have role and content, both text",
+    ),
+    (
+        '{"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "1"}], "answer": 1}',
+        {},
+        "must have the role user",
+    ),
     ('{"prompt": "q", "answer": "("}', {"answer_kind": "regex"}, "has no regular expression in the field 'answer'"),
-    ('{"prompt": "q", "answer": "a{99999999999}"}', {"answer_kind": "regex"}, "has no regular expression in the field 'answer'"),
-    (json.dumps({"prompt": "q", "answer": "(" * 5000 + ")" * 5000}), {"answer_kind": "regex"}, "has no regular expression .{,250}$"),
+    (
+        '{"prompt": "q", "answer": "a{99999999999}"}',
+        {"answer_kind": "regex"},
+        "has no regular expression in the field 'answer'",
+    ),
+    (
+        json.dumps({"prompt": "q", "answer": "(" * 5000 + ")" * 5000}),
+        {"answer_kind": "regex"},
+        "has no regular expression .{,250}$",
+    ),
     ('{"prompt": "q", "answer": 1}', {}, "has 1 prompt to train on and to evaluate on; it needs 2 or more"),
     ('{"prompt": "q", "answer": 1}', {"answer_field": None}, "task.answer_field=None: name the field"),
-    ('{"prompt": "q", "answer": 1}', {"answer_kind": "exact"}, "task.answer_kind=exact: must be one of auto, math, text, regex"),
+    (
+        '{"prompt": "q", "answer": 1}',
+        {"answer_kind": "exact"},
+        "task.answer_kind=exact: must be one of auto, math, text, regex",
+    ),
     ('{"prompt": "q", "answer": 1}', {"eval_frac": 1.0}, "task.eval_frac=1.0: must lie strictly between 0 and 1"),
     ('{"prompt": "q", "answer": 1}', {"eval_split": "dev"}, "task.eval_split=dev, but task.path=.* is a single file"),
-    ('{"prompt": "q", "answer": 1}', {"prompt_template": "Q: {question}"}, r"task.prompt_template=.*must contain \{prompt\}"),
+    (
+        '{"prompt": "q", "answer": 1}',
+        {"prompt_template": "Q: {question}"},
+        r"task.prompt_template=.*must contain \{prompt\}",
+    ),
 ]
 
 
@@ -186,7 +225,9 @@ def test_a_broken_csv_is_named(tmp_path, content, message):
 
 
 def write_columns(file, names, *columns):
-    pyarrow.parquet.write_table(pyarrow.Table.from_arrays([pyarrow.array(column) for column in columns], names=names), file)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_arrays([pyarrow.array(column) for column in columns], names=names), file
+    )
     return file
 
 
@@ -196,7 +237,9 @@ def test_columns_that_cannot_be_used_are_named(tmp_path):
         make(twice).problems(Split.TRAIN)
     offsets, latin = pyarrow.array([0, 1, 2], pyarrow.int32()).buffers()[1], pyarrow.py_buffer(b"a\xff")
     text = pyarrow.StringArray.from_buffers(2, offsets, latin)
-    with pytest.raises(ConfigError, match=r"latin.parquet has text that is not UTF-8 .*; write the file again with UTF-8 text"):
+    with pytest.raises(
+        ConfigError, match=r"latin.parquet has text that is not UTF-8 .*; write the file again with UTF-8 text"
+    ):
         make(write_columns(tmp_path / "latin.parquet", ["prompt", "answer"], text, [1, 2])).problems(Split.TRAIN)
     (tmp_path / "unnamed.csv").write_text("prompt,answer,,\na,1,,\nb,2,,\n")
     assert len(make(tmp_path / "unnamed.csv").problems(Split.TRAIN)) == 1
@@ -204,7 +247,10 @@ def test_columns_that_cannot_be_used_are_named(tmp_path):
 
 @pytest.mark.parametrize("path", ["a" * 300 + ".jsonl", "/tmp/" + "a" * 300, "~nobody-has-this-name/my.jsonl"])
 def test_a_path_that_cannot_be_looked_for_is_named(path):
-    with pytest.raises(ConfigError, match=r"^task.path=.* cannot be looked for \(.*\); set it to a local file or folder, or to a Hub id$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^task.path=.* cannot be looked for \(.*\); set it to a local file or folder, or to a Hub id$",
+    ):
         make(path).problems(Split.TRAIN)
 
 
@@ -218,7 +264,9 @@ NARROW = [
 @pytest.mark.parametrize(("answers", "expected"), NARROW, ids=["float32", "float16", "decimal"])
 def test_numbers_have_the_digits_that_they_were_written_with(tmp_path, monkeypatch, answers, expected):
     file = write_columns(tmp_path / "my.parquet", ["prompt", "answer"], [f"q{i}" for i in range(len(answers))], answers)
-    assert [problem.answer for problem in make(file, eval_split="train[:1]", train_split="train[:3]").problems(Split.TRAIN)] == expected
+    assert [
+        problem.answer for problem in make(file, eval_split="train[:1]", train_split="train[:3]").problems(Split.TRAIN)
+    ] == expected
     table = pyarrow.parquet.read_table(file)
     monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: datasets.Dataset(table))
     hub = make("somebody/numbers", eval_split="train[:1]", train_split="train[:3]")
@@ -236,7 +284,9 @@ def test_reward_functions_get_the_prompt_and_the_answer_under_their_own_names(tm
     task = make(file, eval_split="train", reward="my_rewards:asks_for_both", **fields)
     [problem] = task.problems(Split.TRAIN)
     assert task.score(problem, "x").reward == 1.0
-    assert make(write_jsonl(file, ROWS)).problems(Split.TRAIN)[0].fields == {"level": 0}  # `prompt` and `answer` are given anyway
+    assert make(write_jsonl(file, ROWS)).problems(Split.TRAIN)[0].fields == {
+        "level": 0
+    }  # `prompt` and `answer` are given anyway
 
 
 def test_csv_of_a_spreadsheet(tmp_path):
@@ -299,7 +349,13 @@ def test_answers_are_compared(kind, reference, text):
 
 @pytest.mark.parametrize(
     ("reference", "answer"),
-    [("2020-01-05", "2021-01-06"), ("01/05/2020", "02/10/2020"), ("$3-2$", "2-1"), ("3-2", "1"), ("555-1234", "556-1235")],
+    [
+        ("2020-01-05", "2021-01-06"),
+        ("01/05/2020", "02/10/2020"),
+        ("$3-2$", "2-1"),
+        ("3-2", "1"),
+        ("555-1234", "556-1235"),
+    ],
 )
 def test_dates_scores_and_telephone_numbers_are_text(reference, answer):
     for compare in (is_same_value, is_same_number, is_same_latex):
@@ -314,7 +370,11 @@ def test_references_are_read_from_solutions(tmp_path):
         {"prompt": "c", "answer": " A "},
     ]
     file = write_jsonl(tmp_path / "my.jsonl", rows)
-    assert [p.answer for p in make(file, eval_split="train[:1]").problems(Split.TRAIN)] == ["1,600", r"\frac{1}{2}", "A"]
+    assert [p.answer for p in make(file, eval_split="train[:1]").problems(Split.TRAIN)] == [
+        "1,600",
+        r"\frac{1}{2}",
+        "A",
+    ]
     verbatim = make(file, eval_split="train[:1]", answer_kind="text").problems(Split.TRAIN)
     assert [p.answer for p in verbatim] == ["long story\n#### 1,600", r"so \boxed{\frac{1}{2}}.", "A"]
 
@@ -337,7 +397,9 @@ HOSTILE = [
 
 
 def test_hostile_formulas_neither_hang_nor_raise():
-    code = f"from offline_grpo.task.answers import is_same_value; print([is_same_value('x^2+1', a) for a in {HOSTILE!r}])"
+    code = (
+        f"from offline_grpo.task.answers import is_same_value; print([is_same_value('x^2+1', a) for a in {HOSTILE!r}])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"{[False] * len(HOSTILE)}\n"
     assert not is_same_value("x" * 100_000, "y")
@@ -364,7 +426,9 @@ def test_without_evaluations_rows_stay_held_out_unless_all_are_asked_for(tmp_pat
     write_jsonl(tmp_path / "train.jsonl", ROWS[:30])
     overrides = ("task=dataset", f"task.path={tmp_path}", "eval.enabled=false")
     assert describe_data(plan_data(*overrides)[0], 1) == ["data: 27 training problems, no evaluations"]
-    assert describe_data(plan_data(*overrides, "task.eval_split=train")[0], 1) == ["data: 30 training problems, no evaluations"]
+    assert describe_data(plan_data(*overrides, "task.eval_split=train")[0], 1) == [
+        "data: 30 training problems, no evaluations"
+    ]
 
 
 def test_duplicates_are_dropped_from_training_and_counted(tmp_path):
@@ -397,16 +461,21 @@ def test_problems_that_are_not_evaluated_on_are_held_out_too(tmp_path):
 
 def test_only_duplicates_is_an_error(tmp_path):
     file = write_jsonl(tmp_path / "my.jsonl", ROWS)
-    with pytest.raises(ConfigError, match=r"every training problem is held out too \(train-0 as eval-0\); choose ranges"):
+    with pytest.raises(
+        ConfigError, match=r"every training problem is held out too \(train-0 as eval-0\); choose ranges"
+    ):
         plan_data("task=dataset", f"task.path={file}", "task.eval_split=train")
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [("0.00001", "0.00001"), ("1e-7", "0.0000001"), ("1.5e+20", "150000000000000000000"), ("0.1", "0.1")]
+    ("value", "text"),
+    [("0.00001", "0.00001"), ("1e-7", "0.0000001"), ("1.5e+20", "150000000000000000000"), ("0.1", "0.1")],
 )
 def test_numbers_are_written_out(value, text, tmp_path):
     """As a completion would have them, and not as 1e-05."""
-    (tmp_path / "train.jsonl").write_text(f'{{"prompt": "p", "answer": {value}}}\n{{"prompt": "q", "answer": {value}}}\n')
+    (tmp_path / "train.jsonl").write_text(
+        f'{{"prompt": "p", "answer": {value}}}\n{{"prompt": "q", "answer": {value}}}\n'
+    )
     [problem] = make(tmp_path).problems(Split.TRAIN)
     assert problem.answer == text
 
@@ -434,14 +503,19 @@ def test_what_is_no_number_is_no_answer(value, tmp_path):
         (["task.path=@20", "eval.num_ids=0"], r"eval.num_ids=0: must be at least 1, all, or null"),
         (["task.path=@20", "eval.num_ids=true"], r"eval.num_ids=True: must be at least 1, all, or null"),
         (["task.path=@20", "eval.id_seed_start=20"], r"eval.id_seed_start=20: no problem is left, the task has 20"),
-        (["task=sat", "eval.num_ids=all", "data.num_train_seeds=10"], r"eval.num_ids=all: .* are more than 1,000,000; set eval.num_ids"),
+        (
+            ["task=sat", "eval.num_ids=all", "data.num_train_seeds=10"],
+            r"eval.num_ids=all: .* are more than 1,000,000; set eval.num_ids",
+        ),
     ],
 )
 def test_number_of_held_out_problems(tmp_path, overrides, expected):
     for size in (20, 300):
         (tmp_path / str(size)).mkdir()
         write_jsonl(tmp_path / str(size) / "train.jsonl", ROWS)
-        write_jsonl(tmp_path / str(size) / "test.jsonl", [{"prompt": f"held out {i}", "answer": i} for i in range(size)])
+        write_jsonl(
+            tmp_path / str(size) / "test.jsonl", [{"prompt": f"held out {i}", "answer": i} for i in range(size)]
+        )
     words = ["task=dataset", *(word.replace("@", f"{tmp_path}/") for word in overrides)]
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):

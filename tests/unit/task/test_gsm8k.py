@@ -20,7 +20,10 @@ from offline_grpo.task.answers import is_same_number, last_boxed, last_number
 from offline_grpo.task.dataset import Dataset
 from offline_grpo.types import Problem, Split
 
-ROWS = [{"question": f"What is {i} + {i}?", "answer": f"{i} + {i} = <<{i}+{i}={2 * i}>>{2 * i}\n#### {2 * i}"} for i in range(10)]
+ROWS = [
+    {"question": f"What is {i} + {i}?", "answer": f"{i} + {i} = <<{i}+{i}={2 * i}>>{2 * i}\n#### {2 * i}"}
+    for i in range(10)
+]
 
 
 def make_gsm8k(path: Path | str, **values) -> Dataset:
@@ -182,7 +185,9 @@ HOSTILE = [
 def test_hostile_answers_neither_hang_nor_raise():
     wrong = []
     # A daemon thread, so that a hang fails this test instead of stopping all tests.
-    thread = threading.Thread(target=lambda: wrong.extend(not is_same_number("72", answer) for answer in HOSTILE), daemon=True)
+    thread = threading.Thread(
+        target=lambda: wrong.extend(not is_same_number("72", answer) for answer in HOSTILE), daemon=True
+    )
     thread.start()
     thread.join(timeout=30)
     assert wrong == [True] * len(HOSTILE)
@@ -190,7 +195,16 @@ def test_hostile_answers_neither_hang_nor_raise():
 
 def test_scoring_never_raises():
     rng = random.Random(1)
-    marks = ["\\boxed{", "\\frac", "\\", "72", "\N{FULLWIDTH DIGIT ONE}", "\N{ARABIC-INDIC DIGIT THREE}", "\ud800", "\0"]
+    marks = [
+        "\\boxed{",
+        "\\frac",
+        "\\",
+        "72",
+        "\N{FULLWIDTH DIGIT ONE}",
+        "\N{ARABIC-INDIC DIGIT THREE}",
+        "\ud800",
+        "\0",
+    ]
     pieces = [*marks, *"{}(),.-=/*^$%x "]
     texts = ["".join(rng.choices(pieces, k=rng.randint(0, 12))) for _ in range(500)]
     texts += [f"\\boxed{{{text}}}" for text in texts]
@@ -323,7 +337,8 @@ def test_offline_without_a_local_path_is_one_clear_error(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     task = make_gsm8k("nobody/no-such-data-set")  # construction alone reads nothing
     with pytest.raises(
-        ConfigError, match=r"task.path=nobody/no-such-data-set is not a local file or folder.*\.jsonl, \.json, \.csv, \.parquet"
+        ConfigError,
+        match=r"task.path=nobody/no-such-data-set is not a local file or folder.*\.jsonl, \.json, \.csv, \.parquet",
     ):
         task.problems(Split.TRAIN)
 

@@ -47,9 +47,13 @@ WORKING = "<start_working_out>6 x 12</end_working_out>"
     ],
 )
 def test_grails_reward_is_a_sum_of_weighted_parts(text, parts, is_correct):
-    node = as_plain(compose_config("task=gsm8k", "task.reward=offline_grpo.task.gsm8k:weighted", "task.correct_threshold=0.6").task)
+    node = as_plain(
+        compose_config("task=gsm8k", "task.reward=offline_grpo.task.gsm8k:weighted", "task.correct_threshold=0.6").task
+    )
     score = build(node, key="task").score(PROBLEM, text)
     names = ("correctness", "strict_format", "thinking", "answer", "no_trailing")
-    assert dict(score.parts) == pytest.approx({f"weighted/{name}": part for name, part in zip(names, parts, strict=True)})
+    assert dict(score.parts) == pytest.approx(
+        {f"weighted/{name}": part for name, part in zip(names, parts, strict=True)}
+    )
     assert score.reward == pytest.approx(sum(parts))
     assert score.is_correct == is_correct

@@ -22,8 +22,16 @@ CASES = {  # kind: arguments, texts that follow, texts that do not
         ["star", "a sta r star"],
     ),
     "keywords:forbidden_words": ({"forbidden_words": ["cold", "ice"]}, ["coldness, nice"], ["so Cold!", "ICE"]),
-    "keywords:letter_frequency": ({"letter": "E", "let_frequency": 3, "let_relation": LESS}, ["ee", "x"], ["eEe", "e e e e"]),
-    "language:response_language": ({"language": "de"}, ["Das Wetter ist heute schön."], ["The weather is fine today.", "1 2 3", "\ud800"]),
+    "keywords:letter_frequency": (
+        {"letter": "E", "let_frequency": 3, "let_relation": LESS},
+        ["ee", "x"],
+        ["eEe", "e e e e"],
+    ),
+    "language:response_language": (
+        {"language": "de"},
+        ["Das Wetter ist heute schön."],
+        ["The weather is fine today.", "1 2 3", "\ud800"],
+    ),
     "length_constraints:number_sentences": (
         {"num_sentences": 2, "relation": LEAST},
         ["One. Two.", "Ah! So it is"],
@@ -34,17 +42,41 @@ CASES = {  # kind: arguments, texts that follow, texts that do not
         ["a *** b", "***a\n***\nb***"],
         ["a", "a\n\nb", "a *** *** b", "a***b***c"],
     ),
-    "length_constraints:number_words": ({"num_words": 3, "relation": LESS}, ["two words", "one-two"], ["one two three", "a-b-c"]),
+    "length_constraints:number_words": (
+        {"num_words": 3, "relation": LESS},
+        ["two words", "one-two"],
+        ["one two three", "a-b-c"],
+    ),
     "length_constraints:nth_paragraph_first_word": (
         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Often"},
         ["a\n\noften b", 'a\n\n"Often," he', "a\nb\n\noften"],
         ["often", "often\n\na", "a\n\noften\n\nb", "a\n\noftentimes", "\n\nb\n\noften"],
     ),
-    "detectable_content:number_placeholders": ({"num_placeholders": 2}, ["[a] [b c]", "[][]"], ["[a]", "[a\n] [b]", "[[a]"]),
-    "detectable_content:postscript": ({"postscript_marker": "P.S."}, ["bye\nP.S. more", "p. s. x"], ["PS more", "P.P.S"]),
-    "detectable_format:number_bullet_lists": ({"num_bullets": 2}, ["* a\n* b", "- a\ntext\n  * b"], ["* a", "** a\n** b", "* a\n* b\n- c"]),
-    "detectable_format:constrained_response": ({}, ["My answer is no.", "Well. My answer is maybe."], ["no", "my answer is no."]),
-    "detectable_format:number_highlighted_sections": ({"num_highlights": 2}, ["*a* *b*", "**a b**\n*c*"], ["*a*", "** **", "*a\n* b"]),
+    "detectable_content:number_placeholders": (
+        {"num_placeholders": 2},
+        ["[a] [b c]", "[][]"],
+        ["[a]", "[a\n] [b]", "[[a]"],
+    ),
+    "detectable_content:postscript": (
+        {"postscript_marker": "P.S."},
+        ["bye\nP.S. more", "p. s. x"],
+        ["PS more", "P.P.S"],
+    ),
+    "detectable_format:number_bullet_lists": (
+        {"num_bullets": 2},
+        ["* a\n* b", "- a\ntext\n  * b"],
+        ["* a", "** a\n** b", "* a\n* b\n- c"],
+    ),
+    "detectable_format:constrained_response": (
+        {},
+        ["My answer is no.", "Well. My answer is maybe."],
+        ["no", "my answer is no."],
+    ),
+    "detectable_format:number_highlighted_sections": (
+        {"num_highlights": 2},
+        ["*a* *b*", "**a b**\n*c*"],
+        ["*a*", "** **", "*a\n* b"],
+    ),
     "detectable_format:multiple_sections": (
         {"section_spliter": "Part", "num_sections": 2},
         ["Part 1 a Part 2 b", "Part1Part\n2"],
@@ -56,17 +88,33 @@ CASES = {  # kind: arguments, texts that follow, texts that do not
         ["a: 1", '{"a": 1} or so', "[" * 10**5, "9" * 5000],
     ),
     "detectable_format:title": ({}, ["<<a>>", "x <<<a b>>> y"], ["<a>", "<<a\n>>", "<<>>", ">>a<<"]),
-    "combination:two_responses": ({}, ["a******b", "******a******b******"], ["a", "a******a", "a******b******c", "a************b"]),
+    "combination:two_responses": (
+        {},
+        ["a******b", "******a******b******"],
+        ["a", "a******a", "a******b******c", "a************b"],
+    ),
     "combination:repeat_prompt": ({"prompt_to_repeat": "Why so? "}, ["  why so? Because."], ["Because. Why so?"]),
-    "startend:end_checker": ({"end_phrase": "That is all."}, ["So, THAT is all. ", '"Hm. That is all."'], ["That is all. Or", "all."]),
+    "startend:end_checker": (
+        {"end_phrase": "That is all."},
+        ["So, THAT is all. ", '"Hm. That is all."'],
+        ["That is all. Or", "all."],
+    ),
     "startend:quotation": ({}, ['"a"', ' "a" b "c" '], ["a", '"', '"a', "'a'"]),
     "change_case:capital_word_frequency": (
         {"capital_frequency": 2, "capital_relation": LEAST},
         ["STOP it NOW", "U.S.A. A-B", "DON'T GO"],
         ["STOP it", "STOP-IT now", "Stop It", "1 2 3"],
     ),
-    "change_case:english_capital": ({}, ["THE CAT SAT ON THE MAT AND SLEPT"], ["THE CAT Sat", "DIE KATZE SCHLIEF AUF DER MATTE", "123"]),
-    "change_case:english_lowercase": ({}, ["the cat sat on the mat and slept"], ["The cat sat", "die katze schlief auf der matte", "123"]),
+    "change_case:english_capital": (
+        {},
+        ["THE CAT SAT ON THE MAT AND SLEPT"],
+        ["THE CAT Sat", "DIE KATZE SCHLIEF AUF DER MATTE", "123"],
+    ),
+    "change_case:english_lowercase": (
+        {},
+        ["the cat sat on the mat and slept"],
+        ["The cat sat", "die katze schlief auf der matte", "123"],
+    ),
     "punctuation:no_comma": ({}, ["a; b"], ["a, b"]),
 }
 
@@ -125,7 +173,9 @@ def test_languages_are_told_apart_in_any_case():
     for language in LANGUAGES:
         for text in LANGUAGES.values():
             for version in (text, text.upper()):
-                assert follows(version, "language:response_language", {"language": language}) is (text == LANGUAGES[language])
+                assert follows(version, "language:response_language", {"language": language}) is (
+                    text == LANGUAGES[language]
+                )
 
 
 def test_variants_are_those_of_the_loose_measure():
@@ -193,15 +243,27 @@ def row(*instructions, **others):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (row(("punctuation:no_coma", {})), "line 2, unknown instruction 'punctuation:no_coma'; known are keywords:existence, keywords:"),
+        (
+            row(("punctuation:no_coma", {})),
+            "line 2, unknown instruction 'punctuation:no_coma'; known are keywords:existence, keywords:",
+        ),
         (row((["x"], {})), "line 2, unknown instruction ['x']; known are"),
         (
             row(("keywords:frequency", {"keyword": "a", "frequency": 1, "relation": "about"})),
             "line 2, instruction keywords:frequency, relation: ",
         ),
-        (row(("keywords:frequency", {"keyword": "a"})), "line 2, instruction keywords:frequency, frequency: missing required argument"),
-        (row(("punctuation:no_comma", {"n": 1})), "line 2, instruction punctuation:no_comma, n: unexpected keyword argument: {'n': 1}"),
-        (row(("length_constraints:number_words", {"num_words": "many", "relation": LESS})), "num_words: input should be a valid integer"),
+        (
+            row(("keywords:frequency", {"keyword": "a"})),
+            "line 2, instruction keywords:frequency, frequency: missing required argument",
+        ),
+        (
+            row(("punctuation:no_comma", {"n": 1})),
+            "line 2, instruction punctuation:no_comma, n: unexpected keyword argument: {'n': 1}",
+        ),
+        (
+            row(("length_constraints:number_words", {"num_words": "many", "relation": LESS})),
+            "num_words: input should be a valid integer",
+        ),
         (row(("punctuation:no_comma", [])), "line 2, kwargs must have an object for each instruction: []"),
         (row(), "line 2, instruction_id_list and kwargs must be lists of the same length, not empty"),
         (row(NO_COMMA, kwargs=[]), "line 2, instruction_id_list and kwargs must be lists of the same length"),
@@ -239,7 +301,9 @@ def test_mistakes_in_settings_are_refused(setting, message):
 def test_no_text_takes_long():
     """A scorer with quadratic time would take minutes over these."""
     long = 10_000
-    texts = [char * long for char in ("a", "*", "[", "<<", "a. ", "(((a ", "\n", " \n -", "{", "P.", "Part1", "字。", "\"'")]
+    texts = [
+        char * long for char in ("a", "*", "[", "<<", "a. ", "(((a ", "\n", " \n -", "{", "P.", "Part1", "字。", "\"'")
+    ]
     instructions = [(kind, arguments) for kind, (arguments, _, _) in CASES.items()]
     start = time.monotonic()
     for text in texts:

@@ -21,7 +21,9 @@ SAMPLE = "src/offline_grpo/task/math_sample.jsonl"
 
 @pytest.fixture(scope="module")
 def config():
-    return typed(compose_config("task=math_sample", "scoring.timeout_s=3", "scoring.memory_mib=1024", "scoring.workers=3"))
+    return typed(
+        compose_config("task=math_sample", "scoring.timeout_s=3", "scoring.memory_mib=1024", "scoring.workers=3")
+    )
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,14 @@ class Numbers:
         self._numbers = {Split.TRAIN: num_train, Split.EVAL: num_eval}
 
     def problems(self, split):
-        return [Problem(f"{split}-{i}", ({"role": "user", "content": f"{i}"},), str(i)) for i in range(self._numbers[split])]
+        return [
+            Problem(f"{split}-{i}", ({"role": "user", "content": f"{i}"},), str(i)) for i in range(self._numbers[split])
+        ]
 
     def score(self, problem, text):
-        return Score(float(text == problem.answer), text == problem.answer, {problem.problem_id: float(text == problem.answer)})
+        return Score(
+            float(text == problem.answer), text == problem.answer, {problem.problem_id: float(text == problem.answer)}
+        )
 
 
 def ids(task, split):
@@ -36,7 +40,9 @@ def ids(task, split):
 
 
 def test_shares_are_met_throughout_and_small_tasks_come_again():
-    task = Mixture(tasks={"a": Numbers(6000), "b": Numbers(10), "c": Numbers(4)}, weights={"a": 0.6, "b": 0.3, "c": 0.1})
+    task = Mixture(
+        tasks={"a": Numbers(6000), "b": Numbers(10), "c": Numbers(4)}, weights={"a": 0.6, "b": 0.3, "c": 0.1}
+    )
     found = ids(task, Split.TRAIN)
     assert set(found) == {f"{name}::train-{i}" for name, n in (("a", 6000), ("b", 10), ("c", 4)) for i in range(n)}
     assert len(found) == 10000  # until the last problem of a was there
@@ -57,7 +63,9 @@ def test_without_weights_shares_are_equal(num_tasks):
 
 
 def test_held_out_problems_come_once_in_turn():
-    task = Mixture(tasks={"a": Numbers(1, 3), "b": Numbers(1, 1), "c": Numbers(1, 2)}, weights={"a": 0.8, "b": 0.1, "c": 0.1})
+    task = Mixture(
+        tasks={"a": Numbers(1, 3), "b": Numbers(1, 1), "c": Numbers(1, 2)}, weights={"a": 0.8, "b": 0.1, "c": 0.1}
+    )
     assert ids(task, Split.EVAL) == ["a::eval-0", "b::eval-0", "c::eval-0", "a::eval-1", "c::eval-1", "a::eval-2"]
     with pytest.raises(IndexError):
         task.problems(Split.EVAL)[6]
@@ -88,12 +96,18 @@ def compose_plain(*overrides):
     ("overrides", "message"),
     [
         ([], "task.tasks={}: name what to mix, for example +task@task.tasks.easy=arithmetic"),
-        (["+task@task.tasks.a=sat", "task.weights={a:0.5}"], "task.weights={'a': 0.5}: add up to 0.5; they must add up to 1"),
+        (
+            ["+task@task.tasks.a=sat", "task.weights={a:0.5}"],
+            "task.weights={'a': 0.5}: add up to 0.5; they must add up to 1",
+        ),
         (["+task@task.tasks.a=sat", "task.weights={b:1}"], "task.weights={'b': 1}: must name exactly the tasks a"),
         (["+task@task.tasks.a=sat", "task.weights={a:-1}"], "task.weights.a=-1: must be a number of at least 0.001"),
         (["+task@task.tasks.a=sat", "task.weights={a:much}"], "task.weights.a=much: must be a number"),
         (["+task@task.tasks.a=sat", "task.weights=[1]"], "task.weights=[1]: must be null or {NAME: SHARE}"),
-        (["+task@task.tasks.a=sat", "task.tasks.a.difficulty=x"], "task.tasks.a: task.difficulty='x': expected float | None"),
+        (
+            ["+task@task.tasks.a=sat", "task.tasks.a.difficulty=x"],
+            "task.tasks.a: task.difficulty='x': expected float | None",
+        ),
         (["+task@task.tasks.a=gsm8k", "task.tasks.a.path=/none"], "task.tasks.a: task.path=/none does not exist"),
         (["+task.tasks={a: 1}"], "task.tasks.a: task=1: needs a _target_"),
     ],
@@ -135,7 +149,11 @@ def test_metrics_are_there_for_each_task_and_the_whole():
         world_size=1,
     )
     metrics = evaluator.metrics(groups, cycle=0)
-    assert (metrics["reward_mean_all"], metrics["task/a/reward_mean_all"], metrics["task/b/reward_mean_all"]) == (0.5, 0.75, 0.25)
+    assert (metrics["reward_mean_all"], metrics["task/a/reward_mean_all"], metrics["task/b/reward_mean_all"]) == (
+        0.5,
+        0.75,
+        0.25,
+    )
     assert (metrics["tasks"], metrics["task/b/tasks"]) == (4, 2)
 
 

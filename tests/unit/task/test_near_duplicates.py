@@ -44,7 +44,10 @@ def test_the_closest_is_named_and_system_messages_do_not_count():
 def test_what_a_template_wrote_is_not_a_duplicate():
     template = "Using the numbers {}, {} and {}, create an equation that equals {}. Use each number once and show how you got there."
     held_out = [problem(f"e{i}", template.format(i, i + 1, i + 2, 100 + i)) for i in range(20)]
-    assert near_duplicates([problem(f"t{i}", template.format(i, i + 3, i + 5, 100 + i)) for i in range(20)], held_out) == []
+    assert (
+        near_duplicates([problem(f"t{i}", template.format(i, i + 3, i + 5, 100 + i)) for i in range(20)], held_out)
+        == []
+    )
 
 
 @pytest.mark.parametrize("text", ["", "one", "one two three four five six seven"])
@@ -60,9 +63,13 @@ def test_signs_are_words():
 
 def test_a_run_says_so():
     """Generators of word problems make the same story with other numbers."""
-    data = task_data(typed(compose_config("task=reasoning_gym", "task.name=gsm_symbolic", "task.num_train=600", "eval.num_ids=50")))
+    data = task_data(
+        typed(compose_config("task=reasoning_gym", "task.name=gsm_symbolic", "task.num_train=600", "eval.num_ids=50"))
+    )
     assert data.near_duplicates
     lines = [line for line in describe_data(data, 1) if "almost the same" in line]
     assert len(lines) == 1
-    assert lines[0].startswith(f"{len(data.near_duplicates)} held-out problems are almost the same as a training problem, such as eval-")
+    assert lines[0].startswith(
+        f"{len(data.near_duplicates)} held-out problems are almost the same as a training problem, such as eval-"
+    )
     assert not [line for line in describe_data(TaskData(data.task, data.train, []), 1) if "almost" in line]

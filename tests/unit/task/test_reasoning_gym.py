@@ -18,7 +18,14 @@ from offline_grpo.run.config import typed
 from offline_grpo.run.task_data import task_data
 from offline_grpo.types import Split
 
-HOSTILE = ["", "no answer", "<answer></answer>", "<answer>\0\ud800</answer>", "<answer>[[1,2],[</answer>", f"<answer>{'9' * 5000}</answer>"]
+HOSTILE = [
+    "",
+    "no answer",
+    "<answer></answer>",
+    "<answer>\0\ud800</answer>",
+    "<answer>[[1,2],[</answer>",
+    f"<answer>{'9' * 5000}</answer>",
+]
 
 
 def make(*overrides):
@@ -26,7 +33,10 @@ def make(*overrides):
 
 
 def check_generator(name):
-    task, again = make(f"task.name={name}", "task.num_train=40", "task.num_eval=40"), make(f"task.name={name}", "task.num_train=40")
+    task, again = (
+        make(f"task.name={name}", "task.num_train=40", "task.num_eval=40"),
+        make(f"task.name={name}", "task.num_train=40"),
+    )
     train, held_out = task.problems(Split.TRAIN), task.problems(Split.EVAL)
     assert train[3] == again.problems(Split.TRAIN)[3]
     assert (train[3].problem_id, held_out[3].problem_id) == ("train-3", "eval-3")
@@ -56,19 +66,28 @@ def test_every_generator():
 
 @pytest.mark.slow
 def test_every_level_of_every_curriculum():
-    """Of these three, the library's own curriculum and its checks disagree; `acre` makes all problems at once, which takes long."""
+    """Of these three, the library's own curriculum and its checks disagree; `acre` makes all problems at once, which
+    takes long.
+    """
     from reasoning_gym.factory import CURRICULA
 
     for name in sorted(CURRICULA.keys() - {"acre", "caesar_cipher", "knight_swap", "survo"}):
-        problems = make(f"task.name={name}", "task.levels=[0,2]", "task.num_train=4", "task.problems_per_level=1").problems(Split.TRAIN)
+        problems = make(
+            f"task.name={name}", "task.levels=[0,2]", "task.num_train=4", "task.problems_per_level=1"
+        ).problems(Split.TRAIN)
         assert [problem.fields["level"] for problem in problems] == [0, 2, 2, 2], name
 
 
 def test_training_goes_through_the_levels_and_evaluation_has_all():
-    task = make("task.name=gcd", "task.levels=[2,0,1]", "task.problems_per_level=10", "task.num_train=40", "task.num_eval=9")
+    task = make(
+        "task.name=gcd", "task.levels=[2,0,1]", "task.problems_per_level=10", "task.num_train=40", "task.num_eval=9"
+    )
     assert [problem.fields["level"] for problem in task.problems(Split.TRAIN)] == [2] * 10 + [0] * 10 + [1] * 20
     assert [problem.fields["level"] for problem in task.problems(Split.EVAL)] == [2, 0, 1] * 3
-    hard, easy = (max(map(len, (problem.messages[-1]["content"] for problem in task.problems(Split.TRAIN)[part]))) for part in SLICES)
+    hard, easy = (
+        max(map(len, (problem.messages[-1]["content"] for problem in task.problems(Split.TRAIN)[part])))
+        for part in SLICES
+    )
     assert hard > easy
 
 
@@ -80,7 +99,9 @@ def test_no_question_of_training_is_held_out():
     task = make("task.name=simple_equations", "task.seed=1")
     questions = [{problem.messages[-1]["content"] for problem in task.problems(split)[:100]} for split in Split]
     assert not questions[0] & questions[1]
-    assert questions[0] != {problem.messages[-1]["content"] for problem in make("task.name=simple_equations").problems(Split.TRAIN)[:100]}
+    assert questions[0] != {
+        problem.messages[-1]["content"] for problem in make("task.name=simple_equations").problems(Split.TRAIN)[:100]
+    }
 
 
 def test_levels_need_their_order():
@@ -98,7 +119,10 @@ def test_levels_need_their_order():
         (["task.settings={max_instances: -1}"], r"task\.settings=.*leg_counting refuses it"),
         (["task.settings={seed: 3}"], r"task\.settings=\['seed'\]: is set by task\.seed"),
         (["task.name=composite"], r"task\.name=composite: use task=mixture"),
-        (["task.name=knight_swap", "task.levels=[0]"], r"task\.levels=\[0\]: knight_swap refuses its own level 0: min_nodes"),
+        (
+            ["task.name=knight_swap", "task.levels=[0]"],
+            r"task\.levels=\[0\]: knight_swap refuses its own level 0: min_nodes",
+        ),
         (["task.name=gsm_symbolic", "task.levels=[]"], r"task\.levels=\[\]: must be null"),
         (["task.levels=[-1]"], r"task\.levels=\[-1\]"),
         (["task.num_train=0"], r"task\.num_train=0: must be from 1"),
@@ -125,10 +149,14 @@ sys.stdout.buffer.write(pickle.dumps((problem, outcome)))
 
 
 def in_a_process(hash_seed, task, problem=None):
-    """A problem, or the task's first one if there is none, and what its own answer earns in a process whose sets have this order."""
+    """A problem, or the task's first one if there is none, and what its own answer earns in a process whose sets have
+    this order.
+    """
     asking = pickle.dumps((task, problem))
     environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-    return pickle.loads(subprocess.run([sys.executable, "-c", HERE], input=asking, env=environment, stdout=-1, check=True).stdout)
+    return pickle.loads(
+        subprocess.run([sys.executable, "-c", HERE], input=asking, env=environment, stdout=-1, check=True).stdout
+    )
 
 
 @pytest.mark.slow
@@ -137,7 +165,9 @@ def test_a_problem_that_is_made_again_differently_is_not_scored():
     task = make("task.name=polynomial_multiplication", "task.system_prompt=Think.", "task.num_train=4")
     problem, earned = in_a_process("0", task)
     assert earned == 1.1
-    framed = replace(problem, messages=({"role": "user", "content": f"Solve it: {problem.messages[-1]['content']} Go on."},))
+    framed = replace(
+        problem, messages=({"role": "user", "content": f"Solve it: {problem.messages[-1]['content']} Go on."},)
+    )
     assert [in_a_process("0", task, each)[1] for each in (problem, framed)] == [1.1, 1.1]
     message = r"ScoreError: task=reasoning_gym, task\.name=polynomial_multiplication: .*problem train-0 .*=1\); set PYTHONHASHSEED=0 "
     assert re.match(message, in_a_process("1", task, problem)[1])
@@ -145,5 +175,7 @@ def test_a_problem_that_is_made_again_differently_is_not_scored():
 
 def test_without_the_library(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym.factory", None)
-    with pytest.raises(ConfigError, match=r"task=reasoning_gym: needs the package reasoning-gym .*uv sync --extra reasoning-gym"):
+    with pytest.raises(
+        ConfigError, match=r"task=reasoning_gym: needs the package reasoning-gym .*uv sync --extra reasoning-gym"
+    ):
         make().problems(Split.TRAIN)

@@ -17,7 +17,9 @@ CONF = Path(__file__).parents[3] / "conf" / "task" / "sat.yaml"
 HAND_MADE = Problem("hand-made", (), "p cnf 3 2\n1 2 3 0\n-1 -2 -3 0")
 
 
-def make_sat(difficulty: float | None = None, max_solution_frac: float | None = None, system_prompt: str | None = None) -> SAT:
+def make_sat(
+    difficulty: float | None = None, max_solution_frac: float | None = None, system_prompt: str | None = None
+) -> SAT:
     return SAT(difficulty=difficulty, max_solution_frac=max_solution_frac, system_prompt=system_prompt)
 
 
@@ -83,10 +85,24 @@ def test_reward_table(text, reward):
 
 def test_parts_are_the_weighted_terms():
     parts = make_sat().score(HAND_MADE, "<SOLUTION>0 1 0</SOLUTION>").parts
-    expected = {"correctness": 1.0, "strict_format": 0.045, "soft_format": 0.02, "shape": 0.045, "no_trailing": 0.02, "charset": 0.005}
+    expected = {
+        "correctness": 1.0,
+        "strict_format": 0.045,
+        "soft_format": 0.02,
+        "shape": 0.045,
+        "no_trailing": 0.02,
+        "charset": 0.005,
+    }
     assert parts == pytest.approx(expected)
     parts = make_sat().score(HAND_MADE, "<SOLUTION>0 1 0</SOLUTION>" + "." * 100).parts
-    expected = {"correctness": -0.2, "strict_format": 0, "soft_format": 0.02, "shape": 0.045, "no_trailing": 0.01, "charset": 0.005}
+    expected = {
+        "correctness": -0.2,
+        "strict_format": 0,
+        "soft_format": 0.02,
+        "shape": 0.045,
+        "no_trailing": 0.01,
+        "charset": 0.005,
+    }
     assert parts == pytest.approx(expected)
 
 
@@ -102,7 +118,9 @@ def test_success_means_that_the_assignment_solves_the_prompt():
 
 
 def test_the_seed_projects_problems_are_reproduced():
-    """Measured on the generator of grail's trainer: training seeds 1000-1063, and evaluation ids 5000-5015 at its fixed difficulty 0.48."""
+    """Measured on the generator of grail's trainer: training seeds 1000-1063, and evaluation ids 5000-5015 at its fixed
+    difficulty 0.48.
+    """
 
     def count_solved_by_zeros(problems):
         return sum(is_solution(clauses, (0,) * k) for k, clauses in map(clauses_in_prompt, problems))
@@ -225,7 +243,18 @@ def test_bad_values_are_refused(key, values):
 def test_scoring_never_raises():
     rng = random.Random(1)
     digits = ["0", "1", "9" * 5000, "\N{FULLWIDTH DIGIT ONE}", "\N{ARABIC-INDIC DIGIT ONE}", "\N{SUPERSCRIPT TWO}"]
-    marks = ["<SOLUTION>", "</SOLUTION>", "<solution>", "<", "/", " ", "\n", "\ud800", "\0", "\N{LATIN SMALL LETTER LONG S}"]
+    marks = [
+        "<SOLUTION>",
+        "</SOLUTION>",
+        "<solution>",
+        "<",
+        "/",
+        " ",
+        "\n",
+        "\ud800",
+        "\0",
+        "\N{LATIN SMALL LETTER LONG S}",
+    ]
     pieces = [*marks, *digits]
     task = make_sat()
     for _ in range(3000):
@@ -234,7 +263,9 @@ def test_scoring_never_raises():
         assert score.is_correct == (score.parts["correctness"] == 1.0)
 
 
-@pytest.mark.parametrize("text", ["<SOLUTION>" * 50_000, "<SOLUTION>" * 50_000 + "</SOLUTION>", f"<SOLUTION>{'01' * 500_000}</SOLUTION>"])
+@pytest.mark.parametrize(
+    "text", ["<SOLUTION>" * 50_000, "<SOLUTION>" * 50_000 + "</SOLUTION>", f"<SOLUTION>{'01' * 500_000}</SOLUTION>"]
+)
 def test_scoring_takes_linear_time(text):
     start = time.monotonic()
     make_sat().score(HAND_MADE, text)

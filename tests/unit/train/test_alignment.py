@@ -14,7 +14,9 @@ from offline_grpo.train.alignment import Alignment, MismatchWarning
 from offline_grpo.types import TokenBatch
 
 
-def part(ours: list[float], theirs: list[float], mask: list[bool] | None = None, advantages: list[float] | None = None) -> TokenBatch:
+def part(
+    ours: list[float], theirs: list[float], mask: list[bool] | None = None, advantages: list[float] | None = None
+) -> TokenBatch:
     """A microbatch of one sequence; `mask` tells completion tokens, null: all but the first."""
     size = len(ours)
     return TokenBatch(
@@ -31,8 +33,12 @@ def part(ours: list[float], theirs: list[float], mask: list[bool] | None = None,
     )
 
 
-def measured(*parts: TokenBatch, policy: list[float] | None = None, others: tuple[list[float], ...] = ()) -> dict[str, float]:
-    """`others` is what further processes tell: sums, and the largest difference last. `policy` are logprobs after the first update."""
+def measured(
+    *parts: TokenBatch, policy: list[float] | None = None, others: tuple[list[float], ...] = ()
+) -> dict[str, float]:
+    """`others` is what further processes tell: sums, and the largest difference last. `policy` are logprobs after the
+    first update.
+    """
     alignment = Alignment()
     for each in parts:
         alignment.add(each, each.old_logprobs if policy is None else torch.tensor(policy))
@@ -51,7 +57,8 @@ EXPECTED = {
     "logprobs/training_std": math.sqrt(2 / 3),
     "logprobs/inference_mean": -5.75 / 3,
     "logprobs/inference_std": math.sqrt((2.25 + 1 + 10.5625) / 3 - (5.75 / 3) ** 2),
-    "mismatch/ess_frac": (math.exp(0.5) + math.exp(-1) + math.exp(0.25)) ** 2 / (3 * (math.exp(1) + math.exp(-2) + math.exp(0.5))),
+    "mismatch/ess_frac": (math.exp(0.5) + math.exp(-1) + math.exp(0.25)) ** 2
+    / (3 * (math.exp(1) + math.exp(-2) + math.exp(0.5))),
 }
 
 
@@ -65,7 +72,19 @@ def test_means_maximum_and_spread() -> None:
 def test_processes_are_weighted_by_their_tokens() -> None:
     second = [1.0, 0.25, 0.25, -3.0, 9.0, -3.25, 10.5625, math.exp(0.25), math.exp(0.5), *NO_ADVANTAGES, 0.25]
     assert measured(FIRST, others=(second,)) == pytest.approx(EXPECTED)
-    first = [2.0, -0.5, 1.5, -3.0, 5.0, -2.5, 3.25, math.exp(0.5) + math.exp(-1), math.exp(1) + math.exp(-2), *NO_ADVANTAGES, 1.0]
+    first = [
+        2.0,
+        -0.5,
+        1.5,
+        -3.0,
+        5.0,
+        -2.5,
+        3.25,
+        math.exp(0.5) + math.exp(-1),
+        math.exp(1) + math.exp(-2),
+        *NO_ADVANTAGES,
+        1.0,
+    ]
     assert measured(SECOND, others=(first,)) == pytest.approx(EXPECTED)
 
 

@@ -68,7 +68,9 @@ def test_turns_are_scored_as_parts_of_one_sequence(tmp_path):
     updater = make_updater(tmp_path, updates_per_iteration=2)
     plain = replace(TWO_TURNS, temperature=1.0)
     everything = replace(plain, is_sampled=(False,) + (True,) * 6)
-    two_turns, whole = (updater.policy.logprobs(build_batch([rollout], mask_truncated=False)) for rollout in (plain, everything))
+    two_turns, whole = (
+        updater.policy.logprobs(build_batch([rollout], mask_truncated=False)) for rollout in (plain, everything)
+    )
     at = torch.tensor(plain.is_sampled)
     assert torch.allclose(two_turns[at], whole[at], atol=1e-6)
     assert two_turns[~at].tolist() == [0, 0, 0]
@@ -85,7 +87,10 @@ def test_advantages_of_the_source_are_used_token_by_token(tmp_path):
     ours = 0.5 / (0.5**0.5 + 1e-4)  # (reward - mean) / (sample std + 1e-4)
     assert batch.advantages.tolist() == pytest.approx([0, 1, 2, 0, 0, -1, -2, 0, 0.5, 0.5, 0, ours, 0, -ours])
     assert metrics["advantage_mean"] == pytest.approx((1 + 2 - 1 - 2 + 0.5 + 0.5) / 8)
-    assert advantages == [pytest.approx([0.0, 0.5]), pytest.approx([ours, -ours])]  # means of 1, 2, -1, -2 and of 0.5, 0.5
+    assert advantages == [
+        pytest.approx([0.0, 0.5]),
+        pytest.approx([ours, -ours]),
+    ]  # means of 1, 2, -1, -2 and of 0.5, 0.5
     assert metrics["num_groups_zero_signal"] == 0
 
 
@@ -104,8 +109,14 @@ def test_given_advantages_of_rollouts_that_are_to_get_none_do_not_count(tmp_path
     first, second = (make_rollout([4], [3, 2]) for _ in rows)
     updater, none = make_updater(tmp_path), {"zero_advantage": True}
     _, _, metrics = prepare_batch([group(first, replace(second, **none), advantages=rows)], updater, updater.config)
-    assert (metrics["advantage_mean"], metrics["num_advantages_positive"], metrics["num_advantages_negative"]) == (3.5, 2, 0)
-    batch, _, metrics = prepare_batch([group(replace(first, **none), replace(second, **none), advantages=rows)], updater, updater.config)
+    assert (metrics["advantage_mean"], metrics["num_advantages_positive"], metrics["num_advantages_negative"]) == (
+        3.5,
+        2,
+        0,
+    )
+    batch, _, metrics = prepare_batch(
+        [group(replace(first, **none), replace(second, **none), advantages=rows)], updater, updater.config
+    )
     assert batch is None
     assert metrics["num_groups_zero_signal"] == 1
 
@@ -113,8 +124,16 @@ def test_given_advantages_of_rollouts_that_are_to_get_none_do_not_count(tmp_path
 @pytest.mark.parametrize(
     ("settings", "rewards", "trained"),
     [  # groups of two; updates of 2 sequences, of 4, or so many that share all
-        ({"updates_per_iteration": None, "grad_accum_steps": 1, "batch_size": 2}, [(0, 0), (0, 1), (1, 1), (0, 1)], [0, 1, 2, 3]),
-        ({"updates_per_iteration": None, "grad_accum_steps": 2, "batch_size": 2}, [(0, 0), (0, 1), (1, 1), (1, 1)], [0, 1, 2]),
+        (
+            {"updates_per_iteration": None, "grad_accum_steps": 1, "batch_size": 2},
+            [(0, 0), (0, 1), (1, 1), (0, 1)],
+            [0, 1, 2, 3],
+        ),
+        (
+            {"updates_per_iteration": None, "grad_accum_steps": 2, "batch_size": 2},
+            [(0, 0), (0, 1), (1, 1), (1, 1)],
+            [0, 1, 2],
+        ),
         ({"updates_per_iteration": 2}, [(0, 0), (0, 1), (1, 1), (0, 1)], [1, 3]),
         ({"updates_per_iteration": 2}, [(0, 0), (0, 0), (1, 1), (0, 0)], [0]),
         ({"updates_per_iteration": 3}, [(0, 0), (0, 0), (1, 0), (1, 1)], [0, 2]),
@@ -122,10 +141,14 @@ def test_given_advantages_of_rollouts_that_are_to_get_none_do_not_count(tmp_path
 )
 def test_groups_without_signal_stay_where_updates_need_them(settings, rewards, trained, tmp_path):
     updater = make_updater(tmp_path, **settings)
-    groups = [group(*(make_rollout([4], [n + 5], reward=float(reward)) for reward in own)) for n, own in enumerate(rewards)]
+    groups = [
+        group(*(make_rollout([4], [n + 5], reward=float(reward)) for reward in own)) for n, own in enumerate(rewards)
+    ]
     batch, advantages, metrics = prepare_batch(groups, updater, updater.config, fills_updates=True)
     assert batch is not None
-    assert [token - 5 for token in batch.token_ids[batch.completion_mask].tolist()] == [n for n in trained for _ in range(2)]
+    assert [token - 5 for token in batch.token_ids[batch.completion_mask].tolist()] == [
+        n for n in trained for _ in range(2)
+    ]
     assert metrics["num_groups_trained"] == len(trained)
     assert len(updater.updates_of(batch.num_sequences)) == len(updater.updates_of(8))
     assert [any(own) for own in advantages] == [first != second for first, second in rewards]
@@ -141,7 +164,10 @@ def test_given_advantages_and_a_penalty_on_rewards_contradict_each_other(tmp_pat
 
 def test_a_group_of_truncated_completions_is_not_trained(tmp_path):
     updater = make_updater(tmp_path, mask_truncated=True)
-    cut = [make_rollout([4], make_completion([3, 2, 5], reason=FinishReason.LENGTH), reward=reward) for reward in (0.0, 1.0)]
+    cut = [
+        make_rollout([4], make_completion([3, 2, 5], reason=FinishReason.LENGTH), reward=reward)
+        for reward in (0.0, 1.0)
+    ]
     alike = [make_rollout([4], [6, 7], reward=1.0) for _ in range(2)]
     batch, _, metrics = prepare_batch([group(*cut), group(*alike)], updater, updater.config)
     assert batch is None, "of the other group the rewards are equal"
@@ -151,7 +177,10 @@ def test_a_group_of_truncated_completions_is_not_trained(tmp_path):
 def test_a_group_without_signal_that_stays_is_not_counted_as_masked(tmp_path):
     updater = make_updater(tmp_path, mask_truncated=True, drop_zero_signal_groups=False)
     cut = make_completion([3, 2, 5], reason=FinishReason.LENGTH)
-    groups = [group(*(make_rollout([4], cut, reward=reward) for reward in own)) for own in ((0.0, 1.0), (0.0, 0.0), (1.0, 1.0))]
+    groups = [
+        group(*(make_rollout([4], cut, reward=reward) for reward in own))
+        for own in ((0.0, 1.0), (0.0, 0.0), (1.0, 1.0))
+    ]
     _, _, metrics = prepare_batch([*groups, group(make_rollout([4], [6, 7]))], updater, updater.config)
     assert (metrics["num_groups_trained"], metrics["num_groups_masked"]) == (1, 1)
 
@@ -219,7 +248,9 @@ def test_a_rollout_that_cannot_be_is_refused(change, message):
 def test_advantages_that_cannot_be_are_refused(advantages, message, tmp_path):
     updater = make_updater(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        prepare_batch([group(make_rollout([4], [6]), make_rollout([4], [7]), advantages=advantages)], updater, updater.config)
+        prepare_batch(
+            [group(make_rollout([4], [6]), make_rollout([4], [7]), advantages=advantages)], updater, updater.config
+        )
 
 
 def test_a_completion_may_have_tokens_of_several_versions():

@@ -28,7 +28,9 @@ def test_frozen_weights_get_no_gradient() -> None:
 
 
 def test_it_is_what_torch_counts() -> None:
-    """Eager attention multiplies the whole square, of which causal attention needs half; nothing needs the gradient of the embeddings."""
+    """Eager attention multiplies the whole square, of which causal attention needs half; nothing needs the gradient of
+    the embeddings.
+    """
     model = make_qwen2(attn_implementation="eager")
     with FlopCounterMode(display=False) as counter:
         model(torch.ones(1, 50, dtype=torch.int64)).logits.sum().backward()

@@ -1,4 +1,6 @@
-"""An evaluation that was owed may be the one that ends the run: it has the mark then, as the iteration before it was logged without."""
+"""An evaluation that was owed may be the one that ends the run: it has the mark then, as the iteration before it was
+logged without.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def make_loop(listener: Listener, *, iterations: int) -> Loop:
     unused: Any = None
     report = SyncReport(version=7, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
     client = SimpleNamespace(engine_name="vLLM")
-    deployment: Any = SimpleNamespace(client=client, is_frozen=False, push=lambda *_, **__: report, check_served=lambda: None)
+    deployment: Any = SimpleNamespace(
+        client=client, is_frozen=False, push=lambda *_, **__: report, check_served=lambda: None
+    )
     groups = [RolloutGroup(None, ())]
     evaluator: Any = SimpleNamespace(sample=lambda *_, **__: groups, metrics=lambda *_, **__: {"pass@1": 0.5})
     return Loop(

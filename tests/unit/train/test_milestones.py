@@ -16,7 +16,11 @@ def saves(milestones: Milestones, metric: str, values: list[float], first: int =
 @pytest.mark.parametrize(
     ("metric", "values", "saved"),
     [
-        ("pass@1", [0.9, 0.2, 0.4, 0.4, 0.3, 0.5], [0, 1, 4]),  # a tie is no better, and the value before training has no checkpoint
+        (
+            "pass@1",
+            [0.9, 0.2, 0.4, 0.4, 0.3, 0.5],
+            [0, 1, 4],
+        ),  # a tie is no better, and the value before training has no checkpoint
         ("-length", [1.0, 7.0, 8.0, 6.0, 6.0], [0, 2]),
     ],
 )
@@ -32,7 +36,12 @@ def test_the_best_evaluation_is_saved(metric: str, values: list[float], saved: l
     [
         (StopWhenConfig("m", 0.5, None), [0.6, 0.4, 0.5], 1, "m=0.5 has reached train.stop_when.threshold=0.5"),
         (StopWhenConfig("-m", 0.5, None), [0.1, 0.6, 0.4], 1, "m=0.4 has reached"),
-        (StopWhenConfig("m", None, 2), [0.3, 0.4, 0.4, 0.1, 0.5], 2, "no better m than 0.4 (after iteration 1) in 2 evaluations"),
+        (
+            StopWhenConfig("m", None, 2),
+            [0.3, 0.4, 0.4, 0.1, 0.5],
+            2,
+            "no better m than 0.4 (after iteration 1) in 2 evaluations",
+        ),
         (StopWhenConfig("m", None, 2), [0.3, 0.1, 0.2], 1, "no better m than 0.3 (before training) in 2 evaluations"),
         (
             StopWhenConfig("-m", None, 1),
@@ -58,7 +67,9 @@ def test_a_run_stops_early(stop_when: StopWhenConfig, values: list[float], stops
     assert early_stop_reason(state, StopWhenConfig("m", 2.0, None)) is None, "with another goal it would go on"
     assert early_stop_reason(state, NEVER) is None
     assert early_stop_reason({}, stop_when) is None
-    assert stopping_settings(state, stop_when) == (["threshold"] if "threshold" in reason or "reached" in reason else ["patience"])
+    assert stopping_settings(state, stop_when) == (
+        ["threshold"] if "threshold" in reason or "reached" in reason else ["patience"]
+    )
 
 
 @pytest.mark.parametrize("cut", range(6))

@@ -1,4 +1,6 @@
-"""AdamW with masters and state in the host's memory against torch's own. On a CPU the memory is the same, and the arithmetic is tested."""
+"""AdamW with masters and state in the host's memory against torch's own. On a CPU the memory is the same, and the
+arithmetic is tested.
+"""
 
 from __future__ import annotations
 
@@ -104,12 +106,23 @@ def test_state_of_another_shape_is_refused():
     ids=["fp32", "bf16", "fp16"],
 )
 def test_updates_of_a_model_are_the_same(tmp_path, token_batch, dtype, precision):
-    """Clipped gradients, several microbatches and updates, and updates that are refused: those of fp16 while its scale is too large."""
-    settings = {"precision": precision, "dtype": dtype, "batch_size": 5, "epochs": 2, "grad_clip": 0.01, "max_bad_updates": 40}
+    """Clipped gradients, several microbatches and updates, and updates that are refused: those of fp16 while its scale
+    is too large.
+    """
+    settings = {
+        "precision": precision,
+        "dtype": dtype,
+        "batch_size": 5,
+        "epochs": 2,
+        "grad_clip": 0.01,
+        "max_bad_updates": 40,
+    }
     updaters = [make_updater(tmp_path, offload=offloaded, **settings) for offloaded in (False, True)]
     bad = replace(token_batch, advantages=token_batch.advantages * math.inf)
     batches = [token_batch, bad, token_batch, *[token_batch] * (20 if precision == "fp16" else 0)]
-    metrics = [[updater.run(updater.score(batch), iteration=i) for i, batch in enumerate(batches)] for updater in updaters]
+    metrics = [
+        [updater.run(updater.score(batch), iteration=i) for i, batch in enumerate(batches)] for updater in updaters
+    ]
     assert metrics[0] == metrics[1]
     assert updaters[0].counters == updaters[1].counters
     assert updaters[1].counters.num_refused >= 2

@@ -24,12 +24,19 @@ def test_throughput_is_over_its_own_phase_and_an_evaluation_does_not_lower_it() 
 
 def test_a_source_that_samples_at_other_times_says_how_long_it_did() -> None:
     tokens = {"num_completion_tokens": 600.0}
-    assert time_metrics({"generate": 0.1, "train": 3.9}, tokens | {"time/sampling_s": 3.0})["perf/generate_tokens_per_s"] == 200.0
-    assert "perf/generate_tokens_per_s" not in time_metrics({"generate": 0.1, "train": 3.9}, tokens | {"time/sampling_s": 0.0})
+    assert (
+        time_metrics({"generate": 0.1, "train": 3.9}, tokens | {"time/sampling_s": 3.0})["perf/generate_tokens_per_s"]
+        == 200.0
+    )
+    assert "perf/generate_tokens_per_s" not in time_metrics(
+        {"generate": 0.1, "train": 3.9}, tokens | {"time/sampling_s": 0.0}
+    )
 
 
 def test_an_iteration_that_trains_on_nothing_has_no_training_throughput() -> None:
-    assert "perf/train_tokens_per_s" not in time_metrics({"generate": 2.0, "train": 0.1}, {"num_completion_tokens": 600.0})
+    assert "perf/train_tokens_per_s" not in time_metrics(
+        {"generate": 2.0, "train": 0.1}, {"num_completion_tokens": 600.0}
+    )
 
 
 def test_there_is_no_gpu_memory_without_a_gpu() -> None:

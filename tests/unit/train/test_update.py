@@ -26,7 +26,9 @@ def gradient_and_metrics(updater, batch):
 
 
 @pytest.mark.parametrize("loss", [GRPO, DAPO])
-@pytest.mark.parametrize("cut", [{"batch_size": 1}, {"batch_size": 5}, {"batch_size": None, "tokens_per_microbatch": 40}])
+@pytest.mark.parametrize(
+    "cut", [{"batch_size": 1}, {"batch_size": 5}, {"batch_size": None, "tokens_per_microbatch": 40}]
+)
 def test_gradient_does_not_depend_on_the_microbatches(tmp_path, token_batch, loss, cut):
     whole, whole_metrics = gradient_and_metrics(make_updater(tmp_path, loss=loss), token_batch)
     parts, part_metrics = gradient_and_metrics(make_updater(tmp_path, loss=loss, **cut), token_batch)
@@ -63,7 +65,8 @@ def test_old_logprobs_are_those_before_the_first_update(tmp_path, token_batch):
 
 def test_old_logprobs_do_not_depend_on_the_microbatches(tmp_path, token_batch):
     whole, in_parts = (
-        make_updater(tmp_path, epochs=2, batch_size=size).score(token_batch).old_logprobs for size in (token_batch.num_sequences, 1)
+        make_updater(tmp_path, epochs=2, batch_size=size).score(token_batch).old_logprobs
+        for size in (token_batch.num_sequences, 1)
     )
     assert whole.abs().sum() > 0
     assert torch.allclose(whole, in_parts, atol=1e-5)
@@ -89,7 +92,9 @@ def to_the_sampler(updater, **settings):
 
 
 def test_a_ratio_to_the_sampler_clips_stale_rollouts_in_a_single_update(tmp_path, token_batch):
-    """The sampler's logprobs are far from the policy's, as those of older weights are. The gradient is worked out without our trainer."""
+    """The sampler's logprobs are far from the policy's, as those of older weights are. The gradient is worked out
+    without our trainer.
+    """
     assert make_updater(tmp_path).run(token_batch, iteration=0)["clip_frac"] == 0, "to the old policy"
     updater = to_the_sampler(make_updater(tmp_path, grad_clip=math.inf))
     model = updater.policy.causal_lm
@@ -125,11 +130,15 @@ def test_a_ratio_to_the_sampler_needs_no_scoring_pass(tmp_path, token_batch, in_
 
 
 @pytest.mark.parametrize(("advantage", "is_applied"), [(1.0, True), (-1.0, False)])
-def test_a_ratio_beyond_all_bounds_counts_where_the_formula_has_a_gradient(tmp_path, token_batch, advantage, is_applied):
+def test_a_ratio_beyond_all_bounds_counts_where_the_formula_has_a_gradient(
+    tmp_path, token_batch, advantage, is_applied
+):
     """Where the clip has removed it, the other tokens are trained on; where nothing has, the update is refused."""
     updater = to_the_sampler(make_updater(tmp_path))
     first = int(token_batch.completion_mask.nonzero()[0])
-    odd = replace(token_batch, rollout_logprobs=token_batch.rollout_logprobs.clone(), advantages=token_batch.advantages.clone())
+    odd = replace(
+        token_batch, rollout_logprobs=token_batch.rollout_logprobs.clone(), advantages=token_batch.advantages.clone()
+    )
     odd.rollout_logprobs[first], odd.advantages[first] = -120.0, advantage
     metrics = updater.run(odd, iteration=0)
     assert metrics["num_updates"] == is_applied
@@ -137,7 +146,10 @@ def test_a_ratio_beyond_all_bounds_counts_where_the_formula_has_a_gradient(tmp_p
 
 
 def test_effective_sample_size_does_not_depend_on_the_microbatches(tmp_path, token_batch):
-    found = [make_updater(tmp_path, **cut).run(token_batch, iteration=0)["mismatch/ess_frac"] for cut in ({}, {"batch_size": 1})]
+    found = [
+        make_updater(tmp_path, **cut).run(token_batch, iteration=0)["mismatch/ess_frac"]
+        for cut in ({}, {"batch_size": 1})
+    ]
     updater = make_updater(tmp_path)
     at = token_batch.completion_mask
     weights = (updater.policy.logprobs(token_batch) - token_batch.rollout_logprobs)[at].double().exp()
@@ -169,7 +181,9 @@ def test_gradient_is_clipped_to_the_configured_norm(tmp_path, token_batch):
 def test_non_finite_updates_are_refused_counted_and_end_the_run(tmp_path, token_batch, field):
     updater = make_updater(tmp_path)
     weights = {name: p.detach().clone() for name, p in updater.policy.masters.parameters.items()}
-    bad = replace(token_batch, **{field: getattr(token_batch, field).masked_fill(token_batch.completion_mask, math.nan)})
+    bad = replace(
+        token_batch, **{field: getattr(token_batch, field).masked_fill(token_batch.completion_mask, math.nan)}
+    )
     metrics = updater.run(bad, iteration=0)
     assert metrics["num_updates_refused"] == 1
     assert metrics["num_updates"] == 0

@@ -1,4 +1,6 @@
-"""The bridge file: the server's memory as tensors of ours, and nothing but an error from a file that says something else."""
+"""The bridge file: the server's memory as tensors of ours, and nothing but an error from a file that says something
+else.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def test_a_scalar_is_shared_too() -> None:
     model.scale = torch.nn.Parameter(torch.tensor(3.0))
     worker = make_worker(model)
     state = worker.grpo_state()["fingerprints"]
-    bridge = Bridge.from_worker("run-1", "some/model", worker.grpo_describe(), worker.grpo_export(), worker.grpo_layout())
+    bridge = Bridge.from_worker(
+        "run-1", "some/model", worker.grpo_describe(), worker.grpo_export(), worker.grpo_layout()
+    )
     view = bridge.open(CPU)["scale"]
     assert (view.shape, view.item()) == ((), 3.0)
     view.fill_(4)
@@ -142,7 +146,8 @@ def test_memory_goes_with_its_last_user(worker: Any, model: FusedModel, bridge: 
     del model
     assert all(torch.equal(view, expected[name]) for name, view in views.items())
     with pytest.raises(
-        EngineError, match=r"memory of the server \(pid \d+\) cannot be opened \(.*\): trainer and server must run on one machine"
+        EngineError,
+        match=r"memory of the server \(pid \d+\) cannot be opened \(.*\): trainer and server must run on one machine",
     ):
         bridge.open(CPU)
 
@@ -375,9 +380,17 @@ def test_a_file_that_outlived_its_server(bridge: Bridge, tmp_path: Path) -> None
         pass
     own_start = start_time_of(os.getpid())
     assert own_start is not None
-    for pid, start_time in ((ended.pid, own_start), (os.getpid(), own_start + 1), (1, own_start), (-1, own_start), (2**40, own_start)):
+    for pid, start_time in (
+        (ended.pid, own_start),
+        (os.getpid(), own_start + 1),
+        (1, own_start),
+        (-1, own_start),
+        (2**40, own_start),
+    ):
         path.write_text(json.dumps(record | {"pid": pid, "start_time": start_time}))
-        with pytest.raises(EngineError, match=rf"^{path}: is stale: the server that wrote it \(pid {pid}, run run-1\) has ended$"):
+        with pytest.raises(
+            EngineError, match=rf"^{path}: is stale: the server that wrote it \(pid {pid}, run run-1\) has ended$"
+        ):
             Bridge.read(path)
 
 

@@ -23,7 +23,8 @@ def views(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 def refused(parameters: dict[str, nn.Parameter], views: dict[str, Tensor], *, compare: bool = True) -> str:
     with pytest.raises(
-        ConfigError, match=r"^weight_sync=shared_vllm: \d+ of \d+ parameters cannot be shared: .*or use weight_sync=reload"
+        ConfigError,
+        match=r"^weight_sync=shared_vllm: \d+ of \d+ parameters cannot be shared: .*or use weight_sync=reload",
     ) as error:
         check_coverage(parameters, views, compare=compare)
     return str(error.value).partition("cannot be shared: ")[2].partition(". Start the server")[0]
@@ -34,7 +35,9 @@ def test_equal_weights_are_shared(parameters: dict[str, nn.Parameter], views: di
 
 
 @pytest.mark.parametrize("compare", [True, False])
-def test_a_tensor_that_the_server_lacks(compare: bool, parameters: dict[str, nn.Parameter], views: dict[str, Tensor]) -> None:
+def test_a_tensor_that_the_server_lacks(
+    compare: bool, parameters: dict[str, nn.Parameter], views: dict[str, Tensor]
+) -> None:
     del views["b"]
     assert refused(parameters, views, compare=compare) == "b: the server has no such tensor"
 
@@ -42,7 +45,9 @@ def test_a_tensor_that_the_server_lacks(compare: bool, parameters: dict[str, nn.
 @pytest.mark.parametrize("compare", [True, False])
 def test_another_shape(compare: bool, parameters: dict[str, nn.Parameter], views: dict[str, Tensor]) -> None:
     views["a"] = views["a"].t()
-    assert refused(parameters, views, compare=compare) == "a: [4, 2] float32 in the trainer, [2, 4] float32 in the server"
+    assert (
+        refused(parameters, views, compare=compare) == "a: [4, 2] float32 in the trainer, [2, 4] float32 in the server"
+    )
     views["a"] = views["a"].reshape(8)
     assert refused(parameters, views, compare=compare) == "a: [4, 2] float32 in the trainer, [8] float32 in the server"
 
@@ -50,7 +55,9 @@ def test_another_shape(compare: bool, parameters: dict[str, nn.Parameter], views
 @pytest.mark.parametrize("compare", [True, False])
 def test_another_dtype(compare: bool, parameters: dict[str, nn.Parameter], views: dict[str, Tensor]) -> None:
     views["c"] = views["c"].to(torch.bfloat16)
-    assert refused(parameters, views, compare=compare) == "c: [2, 2] float32 in the trainer, [2, 2] bfloat16 in the server"
+    assert (
+        refused(parameters, views, compare=compare) == "c: [2, 2] float32 in the trainer, [2, 2] bfloat16 in the server"
+    )
 
 
 def test_other_values(parameters: dict[str, nn.Parameter], views: dict[str, Tensor]) -> None:
@@ -58,7 +65,9 @@ def test_other_values(parameters: dict[str, nn.Parameter], views: dict[str, Tens
     views["b"][1] = torch.nextafter(views["b"][1], torch.tensor(9.0))
     views["a"] = views["a"][[1, 0, 2, 3]]
     assert refused(parameters, views) == "a: other values than the trainer's; b: other values than the trainer's"
-    check_coverage(parameters, views, compare=False)  # a server that was started again has the values from before training
+    check_coverage(
+        parameters, views, compare=False
+    )  # a server that was started again has the values from before training
 
 
 def test_a_tensor_that_the_trainer_lacks(parameters: dict[str, nn.Parameter], views: dict[str, Tensor]) -> None:

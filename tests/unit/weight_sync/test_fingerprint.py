@@ -27,13 +27,17 @@ def by_hand(words: numpy.ndarray) -> str:
     return f"{sum(int(word) * (2 * place + 1) for place, word in enumerate(words)) % 2**64:016x}"
 
 
-@pytest.mark.parametrize(("dtype", "word"), [(torch.float32, numpy.int64), (torch.float16, numpy.int64), (torch.int8, numpy.int64)])
+@pytest.mark.parametrize(
+    ("dtype", "word"), [(torch.float32, numpy.int64), (torch.float16, numpy.int64), (torch.int8, numpy.int64)]
+)
 def test_against_arithmetic_without_overflow(dtype: torch.dtype, word: type) -> None:
     tensor = random(6, 8, dtype=dtype)
     assert one(tensor) == by_hand(tensor.numpy().reshape(-1).view(word))
 
 
-@pytest.mark.parametrize(("dtype", "word"), [(torch.float32, numpy.int32), (torch.float16, numpy.int16), (torch.int8, numpy.int8)])
+@pytest.mark.parametrize(
+    ("dtype", "word"), [(torch.float32, numpy.int32), (torch.float16, numpy.int16), (torch.int8, numpy.int8)]
+)
 def test_bytes_that_are_no_multiple_of_eight(dtype: torch.dtype, word: type) -> None:
     tensor = random(7, 3, dtype=dtype)
     assert one(tensor) == by_hand(tensor.numpy().reshape(-1).view(word))
@@ -57,7 +61,11 @@ def test_views_and_copies_are_equal(dtype: torch.dtype, row: int, rows: int, wid
 def test_every_bit_counts(dtype: torch.dtype, size: int) -> None:
     tensor = random(size, dtype=dtype)
     expected = one(tensor)
-    raw = tensor.numpy().view(numpy.uint8) if dtype is not torch.bfloat16 else tensor.view(torch.int16).numpy().view(numpy.uint8)
+    raw = (
+        tensor.numpy().view(numpy.uint8)
+        if dtype is not torch.bfloat16
+        else tensor.view(torch.int16).numpy().view(numpy.uint8)
+    )
     for byte in range(len(raw)):
         for bit in range(8):
             raw[byte] ^= 1 << bit

@@ -83,7 +83,11 @@ def test_padding_of_the_vocabulary_is_left_out() -> None:
 def test_subclasses_count_as_what_they_are() -> None:
     class Special(QKVParallelLinear): ...
 
-    assert list(places(Model(Special(4, 2, heads=2, kv_heads=1), "q", "k", "v"))) == ["q.weight", "k.weight", "v.weight"]
+    assert list(places(Model(Special(4, 2, heads=2, kv_heads=1), "q", "k", "v"))) == [
+        "q.weight",
+        "k.weight",
+        "v.weight",
+    ]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -91,7 +95,9 @@ def test_a_whole_model(wrapped: bool) -> None:
     """The levels that LoRA wrappers add are in no name."""
     model = FusedModel(wrapped=wrapped)
     assert {entry["name"]: tuple(entry["shape"]) for entry in layout(model)} == SHAPES
-    plain = {name.replace(".base_layer", ""): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    plain = {
+        name.replace(".base_layer", ""): parameter for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     covered = dict.fromkeys(plain, 0)
     for tensor, row, rows in places(model).values():
         assert 0 <= row <= row + rows <= len(plain[tensor])

@@ -44,7 +44,9 @@ def policy() -> Policy:
 
 
 def by_hand(policy: Policy, prompt: tuple[int, ...], sampled: tuple[int, ...], sampling: SamplingParams) -> list[float]:
-    """Logprobs of `sampled`: penalty, temperature, the top_k most probable, of those the fewest that make up top_p, and the token."""
+    """Logprobs of `sampled`: penalty, temperature, the top_k most probable, of those the fewest that make up top_p, and
+    the token.
+    """
     with torch.no_grad():
         logits = policy.causal_lm(torch.tensor([[*prompt, *sampled]])).logits[0].double().numpy()
     found = []
@@ -55,7 +57,9 @@ def by_hand(policy: Policy, prompt: tuple[int, ...], sampled: tuple[int, ...], s
         z /= sampling.temperature
         best = list(np.argsort(-z))[: sampling.top_k or None]
         weights = np.exp(z[best]) / np.exp(z[best]).sum()
-        kept = [place for place, before in zip(best, np.cumsum(weights) - weights, strict=True) if before < sampling.top_p]
+        kept = [
+            place for place, before in zip(best, np.cumsum(weights) - weights, strict=True) if before < sampling.top_p
+        ]
         found.append(z[token] - np.log(np.exp(z[list({*kept, token})]).sum()))
     return found
 
@@ -99,7 +103,9 @@ class Unfiltered(Processed):
     logprobs_are_filtered = SglangClient.logprobs_are_filtered
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(500, stop=("x",)), SamplingParams(500, temperature=0.7), *SETTINGS])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(500, stop=("x",)), SamplingParams(500, temperature=0.7), *SETTINGS]
+)
 def test_a_probe_asks_for_what_the_run_asks_for(sampling: SamplingParams, policy: Policy) -> None:
     server, raw = Processed(policy), Processed(policy, raw=True)
     assert probe(policy, server, sampling).abs().max() < 1e-5
@@ -133,7 +139,9 @@ class Short(Processed):
 def test_a_probe_is_no_longer_than_a_found_server_takes(model: dict[str, Any], policy: Policy) -> None:
     body = bytearray(json.dumps({"data": [model, {"id": "adapter"}]}).encode())
     control = SimpleNamespace(get=lambda path: Answer(path, 200, body))
-    engine: Any = SimpleNamespace(client=Short(policy, 64), control=control, sampling=SamplingParams(500), probe_room=None)
+    engine: Any = SimpleNamespace(
+        client=Short(policy, 64), control=control, sampling=SamplingParams(500), probe_room=None
+    )
     prompts = [[5] * PROBE_PROMPT_TOKENS] * 2
     if model["max_model_len"] == 64:
         for _push in range(2):

@@ -148,9 +148,12 @@ class Processes:
         self.strategies = [Strategy(), Strategy()]
         self.clients: list[Any] = [Client(is_managed=True), Client(is_managed=False)]
         inner = [
-            Deployment([ServerEngine(c, SamplingParams(1))], s, full_weights) for c, s in zip(self.clients, self.strategies, strict=True)
+            Deployment([ServerEngine(c, SamplingParams(1))], s, full_weights)
+            for c, s in zip(self.clients, self.strategies, strict=True)
         ]
-        self.deployments = [RankZeroDeployment(one, ranks, ranks.on_main) for one, ranks in zip(inner, self.ranks, strict=True)]
+        self.deployments = [
+            RankZeroDeployment(one, ranks, ranks.on_main) for one, ranks in zip(inner, self.ranks, strict=True)
+        ]
 
     def all(self, action: Callable[[RankZeroDeployment], Any]) -> list[Any]:
         results: list[Any] = []

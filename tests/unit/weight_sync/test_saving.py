@@ -34,7 +34,10 @@ def test_adapters_are_saved_without_asking_the_hub(tmp_path: Path, monkeypatch: 
     policy = make_policy(get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"])), build_char_tokenizer(64))
     policy.model.peft_config["default"].base_model_name_or_path = "some/model"
     num_bytes = save_weights(Snapshot(policy, full_weights, None), tmp_path / "adapter")
-    assert {path.name for path in (tmp_path / "adapter").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     assert not (tmp_path / "adapter" / "tokenizer.json").exists()
     assert num_bytes == sum(path.stat().st_size for path in (tmp_path / "adapter").iterdir())
 
@@ -42,7 +45,10 @@ def test_adapters_are_saved_without_asking_the_hub(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3_moe", "phi3", "gemma3"])
 def test_an_adapter_for_a_server_is_the_one_that_peft_saves(name: str, tmp_path: Path) -> None:
     model: Any = ZOO[name].build()
-    targets = [*{name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)} - {"lm_head"}]
+    targets = [
+        *{name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+        - {"lm_head"}
+    ]
     targets.append(next(name for name, m in model.named_modules() if isinstance(m, nn.Embedding)).rsplit(".", 1)[-1])
     model = get_peft_model(model, LoraConfig(r=4, target_modules=targets))
     policy = make_policy(model, build_char_tokenizer(64))
@@ -54,7 +60,11 @@ def test_an_adapter_for_a_server_is_the_one_that_peft_saves(name: str, tmp_path:
     assert len(theirs) == len(policy.trained_parameters())
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     said, saved = (json.loads((tmp_path / folder / "adapter_config.json").read_text()) for folder in ("ours", "theirs"))
-    assert {key for key in said if said[key] != saved[key]} <= {"inference_mode", "base_model_name_or_path", "auto_mapping"}
+    assert {key for key in said if said[key] != saved[key]} <= {
+        "inference_mode",
+        "base_model_name_or_path",
+        "auto_mapping",
+    }
 
 
 def test_weights_replace_what_was_there(tmp_path: Path) -> None:
@@ -62,7 +72,11 @@ def test_weights_replace_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "push").mkdir()
     (tmp_path / "push" / "old").touch()
     save_weights(Snapshot(policy, full_weights, None), tmp_path / "push")
-    assert {path.name for path in (tmp_path / "push").iterdir()} >= {"model.safetensors", "config.json", "tokenizer.json"}
+    assert {path.name for path in (tmp_path / "push").iterdir()} >= {
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+    }
     assert not (tmp_path / "push" / "old").exists()
 
 
@@ -74,6 +88,8 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(policy.model, "save_pretrained", save)
-    with pytest.raises(EngineError, match=r"cannot be saved to .*push \(.*No space left on device\); make room there: /dev/shm"):
+    with pytest.raises(
+        EngineError, match=r"cannot be saved to .*push \(.*No space left on device\); make room there: /dev/shm"
+    ):
         save_weights(Snapshot(policy, full_weights, None), tmp_path / "push")
     assert not (tmp_path / "push").exists()

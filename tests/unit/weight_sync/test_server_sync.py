@@ -1,5 +1,5 @@
-"""What a deployment asks of its strategy, what strategies refuse, and how a server is paused; with a server that only writes down what it
-is asked."""
+"""What a deployment asks of its strategy, what strategies refuse, and how a server is paused; with a server that only
+writes down what it is asked."""
 
 from __future__ import annotations
 
@@ -144,7 +144,10 @@ def test_all_servers_load_at_the_same_time(option: str, path: str, policy: Polic
 
     with ScriptedServer(script) as one, ScriptedServer(script) as other:
         servers = [Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path) for web in (one, other)]
-        clients = [VllmClient(server=s, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0) for s in servers]
+        clients = [
+            VllmClient(server=s, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
+            for s in servers
+        ]
         engines = [ServerEngine(client, SamplingParams(1)) for client in clients]
         sync = strategy(option)
         pushed = with_adapters(8) if option == "lora_hotswap" else policy
@@ -171,11 +174,15 @@ def test_what_was_pushed_last_is_what_must_be_served(policy: Policy, client: Vll
     deployment.check_served()
     assert web.requests[-1].body["method"] == "grpo_tag"
     noted[0] = None
-    with pytest.raises(EngineDied, match=rf"^{web.base_url}: the server was started anew and has none of the weights pushed to it\.$"):
+    with pytest.raises(
+        EngineDied, match=rf"^{web.base_url}: the server was started anew and has none of the weights pushed to it\.$"
+    ):
         deployment.check_served()
     for other in (weights_tag(4), "3 of run 1-abc"):
         noted[0] = other
-        with pytest.raises(EngineError, match=rf"the server has version {other}, where 3 of run .* was pushed: something else") as error:
+        with pytest.raises(
+            EngineError, match=rf"the server has version {other}, where 3 of run .* was pushed: something else"
+        ) as error:
             deployment.check_served()
         assert not isinstance(error.value, EngineDied)
 
@@ -184,7 +191,9 @@ def test_a_report_of_a_push(policy: Policy, client: VllmClient) -> None:
     deployment = deploy(recorder(), client)
     deployment.connect(policy)
     metrics = deployment.push(policy, version=3).metrics()
-    assert {name: metrics[f"sync/{name}"] for name in ("version", "num_tensors", "num_bytes", "num_tensors_proven")} == {
+    assert {
+        name: metrics[f"sync/{name}"] for name in ("version", "num_tensors", "num_bytes", "num_tensors_proven")
+    } == {
         "version": 3,
         "num_tensors": 2,
         "num_bytes": 8,
@@ -218,35 +227,50 @@ def test_only_what_died_is_started_again(policy: Policy, web: ScriptedServer, tm
     for key in ("first", "second"):
         server = Started(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path, key=key)
         server.events = sync.events
-        clients.append(VllmClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0))
+        clients.append(
+            VllmClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
+        )
     deployment = deploy(sync, *clients)
     deployment.connect(policy)
-    assert sync.events == [event for key in ("first", "second") for event in ((key, "start", "base/model", {}), "attach")]
+    assert sync.events == [
+        event for key in ("first", "second") for event in ((key, "start", "base/model", {}), "attach")
+    ]
     engine: Any = deployment.engines[1]
     engine.control.is_paused = True  # it died in the middle of a push
     clients[1].server.is_dead = True
     sync.events.clear()
     deployment.recover(policy, version=6)
     tokenizer = policy.tokenizer.name_or_path
-    assert sync.events == [("second", "stop"), ("second", "start", tokenizer, {}), "reattach", *push_events(6, engines=2)]
+    assert sync.events == [
+        ("second", "stop"),
+        ("second", "start", tokenizer, {}),
+        "reattach",
+        *push_events(6, engines=2),
+    ]
     assert not engine.control.is_paused
     sync.events.clear()
     deployment.close()
     assert sync.events == [("second", "stop"), ("first", "stop")]
 
 
-def test_an_external_server_gets_the_weights_again_if_it_has_none(policy: Policy, client: VllmClient, web: ScriptedServer) -> None:
+def test_an_external_server_gets_the_weights_again_if_it_has_none(
+    policy: Policy, client: VllmClient, web: ScriptedServer
+) -> None:
     sync = recorder()
     deployment = deploy(sync, client)
     deployment.connect(policy)
     for tag, expected in (("6 of run 1-abc", []), (None, ["reattach"])):
-        web.script = lambda request, tag=tag: Reply({"version": "0.32.0"} if request.path == "/version" else {"results": [tag]})
+        web.script = lambda request, tag=tag: Reply(
+            {"version": "0.32.0"} if request.path == "/version" else {"results": [tag]}
+        )
         sync.events.clear()
         deployment.recover(policy, version=6)
         assert sync.events == [*expected, *push_events(6)]
 
 
-def test_a_failure_that_another_engine_died_of_is_a_death(policy: Policy, client: VllmClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_that_another_engine_died_of_is_a_death(
+    policy: Policy, client: VllmClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may have taken along what this one was to read: the run recovers."""
     sync = recorder()
     deployment = deploy(sync, client)
@@ -279,32 +303,43 @@ def test_a_client_of_something_else(option: str, policy: Policy, monkeypatch: py
     policy = with_adapters(8) if option in LORA else policy
     monkeypatch.setattr(Server, "start", lambda *_, **__: pytest.fail("a server was started"))
     servers = "vLLM or SGLang" if option in ("reload", "restart") else "vLLM"
-    with pytest.raises(ConfigError, match=rf"^weight_sync={option}: moves weights to a {servers} server; use another generation, or "):
+    with pytest.raises(
+        ConfigError, match=rf"^weight_sync={option}: moves weights to a {servers} server; use another generation, or "
+    ):
         deploy(strategy(option), Foreign()).connect(policy)
 
 
 @pytest.mark.parametrize("option", FULL)
 def test_adapters_where_all_weights_are_moved(option: str, client: VllmClient, web: ScriptedServer) -> None:
-    with pytest.raises(ConfigError, match=rf"^weight_sync={option}: moves all weights, .* use weight_sync=lora_hotswap$"):
+    with pytest.raises(
+        ConfigError, match=rf"^weight_sync={option}: moves all weights, .* use weight_sync=lora_hotswap$"
+    ):
         deploy(strategy(option), client).connect(with_adapters(8))
     assert web.requests == []
 
 
 @pytest.mark.parametrize("option", LORA)
 def test_no_adapters_where_they_are_moved(option: str, policy: Policy, client: VllmClient, web: ScriptedServer) -> None:
-    with pytest.raises(ConfigError, match=rf"^weight_sync={option}: moves LoRA adapters and the policy has none; add model/lora=default"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^weight_sync={option}: moves LoRA adapters and the policy has none; add model/lora=default",
+    ):
         deploy(strategy(option), client).connect(policy)
     assert web.requests == []
 
 
-@pytest.mark.parametrize(("rank", "room", "is_refused"), [(16, 16, False), (17, 16, True), (64, 32, True), (64, 64, False)])
+@pytest.mark.parametrize(
+    ("rank", "room", "is_refused"), [(16, 16, False), (17, 16, True), (64, 32, True), (64, 64, False)]
+)
 def test_room_for_adapters(rank: int, room: int, is_refused: bool, web: ScriptedServer, tmp_path: Path) -> None:
     sync = strategy("lora_hotswap", f"weight_sync.server_args.max_lora_rank={room}")
     server = Started(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
     server.events = []
     client = VllmClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
     with (
-        pytest.raises(ConfigError, match=rf"^weight_sync\.server_args\.max_lora_rank={room}: the adapters have rank {rank}; ")
+        pytest.raises(
+            ConfigError, match=rf"^weight_sync\.server_args\.max_lora_rank={room}: the adapters have rank {rank}; "
+        )
         if is_refused
         else nullcontext()
     ):
@@ -347,7 +382,9 @@ def test_modes_that_are_none(option: str) -> None:
 
 
 def test_settings_of_one_strategy() -> None:
-    with pytest.raises(ConfigError, match=r"^weight_sync\.interval=2: shared weights are always the newest; set it to 1"):
+    with pytest.raises(
+        ConfigError, match=r"^weight_sync\.interval=2: shared weights are always the newest; set it to 1"
+    ):
         strategy("shared_vllm", "weight_sync.interval=2")
     with pytest.raises(ConfigError, match=r"^weight_sync\.location=tape: must be one of memory, disk"):
         strategy("reload", "weight_sync.location=tape")
@@ -358,7 +395,9 @@ def test_another_vllm(version: str, web: ScriptedServer, client: VllmClient, pol
     web.script = lambda request: Reply({"version": version} if request.path == "/version" else {})
     for key in ("generation.base_url", "eval.base_url"):
         client.server.key = key
-        with pytest.raises(ConfigError, match=rf"vLLM {version} answers there, and versions 0\.25 to 0\.32 are supported; see {key}$"):
+        with pytest.raises(
+            ConfigError, match=rf"vLLM {version} answers there, and versions 0\.25 to 0\.32 are supported; see {key}$"
+        ):
             deploy(recorder(), client).connect(policy)
 
 
@@ -376,9 +415,19 @@ STOCK, ADAPTERS, DEVELOPMENT = set[str](), {"/v1/load_lora_adapter"}, {"/v1/load
     [
         ("full", STOCK, False, "has no endpoints for weights (VLLM_SERVER_DEV_MODE=1)"),
         ("full", ADAPTERS, False, "has no endpoints for weights (VLLM_SERVER_DEV_MODE=1)"),
-        ("full", DEVELOPMENT, False, "has no worker extension (--worker-extension-cls; URL/collective_rpc: status 500: no grpo_tag)"),
+        (
+            "full",
+            DEVELOPMENT,
+            False,
+            "has no worker extension (--worker-extension-cls; URL/collective_rpc: status 500: no grpo_tag)",
+        ),
         ("full", DEVELOPMENT, True, None),
-        ("lora", STOCK, False, "does not load adapters while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora)"),
+        (
+            "lora",
+            STOCK,
+            False,
+            "does not load adapters while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora)",
+        ),
         ("lora", ADAPTERS, False, None),
         ("nothing", STOCK, False, None),
     ],
@@ -434,10 +483,14 @@ def test_shared_weights_are_fenced_before_the_server_goes_on(
     policy.compute_device = torch.device("cuda", 1)
     policy.make_masters()
     fenced: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fenced.append((device, [r.path for r in web.requests])))
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: fenced.append((device, [r.path for r in web.requests]))
+    )
     with sync.staged(Snapshot(policy, full_weights, engine), 3) as staged:
         sync.deliver([engine], staged)
-    assert fenced == [(policy.compute_device, ["/pause", "/collective_rpc"])]  # the tag of a server that was found is taken away first
+    assert fenced == [
+        (policy.compute_device, ["/pause", "/collective_rpc"])
+    ]  # the tag of a server that was found is taken away first
     assert [request.path for request in web.requests[2:]] == ["/reset_prefix_cache", "/collective_rpc", "/resume"]
 
 
@@ -464,7 +517,9 @@ def test_a_server_goes_on_if_nothing_was_written(web: ScriptedServer, client: Vl
 def test_a_server_that_a_failed_push_left_paused_is_not_checked_again(web: ScriptedServer, client: VllmClient) -> None:
     """It has no tag then, because of that push and of nobody else, and must not go on with half of the weights."""
     control, is_failing, checks = client.control(client.server), True, []
-    web.script = lambda request: Reply({}, status=500) if is_failing and request.path == "/collective_rpc" else worker_result(request)
+    web.script = lambda request: (
+        Reply({}, status=500) if is_failing and request.path == "/collective_rpc" else worker_result(request)
+    )
     with pytest.raises(EngineError):
         control.load_weights("/lost/folder", tag="4", pause_mode="keep", check=lambda: checks.append("first"))
     is_failing = False
@@ -487,7 +542,9 @@ def test_weights_are_loaded_in_a_pause(web: ScriptedServer, client: VllmClient) 
     ]
 
 
-def test_a_failed_call_asks_whether_the_server_died(web: ScriptedServer, client: VllmClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_call_asks_whether_the_server_died(
+    web: ScriptedServer, client: VllmClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     control = client.control(client.server)
     web.script = lambda _: Reply({"error": "no"}, status=500)
     with pytest.raises(EngineError, match="status 500: no") as error:
@@ -503,7 +560,9 @@ def test_a_failed_call_asks_whether_the_server_died(web: ScriptedServer, client:
         control.set_tag("1")
 
 
-def test_adapters_get_new_names_and_old_ones_go(client: VllmClient, web: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_get_new_names_and_old_ones_go(
+    client: VllmClient, web: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The adapter of requests in flight keeps its files; the one before it does not. Both keep their names."""
     monkeypatch.setattr(lora_hotswap, "MANY_FOLDERS", 2)
     monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [PROOF])
@@ -524,7 +583,9 @@ def test_adapters_get_new_names_and_old_ones_go(client: VllmClient, web: Scripte
     assert sorted(path.name for path in client.server.scratch.iterdir()) == sorted(names[2:])
     assert [path for path, _ in bodies[:4]] == ["/v1/load_lora_adapter"] * 3 + ["/v1/unload_lora_adapter"]
     deployment.close()
-    assert [request.body for request in web.requests[-2:]] == [{"lora_name": name} for name in names[2:]]  # whose folders go
+    assert [request.body for request in web.requests[-2:]] == [
+        {"lora_name": name} for name in names[2:]
+    ]  # whose folders go
 
 
 @pytest.mark.parametrize(("free", "kept"), [(10**9, 5), (1000, 2)])
@@ -557,7 +618,9 @@ def test_every_server_has_its_own_files_of_an_adapter(
         policy.make_masters()
         for version in range(3):
             deployment.push(policy, version=version)
-        folders = [Path(request.body["lora_path"]) for request in other_web.requests if request.path == "/v1/load_lora_adapter"]
+        folders = [
+            Path(request.body["lora_path"]) for request in other_web.requests if request.path == "/v1/load_lora_adapter"
+        ]
         assert [folder.parent for folder in folders] == [server.scratch] * 3
         assert sorted(server.scratch.iterdir()) == sorted(folders[1:])
         shutil.rmtree(client.server.scratch)
@@ -592,7 +655,9 @@ def test_a_server_that_was_started_anew_without_the_extension_gets_its_adapter_a
     deployment.connect(policy)
     policy.make_masters()
     deployment.push(policy, version=0)
-    web.script = lambda request: Reply({"detail": "Not Found"}, status=404) if request.path == "/collective_rpc" else script(request)
+    web.script = lambda request: (
+        Reply({"detail": "Not Found"}, status=404) if request.path == "/collective_rpc" else script(request)
+    )
     with pytest.raises(EngineDied, match="was started anew"):
         deployment.check_served()
     deployment.recover(policy, version=0)
@@ -629,7 +694,10 @@ def test_adapters_come_back_to_a_server_that_takes_nothing_else(
     policy.make_masters()
     deployment.push(policy, version=3)
     served.clear()
-    with pytest.raises(EngineDied, match=rf"^{web.base_url}: the server has lost the adapter {client.weights.name}: it was started anew"):
+    with pytest.raises(
+        EngineDied,
+        match=rf"^{web.base_url}: the server has lost the adapter {client.weights.name}: it was started anew",
+    ):
         generate(client, [[4]], SamplingParams(1), group_size=1, seeds=[0])
     deployment.recover(policy, version=3)
     [[completion]] = generate(client, [[4]], SamplingParams(1), group_size=1, seeds=[0])

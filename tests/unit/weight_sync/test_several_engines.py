@@ -1,4 +1,6 @@
-"""A deployment of several engines: which of them get the weights, are asked and are started again, as they die and come back."""
+"""A deployment of several engines: which of them get the weights, are asked and are started again, as they die and come
+back.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,9 @@ class Lab:
         for name, own in (gpus or {}).items():
             self.servers[name].gpus = own
         clients: list[Any] = [Client(server) for server in self.servers.values()]  # type: ignore[arg-type]
-        self.deployment = Deployment([ServerEngine(client, SamplingParams(1)) for client in clients], self.sync, full_weights)
+        self.deployment = Deployment(
+            [ServerEngine(client, SamplingParams(1)) for client in clients], self.sync, full_weights
+        )
         self.deployment.connect(POLICY)
         self.of_connect = list(self.calls)
         self.push(1)
@@ -254,7 +258,15 @@ def test_recovery_waits_for_those_that_are_being_started() -> None:
     assert lab.calls.count("begin b") == 0  # nobody else serves meanwhile
     lab.calls.clear()
     lab.deployment.recover(POLICY, version=3)
-    assert lab.calls == ["stop b", "begin b", "start a", "reattach a", "start b", "reattach b", *of_push(3, "ab", host="a")]
+    assert lab.calls == [
+        "stop b",
+        "begin b",
+        "start a",
+        "reattach a",
+        "start b",
+        "reattach b",
+        *of_push(3, "ab", host="a"),
+    ]
     assert lab.asked == "ab"
 
 

@@ -79,7 +79,9 @@ def train(policy: Policy) -> None:
     policy.masters.publish()
 
 
-def test_every_restart_is_from_one_path(policy: Policy, client: SglangClient, fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_restart_is_from_one_path(
+    policy: Policy, client: SglangClient, fake: FakeSglang, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM compiles anew for every other one."""
     paths: list[str] = []
     start = client.server.start
@@ -117,8 +119,12 @@ def test_weights_and_version_arrive(
     sync.close()
 
 
-def test_a_first_push_of_other_weights_restarts_the_server(policy: Policy, client: SglangClient, fake: FakeSglang) -> None:
-    """A resumed run first serves what its engine served, which may be older than the files that the server was started from."""
+def test_a_first_push_of_other_weights_restarts_the_server(
+    policy: Policy, client: SglangClient, fake: FakeSglang
+) -> None:
+    """A resumed run first serves what its engine served, which may be older than the files that the server was started
+    from.
+    """
     sync = deploy(strategy("restart"), client)
     sync.connect(policy)
     train(policy)
@@ -154,7 +160,9 @@ def test_a_push_of_somebody_else_is_found(policy: Policy, client: SglangClient, 
     assert sync.push(policy, version=1).version == 1
 
 
-def test_another_version_is_found(policy: Policy, client: SglangClient, fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_found(
+    policy: Policy, client: SglangClient, fake: FakeSglang, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sync = deploy(strategy("restart"), client)
     sync.connect(policy)
     monkeypatch.setattr(type(client.control(client.server)), "set_tag", lambda *_: None)

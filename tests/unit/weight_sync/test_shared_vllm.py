@@ -33,7 +33,8 @@ def test_training_survives_a_recovery_that_is_interrupted(tmp_path: Path, monkey
     with ScriptedServer(lambda _: Reply({"results": [None]})) as web:
         server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
         engine = ServerEngine(
-            VllmClient(server=server, eos_ids=[], vocab_size=1000, batch_size=1, timeout_s=9, max_retries=0), SamplingParams(1)
+            VllmClient(server=server, eos_ids=[], vocab_size=1000, batch_size=1, timeout_s=9, max_retries=0),
+            SamplingParams(1),
         )
         snapshot = Snapshot(policy, full_weights, engine)
         sync.attach(engine, snapshot)

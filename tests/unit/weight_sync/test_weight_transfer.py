@@ -74,12 +74,17 @@ class Recorder(WeightTransfer):
 
 
 def make(**changes: Any) -> Recorder:
-    return Recorder(**{"interval": 1, "pause_mode": "wait", "tolerance_nats": 0.1, "server_args": {}, "bucket_mib": 1, **changes})
+    return Recorder(
+        **{"interval": 1, "pause_mode": "wait", "tolerance_nats": 0.1, "server_args": {}, "bucket_mib": 1, **changes}
+    )
 
 
 def engine_at(url: str, folder: Path) -> ServerEngine:
     server = Server(base_url=url, api_key=None, launcher=None, log_dir=folder)
-    return ServerEngine(VllmClient(server=server, eos_ids=[], vocab_size=1000, batch_size=1, timeout_s=9, max_retries=0), SamplingParams(1))
+    return ServerEngine(
+        VllmClient(server=server, eos_ids=[], vocab_size=1000, batch_size=1, timeout_s=9, max_retries=0),
+        SamplingParams(1),
+    )
 
 
 def deliver(sync: WeightTransfer, policy: Policy, *engines: ServerEngine) -> Staged:
@@ -118,16 +123,30 @@ def test_several_servers_get_one_tag(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(uuid, "uuid4", drawn_slowly)
     monkeypatch.setattr(weight_transfer, "weights_tag", runpy.run_path(snapshot.__file__)["weights_tag"])
     policy = make_policy(make_qwen2())
-    with ScriptedServer(lambda _: Reply({"results": [None]})) as one, ScriptedServer(lambda _: Reply({"results": [None]})) as other:
-        deliver(make(), policy, engine_at(one.base_url, tmp_path / "one"), engine_at(other.base_url, tmp_path / "other"))
-        tags = [request.body["kwargs"]["tag"] for web in (one, other) for request in web.requests if request.path == "/collective_rpc"]
+    with (
+        ScriptedServer(lambda _: Reply({"results": [None]})) as one,
+        ScriptedServer(lambda _: Reply({"results": [None]})) as other,
+    ):
+        deliver(
+            make(), policy, engine_at(one.base_url, tmp_path / "one"), engine_at(other.base_url, tmp_path / "other")
+        )
+        tags = [
+            request.body["kwargs"]["tag"]
+            for web in (one, other)
+            for request in web.requests
+            if request.path == "/collective_rpc"
+        ]
     assert len(tags) == 2
     assert tags[0] == tags[1] != weights_tag(5)
 
 
 def test_a_delivery_that_fails_leaves_the_server_paused(tmp_path: Path) -> None:
     def script(request: Any) -> Reply:
-        return Reply({"error": "no memory"}, status=500) if request.path == "/update_weights" else Reply({"results": [None]})
+        return (
+            Reply({"error": "no memory"}, status=500)
+            if request.path == "/update_weights"
+            else Reply({"results": [None]})
+        )
 
     with ScriptedServer(script) as web:
         engine = engine_at(web.base_url, tmp_path)
@@ -191,7 +210,10 @@ def test_all_servers_get_what_was_read_once(tmp_path: Path) -> None:
         num_reads += 1
         return full_weights(policy)
 
-    with ScriptedServer(lambda _: Reply({"results": [None]})) as web, ScriptedServer(lambda _: Reply({"results": [None]})) as other:
+    with (
+        ScriptedServer(lambda _: Reply({"results": [None]})) as web,
+        ScriptedServer(lambda _: Reply({"results": [None]})) as other,
+    ):
         engines = [engine_at(one.base_url, tmp_path) for one in (web, other)]
         sync = make()
         with sync.staged(Snapshot(policy, read, engines[0]), 5) as staged:

@@ -14,16 +14,21 @@ ROW = 1024
 def fingerprints(tensors: list[Tensor]) -> list[str]:
     """64 bits for each tensor that depend on every bit of it and on its place; equal on CPUs and GPUs.
 
-    The sum over the tensor's bytes, taken as 64-bit integers x[i], of x[i] * (2 i + 1), modulo 2**64. A tensor whose bytes are no
-    multiple of 8 is taken as integers of its elements' size.
+    The sum over the tensor's bytes, taken as 64-bit integers x[i], of x[i] * (2 i + 1), modulo 2**64. A tensor whose
+    bytes are no multiple of 8 is taken as integers of its elements' size.
     """
-    places = {device: torch.arange(0, 2 * CHUNK_ELEMENTS // ROW, 2, device=device) for device in {tensor.device for tensor in tensors}}
+    places = {
+        device: torch.arange(0, 2 * CHUNK_ELEMENTS // ROW, 2, device=device)
+        for device in {tensor.device for tensor in tensors}
+    }
     sums = [_fingerprint(tensor.detach(), places[tensor.device]) for tensor in tensors]
     return [f"{total & (2**64 - 1):016x}" for total in (torch.stack(sums).tolist() if sums else [])]
 
 
 def sums(tensors: list[Tensor]) -> list[str]:
-    """64 bits for each tensor that depend on its numbers and not on their order: the sum of their bits, taken as integers."""
+    """64 bits for each tensor that depend on its numbers and not on their order: the sum of their bits, taken as
+    integers.
+    """
     of_size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     found = [tensor.detach().view(of_size[tensor.element_size()]).sum() for tensor in tensors]
     return [f"{int(total) & (2**64 - 1):016x}" for total in found]
@@ -38,7 +43,9 @@ def _fingerprint(tensor: Tensor, places: Tensor) -> Tensor:
     raw = tensor.contiguous().view(-1)
     several = 8 // raw.element_size()
     if raw.numel() % several == 0:
-        words = (raw.clone() if raw.storage_offset() % several else raw).view(torch.int64)  # 64 bits begin at multiples of 8 bytes alone
+        words = (raw.clone() if raw.storage_offset() % several else raw).view(
+            torch.int64
+        )  # 64 bits begin at multiples of 8 bytes alone
     else:
         words = raw.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[raw.element_size()])
     size = CHUNK_ELEMENTS_CPU if raw.device.type == "cpu" else CHUNK_ELEMENTS
@@ -51,7 +58,9 @@ def _fingerprint(tensor: Tensor, places: Tensor) -> Tensor:
 
 
 def _sum(words: Tensor, places: Tensor) -> Tensor:
-    """The sum of x[i] * (2 i + 1). With i = ROW * row + column it is one over columns and one over rows, without a product per word."""
+    """The sum of x[i] * (2 i + 1). With i = ROW * row + column it is one over columns and one over rows, without a
+    product per word.
+    """
     words = words.to(torch.int64)
     if words.numel() <= ROW:
         return (words * (places[: len(words)] + 1)).sum()

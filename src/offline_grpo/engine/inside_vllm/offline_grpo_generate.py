@@ -1,8 +1,9 @@
-"""POST /generate, which Atropos environments call: completions of one prompt, with the token ids and logprobs that GRPO needs. And
-POST /generate_tokens, which a run's own client calls: the same without text and without whatever else takes time per token.
+"""POST /generate, which Atropos environments call: completions of one prompt, with the token ids and logprobs that GRPO
+needs. And POST /generate_tokens, which a run's own client calls: the same without text and without whatever else takes
+time per token.
 
-vLLM loads the class by `--middleware`, and its own endpoints stay as they are. Like its neighbour, the module stands alone. All that it
-uses of vLLM is alike from 0.25 to 0.32.
+vLLM loads the class by `--middleware`, and its own endpoints stay as they are. Like its neighbour, the module stands
+alone. All that it uses of vLLM is alike from 0.25 to 0.32.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ NOT_NOW = getattr(exceptions, "VLLMError", EngineDeadError)
 class Generate:
     """ASGI middleware that answers POST /generate and POST /generate_tokens itself, and passes everything else on.
 
-    A request to /generate has `prompt`, a string or `{"prompt_token_ids": [...]}`, and any of vLLM's sampling parameters. `logprobs` is 0
-    where it is not given: that of the chosen token alone. `model` names an adapter, or the base model; without it the adapter that was
-    loaded last is sampled from, so that callers need not know that weights are pushed. `stream: true` answers in lines of
-    `{"text": [prompt + text]}`. A request to /generate_tokens has the same, but for `stream`, and without `model` it asks the base model.
+    A request to /generate has `prompt`, a string or `{"prompt_token_ids": [...]}`, and any of vLLM's sampling
+    parameters. `logprobs` is 0 where it is not given: that of the chosen token alone. `model` names an adapter, or the
+    base model; without it the adapter that was loaded last is sampled from, so that callers need not know that weights
+    are pushed. `stream: true` answers in lines of `{"text": [prompt + text]}`. A request to /generate_tokens has the
+    same, but for `stream`, and without `model` it asks the base model.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -75,7 +77,9 @@ class Generate:
             request = KINDS[scope["path"]](body, state)
         except OF_REQUEST as error:
             raise Refusal(400, str(error)) from error
-        working = asyncio.create_task(request.stream(engine, send) if request.is_stream else request.complete(engine, send))
+        working = asyncio.create_task(
+            request.stream(engine, send) if request.is_stream else request.complete(engine, send)
+        )
         leaving = asyncio.create_task(receive())  # returns when the client has gone
         try:
             while not (working.done() or leaving.done()):
@@ -89,14 +93,17 @@ class Generate:
             await asyncio.gather(working, leaving, return_exceptions=True)
 
     async def _check_awake(self, engine: Any) -> None:
-        if self._was_sent_to_sleep:  # the engine is not asked otherwise: it would take its time, and says the same of a pause
+        if (
+            self._was_sent_to_sleep
+        ):  # the engine is not asked otherwise: it would take its time, and says the same of a pause
             self._was_sent_to_sleep = await engine.is_sleeping()
         if self._was_sent_to_sleep:
             raise Refusal(503, "the engine sleeps; POST /wake_up wakes it")
 
 
 class Request:
-    """What one body asks for. Raises one of OF_REQUEST or Refusal for anything impossible that is seen before the engine sees it.
+    """What one body asks for. Raises one of OF_REQUEST or Refusal for anything impossible that is seen before the
+    engine sees it.
 
     Args:
         state: of vLLM's application.
@@ -111,7 +118,9 @@ class Request:
             raise ValueError("a JSON object with a prompt belongs here")
         self.is_stream = bool(fields.pop("stream", False))
         self.tokenizer = state.engine_client.tokenizer
-        self.prompt_ids, self._prompt = self._read_prompt(fields.pop("prompt", None), state.engine_client.model_config.get_vocab_size())
+        self.prompt_ids, self._prompt = self._read_prompt(
+            fields.pop("prompt", None), state.engine_client.model_config.get_vocab_size()
+        )
         self.adapter = self._adapter(fields.pop("model", None), state.openai_serving_models)
         if unknown := fields.keys() - SAMPLING:
             raise ValueError(
@@ -125,7 +134,9 @@ class Request:
         params.flat_logprobs = not self.is_stream
         self.wants_text = params.detokenize
         if not (self.is_stream or params.stop):
-            params.detokenize = False  # the text of a whole completion is made from its tokens faster than token by token
+            params.detokenize = (
+                False  # the text of a whole completion is made from its tokens faster than token by token
+            )
         self.params = params
 
     @property
@@ -174,21 +185,37 @@ class Request:
                 if not has_begun:
                     has_begun = True
                     await send(start(200, b"application/x-ndjson"))
-                await send({"type": "http.response.body", "body": msgspec.json.encode({"text": texts}) + b"\n", "more_body": True})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": msgspec.json.encode({"text": texts}) + b"\n",
+                        "more_body": True,
+                    }
+                )
         except Refusal as refusal:
             if not has_begun:
                 raise
-            await send({"type": "http.response.body", "body": msgspec.json.encode({"error": str(refusal)}) + b"\n", "more_body": True})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": msgspec.json.encode({"error": str(refusal)}) + b"\n",
+                    "more_body": True,
+                }
+            )
         await send({"type": "http.response.body", "body": b""})
 
     async def _outputs(self, engine: Any) -> AsyncIterator[Any]:
         """vLLM's outputs. Raises Refusal where they are not the completions that were asked for."""
-        generating = engine.generate(tokens_input(self.prompt_ids), self.params, f"generate-{uuid.uuid4().hex}", lora_request=self.adapter)
+        generating = engine.generate(
+            tokens_input(self.prompt_ids), self.params, f"generate-{uuid.uuid4().hex}", lora_request=self.adapter
+        )
         try:
             async with contextlib.aclosing(generating):
                 async for output in generating:
                     if self.refused & {completion.finish_reason for completion in output.outputs}:
-                        raise Refusal(503, "the engine aborted the request, as it does for a push of weights; send it again")
+                        raise Refusal(
+                            503, "the engine aborted the request, as it does for a push of weights; send it again"
+                        )
                     yield output
         except EngineDeadError as error:
             raise Refusal(503, "the engine has died") from error
@@ -206,13 +233,15 @@ class Request:
         ids = list(output.token_ids)[: -1 if ends_itself else None]
         before = self.prompt_ids[-CONTEXT_TOKENS:]
         context, whole = (
-            self.tokenizer.decode(tokens, skip_special_tokens=self.params.skip_special_tokens) for tokens in (before, before + ids)
+            self.tokenizer.decode(tokens, skip_special_tokens=self.params.skip_special_tokens)
+            for tokens in (before, before + ids)
         )
         return whole.removeprefix(context)
 
 
 class TokensRequest(Request):
-    """What a body asks of POST /generate_tokens. Only stop strings have tokens turned into text, and a token has one logprob, its own.
+    """What a body asks of POST /generate_tokens. Only stop strings have tokens turned into text, and a token has one
+    logprob, its own.
 
     An aborted completion is handed out, for it is the client that knows whether to ask again.
     """
@@ -247,7 +276,9 @@ KINDS: dict[str, type[Request]] = {PATH: Request, TOKENS_PATH: TokensRequest}
 
 
 def adapter_named(name: Any, models: Any) -> Any:
-    """vLLM's request for the adapter of that name; for None that for the newest adapter, if there is one. None is the base model."""
+    """vLLM's request for the adapter of that name; for None that for the newest adapter, if there is one. None is the
+    base model.
+    """
     adapters = models.lora_requests
     if name is None:
         return max(adapters.values(), key=lambda adapter: adapter.lora_int_id, default=None)
@@ -269,5 +300,7 @@ def by_position(logprobs: Any) -> list[dict[int, float]]:
 def finite(logprobs: Sequence[float]) -> list[float]:
     """Logprobs as JSON can have them. Raises Refusal for NaN."""
     if any(map(math.isnan, logprobs)):
-        raise Refusal(500, "a logprob is not a number; the weights that are served, or their activations, are probably not finite")
+        raise Refusal(
+            500, "a logprob is not a number; the weights that are served, or their activations, are probably not finite"
+        )
     return [max(value, LOWEST_LOGPROB) for value in logprobs]

@@ -1,9 +1,9 @@
 """vLLM's scheduler, which hands tokens to the HTTP server in bundles where nobody reads them one by one.
 
-vLLM loads it by `--scheduler-cls`. Its engine sends every token, with its logprob, to the process that answers requests, as soon as it is
-drawn. For a completion that is answered in one piece this is work for nothing: three arrays to encode and to decode for each token. The
-engine is one Python process, for which the GPU waits if the model is small. Like its neighbours, the module stands alone; all that it uses
-of vLLM is alike from 0.25 to 0.32.
+vLLM loads it by `--scheduler-cls`. Its engine sends every token, with its logprob, to the process that answers
+requests, as soon as it is drawn. For a completion that is answered in one piece this is work for nothing: three arrays
+to encode and to decode for each token. The engine is one Python process, for which the GPU waits if the model is small.
+Like its neighbours, the module stands alone; all that it uses of vLLM is alike from 0.25 to 0.32.
 """
 
 from __future__ import annotations
@@ -24,11 +24,21 @@ BUNDLE_TOKENS = 32
 """More would save little, and keep the HTTP server idle until all completions end at once."""
 
 IN_ONE_PIECE = {"VLLM_MSGPACK_ZERO_COPY_THRESHOLD": str(2**30)}
-"""vLLM sends arrays from 256 bytes on, such as those of a bundle, in parts of a message of their own. It then asks zmq whether the last
-part has left, and before 0.32 wrote the next message over the first part, which may not have: the HTTP server got messages that it could
-not decode, or one twice and another one never. Arrays up to this size are within the one part that there is then."""
+"""vLLM sends arrays from 256 bytes on, such as those of a bundle, in parts of a message of their own. It then asks zmq
+whether the last part has left, and before 0.32 wrote the next message over the first part, which may not have: the HTTP
+server got messages that it could not decode, or one twice and another one never. Arrays up to this size are within the
+one part that there is then."""
 
-JOINED = {"request_id", "new_token_ids", "new_logprobs", "finish_reason", "stop_reason", "events", "prefill_stats", "trace_headers"}
+JOINED = {
+    "request_id",
+    "new_token_ids",
+    "new_logprobs",
+    "finish_reason",
+    "stop_reason",
+    "events",
+    "prefill_stats",
+    "trace_headers",
+}
 JOINED |= {"num_nans_in_logits"}
 """What `joined` takes care of, or the last output has anyway."""
 OTHERS = [name for name in EngineCoreOutput.__struct_fields__ if name not in JOINED]
@@ -37,15 +47,17 @@ _not_joined = attrgetter(*OTHERS)
 
 
 def bundling_scheduler(vllm_config: Any, **others: Any) -> Any:
-    """The scheduler that vLLM would take for this configuration, with `Bundling`. vLLM makes it before its thread that sends outputs."""
+    """The scheduler that vLLM would take for this configuration, with `Bundling`. vLLM makes it before its thread that
+    sends outputs.
+    """
     os.environ.update(IN_ONE_PIECE)
     kind = AsyncBundling if vllm_config.scheduler_config.async_scheduling else SyncBundling
     return kind(vllm_config=vllm_config, **others)
 
 
 class Bundling:
-    """Mixed into a scheduler of vLLM's. A request that ends, for whatever reason, takes its held outputs along; those of an aborted one
-    are dropped, as vLLM drops what it has sent of it."""
+    """Mixed into a scheduler of vLLM's. A request that ends, for whatever reason, takes its held outputs along; those
+    of an aborted one are dropped, as vLLM drops what it has sent of it."""
 
     requests: dict[str, Any]
 
@@ -86,7 +98,9 @@ class AsyncBundling(Bundling, AsyncScheduler):
 
 
 def _may_wait(request: Any) -> bool:
-    """Whether the answer to the request has no parts, and nobody looks for strings in its text, which is done where it is answered."""
+    """Whether the answer to the request has no parts, and nobody looks for strings in its text, which is done where it
+    is answered.
+    """
     params = None if request is None else request.sampling_params
     return params is not None and params.output_kind is RequestOutputKind.FINAL_ONLY and not params.detokenize
 
@@ -94,7 +108,9 @@ def _may_wait(request: Any) -> bool:
 def _is_plain(output: EngineCoreOutput) -> bool:
     """Whether it has nothing that `joined` would lose if another output came after it."""
     try:
-        return _not_joined(output) == NOTHING  # identity first, for each: three times as fast as to compare them one by one
+        return (
+            _not_joined(output) == NOTHING
+        )  # identity first, for each: three times as fast as to compare them one by one
     except ValueError:  # an array, which is neither equal to None nor unequal
         return False
 
@@ -107,8 +123,12 @@ def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
     last.events = [event for output in outputs for event in output.events or ()] or None
     pieces = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
     if pieces:
-        width = min(piece.logprobs.shape[1] for piece in pieces)  # a step has as many columns as the request in it that wants most
+        width = min(
+            piece.logprobs.shape[1] for piece in pieces
+        )  # a step has as many columns as the request in it that wants most
         token_ids = np.concatenate([piece.logprob_token_ids[:, :width] for piece in pieces])
         logprobs = np.concatenate([piece.logprobs[:, :width] for piece in pieces])
-        last.new_logprobs = LogprobsLists(token_ids, logprobs, np.concatenate([piece.sampled_token_ranks for piece in pieces]))
+        last.new_logprobs = LogprobsLists(
+            token_ids, logprobs, np.concatenate([piece.sampled_token_ranks for piece in pieces])
+        )
     return last

@@ -1,8 +1,10 @@
-"""What must run inside vLLM: exports its weights, tells which rows of which tensor are which parameter, and adds them up for proofs.
+"""What must run inside vLLM: exports its weights, tells which rows of which tensor are which parameter, and adds them
+up for proofs.
 
-This folder is put on the server's PYTHONPATH, and vLLM loads the class by `--worker-extension-cls`; no file of vLLM is touched. The module
-stands alone (torch, vLLM, its neighbours in this folder), because the server may run in another environment than the trainer. Methods are
-called through POST /collective_rpc and return plain JSON types: anything else would end the server.
+This folder is put on the server's PYTHONPATH, and vLLM loads the class by `--worker-extension-cls`; no file of vLLM is
+touched. The module stands alone (torch, vLLM, its neighbours in this folder), because the server may run in another
+environment than the trainer. Methods are called through POST /collective_rpc and return plain JSON types: anything else
+would end the server.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def prepare_process() -> None:
 
 
 def _end_with(guardian: int) -> None:
-    """Kill the server's processes when its guardian is killed: the API's ends then, and vLLM's engine would stay for ever."""
+    """Kill the server's processes when its guardian is killed: the API's ends then, and vLLM's engine would stay for
+    ever.
+    """
     try:
         gone = os.pidfd_open(guardian)
     except ProcessLookupError:
@@ -54,7 +58,9 @@ def _end_with(guardian: int) -> None:
 
 
 def _tell_when_memory_is_taken(path: str) -> None:
-    """Make a file once vLLM has measured what is free on the GPUs and allocated its KV cache, in all processes of the server."""
+    """Make a file once vLLM has measured what is free on the GPUs and allocated its KV cache, in all processes of the
+    server.
+    """
     from vllm.v1.worker.gpu_worker import Worker  # on a CPU too
 
     initialize = Worker.initialize_from_config
@@ -116,8 +122,8 @@ class WorkerExtension:
     def grpo_export(self) -> dict[str, Any]:
         """Handles of every storage that holds parameters, and where in it each tensor lies.
 
-        On a GPU the storages stay where they are, because CUDA graphs hold their addresses. On the CPU they move into anonymous shared
-        memory, which has no name that could outlive the processes.
+        On a GPU the storages stay where they are, because CUDA graphs hold their addresses. On the CPU they move into
+        anonymous shared memory, which has no name that could outlive the processes.
         """
         model = _model(self)
         if not hasattr(self, "_grpo_files"):
@@ -170,7 +176,8 @@ class WorkerExtension:
     def grpo_state(self) -> dict[str, Any]:
         """The weights' dtype, and the fingerprint of each checkpoint parameter that the server has in this dtype.
 
-        No fingerprints where the server holds something else than the checkpoint's parameters: parts of them, or quantised ones.
+        No fingerprints where the server holds something else than the checkpoint's parameters: parts of them, or
+        quantised ones.
         """
         views = {} if any(_refusals(self.vllm_config)) else self._grpo_views()
         dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
@@ -184,7 +191,9 @@ class WorkerExtension:
     def _grpo_views(self) -> dict[str, Tensor]:
         """The rows that are a checkpoint parameter, by its name. Some tensors are always in fp32: state decays, gates."""
         tensors = {plain_name(name): p.data for name, p in _model(self).named_parameters(remove_duplicate=False)}
-        of_dtype = {name: tensor for name, tensor in tensors.items() if tensor.dtype == self.vllm_config.model_config.dtype}
+        of_dtype = {
+            name: tensor for name, tensor in tensors.items() if tensor.dtype == self.vllm_config.model_config.dtype
+        }
         return {
             entry["name"]: torch.atleast_1d(of_dtype[entry["tensor"]]).narrow(0, entry["row"], entry["rows"])
             for entry in layout(_model(self))
@@ -248,7 +257,9 @@ def _text(data: bytes) -> str:
 
 
 class TokenGate:
-    """ASGI middleware: every request but GET /health needs the token. vLLM's own --api-key guards /v1 alone, not the control endpoints."""
+    """ASGI middleware: every request but GET /health needs the token. vLLM's own --api-key guards /v1 alone, not the
+    control endpoints.
+    """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
@@ -265,7 +276,12 @@ class TokenGate:
             return
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send({"type": "http.response.body", "body": b'{"error": "this server needs its token: Authorization: Bearer ..."}'})
+        await send(
+            {
+                "type": "http.response.body",
+                "body": b'{"error": "this server needs its token: Authorization: Bearer ..."}',
+            }
+        )
 
 
 prepare_process()

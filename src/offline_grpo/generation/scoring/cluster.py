@@ -133,7 +133,9 @@ class ClusterScorers:
             if not self._machines or time.monotonic() - self._looked_s > LOOK_INTERVAL_S:
                 self._look()
             if not self._machines:
-                raise ScoreError(f"no machine is left in the Ray cluster at placement.address={self._address} that could score")
+                raise ScoreError(
+                    f"no machine is left in the Ray cluster at placement.address={self._address} that could score"
+                )
             return min(self._machines.values(), key=lambda machine: machine.num_open)
 
     def _look(self) -> None:
@@ -148,7 +150,11 @@ class ClusterScorers:
         for node_id, node in (sound if self._machines or sound else new).items():
             there = NodeAffinitySchedulingStrategy(node_id, soft=False)
             # of no CPU core as Ray counts them: those are for servers, and scoring is short
-            actor = ray.remote(ScoringActor).options(num_cpus=0, scheduling_strategy=there).remote(self._setup, Path.cwd(), sys.path)
+            actor = (
+                ray.remote(ScoringActor)
+                .options(num_cpus=0, scheduling_strategy=there)
+                .remote(self._setup, Path.cwd(), sys.path)
+            )
             self._machines[node_id] = _Machine(node_id, node["NodeManagerHostname"], actor)
 
     def _lose(self, machine: _Machine) -> None:

@@ -1,9 +1,10 @@
-"""The process below which foreign code scores completions: forks workers, keeps their deadlines, and ends them with all they started.
+"""The process below which foreign code scores completions: forks workers, keeps their deadlines, and ends them with all
+they started.
 
     python -c 'from offline_grpo.generation.scoring.host import main; main()'
 
-Started by `scorers.py`; standard input is a socket that it listens to. It runs no foreign code itself. When the socket closes, because the
-run let go or died by whatever signal, it kills everything below it and ends.
+Started by `scorers.py`; standard input is a socket that it listens to. It runs no foreign code itself. When the socket
+closes, because the run let go or died by whatever signal, it kills everything below it and ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from typing import Any
 import psutil
 
 from offline_grpo.generation.scoring import worker as worker_process
-from offline_grpo.generation.scoring.messages import LINE_BYTES, Request, Setup, failed, frame, line, read_frame, read_line
+from offline_grpo.generation.scoring.messages import (
+    LINE_BYTES,
+    Request,
+    Setup,
+    failed,
+    frame,
+    line,
+    read_frame,
+    read_line,
+)
 
 START_S = 300.0
 """For a worker to build the task: it may import a lot."""
@@ -125,8 +135,8 @@ class _Host:
     async def answer(self, request: Request) -> None:
         """Have a completion scored, and say what came of it.
 
-        A worker that has to be killed, or dies, takes the async scores with it that it awaits beside the one that is to blame. Which one
-        that is shows when each is scored again, alone.
+        A worker that has to be killed, or dies, takes the async scores with it that it awaits beside the one that is to
+        blame. Which one that is shows when each is scored again, alone.
         """
         answer = await self._ask(await self._free_worker(), request)
         if answer is None:
@@ -142,7 +152,10 @@ class _Host:
         self._num_waiting += 1
         try:
             while True:
-                if self._free.empty() and sum(worker.is_shared for worker in self._workers.values()) < self._setup.num_workers:
+                if (
+                    self._free.empty()
+                    and sum(worker.is_shared for worker in self._workers.values()) < self._setup.num_workers
+                ):
                     self._fork(is_shared=True)
                 if (worker := await self._free.get()).is_alive:
                     return worker
@@ -247,10 +260,16 @@ class _Host:
                     return
                 code = os.waitstatus_to_exitcode(status)
                 if (worker := self._workers.get(pid)) is not None:
-                    self._end(worker, "crashed", f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}")
+                    self._end(
+                        worker,
+                        "crashed",
+                        f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}",
+                    )
 
     def _sweep(self) -> None:
-        """Kill what workers have left behind that are no more. (What those leave behind that live is theirs: see `worker._alone_with`.)"""
+        """Kill what workers have left behind that are no more. (What those leave behind that live is theirs: see
+        `worker._alone_with`.)
+        """
         left = [child for child in psutil.Process().children() if child.pid not in self._workers]
         for child in left:
             _kill_below(child)

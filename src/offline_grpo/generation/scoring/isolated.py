@@ -34,8 +34,8 @@ class Asked(Protocol):
 class IsolatedTask:
     """A `Task` like `task`, whose `score` is async and asks `scorers`.
 
-    Code that takes longer than `timeout_s`, needs more than `memory_mib`, ends its process or raises costs a score of 0 that says so
-    (`Score.failure`), or less, see `judging.scores_of`; of each cause the first one is told.
+    Code that takes longer than `timeout_s`, needs more than `memory_mib`, ends its process or raises costs a score of 0
+    that says so (`Score.failure`), or less, see `judging.scores_of`; of each cause the first one is told.
     """
 
     def __init__(self, task: Task, scorers: Asked, settings: ScoringConfig) -> None:
@@ -63,7 +63,9 @@ class IsolatedTask:
         self._scorers.close()
 
     def _tell_of_edits(self) -> None:
-        """Each file once. Processes that score import it when they start, at any time: the one that forks them must not (see `host.py`)."""
+        """Each file once. Processes that score import it when they start, at any time: the one that forks them must not
+        (see `host.py`).
+        """
         self._looked_s = time.monotonic()
         for file in [file for file, content in self._code.items() if _content(file) != content]:
             del self._code[file]

@@ -1,4 +1,5 @@
-"""What the processes of scoring say to each other: pickles, each after its length, towards those that score, and lines of JSON back.
+"""What the processes of scoring say to each other: pickles, each after its length, towards those that score, and lines
+of JSON back.
 
 Nothing that comes from a process with foreign code in it is unpickled.
 """
@@ -35,7 +36,9 @@ class Setup:
     printed: Path | None  # the file for what foreign code prints
 
     @classmethod
-    def of(cls, make_task: Callable[[], Task], settings: ScoringConfig, *, preload: Sequence[str], printed: Path | None) -> Setup:
+    def of(
+        cls, make_task: Callable[[], Task], settings: ScoringConfig, *, preload: Sequence[str], printed: Path | None
+    ) -> Setup:
         """For the settings of a run.
 
         Args:

@@ -29,10 +29,16 @@ class Scorers:
         self._broken: ScoreError | None = None
         self._socket, theirs = socket.socketpair()
         with theirs:
-            code = f"import sys; sys.path[:] = {sys.path!r}; from offline_grpo.generation.scoring.host import main; main()"
+            code = (
+                f"import sys; sys.path[:] = {sys.path!r}; from offline_grpo.generation.scoring.host import main; main()"
+            )
             nowhere = subprocess.DEVNULL
             self._host = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=theirs.fileno(), stdout=nowhere, stderr=nowhere, start_new_session=True
+                [sys.executable, "-c", code],
+                stdin=theirs.fileno(),
+                stdout=nowhere,
+                stderr=nowhere,
+                start_new_session=True,
             )
 
     async def answer(self, problem: Problem, text: str) -> dict[str, Any]:
@@ -81,7 +87,9 @@ class Scorers:
         reason = answer["broken"] if answer is not None else "the process that starts them has ended"
         trace = f"\n{answer['traceback']}" if answer and answer["traceback"] else ""
         memory = f"scoring.memory_mib={self._setup.memory_bytes // 2**20} may be too little for what they import"
-        self._broken = ScoreError(f"the processes that score do not work: {reason}; {memory}; scoring.workers=0 needs none{trace}")
+        self._broken = ScoreError(
+            f"the processes that score do not work: {reason}; {memory}; scoring.workers=0 needs none{trace}"
+        )
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(self._broken)

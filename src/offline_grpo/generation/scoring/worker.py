@@ -60,7 +60,9 @@ def _alone_with(connection: socket.socket, output: int) -> socket.socket:
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what its shells leave behind stays its own: see `host._Host._sweep`
+        ctypes.CDLL(None).prctl(
+            PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
+        )  # what its shells leave behind stays its own: see `host._Host._sweep`
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -95,7 +97,9 @@ class _Worker:
                 self._answer(self._result(read_frame(reader)))
 
     def _result(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What it returns; async scores go on meanwhile. The loop runs at no other time: a score that is not async may run one itself."""
+        """What it returns; async scores go on meanwhile. The loop runs at no other time: a score that is not async may
+        run one itself.
+        """
         waiting = self._loop.create_task(coroutine)
         while not waiting.done():
             # of a task that a score has made: asyncio leaves its loop, and all that it awaits
@@ -134,7 +138,9 @@ class _Worker:
         about = {"number": request.number, "used_up": used_up}
         said = line(answer | about)
         is_long = len(said) > LINE_BYTES
-        self._writer.write(line(failed("raised", f"the score has {len(said):,} bytes of parts") | about) if is_long else said)
+        self._writer.write(
+            line(failed("raised", f"the score has {len(said):,} bytes of parts") | about) if is_long else said
+        )
 
 
 def _has_many_children() -> bool:

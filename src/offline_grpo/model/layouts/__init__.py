@@ -1,4 +1,6 @@
-"""The layouts of `model.layout`, and the choice that `auto` makes. A layout is a class that implements `interfaces.Layout`."""
+"""The layouts of `model.layout`, and the choice that `auto` makes. A layout is a class that implements
+`interfaces.Layout`.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ def layout_named(name: str) -> Layout | None:
         return None
     if name not in LAYOUTS:
         names = ", ".join(("auto", *LAYOUTS))
-        raise ConfigError(f"model.layout={name}: must be one of {names}; a layout of your own is chosen by model/layout={name}")
+        raise ConfigError(
+            f"model.layout={name}: must be one of {names}; a layout of your own is chosen by model/layout={name}"
+        )
     return LAYOUTS[name]()
 
 
 def layouts_for(layout: Layout | None, device: torch.device, dtype: torch.dtype) -> list[Layout]:
-    """`layout`; where it is None (`auto`), those that run on `device` in `dtype`, the fastest first and padded rows last.
+    """`layout`; where it is None (`auto`), those that run on `device` in `dtype`, the fastest first and padded rows
+    last.
 
     Raises:
         ConfigError: `layout` does not run there.

@@ -1,7 +1,8 @@
-"""The varlen layout with FlashAttention 4, which is twice as fast as torch's kernel on long sequences, on Hopper and Blackwell GPUs.
+"""The varlen layout with FlashAttention 4, which is twice as fast as torch's kernel on long sequences, on Hopper and
+Blackwell GPUs.
 
-It is the package `flash-attn-4`. It compiles its kernels for a model's heads when they first run, which takes seconds, and keeps them in
-the user's cache folder.
+It is the package `flash-attn-4`. It compiles its kernels for a model's heads when they first run, which takes seconds,
+and keeps them in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def _is_installed() -> bool:
 
 @functools.cache
 def _interface() -> Any:
-    """The package's functions without autograd: torch.compile can call them only as operators, with a backward pass of their own."""
+    """The package's functions without autograd: torch.compile can call them only as operators, with a backward pass of
+    their own.
+    """
     cache = user_cache("flash-attn-4")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache))
@@ -73,9 +76,13 @@ def _settings(boundaries: Tensor, longest: int, scale: float, window: int) -> di
 
 
 @torch.library.custom_op("offline_grpo::flash4", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float, window: int) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
     """See `varlen.Kernel`; no window is 0. Returns also ln(sum(exp(scores))), [heads, T] in float32."""
-    out, logsumexp, *_ = _interface()._flash_attn_fwd(q, k, v, return_lse=True, **_settings(boundaries, longest, scale, window))
+    out, logsumexp, *_ = _interface()._flash_attn_fwd(
+        q, k, v, return_lse=True, **_settings(boundaries, longest, scale, window)
+    )
     return out, logsumexp
 
 
@@ -118,7 +125,9 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float | None, window: int | None) -> Tensor:
+def _kernel(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float | None, window: int | None
+) -> Tensor:
     return _forward(q, k, v, boundaries, longest, q.shape[-1] ** -0.5 if scale is None else scale, window or 0)[0]
 
 

@@ -1,12 +1,14 @@
 """The tree layout: prefixes that sequences share are computed once.
 
-The completions of a prompt repeat the prompt, and short completions repeat each other. Here all sequences of a prompt share one row,
-which holds the tree of their prefixes. A token attends to its ancestors in the tree, which are the tokens before it in its sequence.
+The completions of a prompt repeat the prompt, and short completions repeat each other. Here all sequences of a prompt
+share one row, which holds the tree of their prefixes. A token attends to its ancestors in the tree, which are the
+tokens before it in its sequence.
 
     2+3=5   2+3=6   2+3=56      one row:     2 + 3 = 5 6 6          the second 6 is the child of 5
                                 position:    0 1 2 3 4 4 5
 
-The layout pays where prompts are long and completions short. Its attention mask grows with the square of the row's length.
+The layout pays where prompts are long and completions short. Its attention mask grows with the square of the row's
+length.
 """
 
 from __future__ import annotations
@@ -97,7 +99,9 @@ class PrefixTrees:
     columns: Tensor  # [T]
 
     def attention_mask(self, dtype: torch.dtype) -> Tensor:
-        """What is added to attention scores, [R, 1, L, L]: 0 for a node and its ancestors, the smallest number elsewhere."""
+        """What is added to attention scores, [R, 1, L, L]: 0 for a node and its ancestors, the smallest number
+        elsewhere.
+        """
         num_rows, length = self.token_ids.shape
         device = self.token_ids.device
         is_ancestor = torch.eye(length, dtype=torch.bool, device=device).repeat(num_rows, 1, 1)  # [R, L, L]
@@ -118,7 +122,10 @@ def prefix_trees(batch: TokenBatch) -> PrefixTrees | None:
 @lru_cache(maxsize=16)
 def _grown(token_bytes: bytes, mask_bytes: bytes, lengths: tuple[int, ...]) -> PrefixTrees | None:
     """Kept, because the policy is trained on the batches that the reference has scored, in each epoch again."""
-    token_ids, is_completion = np.frombuffer(token_bytes, np.int64).tolist(), np.frombuffer(mask_bytes, np.bool_).tolist()
+    token_ids, is_completion = (
+        np.frombuffer(token_bytes, np.int64).tolist(),
+        np.frombuffer(mask_bytes, np.bool_).tolist(),
+    )
     trees: dict[tuple[int, ...], _Tree] = {}
     row_of_prompt: dict[tuple[int, ...], int] = {}
     rows: list[int] = []

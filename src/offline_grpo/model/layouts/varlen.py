@@ -17,8 +17,11 @@ from offline_grpo.model.layouts.padded import CHUNK, Padded
 from offline_grpo.types import TokenBatch
 
 VARLEN = "offline_grpo_varlen"
-HARMLESS = frozenset({"dropout", "position_ids", "cu_seq_lens_k", "max_length_k", "is_causal", "use_cache", "output_attentions"})
-"""Arguments of transformers' attention functions that can be ignored here; any other argument that is set is refused."""
+HARMLESS = frozenset(
+    {"dropout", "position_ids", "cu_seq_lens_k", "max_length_k", "is_causal", "use_cache", "output_attentions"}
+)
+"""Arguments of transformers' attention functions that can be ignored here; any other argument that is set is refused.
+"""
 
 
 def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -75,20 +78,25 @@ class Varlen:
 
 
 def _packs(decoder: nn.Module, batch: TokenBatch) -> bool:
-    """Whether the kernel can do what the model does with this batch. It knows windows, and no chunks; padded rows are right for both."""
+    """Whether the kernel can do what the model does with this batch. It knows windows, and no chunks; padded rows are
+    right for both.
+    """
     chunk = getattr(decoder.config, CHUNK, None)
     return chunk is None or max(batch.sequence_lengths) <= chunk
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None], Tensor]
-"""Causal attention of q [T, heads, D], k and v [T, kv_heads, D] within the sequences between boundaries [S+1], the longest of which has so
-many tokens. The scale of the scores is 1 / sqrt(D) if None, and a window is how many tokens a token sees, itself included. [T, heads, D]"""
+"""Causal attention of q [T, heads, D], k and v [T, kv_heads, D] within the sequences between boundaries [S+1], the
+longest of which has so many tokens. The scale of the scores is 1 / sqrt(D) if None, and a window is how many tokens a
+token sees, itself included. [T, heads, D]"""
 
 
 def register(name: str, kernel: Kernel) -> None:
-    """Put a kernel behind transformers' attention interface. There it raises ValueError if a model asks for attention of another kind.
+    """Put a kernel behind transformers' attention interface. There it raises ValueError if a model asks for attention
+    of another kind.
 
-    No way to make masks is registered with it: transformers then makes none, and does not wait for the GPU to look for sequences.
+    No way to make masks is registered with it: transformers then makes none, and does not wait for the GPU to look for
+    sequences.
     """
     AttentionInterface.register(name, functools.partial(_attention, kernel))
 
@@ -108,20 +116,29 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """[1, T, heads, D], and no attention weights."""
     if cu_seq_lens_q is None:
-        raise ValueError("variable-length attention needs cu_seq_lens_q: this model drops the arguments that its decoder is called with")
+        raise ValueError(
+            "variable-length attention needs cu_seq_lens_q: this model drops the arguments that its decoder is called with"
+        )
     others["attention_mask"] = attention_mask
-    unknown = sorted(name for name, value in others.items() if name not in HARMLESS and value is not None and value is not False)
+    unknown = sorted(
+        name for name, value in others.items() if name not in HARMLESS and value is not None and value is not False
+    )
     if unknown:
         raise ValueError(f"variable-length attention has no {', '.join(unknown)}")
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [T, heads, D]
     return kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)[None], None
 
 
-def _torch_kernel(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float | None, window: int | None) -> Tensor:
+def _torch_kernel(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float | None, window: int | None
+) -> Tensor:
     """`torch.nn.attention.varlen`, which is FlashAttention 2."""
     from torch.nn.attention.varlen import varlen_attn
 
-    how: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}  # to the left, besides itself
+    how: dict[str, Any] = {
+        "scale": scale,
+        "window_size": (-1 if window is None else window - 1, 0),
+    }  # to the left, besides itself
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         how["enable_gqa"] = True
     elif (heads_per_kv := q.shape[1] // k.shape[1]) > 1:

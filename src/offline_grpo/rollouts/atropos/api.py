@@ -1,8 +1,9 @@
 """The trainer's side of the Atropos API (`run-api`), a queue of groups in the memory of one process.
 
-What it does that its answers do not say: a second registration changes nothing, so the first trainer's settings stay; the first `/batch`
-lets environments register; a reset, or groups that came before the registration, leave it without a trainer until it is reset and
-registered with again; a batch with NaN or an infinity in it is answered with status 500, and lost.
+What it does that its answers do not say: a second registration changes nothing, so the first trainer's settings stay;
+the first `/batch` lets environments register; a reset, or groups that came before the registration, leave it without a
+trainer until it is reset and registered with again; a batch with NaN or an infinity in it is answered with status 500,
+and lost.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ TIMEOUT_S = 30.0
 BATCH_TIMEOUT_S = 300.0
 """For a whole batch."""
 MAX_BYTES_PER_TOKEN = 128
-"""Of a batch: two ids, at most three numbers of 20 digits, and the text, which the API repeats where an environment sends messages."""
+"""Of a batch: two ids, at most three numbers of 20 digits, and the text, which the API repeats where an environment
+sends messages.
+"""
 MAX_BYTES_PER_SEQUENCE = 2**16
 """Of a batch, beside its tokens."""
 MAX_ENVIRONMENTS = 1000
@@ -32,7 +35,8 @@ MAX_ENVIRONMENTS = 1000
 class Registration:
     """What a trainer tells the API, and through it the environments: the API's own names.
 
-    `wandb_group` is the name by which a run knows its registration again, and where environments log. `batch_size` counts sequences.
+    `wandb_group` is the name by which a run knows its registration again, and where environments log. `batch_size`
+    counts sequences.
     """
 
     wandb_group: str
@@ -91,8 +95,12 @@ class AtroposApi:
 
     def owner(self) -> Owner:
         """Whose registration it has."""
-        group = self._http.get("/wandb_info").read(lambda found: None if found["group"] is None else text_of(found["group"]))
-        sizes = self._http.get("/info").read(lambda found: (_count(found["batch_size"]), _count(found["max_token_len"])))
+        group = self._http.get("/wandb_info").read(
+            lambda found: None if found["group"] is None else text_of(found["group"])
+        )
+        sizes = self._http.get("/info").read(
+            lambda found: (_count(found["batch_size"]), _count(found["max_token_len"]))
+        )
         return Owner(group, *sizes)
 
     def register(self, registration: Registration) -> None:
@@ -108,13 +116,16 @@ class AtroposApi:
 
         Raises:
             NotRegistered: the API has no trainer.
-            EngineError: also where the batch is lost: see the top of this file, or larger than `max_tokens` can make it.
+            EngineError: also where the batch is lost: see the top of this file, or larger than `max_tokens` can make
+            it.
         """
         limit = max_tokens * MAX_BYTES_PER_TOKEN + (num_sequences + 1) * MAX_BYTES_PER_SEQUENCE
         try:
             answer = self._http.get("/batch", timeout_s=BATCH_TIMEOUT_S, max_bytes=limit)
         except TooLarge as error:
-            raise EngineError(f"{error} If it is: environments must not send distill_* or other long fields, which are not read") from error
+            raise EngineError(
+                f"{error} If it is: environments must not send distill_* or other long fields, which are not read"
+            ) from error
         if len(answer.body) > MAX_BYTES_PER_SEQUENCE:
             return answer
         found: Any = answer.read(lambda found: (found["batch"], found.get("status")))
@@ -125,7 +136,9 @@ class AtroposApi:
 
     def status(self) -> tuple[int, int]:
         """How many batches were formed since it was started, and how many groups are in the queue."""
-        return self._http.get("/status").read(lambda found: (_count(found["current_step"]), _count(found["queue_size"])))
+        return self._http.get("/status").read(
+            lambda found: (_count(found["current_step"]), _count(found["queue_size"]))
+        )
 
     def num_environments(self, at_least: int = 0) -> int:
         """How many environments have registered; `at_least` of them have, as an earlier call said.
@@ -137,7 +150,9 @@ class AtroposApi:
         return at_least
 
     def largest_group(self) -> int | None:
-        """The number of sequences of the largest group in the queue; of the newest one where no environment has registered."""
+        """The number of sequences of the largest group in the queue; of the newest one where no environment has
+        registered.
+        """
         size = self._of_environment(0, lambda found: _count(found["max_group_size"]))
         return self._http.get("/latest_example").read(lambda found: len(found["tokens"])) if size is None else size
 

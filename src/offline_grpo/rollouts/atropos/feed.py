@@ -27,18 +27,24 @@ log = logging.getLogger(__name__)
 class Feed:
     """Hands out the batches of one API, to which it is registered as `registration`.
 
-    The API forms all batches that it has groups for at once, and hands out the newest first. They are all taken, and turned round, unread:
-    environments stop at three, unless they are told otherwise. What is taken and not trained on is lost where the process is killed;
-    environments sample more.
+    The API forms all batches that it has groups for at once, and hands out the newest first. They are all taken, and
+    turned round, unread: environments stop at three, unless they are told otherwise. What is taken and not trained on
+    is lost where the process is killed; environments sample more.
 
     Args:
-        look_after: is called every two seconds of a wait. Raises EngineDied where the engine that environments ask has ended: they would
-            wait for it, and we for them.
+        look_after: is called every two seconds of a wait. Raises EngineDied where the engine that environments ask
+            has ended: they would wait for it, and we for them.
         restart_timeout_s: how long an API that does not answer any more is waited for.
     """
 
     def __init__(
-        self, api: AtroposApi, registration: Registration, *, poll_s: float, restart_timeout_s: float, look_after: Callable[[], None]
+        self,
+        api: AtroposApi,
+        registration: Registration,
+        *,
+        poll_s: float,
+        restart_timeout_s: float,
+        look_after: Callable[[], None],
     ) -> None:
         self._api = api
         self._registration = registration
@@ -70,7 +76,9 @@ class Feed:
             self._register(take_over=take_over)
             self._poll()
         except EngineError as error:
-            raise ConfigError(f"rollouts.url={self._api.url}: no Atropos API that works ({error}); start one with run-api") from error
+            raise ConfigError(
+                f"rollouts.url={self._api.url}: no Atropos API that works ({error}); start one with run-api"
+            ) from error
 
     def next(self, iteration: int) -> Answer:
         """The oldest batch; waits for one as long as it takes.
@@ -81,7 +89,8 @@ class Feed:
         Raises:
             EngineDied: see `look_after`.
             EngineError: the API stayed away.
-            ConfigError: another trainer has taken the API over, or groups in its queue are of a size that no batch can be made of.
+            ConfigError: another trainer has taken the API over, or groups in its queue are of a size that no batch can
+            be made of.
         """
         self._begin_to_wait()
         self._registration = replace(self._registration, starting_step=iteration)
@@ -95,7 +104,8 @@ class Feed:
                     self._look_after()
             except NotRegistered as error:
                 log.warning(
-                    "%s any more: it was started anew or reset; registering again. Environments that it knew must be restarted", error
+                    "%s any more: it was started anew or reset; registering again. Environments that it knew must be restarted",
+                    error,
                 )
                 self._is_registered = False
             except Unreachable as error:
@@ -132,7 +142,9 @@ class Feed:
             raise self._foreign(owner)
 
     def _fetch(self) -> bool:
-        """Ask for a batch; it is older than those that are held. Returns whether there was one, though it may have been lost."""
+        """Ask for a batch; it is older than those that are held. Returns whether there was one, though it may have been
+        lost.
+        """
         self.num_polls += 1
         ours = self._registration
         try:
@@ -213,7 +225,9 @@ class Feed:
             log.info("waiting for rollouts from %s for %.0f s: %s", self._api.url, waited_s, what)
 
     def _check_owner(self) -> None:
-        """An API that was reset, and got a group before it was polled again, says that there is no batch yet, and never forms one."""
+        """An API that was reset, and got a group before it was polled again, says that there is no batch yet, and never
+        forms one.
+        """
         owner = self._api.owner()
         if owner.is_nobody:
             raise NotRegistered(f"{self._api.url}: no trainer is registered")
@@ -229,7 +243,9 @@ class Feed:
                 f"(data.problems_per_iteration x data.rollouts_per_problem) can be made of those; make it a multiple of the environments' "
                 "group_size, and restart run-api, whose queue keeps the group"
             )
-        if size and 2 * self.queue_size >= batch_size and "sizes" not in self._told:  # a group has two sequences at least
+        if (
+            size and 2 * self.queue_size >= batch_size and "sizes" not in self._told
+        ):  # a group has two sequences at least
             self._told.add("sizes")
             log.warning(
                 "the queue of %s has %d groups, and no batch of %d sequences came of them. If this lasts, their sizes are the reason: "

@@ -31,7 +31,9 @@ ROUNDING = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class LazyText:
-    """Text that is made when `str` asks for it: of the many completions of an iteration a few are read. Pickled, it is text."""
+    """Text that is made when `str` asks for it: of the many completions of an iteration a few are read. Pickled, it is
+    text.
+    """
 
     decode: Callable[[Sequence[int]], str]
     token_ids: Sequence[int]
@@ -100,8 +102,13 @@ def _validator() -> SchemaValidator:
     def rows(item: schema.CoreSchema) -> schema.CoreSchema:
         return schema.list_schema(schema.list_schema(item, fail_fast=True, strict=True), fail_fast=True, strict=True)
 
-    def fields(cls: type, optional: dict[str, schema.CoreSchema], required: dict[str, schema.CoreSchema]) -> schema.CoreSchema:
-        nullable = {name: schema.with_default_schema(schema.nullable_schema(item), default=None) for name, item in optional.items()}
+    def fields(
+        cls: type, optional: dict[str, schema.CoreSchema], required: dict[str, schema.CoreSchema]
+    ) -> schema.CoreSchema:
+        nullable = {
+            name: schema.with_default_schema(schema.nullable_schema(item), default=None)
+            for name, item in optional.items()
+        }
         all_fields = [schema.dataclass_field(name, item) for name, item in {**required, **nullable}.items()]
         names = [field["name"] for field in all_fields]
         return schema.dataclass_schema(cls, schema.dataclass_args_schema(cls.__name__, all_fields), names, strict=False)
@@ -110,7 +117,9 @@ def _validator() -> SchemaValidator:
         return schema.float_schema(ge=lowest, le=highest, allow_inf_nan=False, strict=True)
 
     token, bounded = schema.int_schema(strict=True), number(-LARGEST, LARGEST)
-    settings = fields(_Settings, {"temperature": number(*TEMPERATURES), "set_advantage_to_zero": schema.bool_schema(strict=True)}, {})
+    settings = fields(
+        _Settings, {"temperature": number(*TEMPERATURES), "set_advantage_to_zero": schema.bool_schema(strict=True)}, {}
+    )
     group = fields(
         _Group,
         {
@@ -151,8 +160,8 @@ class GroupReader:
     correct_threshold: float | None = None
 
     def __call__(self, raw: Any) -> RolloutGroup:
-        """The group. Its versions and finish reasons are unknown, its text is that of the sampled tokens, and its reward the
-        score.
+        """The group. Its versions and finish reasons are unknown, its text is that of the sampled tokens, and its
+        reward the score.
 
         Raises:
             Dropped: nothing can be learnt from it.
@@ -177,12 +186,17 @@ class GroupReader:
     def _check(self, group: _Group, raw: Any) -> None:
         count = len(group.tokens)
         if not 1 <= count <= self.max_members:
-            raise Dropped(Reason.TOO_MANY if count else Reason.MALFORMED, f"{count} sequences, where a batch has {self.max_members}")
+            raise Dropped(
+                Reason.TOO_MANY if count else Reason.MALFORMED,
+                f"{count} sequences, where a batch has {self.max_members}",
+            )
         lengths = [len(row) for row in group.tokens]
         if not min(lengths):
             raise Dropped(Reason.MALFORMED, "an empty sequence")
         if max(lengths) > self.max_token_len:
-            raise Dropped(Reason.TOO_LONG, f"a sequence of {max(lengths)} tokens, and rollouts.max_token_len={self.max_token_len}")
+            raise Dropped(
+                Reason.TOO_LONG, f"a sequence of {max(lengths)} tokens, and rollouts.max_token_len={self.max_token_len}"
+            )
         for name in ("masks", "inference_logprobs", "advantages", "ref_logprobs"):
             rows = getattr(group, name)
             if rows is not None and [len(row) for row in rows] != lengths:
@@ -192,7 +206,9 @@ class GroupReader:
         lowest, highest = min(map(min, group.tokens)), max(map(max, group.tokens))
         if not 0 <= lowest <= highest < self.vocab_size:
             wrong = lowest if lowest < 0 else highest
-            raise Dropped(Reason.VOCABULARY, f"token {str(wrong)[:20]}, and the model has tokens 0 to {self.vocab_size - 1}")
+            raise Dropped(
+                Reason.VOCABULARY, f"token {str(wrong)[:20]}, and the model has tokens 0 to {self.vocab_size - 1}"
+            )
         images = raw.get("images")
         if any(images) if isinstance(images, list) else images is not None:
             raise Dropped(Reason.IMAGES, "it comes with images, which the model would not see")
@@ -213,7 +229,9 @@ class GroupReader:
             finish_reason=None,
             text=LazyText(self.decode, list(compress(tokens, is_sampled))),
             score=Score(reward, reward > 0 if least is None else reward >= least, {}),
-            ref_logprobs=None if group.ref_logprobs is None else _logprobs(group.ref_logprobs[index], is_sampled, LOWEST_REF_LOGPROB),
+            ref_logprobs=None
+            if group.ref_logprobs is None
+            else _logprobs(group.ref_logprobs[index], is_sampled, LOWEST_REF_LOGPROB),
             zero_advantage=bool(own.set_advantage_to_zero),
         )
 
@@ -221,7 +239,9 @@ class GroupReader:
 def _parsed(raw: Any) -> _Group:
     try:
         group = _VALIDATOR.validate_python(raw)
-        return replace(group, **{name: None for name in OPTIONAL if group.tokens and not any(getattr(group, name) or ())})
+        return replace(
+            group, **{name: None for name in OPTIONAL if group.tokens and not any(getattr(group, name) or ())}
+        )
     except ValidationError as error:
         [first, *_] = error.errors(include_url=False, include_context=False, include_input=False)
         is_number = first["type"] in ("finite_number", "greater_than_equal", "less_than_equal")
@@ -230,7 +250,9 @@ def _parsed(raw: Any) -> _Group:
 
 
 def _is_sampled(tokens: list[int], mask: list[int]) -> tuple[bool, ...]:
-    """[N] what the mask says of each token. Raises Dropped where it is not a mask of these tokens, none of which is negative."""
+    """[N] what the mask says of each token. Raises Dropped where it is not a mask of these tokens, none of which is
+    negative.
+    """
     start = mask.count(NOT_TRAINED)
     if mask[start:] == tokens[start:]:  # a single turn, as almost always: half the work
         return (False,) * start + (True,) * (len(mask) - start)
@@ -245,7 +267,9 @@ def _logprobs(row: Sequence[float], is_sampled: Sequence[bool], lowest: float) -
     sampled = list(compress(row, is_sampled))
     if sampled and not lowest <= min(sampled) <= max(sampled) <= ROUNDING:
         wrong = min(sampled) if max(sampled) <= ROUNDING else max(sampled)
-        raise Dropped(Reason.NUMBERS, f"a logprob of {wrong:g} at a token that is trained on; {lowest:g} to 0 are possible")
+        raise Dropped(
+            Reason.NUMBERS, f"a logprob of {wrong:g} at a token that is trained on; {lowest:g} to 0 are possible"
+        )
     return tuple(row)
 
 

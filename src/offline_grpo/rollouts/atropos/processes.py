@@ -1,5 +1,5 @@
-"""What a run starts for Atropos beside its server: the API `run-api`, and environments. Both end with the run, and start again if they end
-before it."""
+"""What a run starts for Atropos beside its server: the API `run-api`, and environments. Both end with the run, and
+start again if they end before it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 SHORT_LIFE_S = 60.0
 MAX_SHORT_LIVES = 3
-"""A command that ends this often in a row, each time sooner after its start than `SHORT_LIFE_S`, is not started again."""
+"""A command that ends this often in a row, each time sooner after its start than `SHORT_LIFE_S`, is not started again.
+"""
 API_TIMEOUT_S = 120.0
 POLL_S = 0.2
 FOREVER = 10**9
@@ -68,7 +69,8 @@ class Surroundings:
     def config_file(self) -> dict[str, Any]:
         """For `--config` of any environment of `atroposlib`, whose own settings it comes on top of.
 
-        The server is named twice: of a single one, atroposlib may take the address in the environment's code, or those of a cluster.
+        The server is named twice: of a single one, atroposlib may take the address in the environment's code, or those
+        of a cluster.
         """
         server = {
             "server_type": "vllm",
@@ -111,7 +113,8 @@ class Processes:
         self._environment = _Child(f"rollouts.environment={environment}", self._make_environment)
 
     def start_api(self, answers: Callable[[], bool]) -> None:
-        """Start `run-api` where the URL says, and wait until it answers. Only if `may_start_api`, and nothing answers there.
+        """Start `run-api` where the URL says, and wait until it answers. Only if `may_start_api`, and nothing answers
+        there.
 
         Raises:
             ConfigError: something else listens there, or atroposlib is not installed.
@@ -164,14 +167,26 @@ class Processes:
         while not answers():
             self._api.revive()
             if time.monotonic() > deadline:
-                raise GrpoError(f"rollouts.url={self._url}: run-api did not answer within {API_TIMEOUT_S:g} s; see {self._folder}/api.log")
+                raise GrpoError(
+                    f"rollouts.url={self._url}: run-api did not answer within {API_TIMEOUT_S:g} s; see {self._folder}/api.log"
+                )
             time.sleep(POLL_S)
 
     def _make_api(self, number: int) -> ServerProcess:
         url = urlsplit(self._url)
-        command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", url.hostname or "", "--port", str(url.port or 80)]
+        command = [
+            sys.executable,
+            "-m",
+            "atroposlib.cli.run_api",
+            "--host",
+            url.hostname or "",
+            "--port",
+            str(url.port or 80),
+        ]
         return ServerProcess(
-            command, env=_environment_of_children(), log_path=self._folder / (f"api_{number}.log" if number else "api.log")
+            command,
+            env=_environment_of_children(),
+            log_path=self._folder / (f"api_{number}.log" if number else "api.log"),
         )
 
     def _make_environment(self, number: int) -> ServerProcess:
@@ -227,7 +242,9 @@ class _Child:
         self._process.stop()
         self._num_short_lives = self._num_short_lives + 1 if time.monotonic() - self._started < SHORT_LIFE_S else 0
         if self._num_short_lives >= MAX_SHORT_LIVES:
-            raise GrpoError(f"{self._name}: has ended {MAX_SHORT_LIVES} times in a row within {SHORT_LIFE_S:g} s of its start; it {end}")
+            raise GrpoError(
+                f"{self._name}: has ended {MAX_SHORT_LIVES} times in a row within {SHORT_LIFE_S:g} s of its start; it {end}"
+            )
         log.warning("%s %s Starting it again.", self._name, end)
         self.start()
 
@@ -238,6 +255,8 @@ class _Child:
 
 
 def _environment_of_children() -> dict[str, str]:
-    """This process's own environment, without what a launcher of several processes sets. `python` is the run's own interpreter."""
+    """This process's own environment, without what a launcher of several processes sets. `python` is the run's own
+    interpreter.
+    """
     path = os.pathsep.join(filter(None, (str(Path(sys.executable).parent), os.environ.get("PATH"))))
     return {**without_launch_variables(os.environ), "PATH": path, "PYTHONUNBUFFERED": "1"}

@@ -31,11 +31,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Atropos:
-    """A `RolloutSource` that is the trainer of an Atropos API. The first process asks it; the others contribute nothing.
+    """A `RolloutSource` that is the trainer of an Atropos API. The first process asks it; the others contribute
+    nothing.
 
-    An iteration has the `problems_per_iteration * group_size` sequences that the API makes a batch of; where groups were dropped, those of
-    the next batch fill it up, as far as they are small enough. What it trains on is not repeated by a run that goes on from an earlier
-    checkpoint.
+    An iteration has the `problems_per_iteration * group_size` sequences that the API makes a batch of; where groups
+    were dropped, those of the next batch fill it up, as far as they are small enough. What it trains on is not repeated
+    by a run that goes on from an earlier checkpoint.
 
     Args:
         max_token_len: of a sequence; the model's `context` is another limit.
@@ -84,14 +85,31 @@ class Atropos:
     def check(config: RunConfig) -> None:
         """See `RolloutSource.check`."""
         settings = config.rollouts
-        for name in ("problems_per_iteration", "group_size", "max_token_len", "poll_s", "connect_timeout_s", "restart_timeout_s"):
+        for name in (
+            "problems_per_iteration",
+            "group_size",
+            "max_token_len",
+            "poll_s",
+            "connect_timeout_s",
+            "restart_timeout_s",
+        ):
             require(settings[name] > 0, f"rollouts.{name}", settings[name], "must be above 0")
         fix = "environments need a server that they can ask, and generation samples in this process; use generation=vllm_server"
-        require(settings["environment"] is None or config.engine is not None, "rollouts.environment", settings["environment"], fix)
+        require(
+            settings["environment"] is None or config.engine is not None,
+            "rollouts.environment",
+            settings["environment"],
+            fix,
+        )
         fix = "environments are told one server; leave it at 1"
         require(config.placement.num_engines == 1, "placement.num_engines", config.placement.num_engines, fix)
         url = config.generation.get("base_url")
-        require(url is None or isinstance(url, str), "generation.base_url", url, "environments are told one server; name one")
+        require(
+            url is None or isinstance(url, str),
+            "generation.base_url",
+            url,
+            "environments are told one server; name one",
+        )
         fix = "Atropos does not say which completions hit a length limit; use false"
         require(not config.train.mask_truncated, "train.mask_truncated", True, fix)
 
@@ -100,10 +118,14 @@ class Atropos:
         if self.rank != 0:
             return
         folder = self.run_folder
-        own_name = printable(f"{folder.parent.name}-{folder.name}-{secrets.token_hex(4)}"[-128:])  # as the API's answers are read
+        own_name = printable(
+            f"{folder.parent.name}-{folder.name}-{secrets.token_hex(4)}"[-128:]
+        )  # as the API's answers are read
         self._name = (state or {}).get("registration") or own_name
         if self.client.engine_name is None:
-            log.warning("generation samples in this process, so environments get no new weights; use generation=vllm_server")
+            log.warning(
+                "generation samples in this process, so environments get no new weights; use generation=vllm_server"
+            )
         registration = Registration(
             wandb_group=self._name,
             wandb_project=self.wandb_project,
@@ -115,7 +137,9 @@ class Atropos:
             num_steps=self.num_steps,
         )
         api = AtroposApi(self.url)
-        self._processes = Processes(run_folder=folder, api_url=api.url, start_api=self.start_api, environment=self.environment)
+        self._processes = Processes(
+            run_folder=folder, api_url=api.url, start_api=self.start_api, environment=self.environment
+        )
         if self._processes.may_start_api and not api.answers():
             self._processes.start_api(api.answers)
         self._feed = Feed(
@@ -129,7 +153,12 @@ class Atropos:
         told = (state or {}).get("num_steps", self.num_steps)
         if self._feed.was_known and told != self.num_steps:
             fix = "restart run-api and its environments where they end at that step"
-            log.warning("the API still tells environments num_steps=%d, and rollouts.num_steps is %d now; %s", told, self.num_steps, fix)
+            log.warning(
+                "the API still tells environments num_steps=%d, and rollouts.num_steps is %d now; %s",
+                told,
+                self.num_steps,
+                fix,
+            )
         self._told_num_steps = told
         if self.environment is not None:
             self._processes.start_environment(self._surroundings())
@@ -174,12 +203,16 @@ class Atropos:
         }
 
     def state_dict(self) -> Mapping[str, Any]:
-        """See `RolloutSource.state_dict`: the name by which the API knows the run, and what environments are told of its length."""
+        """See `RolloutSource.state_dict`: the name by which the API knows the run, and what environments are told of
+        its length.
+        """
         is_old = self._feed is not None and self._feed.was_known
         return {"registration": self._name, "num_steps": self._told_num_steps if is_old else self.num_steps}
 
     def close(self) -> None:
-        """See `RolloutSource.close`. An API that the run found keeps the registration, for the run that goes on from its checkpoint."""
+        """See `RolloutSource.close`. An API that the run found keeps the registration, for the run that goes on from
+        its checkpoint.
+        """
         if self._processes is not None:
             self._processes.close()
 
@@ -216,7 +249,9 @@ class Atropos:
         self._num_useless = 0 if num_usable else self._num_useless + 1
         if self._num_useless and self._num_useless % USELESS == 0:
             dropped = ", ".join(f"{count} groups dropped as {reason}" for reason, count in self._num_dropped.items())
-            log.warning("nothing in the last %d batches can be trained on (%s)", self._num_useless, dropped or "all were lost")
+            log.warning(
+                "nothing in the last %d batches can be trained on (%s)", self._num_useless, dropped or "all were lost"
+            )
 
     def _read(self, feed: Feed, answer: Answer) -> int:
         """Add the usable groups of a batch to those that are held. Returns how many there were."""
@@ -244,5 +279,9 @@ class Atropos:
                 self._num_dropped[dropped.reason] += 1
                 if dropped.reason not in self._told:
                     self._told.add(dropped.reason)
-                    log.warning("dropped a group (rollouts/num_dropped_%s counts, this is said once): %s", dropped.reason, dropped)
+                    log.warning(
+                        "dropped a group (rollouts/num_dropped_%s counts, this is said once): %s",
+                        dropped.reason,
+                        dropped,
+                    )
         return len(self._groups) - before

@@ -44,7 +44,9 @@ def conform(table: pa.Table, where: object, names: Sequence[str] | None = None) 
 def _column(table: pa.Table, field: pa.Field, where: object) -> pa.ChunkedArray:
     if field.name not in table.column_names:
         if not field.nullable:
-            raise ConfigError(f"{where}: has no column {field.name}, so it is no store of rollouts; it has {', '.join(table.column_names)}")
+            raise ConfigError(
+                f"{where}: has no column {field.name}, so it is no store of rollouts; it has {', '.join(table.column_names)}"
+            )
         return pa.chunked_array([pa.nulls(table.num_rows, field.type)])
     column = table[field.name]
     try:
@@ -76,7 +78,10 @@ def check_values(table: pa.Table, where: object, *, vocab_size: int | None, cont
     prompts = pc.list_value_length(table["prompt_ids"])
     refuse(pc.equal(prompts, 0), "a prompt without a token, so nothing predicts the first one of the completion")
     if context is not None:
-        refuse(pc.greater(pc.add(prompts, lengths), context), f"a sequence of more than the model's context of {context} tokens")
+        refuse(
+            pc.greater(pc.add(prompts, lengths), context),
+            f"a sequence of more than the model's context of {context} tokens",
+        )
     for name in ("prompt_ids", "completion_ids", *PER_TOKEN):
         values = pc.list_flatten(table[name])
         if values.null_count:
@@ -86,20 +91,30 @@ def check_values(table: pa.Table, where: object, *, vocab_size: int | None, cont
         if name.endswith("_ids") and len(values):
             ends = pc.min_max(values).as_py()
             if ends["min"] < 0 or (vocab_size is not None and ends["max"] >= vocab_size):
-                wrong, last = (ends["min"] if ends["min"] < 0 else ends["max"]), "" if vocab_size is None else f" to {vocab_size - 1}"
+                wrong, last = (
+                    (ends["min"] if ends["min"] < 0 else ends["max"]),
+                    "" if vocab_size is None else f" to {vocab_size - 1}",
+                )
                 raise ConfigError(f"{where}: {name} has token {wrong}, and the model has 0{last}")
     for name in ("reward", "temperature", "advantage"):
         refuse(pc.invert(pc.is_finite(table[name])), f"a {name} that is not finite")
     refuse(pc.less_equal(table["temperature"], 0), "a temperature that is not above 0")
     for name, known in (("finish_reason", [str(reason) for reason in FinishReason]), ("failure", FAILURES)):
-        refuse(pc.and_(pc.is_valid(table[name]), pc.invert(pc.is_in(table[name], pa.array(known)))), f"an unknown {name}")
-    refuse(pc.xor(pc.is_valid(table["messages"]), _all_valid(table, ("problem_id", "answer", "fields"))), "a part of a problem is missing")
+        refuse(
+            pc.and_(pc.is_valid(table[name]), pc.invert(pc.is_in(table[name], pa.array(known)))), f"an unknown {name}"
+        )
+    refuse(
+        pc.xor(pc.is_valid(table["messages"]), _all_valid(table, ("problem_id", "answer", "fields"))),
+        "a part of a problem is missing",
+    )
     for name, schema in JSON.items():
         for text in pc.unique(table[name].drop_null()).to_pylist():
             try:
                 schema.validate_json(text)
             except ValueError as error:
-                raise ConfigError(f"{where}: {name} has {text[:60]!r}, which is no JSON of the form that runs write") from error
+                raise ConfigError(
+                    f"{where}: {name} has {text[:60]!r}, which is no JSON of the form that runs write"
+                ) from error
 
 
 def _all_valid(table: pa.Table, names: Sequence[str]) -> pa.ChunkedArray:
@@ -119,15 +134,19 @@ def check_groups(table: pa.Table, where: object) -> None:
     is_mixed = reduce(pc.or_, [pc.greater(groups[f"{name}_count_distinct"], 1) for name in PROBLEM])
     if mixed := groups.filter(is_mixed).select(GROUP).to_pylist():
         first = min((row["iteration"] + 1, row["group"] + 1) for row in mixed)
-        raise ConfigError(f"{where}: a group has completions of different prompts (iteration {first[0]}, group {first[1]}), {_JOINED}")
+        raise ConfigError(
+            f"{where}: a group has completions of different prompts (iteration {first[0]}, group {first[1]}), {_JOINED}"
+        )
     if _is_joined(zip(*(table[name].to_pylist() for name in GROUP), strict=True)):
         raise ConfigError(f"{where}: its groups come again after others, {_JOINED}")
 
 
 def _is_joined(keys: Iterable[Hashable]) -> bool:
-    """Whether a record, row by row of these groups, is made of several: groups come again, and each part has whole ones, all of one size.
+    """Whether a record, row by row of these groups, is made of several: groups come again, and each part has whole
+    ones, all of one size.
 
-    A single record that was shuffled or sorted has rows of a group in many places too, but in pieces of different sizes.
+    A single record that was shuffled or sorted has rows of a group in many places too, but in pieces of different
+    sizes.
     """
     parts: list[dict[Hashable, int]] = [{}]
     for key, rows in groupby(keys):

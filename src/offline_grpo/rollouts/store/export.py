@@ -1,4 +1,6 @@
-"""Recorded rollouts in the forms of other tools: lines of JSON, a folder of `datasets`, groups as Atropos' API takes them."""
+"""Recorded rollouts in the forms of other tools: lines of JSON, a folder of `datasets`, groups as Atropos' API takes
+them.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,20 @@ def to_json_lines(tables: Tables, out: Path) -> int:
     def lines() -> Iterator[dict[str, Any]]:
         for _, table in tables:
             for row in table.to_pylist():
-                yield row | {name: from_json(row[name]) for name in ("messages", "fields", "parts", "measured") if row[name] is not None}
+                yield row | {
+                    name: from_json(row[name])
+                    for name in ("messages", "fields", "parts", "measured")
+                    if row[name] is not None
+                }
 
     return _write_lines(out, lines())
 
 
 def to_atropos(tables: Tables, out: Path) -> int:
     """A line per group, each a body for `POST /scored_data`. Returns how many."""
-    return _write_lines(out, (scored_data(g) for _, table in tables for g in groups_of(table, group_rows(table).values())))
+    return _write_lines(
+        out, (scored_data(g) for _, table in tables for g in groups_of(table, group_rows(table).values()))
+    )
 
 
 def to_datasets(tables: Tables, out: Path) -> int:
@@ -56,7 +64,11 @@ def to_datasets(tables: Tables, out: Path) -> int:
     return whole.num_rows
 
 
-FORMATS: dict[str, Callable[[Tables, Path], int]] = {"jsonl": to_json_lines, "datasets": to_datasets, "atropos": to_atropos}
+FORMATS: dict[str, Callable[[Tables, Path], int]] = {
+    "jsonl": to_json_lines,
+    "datasets": to_datasets,
+    "atropos": to_atropos,
+}
 
 
 def scored_data(group: RolloutGroup) -> dict[str, Any]:
@@ -71,7 +83,10 @@ def scored_data(group: RolloutGroup) -> dict[str, Any]:
         "masks": rows(lambda r: r.token_ids, NOT_TRAINED),
         "scores": [r.score.reward for r in rollouts],
         "inference_logprobs": rows(lambda r: r.logprobs, _BLANK),
-        "overrides": [{"temperature": r.temperature, **({"set_advantage_to_zero": True} if r.zero_advantage else {})} for r in rollouts],
+        "overrides": [
+            {"temperature": r.temperature, **({"set_advantage_to_zero": True} if r.zero_advantage else {})}
+            for r in rollouts
+        ],
     }
     if group.advantages is not None:
         found["advantages"] = [list(row) for row in group.advantages]
@@ -100,7 +115,9 @@ def _write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> int:
 
 
 def check_out(out: Path, form: str) -> None:
-    """Raise ConfigError if there is something at `out` already, or no folder for it. An empty folder may take a `datasets` folder."""
+    """Raise ConfigError if there is something at `out` already, or no folder for it. An empty folder may take a
+    `datasets` folder.
+    """
     if out.exists() and not (form == "datasets" and out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"OUT={out}: is there already; name a new {'folder' if form == 'datasets' else 'file'}")
     if not out.parent.is_dir():

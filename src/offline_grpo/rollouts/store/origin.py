@@ -16,7 +16,15 @@ FORMAT = 1
 """Increased when files of an older version can no longer be read."""
 KEY = "offline_grpo"
 """Of the JSON in a file's metadata."""
-_SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_SHAPE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,8 @@ class Origin:
         architecture: hash of its kind and sizes, which every version of its weights has.
         tokenizer: hash of what each token id means.
         config: of the run, resolved, without secrets.
-        version: how many updates the trainer's weights carried when this was recorded. The rows say the same of those that drew a token.
+        version: how many updates the trainer's weights carried when this was recorded. The rows say the same of
+            those that drew a token.
         weights: fingerprint of those weights, of the trained ones where others are frozen.
     """
 

@@ -1,4 +1,5 @@
-"""Reads stores: those of runs, single files of them, and folders of `datasets`. Whatever is in them, reading ends with rows or one line.
+"""Reads stores: those of runs, single files of them, and folders of `datasets`. Whatever is in them, reading ends with
+rows or one line.
 
 for shard in shards_of(Path("outputs/DATE/TIME"), key="PATH"):
     shard.origin                       # which model, tokenizer, weights and configuration
@@ -68,13 +69,16 @@ class Shard:
         try:
             origin = parse_json(Origin, found)
         except ValueError as error:
-            raise ConfigError(f"{self.path}: says where its rollouts come from in a way that no run does ({error})") from error
+            raise ConfigError(
+                f"{self.path}: says where its rollouts come from in a way that no run does ({error})"
+            ) from error
         if origin.format != FORMAT:
             raise ConfigError(f"{self.path}: written in format {origin.format}, this version reads format {FORMAT}")
         return origin
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Its rows with the columns of `rows.SCHEMA`, or some of them. Their values are not checked, see `checking.check_values`.
+        """Its rows with the columns of `rows.SCHEMA`, or some of them. Their values are not checked, see
+        `checking.check_values`.
 
         Raises:
             ConfigError: the file is damaged, a column is missing or of another type; names the file.
@@ -91,10 +95,14 @@ class Shard:
         return conform(table, self.path, columns)
 
     def _check_names(self, names: Sequence[str]) -> None:
-        """Of a run's file: no checksum covers the names, and a column that may be missing would count as missing under another one."""
+        """Of a run's file: no checksum covers the names, and a column that may be missing would count as missing under
+        another one.
+        """
         unknown = [name for name in names if name not in SCHEMA.names]
         if unknown and self.origin is not None:
-            raise ConfigError(f"{self.path}: has a column {unknown[0]!r}, which no run writes; the file is damaged, or a newer version's")
+            raise ConfigError(
+                f"{self.path}: has a column {unknown[0]!r}, which no run writes; the file is damaged, or a newer version's"
+            )
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -111,7 +119,8 @@ def shards_of(path: Path, *, key: str, phase: str | None = None, iteration: int 
     Args:
         path: a run folder, its `rollouts/`, a file of it, or a folder of `datasets`.
         key: what named it, for messages.
-        phase, iteration: only files of "train" or "eval", only of this iteration. A folder of `datasets` may hold others.
+        phase, iteration: only files of "train" or "eval", only of this iteration. A folder of `datasets` may hold
+        others.
 
     Raises:
         ConfigError: there is no store.
@@ -127,15 +136,22 @@ def shards_of(path: Path, *, key: str, phase: str | None = None, iteration: int 
         splits = sorted(child.name for child in path.iterdir() if child.is_dir())
         raise ConfigError(f"{key}={path}: has the splits {', '.join(splits)}; name one of these folders")
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
-    named = [(match, file) for file in folder.glob("*.parquet") if (match := _NAME.fullmatch(file.name)) and file.is_file()]
+    named = [
+        (match, file) for file in folder.glob("*.parquet") if (match := _NAME.fullmatch(file.name)) and file.is_file()
+    ]
     wanted = [(m, file) for m, file in named if phase is None or (phase == "eval") == (m["phase"] is not None)]
     wanted = [(m, file) for m, file in wanted if iteration in (None, _iteration(m))]
     if not wanted and named:
         asked = [] if phase is None else [f"of phase {phase}"]
         asked += [] if iteration is None else [f"of iteration {iteration + 1}"]
-        raise ConfigError(f"{key}={path}: has no rollouts {' '.join(asked)}; it has {_contents([match for match, _ in named])}")
+        raise ConfigError(
+            f"{key}={path}: has no rollouts {' '.join(asked)}; it has {_contents([match for match, _ in named])}"
+        )
     if not wanted:
-        runs = sorted({file.parent.parent for file in path.glob(f"*/{FOLDER}/*.parquet")}, key=lambda run: (len(run.name), run.name))
+        runs = sorted(
+            {file.parent.parent for file in path.glob(f"*/{FOLDER}/*.parquet")},
+            key=lambda run: (len(run.name), run.name),
+        )
         more = ", ..." if len(runs) > MAX_NAMED else ""
         fix = f"name one of its runs: {', '.join(run.name for run in runs[:MAX_NAMED])}{more}" if runs else needed
         raise ConfigError(f"{key}={path}: has no rollouts; {fix}")
@@ -143,7 +159,9 @@ def shards_of(path: Path, *, key: str, phase: str | None = None, iteration: int 
     return [Shard(file) for _, file in wanted]
 
 
-def checked(shards: Sequence[Shard], *, vocab_size: int | None, context: int | None) -> Iterator[tuple[Shard, Future[pa.Table]]]:
+def checked(
+    shards: Sequence[Shard], *, vocab_size: int | None, context: int | None
+) -> Iterator[tuple[Shard, Future[pa.Table]]]:
     """Each shard with its table, in order. `result()` raises ConfigError where `Shard.table`, `check_values` or
     `check_groups` refuses it.
 
@@ -186,7 +204,9 @@ def _contents(names: Sequence[re.Match[str]]) -> str:
         if len(found) > 2 and found[-1] - found[0] == len(found) - 1:
             parts.append(f"{phase} {found[0]} to {found[-1]}")
         elif found:
-            parts.append(f"{phase} {', '.join(map(str, found[:MAX_NAMED]))}{f', ... {found[-1]}' if len(found) > MAX_NAMED else ''}")
+            parts.append(
+                f"{phase} {', '.join(map(str, found[:MAX_NAMED]))}{f', ... {found[-1]}' if len(found) > MAX_NAMED else ''}"
+            )
     return "; ".join(parts)
 
 

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class Recorder(RunListener):
     """Writes `rollouts/iter_000.parquet`, ... and, for evaluations, `rollouts/eval_init.parquet`, ...
 
-    A file is complete or absent, and the same again if a resumed run repeats the iteration: no other file is ever touched. It is written in
-    a thread, beside the updates. `log` waits for it: as the first of a run's listeners, the store has every iteration that has metrics.
+    A file is complete or absent, and the same again if a resumed run repeats the iteration: no other file is ever
+    touched. It is written in a thread, beside the updates. `log` waits for it: as the first of a run's listeners, the
+    store has every iteration that has metrics.
 
     Args:
         origin: what all files have in common.
@@ -35,11 +36,15 @@ class Recorder(RunListener):
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"), init=False)
     _writing: list[Future[None]] = field(default_factory=list, init=False)
 
-    def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, advantages: Sequence[Sequence[float]] | None, iteration: int) -> None:
+    def rollouts(
+        self, name: str, groups: Sequence[RolloutGroup], *, advantages: Sequence[Sequence[float]] | None, iteration: int
+    ) -> None:
         from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
 
         version, tensors = self.weights()
-        origin = replace(self.origin, version=version, weights=json_hash(fingerprints(tensors)))  # now: the updates change them
+        origin = replace(
+            self.origin, version=version, weights=json_hash(fingerprints(tensors))
+        )  # now: the updates change them
         self._writing.append(self._thread.submit(self._write, name, groups, advantages, iteration, origin))
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
@@ -56,9 +61,17 @@ class Recorder(RunListener):
         self._thread.shutdown()
 
     def _write(
-        self, name: str, groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]] | None, iteration: int, origin: Origin
+        self,
+        name: str,
+        groups: Sequence[RolloutGroup],
+        advantages: Sequence[Sequence[float]] | None,
+        iteration: int,
+        origin: Origin,
     ) -> None:
-        from offline_grpo.rollouts.store.rows import parquet, table_of  # pyarrow takes half a second, which no start shall wait for
+        from offline_grpo.rollouts.store.rows import (
+            parquet,
+            table_of,
+        )  # pyarrow takes half a second, which no start shall wait for
 
         content = parquet(table_of(name, groups, advantages, iteration), origin.to_metadata())
         folder = self.output_dir / FOLDER

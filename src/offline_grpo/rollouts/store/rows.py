@@ -1,7 +1,7 @@
 """Rollouts as rows of a table, and back. The table has a row per completion, so that any tool for Parquet can read it.
 
-Problems and reward parts are JSON, because their keys differ between tasks. What all completions of a group share is repeated in each row,
-and compresses to almost nothing.
+Problems and reward parts are JSON, because their keys differ between tasks. What all completions of a group share is
+repeated in each row, and compresses to almost nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ _ITEMS = [f"{name}.list.element" for name in SCHEMA.names if pa.types.is_list(SC
 _NUMBERS = [leaf for leaf in _ITEMS if not leaf.startswith("is_sampled")]
 
 
-def table_of(phase: str, groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]] | None, iteration: int) -> pa.Table:
+def table_of(
+    phase: str, groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]] | None, iteration: int
+) -> pa.Table:
     """The rollouts of one iteration. Logprobs are kept in the float32 that training uses.
 
     Args:
@@ -107,7 +109,9 @@ def _problem(group: RolloutGroup) -> dict[str, Any]:
 
 
 def _json(value: object) -> str:
-    """JSON without escapes for halves of surrogate pairs, which its readers refuse: its strings have what `utf8` makes of them."""
+    """JSON without escapes for halves of surrogate pairs, which its readers refuse: its strings have what `utf8` makes
+    of them.
+    """
     return _HALVES.sub(lambda half: f"\\\\u{ord(half[0]):04x}", _ENCODER.encode(value))
 
 

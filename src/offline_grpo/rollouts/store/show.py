@@ -38,9 +38,14 @@ def show_groups(console: Console, shard: Shard, table: pa.Table, count: int, *, 
         first = members[0]
         name = "" if first["problem_id"] is None else f", problem {visible(first['problem_id'])}"
         when = "before training" if iteration == -1 else f"iteration {iteration + 1}"
-        console.rule(Text(f"{phase}, {when}, group {number + 1}{name}: {len(members)} completions"), align="left", style="dim")
+        console.rule(
+            Text(f"{phase}, {when}, group {number + 1}{name}: {len(members)} completions"), align="left", style="dim"
+        )
         console.print(
-            Group(*_prompt(first, full=full), *(_answer(member, tokenizer, full=full) for member in (members if full else _ends(members))))
+            Group(
+                *_prompt(first, full=full),
+                *(_answer(member, tokenizer, full=full) for member in (members if full else _ends(members))),
+            )
         )
 
 
@@ -56,11 +61,20 @@ def _prompt(row: Mapping[str, Any], *, full: bool) -> Iterator[Table]:
 
 
 def _answer(row: Mapping[str, Any], tokenizer: Tokenizer | None, *, full: bool) -> Table:
-    """Reward, advantage and why it ended; below it the completion, token by token where the tokenizer is on this machine."""
+    """Reward, advantage and why it ended; below it the completion, token by token where the tokenizer is on this
+    machine.
+    """
     parts = {} if row["parts"] is None else from_json(row["parts"])
-    facts = [f"reward {row['reward']:.3f}", *(f"{visible(name)} {value:.3g}" for name, value in parts.items() if len(parts) > 1)]
+    facts = [
+        f"reward {row['reward']:.3f}",
+        *(f"{visible(name)} {value:.3g}" for name, value in parts.items() if len(parts) > 1),
+    ]
     facts += [] if row["advantage"] is None else [f"advantage {row['advantage']:+.2f}"]
-    facts += [f"{len(row['completion_ids'])} tokens", row["finish_reason"] or "end unknown", f"version {row['version']}"]
+    facts += [
+        f"{len(row['completion_ids'])} tokens",
+        row["finish_reason"] or "end unknown",
+        f"version {row['version']}",
+    ]
     facts += [] if row["failure"] is None else [f"not scored: {row['failure']}"]
     text = Text.assemble(("  ".join(facts) + "\n", "bold"))
     if tokenizer is None:
@@ -78,8 +92,13 @@ def _answer(row: Mapping[str, Any], tokenizer: Tokenizer | None, *, full: bool) 
 
 
 def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
-    """The text of each token; a character that several tokens make up comes with the last of them, and the others are empty."""
-    before, start = 0, 0  # the tokens in between are told, and decoded again: what a token reads as depends on the one before
+    """The text of each token; a character that several tokens make up comes with the last of them, and the others are
+    empty.
+    """
+    before, start = (
+        0,
+        0,
+    )  # the tokens in between are told, and decoded again: what a token reads as depends on the one before
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[before:end], skip_special_tokens=False)
         if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
@@ -116,5 +135,7 @@ def tokenizer_of(model: str) -> Tokenizer | None:
         if found is None and not Path(model).is_absolute() and model.count("/") == 1:
             found = try_to_load_from_cache(model, "tokenizer.json")
         return Tokenizer.from_file(str(found)) if isinstance(found, (str, Path)) else None
-    except Exception:  # of a damaged file `tokenizers` raises no other class; ./model, seen from another folder, is no name on the Hub
+    except (
+        Exception
+    ):  # of a damaged file `tokenizers` raises no other class; ./model, seen from another folder, is no name on the Hub
         return None

@@ -47,7 +47,9 @@ def facts_of(tables: Iterable[pa.Table]) -> Facts:
         rows = table.select(COLUMNS).to_pydict()
         seen: set[tuple] = set()
         rewards: dict[tuple[int, int], set[float]] = {}
-        for iteration, group, tokens, reward in zip(rows["iteration"], rows["group"], rows["completion_ids"], rows["reward"], strict=True):
+        for iteration, group, tokens, reward in zip(
+            rows["iteration"], rows["group"], rows["completion_ids"], rows["reward"], strict=True
+        ):
             rewards.setdefault((iteration, group), set()).add(reward)
             key = (iteration, group, *tokens)
             columns["repeated"].append(key in seen)
@@ -77,7 +79,9 @@ def correlation(x: np.ndarray, y: np.ndarray) -> float | None:
 
 def print_stats(console: Console, facts: Facts) -> None:
     """Totals, a table of iterations, and reward against length."""
-    ended = ", ".join(f"{reason} {count / len(facts.reasons):.1%}" for reason, count in Counter(facts.reasons).most_common())
+    ended = ", ".join(
+        f"{reason} {count / len(facts.reasons):.1%}" for reason, count in Counter(facts.reasons).most_common()
+    )
     relation = correlation(facts.lengths, facts.rewards)
     failed = ", ".join(f"{count:,} {cause}" for cause, count in facts.failures.most_common())
     lines = [
@@ -107,7 +111,10 @@ def _iteration_blocks(facts: Facts) -> list[tuple[str, np.ndarray]]:
     """Each iteration, or, of many, blocks of them."""
     blocks = np.array_split(np.unique(facts.iterations), min(_ROWS, len(np.unique(facts.iterations))))
     return [
-        (str(b[0] + 1) if len(b) == 1 else f"{b[0] + 1} to {b[-1] + 1}", (facts.iterations >= b[0]) & (facts.iterations <= b[-1]))
+        (
+            str(b[0] + 1) if len(b) == 1 else f"{b[0] + 1} to {b[-1] + 1}",
+            (facts.iterations >= b[0]) & (facts.iterations <= b[-1]),
+        )
         for b in blocks
     ]
 
@@ -120,6 +127,10 @@ def _table(label: str, parts: Sequence[tuple[str, np.ndarray]], facts: Facts) ->
     for name, mask in parts:
         if mask.any():
             shares = [f"{values[mask].mean():.1%}" for values in (is_cut, facts.is_repeated)]
-            means = [f"{facts.rewards[mask].mean():.3f}", f"{facts.is_correct[mask].mean():.1%}", f"{facts.lengths[mask].mean():.1f}"]
+            means = [
+                f"{facts.rewards[mask].mean():.3f}",
+                f"{facts.is_correct[mask].mean():.1%}",
+                f"{facts.lengths[mask].mean():.1f}",
+            ]
             table.add_row(name, f"{mask.sum():,}", *means, *shares)
     return table
