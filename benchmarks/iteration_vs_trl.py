@@ -104,7 +104,7 @@ def trl_settings(plan: Plan) -> dict[str, Any]:
         "beta": loss.kl_coef,
         "loss_type": "grpo",
         "epsilon": loss.clip_low,  # type: ignore[attr-defined]
-        "scale_rewards": loss.scale_rewards,
+        "scale_rewards": "group",
         "learning_rate": train.lr,
         "weight_decay": train.weight_decay,
         "adam_beta1": optimizer.beta1,  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from offline_grpo.loss.dapo import DAPO
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import StopWhenConfig, TrainConfig
+from offline_grpo.train.advantage import GroupStd
 from offline_grpo.train.optimizer import AdamW
 from offline_grpo.train.schedule import LrSchedule
 from offline_grpo.train.sharding import Replicas
@@ -58,6 +59,7 @@ def make_updater(
         drop_zero_signal_groups=True,
         max_bad_updates=1,
         profile=None,
+        advantage=None,
         loss=None,
         optimizer=None,
     )
@@ -74,7 +76,6 @@ def make_updater(
         importance_correction="none",
         importance_cap=2.0,
         importance_floor=0.0,
-        scale_rewards="group",
     )
     device = policy.device.type
     ranks = Ranks(use_cpu=device == "cpu")
@@ -82,6 +83,7 @@ def make_updater(
         policy=policy,
         reference=None,
         loss=loss,
+        advantage=GroupStd(),
         optimizer=AdamW(**ADAMW | {"lr": lr}, offload=False).create(policy.make_masters().parameters.values()),
         scaler=torch.amp.GradScaler(device, enabled=False),  # type: ignore[attr-defined]
         config=config,

@@ -26,6 +26,7 @@ from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, register
 from offline_grpo.settings import TrainConfig
+from offline_grpo.train.advantage import GroupStd
 from offline_grpo.train.offload import OffloadedAdamW
 from offline_grpo.train.optimizer import AdamW
 from offline_grpo.train.schedule import LrSchedule
@@ -118,6 +119,7 @@ SETTINGS = {
     "drop_zero_signal_groups": True,
     "max_bad_updates": 2,
     "profile": None,
+    "advantage": None,
     "loss": None,
     "optimizer": None,
 }
@@ -134,7 +136,6 @@ LOSS = {
     "importance_correction": "none",
     "importance_cap": 2.0,
     "importance_floor": 0.0,
-    "scale_rewards": "group",
 }
 
 
@@ -149,6 +150,7 @@ def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, offload=False, **s
         policy=policy,
         reference=None,
         loss=loss(**LOSS),
+        advantage=GroupStd(),
         optimizer=OffloadedAdamW(optimizer, masters) if offload else optimizer,
         scaler=torch.amp.GradScaler("cpu", enabled=config.precision == "fp16"),
         config=config,

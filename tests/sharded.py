@@ -22,6 +22,7 @@ from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import BaseScoring
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
+from offline_grpo.train.advantage import GroupStd
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.fsdp2 import FullyShardedPolicy
 from offline_grpo.train.optimizer import AdamW
@@ -78,6 +79,7 @@ def train(case: dict[str, Any], ranks: Any, sharding: Any, folder: Path) -> Resu
         policy=policy,
         reference=reference,
         loss=loss(**terms),
+        advantage=GroupStd(),
         optimizer=optimizer.create(masters.parameters.values()),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         config=TrainConfig(**{**SETTINGS, **settings}),

@@ -165,6 +165,23 @@ class Prefetch(RolloutSource, Protocol):
 
 
 @runtime_checkable
+class Advantage(Protocol):
+    """How much better each rollout is than those it is compared with: a component of the group `train/advantage`."""
+
+    def __call__(
+        self, groups: Sequence[RolloutGroup], batch: TokenBatch
+    ) -> Sequence[Sequence[float | Sequence[float]]]:
+        """For each group one number per rollout, or per rollout one number for each of its N tokens.
+
+        Args:
+            groups: of all processes, none dropped yet. From their rewards the KL penalty is already subtracted, with
+                `train.loss.kl_placement=reward`.
+            batch: the same rollouts as sequences, in the order of the groups; it has `rollout_logprobs`.
+        """
+        ...
+
+
+@runtime_checkable
 class Loss(Protocol):
     """A policy-gradient objective with its regularisers."""
 
@@ -179,25 +196,9 @@ class Loss(Protocol):
         ...
 
     @property
-    def kl_in_reward(self) -> bool:
-        """Whether the KL penalty is subtracted from the rewards (see `reward_penalties`) and not a term of the loss."""
-        ...
-
-    @property
     def ratio_reference(self) -> str:
         """What the policy is compared with in the ratio: "old", for which several updates need a scoring pass, or
         "rollout", the engine.
-        """
-        ...
-
-    @property
-    def scale_rewards(self) -> str:
-        """What centred rewards are divided by: see `advantage.group_advantages`."""
-        ...
-
-    def reward_penalties(self, batch: TokenBatch) -> Tensor:
-        """What each sequence's reward is lowered by, [S], from `old_logprobs` and `ref_logprobs`. Used where
-        `kl_in_reward`.
         """
         ...
 

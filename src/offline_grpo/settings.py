@@ -131,6 +131,7 @@ class TrainConfig:
     drop_zero_signal_groups: bool
     max_bad_updates: int
     profile: int | None
+    advantage: Any
     loss: Any
     optimizer: Any
 

@@ -38,7 +38,6 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
-SCALE_REWARDS = ("group", "batch", "none")  # what centred rewards can be divided by, see `train/advantage.py`
 FAILURES = ("timeout", "memory", "crashed", "raised")
 """What can happen to code that judges a completion, in a process of its own."""
 TASK_MARK = "::"  # in ids of a mixture's problems, between the name of the task and the problem's id there

@@ -256,14 +256,13 @@ def test_loss_mutates_nothing(loss_option: str) -> None:
     before = [tensor.detach().clone() for tensor in tensors]
     settings = repr(loss)
     loss(stats, batch, totals).loss.backward()
-    loss.reward_penalties(batch)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, before, strict=True))
     assert repr(loss) == settings
 
 
 def test_loss_without_advantage_and_kl_pulls_nowhere_and_needs_no_reference(loss_option: str) -> None:
     loss = make("train/loss", loss_option, "train.kl_coef=0", protocol=Loss)
-    assert (loss.kl_coef, loss.entropy_coef, loss.kl_in_reward) == (0, 0, False)
+    assert (loss.kl_coef, loss.entropy_coef) == (0, 0)
     stats, batch, totals = random_batch()
     without = loss(stats, replace(batch, ref_logprobs=None), totals)
     assert torch.equal(without.loss, loss(stats, batch, totals).loss)

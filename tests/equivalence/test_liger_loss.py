@@ -23,7 +23,6 @@ PLAIN = {
     "importance_correction": "none",
     "importance_cap": 1.4,
     "importance_floor": 0.0,
-    "scale_rewards": "group",
 }
 LOSSES = {"grpo": GRPO, "dapo": DAPO, "dr_grpo": DrGRPO, "gspo": GSPO, "cispo": CISPO}
 VARIANTS = {

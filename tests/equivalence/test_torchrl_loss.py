@@ -27,7 +27,6 @@ SETTINGS = {
     "importance_correction": "none",
     "importance_cap": 2.0,
     "importance_floor": 0.0,
-    "scale_rewards": "group",
 }
 
 

@@ -33,12 +33,11 @@ PLAIN = {
     "importance_correction": "none",
     "importance_cap": 1.4,
     "importance_floor": 0.0,
-    "scale_rewards": "group",
 }
 LOSSES = {
     "grpo": (GRPO, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}),
     "dapo": (DAPO, {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}),
-    "dr_grpo": (DrGRPO, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "scale_rewards": "none"}),
+    "dr_grpo": (DrGRPO, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}),
     "gspo": (GSPO, {"clip_low": 0.1, "clip_high": 0.08, "dual_clip": None}),
     "cispo": (CISPO, {"clip_low": 1.0, "clip_high": 0.3}),
 }
@@ -47,7 +46,6 @@ VARIANTS = {
     "kl": {"kl_coef": 0.1},
     "kl_importance_weight": {"kl_coef": 0.1, "kl_importance_weight": True},
     "entropy": {"entropy_coef": 0.03},
-    "batch_scale": {"scale_rewards": "batch"},
     "token_truncate": {"importance_correction": "token_truncate"},
     "token_truncate_floor": {"importance_correction": "token_truncate", "importance_floor": 0.8},
     "sequence_truncate": {"importance_correction": "sequence_truncate"},
@@ -80,7 +78,7 @@ def build(name: str, variant: str) -> PolicyGradientLoss:
     return loss_class(**(PLAIN | settings | changes))
 
 
-def trl_stand_in(case, loss: PolicyGradientLoss, name: str) -> SimpleNamespace:
+def trl_stand_in(case, loss: PolicyGradientLoss, name: str, scale: str | None) -> SimpleNamespace:
     """What `GRPOTrainer` would be with the settings of `loss`."""
     sampler, reference = SimpleNamespace(training=True, is_gradient_checkpointing=False), SimpleNamespace()
     model_logprobs = {id(sampler): case.old_logprobs, id(reference): case.ref_logprobs, id(None): case.logprobs}
@@ -123,7 +121,7 @@ def trl_stand_in(case, loss: PolicyGradientLoss, name: str) -> SimpleNamespace:
         multi_objective_aggregation="sum_then_normalize",
         num_generations=case.group_size,
         num_iterations=2,  # more than one update per generation, so that TRL keeps old logprobs
-        scale_rewards=loss.scale_rewards,
+        scale_rewards=scale or scale_of(name),
         environment_factories=None,
         environments=None,
         tools=None,
@@ -158,9 +156,11 @@ def trl_stand_in(case, loss: PolicyGradientLoss, name: str) -> SimpleNamespace:
     )
 
 
-def trl_loss(trl, case, loss: PolicyGradientLoss, name: str) -> tuple[Tensor, dict[str, Tensor], SimpleNamespace]:
+def trl_loss(
+    trl, case, loss: PolicyGradientLoss, name: str, scale: str | None = None
+) -> tuple[Tensor, dict[str, Tensor], SimpleNamespace]:
     """TRL's loss with gradient, the inputs it made for it, and the stand-in with its metrics."""
-    trainer = trl_stand_in(case, loss, name)
+    trainer = trl_stand_in(case, loss, name, scale)
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # TRL makes tensors of the sampler's logprobs in the default type
     try:
@@ -170,8 +170,12 @@ def trl_loss(trl, case, loss: PolicyGradientLoss, name: str) -> tuple[Tensor, di
     return trl._compute_loss(trainer, None, inputs), inputs, trainer
 
 
-def our_advantages(case, loss: PolicyGradientLoss) -> Tensor:
-    groups = group_advantages(case.rewards.view(-1, case.group_size).tolist(), scale=loss.scale_rewards)
+def scale_of(name: str) -> str:
+    return "none" if name == "dr_grpo" else "group"
+
+
+def our_advantages(case, scale: str = "group") -> Tensor:
+    groups = group_advantages(case.rewards.view(-1, case.group_size).tolist(), scale=scale)
     return torch.tensor(groups, dtype=torch.float64).flatten()  # [B]
 
 
@@ -182,7 +186,7 @@ def test_value_and_gradient_equal_trl(trl, padded_case, name, variant):
         case = padded_case(seed)
         loss = build(name, variant)
         expected, _, _ = trl_loss(trl, case, loss, name)
-        actual = loss(*case.flat(our_advantages(case, loss))).loss
+        actual = loss(*case.flat(our_advantages(case, scale_of(name)))).loss
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
         grads = case.gradients(actual)
         torch.testing.assert_close(grads, case.gradients(expected), rtol=0, atol=1e-9)
@@ -192,9 +196,8 @@ def test_value_and_gradient_equal_trl(trl, padded_case, name, variant):
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages_equal_trl(trl, padded_case, scale):
     case = padded_case(4, num_groups=3)
-    loss = GRPO(**(PLAIN | LOSSES["grpo"][1] | {"scale_rewards": scale}))
-    _, inputs, _ = trl_loss(trl, case, loss, "grpo")
-    torch.testing.assert_close(our_advantages(case, loss), inputs["advantages"], rtol=0, atol=1e-12)
+    _, inputs, _ = trl_loss(trl, case, build("grpo", "plain"), "grpo", scale)
+    torch.testing.assert_close(our_advantages(case, scale), inputs["advantages"], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("correction", ["token_truncate", "sequence_truncate", "token_mask", "sequence_mask"])
@@ -203,7 +206,7 @@ def test_importance_weights_equal_trl(trl, padded_case, correction):
     loss = GRPO(**(PLAIN | LOSSES["grpo"][1] | {"importance_correction": correction, "importance_floor": 0.8}))
     _, inputs, _ = trl_loss(trl, case, loss, "grpo")
     expected = inputs["importance_sampling_ratio"].expand_as(case.mask)  # [B, C]
-    metrics = loss(*case.flat(our_advantages(case, loss))).metrics
+    metrics = loss(*case.flat(our_advantages(case))).metrics
     num_tokens = case.mask.sum()
     torch.testing.assert_close(metrics["importance_weight_mean"], (expected * case.mask).sum() / num_tokens)
     torch.testing.assert_close(metrics["importance_masked_frac"], ((expected == 0) * case.mask).sum() / num_tokens)
@@ -214,7 +217,7 @@ def test_metrics_equal_trl(trl, padded_case):
     case = padded_case(2)
     loss = build("dapo", "kl")
     _, _, trainer = trl_loss(trl, case, loss, "dapo")
-    metrics = loss(*case.flat(our_advantages(case, loss))).metrics
+    metrics = loss(*case.flat(our_advantages(case))).metrics
     names = {
         "kl": "kl_divergence",
         "entropy": "entropy",

@@ -44,6 +44,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.generation.scoring import cluster, scorers
 from offline_grpo.logger import console, output_console
 from offline_grpo.logger.samples import Samples
+from offline_grpo.loss.base import reward_penalty
 from offline_grpo.placement.devices import server_gpus
 from offline_grpo.run import gpu_memory, ray_trainers, serving
 from offline_grpo.run.build import build
@@ -53,7 +54,6 @@ from offline_grpo.run.isolate import isolated
 from offline_grpo.run.preflight import listeners, make_plan
 from offline_grpo.run.task_data import SOURCE_RUNTIME, build_task, source_node
 from offline_grpo.task import countdown
-from offline_grpo.train.advantage import group_advantages
 from offline_grpo.types import BatchTotals, Split, TokenStats
 
 LAST = "train_iter_001.json"
@@ -267,7 +267,6 @@ RUNS: dict[str, Acts] = {
     "train.loss.importance_correction": Acts("train.loss.importance_correction=none", metric("importance_weight_mean"), FILTERED, to=1),
     "train.loss.importance_cap": Acts("train.loss.importance_cap=1.01", metric("importance_weight_mean"), FILTERED),
     "train.loss.importance_floor": Acts("train.loss.importance_floor=0.99", metric("importance_weight_mean"), FILTERED),
-    "train.loss.scale_rewards": Acts("train.loss.scale_rewards=none", metric("advantage_std")),
     "train.optimizer.lr": Acts("train.optimizer.lr=0.001", metric("lr")),
     "train.optimizer.weight_decay": Acts("train.optimizer.weight_decay=0.5", weights),
     "train.optimizer.beta1": Acts("train.optimizer.beta1=0.5", weights),
@@ -310,7 +309,7 @@ RUNS: dict[str, Acts] = {
 
 
 def make_loss_effect() -> Callable[[Any], Any]:
-    """What a loss makes of one random batch: its metrics, its gradient, and its part in the advantages."""
+    """What a loss makes of one random batch: its metrics, its gradient, and whether it leaves the rewards alone."""
     draw = torch.Generator().manual_seed(0)
     mask = torch.rand(120, generator=draw) > 0.2
     old, rollout, ref, now = (-torch.rand(120, generator=draw) * mask for _ in range(4))
@@ -322,9 +321,8 @@ def make_loss_effect() -> Callable[[Any], Any]:
         stats = TokenStats(now.clone().requires_grad_(), torch.ones(120, requires_grad=True))
         output = loss(stats, batch, BatchTotals(int(mask.sum()), 12, 16))
         output.loss.backward()
-        advantages = group_advantages([[0, 1, 0.5], [0, 3, 0]], scale=loss.scale_rewards)
         gradients = [stats.logprobs.grad.tolist(), None if stats.entropy.grad is None else stats.entropy.grad.tolist()]
-        return {name: value.item() for name, value in output.metrics.items()}, gradients, advantages, loss.kl_in_reward
+        return {name: value.item() for name, value in output.metrics.items()}, gradients, reward_penalty(loss) is None
 
     return effect
 
@@ -475,7 +473,6 @@ LOSS = {
     "importance_correction": "none",
     "importance_cap": 1.01,
     "importance_floor": 0.99,
-    "scale_rewards": "batch",
 }
 COMMAND_LINE = {"python": "/bin/sh", "host": "127.0.0.2", "port": 4321, "api_key": "key", "start_timeout_s": 5}
 VLLM_ARGS = {

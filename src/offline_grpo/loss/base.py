@@ -11,15 +11,16 @@ gradients with it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.interfaces import Loss
 from offline_grpo.loss import terms
 from offline_grpo.loss.terms import Surrogate
-from offline_grpo.types import SCALE_REWARDS, BatchTotals, LossOutput, TokenBatch, TokenStats
+from offline_grpo.types import BatchTotals, LossOutput, TokenBatch, TokenStats
 
 KL_PLACEMENTS = ("loss", "reward")
 RATIO_REFERENCES = ("old", "rollout")
@@ -36,7 +37,7 @@ class PolicyGradientLoss(ABC):
             update, or "rollout", the engine that sampled, whose weights may be those of an earlier iteration.
         kl_coef: weight of the KL penalty to the reference.
         kl_estimator: "k1" | "k2" | "k3", see `terms.kl_estimate`.
-        kl_placement: "loss" adds the penalty to the loss; with "reward" the trainer subtracts it from the rewards.
+        kl_placement: "loss" adds the penalty to the loss, "reward" subtracts it from the rewards (`reward_penalty`).
         kl_importance_weight: multiply the KL estimate by the ratio, gradient included; without it the gradient of
             k3 is not that of the KL (DeepSeek-V3.2, arXiv 2512.02556). Applies to kl_placement "loss".
         entropy_coef: weight of the entropy bonus, which is a mean over all completion tokens for every aggregation
@@ -44,7 +45,6 @@ class PolicyGradientLoss(ABC):
         importance_correction: how to correct the surrogate (and nothing else) for the engine's probabilities, see
             `terms.importance_weights`. "none" with ratio_reference "rollout", whose ratio contains that correction.
         importance_cap, importance_floor: bounds of the ratio in that correction.
-        scale_rewards: divisor of the advantages, applied by the trainer, see `advantage.group_advantages`.
 
     Raises:
         ConfigError: a value is out of range, or not one of the choices.
@@ -61,7 +61,6 @@ class PolicyGradientLoss(ABC):
     importance_correction: str
     importance_cap: float
     importance_floor: float
-    scale_rewards: str
 
     def __post_init__(self) -> None:
         self._require("clip_low", 0 <= self.clip_low <= 1, "a number in [0, 1]")
@@ -77,28 +76,11 @@ class PolicyGradientLoss(ABC):
         self._require_choice("kl_estimator", terms.KL_ESTIMATORS)
         self._require_choice("kl_placement", KL_PLACEMENTS)
         self._require_choice("importance_correction", terms.IMPORTANCE_CORRECTIONS)
-        self._require_choice("scale_rewards", SCALE_REWARDS)
         self._require(
             "importance_correction",
             self.ratio_reference == "old" or self.importance_correction == "none",
             f"none: with train.loss.ratio_reference={self.ratio_reference} the ratio corrects for the engine already",
         )
-
-    @property
-    def kl_in_reward(self) -> bool:
-        """True if the trainer subtracts the KL penalty from the rewards; the loss then has no KL term."""
-        return self.kl_placement == "reward" and self.kl_coef > 0
-
-    def reward_penalties(self, batch: TokenBatch) -> Tensor:
-        """`kl_coef` times the sum of each sequence's KL estimates, [S]; kl_placement "reward" subtracts this from the
-        rewards.
-        """
-        if batch.ref_logprobs is None:
-            raise ValueError("kl_placement is reward but the batch has no ref_logprobs")
-        estimates = (
-            terms.kl_estimate(batch.old_logprobs, batch.ref_logprobs, self.kl_estimator) * batch.completion_mask
-        )  # [T]
-        return self.kl_coef * terms.segment_sum(estimates, batch)
 
     @abstractmethod
     def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:
@@ -169,7 +151,7 @@ class PolicyGradientLoss(ABC):
         equal.
         """
         if batch.ref_logprobs is None:
-            if self.kl_coef > 0 and not self.kl_in_reward:
+            if self.kl_coef > 0 and self.kl_placement == "loss":
                 raise ValueError(f"kl_coef is {self.kl_coef} but the batch has no ref_logprobs")
             return None
         return terms.kl_estimate(policy.logprobs, batch.ref_logprobs, self.kl_estimator)
@@ -177,7 +159,7 @@ class PolicyGradientLoss(ABC):
     def _kl_term(
         self, kl: Tensor | None, ratio: Tensor, policy: TokenStats, batch: TokenBatch, weights: Tensor
     ) -> Tensor:
-        if kl is None or self.kl_coef == 0 or self.kl_in_reward:
+        if kl is None or self.kl_coef == 0 or self.kl_placement == "reward":
             return weights.new_zeros(())
         weighted = self.times_ratio(kl, ratio, policy, batch) if self.kl_importance_weight else kl
         return self.kl_coef * (weights * weighted).sum()
@@ -219,6 +201,21 @@ class ClippedLoss(PolicyGradientLoss, ABC):
         return terms.clipped_surrogate(
             ratio, advantages, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip
         )
+
+
+def reward_penalty(loss: Loss) -> Callable[[TokenBatch], Tensor] | None:
+    """What `kl_placement=reward` subtracts from the rewards, [S]: `kl_coef` times the sum of a sequence's KL estimates.
+    It needs `old_logprobs` and `ref_logprobs`. None where rewards stay as they are.
+    """
+    if not isinstance(loss, PolicyGradientLoss) or loss.kl_placement == "loss" or loss.kl_coef == 0:
+        return None
+
+    def penalties(batch: TokenBatch) -> Tensor:
+        assert batch.ref_logprobs is not None
+        estimates = terms.kl_estimate(batch.old_logprobs, batch.ref_logprobs, loss.kl_estimator)  # [T]
+        return loss.kl_coef * terms.segment_sum(estimates * batch.completion_mask, batch)
+
+    return penalties
 
 
 def _ratio_metrics(ratio: Tensor, surrogate: Surrogate, importance: Tensor) -> dict[str, Tensor]:

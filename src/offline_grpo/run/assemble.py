@@ -20,6 +20,7 @@ from offline_grpo.engine.turns import next_to_start
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Deployment, RolloutClient, RolloutSource, RunListener, Sharding
+from offline_grpo.loss.base import reward_penalty
 from offline_grpo.model.device import resolve_device
 from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.layouts import layouts_for
@@ -281,6 +282,8 @@ def make_updater(
         policy=policy,
         reference=reference,
         loss=plan.loss,
+        advantage=plan.advantage,
+        reward_penalty=reward_penalty(plan.loss),
         optimizer=OffloadedAdamW(optimizer, policy.masters) if is_offloaded(plan.optimizer) else optimizer,
         scaler=torch.amp.GradScaler(policy.device.type, enabled=config.train.precision == "fp16"),
         config=config.train,

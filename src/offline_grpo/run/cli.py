@@ -60,6 +60,7 @@ RENAMED = {
     "model.packing": "model.layout",
     "model/layout": "model.layout",
     "loss": "train/loss",
+    "train.loss.scale_rewards": "train/advantage",
     "optimizer": "train/optimizer",
     "lora": "model/lora",
     "lr": "train.lr",

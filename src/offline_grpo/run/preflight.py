@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from offline_grpo import hub
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.pass_at_k import metric_names
-from offline_grpo.interfaces import Layout, Loss, LossHead, OptimizerFactory, RunListener, Task
+from offline_grpo.interfaces import Advantage, Layout, Loss, LossHead, OptimizerFactory, RunListener, Task
 from offline_grpo.logger.custom import custom_last
 from offline_grpo.logger.profiler import Profiler
 from offline_grpo.run.build import build, check_settings
@@ -41,6 +41,7 @@ class Plan:
     engine: EngineSpec
     eval_engine: EngineSpec | None
     loss: Loss
+    advantage: Advantage
     optimizer: OptimizerFactory
     layout: Layout | None  # None: chosen for the device (`model.layout=auto`)
     head: LossHead
@@ -97,6 +98,7 @@ def make_plan(config: RunConfig) -> Plan:
             hub.need_model(name, key)
     # From here on torch is imported, then transformers. Whatever can be refused without them has been.
     loss = build(config.train.loss, key="train.loss", protocol=Loss)
+    advantage = build(config.train.advantage, key="train.advantage", protocol=Advantage)
     optimizer = build(config.train.optimizer, key="train.optimizer", protocol=OptimizerFactory)
     head = build(config.model.head, key="model.head", protocol=LossHead)
 
@@ -136,6 +138,7 @@ def make_plan(config: RunConfig) -> Plan:
         engine=engine,
         eval_engine=eval_engine,
         loss=loss,
+        advantage=advantage,
         optimizer=optimizer,
         layout=_layout(config.model.layout),
         head=head,

@@ -1,14 +1,17 @@
 """Group-relative advantages: a completion is judged against the other completions of its prompt (GRPO, arXiv
 2402.03300).
+
+The components of the group `train/advantage`, and the arithmetic that they share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
-from offline_grpo.types import SCALE_REWARDS
+from offline_grpo.types import RolloutGroup, TokenBatch
 
 CONSTANT_STD = 1e-6
 """A group whose rewards spread less than this holds equal rewards: what is left of `reward - mean` is rounding, not
@@ -21,20 +24,44 @@ groups.
 """
 
 
-def group_advantages(rewards: Sequence[Sequence[float]], *, scale: str) -> list[list[float]]:
-    """The advantage of every completion, in the shape of `rewards`: one list of G rewards per group, groups may differ
-    in size.
+class GroupStd:
+    """`(reward - mean of its group) / (std of its group + 1e-4)`: GRPO."""
 
-    `(reward - mean of its group) / (std + 1e-4)`, where the sample std (G - 1 in the denominator) is taken over
-        "group": the completion's own group (GRPO);
-        "batch": all rewards of all groups, so that easy and hard prompts keep their relative weight (arXiv 2508.08221);
-        "none":  nothing, the difference is returned as it is (Dr. GRPO, arXiv 2503.20783).
+    def __call__(self, groups: Sequence[RolloutGroup], batch: TokenBatch) -> list[list[float]]:
+        return group_advantages(rewards_of(groups), scale="group")
+
+
+class GroupMean:
+    """`reward - mean of its group`: Dr. GRPO (arXiv 2503.20783)."""
+
+    def __call__(self, groups: Sequence[RolloutGroup], batch: TokenBatch) -> list[list[float]]:
+        return group_advantages(rewards_of(groups), scale="none")
+
+
+class BatchStd:
+    """`(reward - mean of its group) / (std of all rewards + 1e-4)`: easy and hard prompts keep their relative weight
+    (arXiv 2508.08221).
+    """
+
+    def __call__(self, groups: Sequence[RolloutGroup], batch: TokenBatch) -> list[list[float]]:
+        return group_advantages(rewards_of(groups), scale="batch")
+
+
+def rewards_of(groups: Sequence[RolloutGroup]) -> list[list[float]]:
+    """The rewards of each group."""
+    return [[rollout.score.reward for rollout in group.rollouts] for group in groups]
+
+
+def group_advantages(
+    rewards: Sequence[Sequence[float]], *, scale: Literal["group", "batch", "none"]
+) -> list[list[float]]:
+    """Each group's rewards less their mean, divided by the sample std (G - 1 in the denominator) of the group, of the
+    batch, or by nothing. Groups may differ in size.
+
     A group of equal rewards, or of one, gives exactly 0 under every scale. Computed in float64.
 
     Example: [[1, 0], [5, 5]] under "none" gives [[0.5, -0.5], [0, 0]].
     """
-    if scale not in SCALE_REWARDS:
-        raise ValueError(f"scale is {scale!r}; choose one of {', '.join(SCALE_REWARDS)}")
     if not rewards:
         return []
     sizes = np.array([len(group) for group in rewards])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import compress, islice
+from dataclasses import replace
+from itertools import compress
 from math import isfinite, sqrt
 from statistics import fmean
 
@@ -15,7 +16,7 @@ from offline_grpo.settings import TrainConfig
 from offline_grpo.train.advantage import group_advantages, zero_signal_groups
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.update import Updater
-from offline_grpo.types import FinishReason, RolloutGroup, TokenBatch, by_task
+from offline_grpo.types import FinishReason, Rollout, RolloutGroup, TokenBatch, by_task
 
 
 def prepare_batch(
@@ -32,16 +33,16 @@ def prepare_batch(
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     batch = build_batch(rollouts, mask_truncated=config.mask_truncated)
     metrics: dict[str, float] = {}
-    rewards = [[rollout.score.reward for rollout in group.rollouts] for group in groups]
-    if updater.loss.kl_in_reward:
+    penalised = groups
+    if updater.reward_penalty is not None:
         whole = updater.score(
             build_batch(rollouts, mask_truncated=False)
         )  # truncated completions count in the group's mean, so they pay
-        penalties = updater.loss.reward_penalties(whole).tolist()
+        penalties = updater.reward_penalty(whole).tolist()
         batch = _with_logprobs_of(whole, batch)
-        rewards = _subtract(rewards, penalties)
+        penalised = _subtract(groups, penalties)
         metrics["kl_penalty_mean"] = fmean(penalties)
-    advantages = _advantages(groups, rewards, updater)
+    advantages = _advantages(penalised, batch, updater)
     per_rollout = [_per_rollout(group, own) for group, own in zip(groups, advantages, strict=True)]
     is_silent = zero_signal_groups([_numbers(group, own) for group, own in zip(groups, advantages, strict=True)])
     keep = (
@@ -71,7 +72,7 @@ def prepare_batch(
     batch = with_advantages(batch, flat)
     pairs = [(group, own) for group, own, kept in zip(groups, advantages, keep, strict=True) if kept]
     metrics |= _advantage_metrics([n for pair in pairs for n in _numbers(*pair, mask_truncated=config.mask_truncated)])
-    return batch if updater.loss.kl_in_reward else updater.score(batch), per_rollout, metrics
+    return batch if updater.reward_penalty is not None else updater.score(batch), per_rollout, metrics
 
 
 def sound_groups(found: object) -> list[RolloutGroup]:
@@ -182,22 +183,22 @@ def _failures(groups: Sequence[RolloutGroup]) -> list[str]:
 
 
 def _advantages(
-    groups: Sequence[RolloutGroup], rewards: list[list[float]], updater: Updater
+    groups: Sequence[RolloutGroup], batch: TokenBatch, updater: Updater
 ) -> list[list[float | Sequence[float]]]:
-    """For every rollout of every group its advantage: computed from the rewards, or, where the source gave advantages,
+    """For every rollout of every group its advantage: computed by `train.advantage`, or, where the source gave advantages,
     one per token; 0 for those that were to get none.
 
     Raises:
         ConfigError: a KL penalty in the reward, and advantages that were made without it.
     """
-    if updater.loss.kl_in_reward and any(group.advantages is not None for group in groups):
+    if updater.reward_penalty is not None and any(group.advantages is not None for group in groups):
         raise ConfigError(
             "train.loss.kl_placement=reward: these rollouts come with advantages, which no penalty on rewards changes; use "
             "train.loss.kl_placement=loss"
         )
     for group in groups:
         _check_advantages(group)
-    computed = group_advantages(rewards, scale=updater.loss.scale_rewards)
+    computed = updater.advantage(groups, batch)
     return [_without_zeroed(group, group.advantages or own) for group, own in zip(groups, computed, strict=True)]
 
 
@@ -274,12 +275,14 @@ def _with_logprobs_of(whole: TokenBatch, batch: TokenBatch) -> TokenBatch:
     )
 
 
-def _subtract(rewards: list[list[float]], penalties: list[float]) -> list[list[float]]:
+def _subtract(groups: Sequence[RolloutGroup], penalties: Sequence[float]) -> list[RolloutGroup]:
+    """The groups with each rollout's penalty subtracted from its reward."""
     remaining = iter(penalties)
-    return [
-        [reward - penalty for reward, penalty in zip(group, islice(remaining, len(group)), strict=True)]
-        for group in rewards
-    ]
+
+    def lowered(rollout: Rollout) -> Rollout:
+        return replace(rollout, score=replace(rollout.score, reward=rollout.score.reward - next(remaining)))
+
+    return [replace(group, rollouts=tuple(lowered(rollout) for rollout in group.rollouts)) for group in groups]
 
 
 def _is_masked(group: RolloutGroup) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from offline_grpo import progress
 from offline_grpo.errors import NonFiniteError
-from offline_grpo.interfaces import Loss, Sharding
+from offline_grpo.interfaces import Advantage, Loss, Sharding
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import BaseScoring, Scoring, prepare_for_gradients
 from offline_grpo.placement.ranks import Ranks
@@ -47,6 +47,7 @@ class Updater:
     policy: Policy
     reference: Scoring | BaseScoring | None
     loss: Loss
+    advantage: Advantage
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # type: ignore[name-defined]
     config: TrainConfig
@@ -56,6 +57,7 @@ class Updater:
     lr_schedule: LrSchedule
     seed: int
     failure_dir: Path
+    reward_penalty: Callable[[TokenBatch], Tensor] | None = None  # [S], see `loss.base.reward_penalty`
     counters: UpdateCounters = field(default_factory=UpdateCounters)
 
     _mismatch: MismatchWarning = field(default_factory=MismatchWarning, init=False)
@@ -127,7 +129,7 @@ class Updater:
         the old one.
         """
         has_several_updates = len(self.updates_of(batch.num_sequences)) * self.config.epochs > 1
-        return self.loss.kl_in_reward or (has_several_updates and self.loss.ratio_reference == "old")
+        return self.reward_penalty is not None or (has_several_updates and self.loss.ratio_reference == "old")
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """The batch with the logprobs of the policy before its first update, and of the reference, where the iteration

@@ -30,7 +30,6 @@ def plain() -> dict[str, Any]:
         "importance_correction": "none",
         "importance_cap": 2.0,
         "importance_floor": 0.0,
-        "scale_rewards": "group",
     }
 
 

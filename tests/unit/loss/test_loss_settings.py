@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.loss.base import ClippedLoss
+from offline_grpo.loss.base import ClippedLoss, reward_penalty
 from offline_grpo.loss.cispo import CISPO
 from offline_grpo.loss.dapo import DAPO
 from offline_grpo.loss.dr_grpo import DrGRPO
@@ -44,7 +44,6 @@ CHANGES = {
     "importance_correction": "sequence_mask",
     "importance_cap": 1.6,
     "importance_floor": 0.7,
-    "scale_rewards": "none",
 }
 REWARDS = [
     [0.3, 1.0, -0.5, 0.1, 0.0, 0.9],
@@ -64,7 +63,6 @@ INVALID = [
     ("importance_correction", "truncate"),
     ("importance_cap", 0.9),
     ("importance_floor", -0.1),
-    ("scale_rewards", "std"),
 ]
 
 
@@ -76,7 +74,7 @@ def build(loss_class, settings):
 def outcome(loss, inputs):
     """Loss and gradients from the rewards on: what a run with this loss would see."""
     policy, batch, totals = inputs
-    advantages = torch.tensor(group_advantages(REWARDS, scale=loss.scale_rewards), dtype=torch.float64).flatten()  # [S]
+    advantages = torch.tensor(group_advantages(REWARDS, scale="group"), dtype=torch.float64).flatten()  # [S]
     batch = replace(batch, advantages=advantages[batch.sequence_ids] * batch.completion_mask)
     value = loss(policy, batch, totals).loss
     grads = torch.autograd.grad(value, (policy.logprobs, policy.entropy), allow_unused=True, materialize_grads=True)
@@ -99,7 +97,6 @@ def test_each_choice_differs_from_the_others(plain, random_inputs):
     for name, choices in {
         "kl_estimator": ["k1", "k2", "k3"],
         "importance_correction": ["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"],
-        "scale_rewards": ["group", "batch", "none"],
     }.items():
         results = [
             outcome(build(DAPO, plain | ACTIVE | {name: choice}), random_inputs(num_sequences=24)) for choice in choices
@@ -124,7 +121,8 @@ def test_a_ratio_to_the_engine_is_not_corrected_for_the_engine_again(plain, corr
 
 
 def test_a_penalty_of_nothing_on_rewards_needs_no_reference(plain):
-    assert not build(DAPO, plain | {"dual_clip": None, "kl_placement": "reward", "kl_coef": 0.0}).kl_in_reward
+    settings = {"dual_clip": None, "kl_placement": "reward", "kl_coef": 0.0}
+    assert reward_penalty(build(DAPO, plain | settings)) is None
 
 
 def test_kl_term_is_proportional_to_its_coefficient(plain, random_inputs):
@@ -137,8 +135,8 @@ def test_kl_in_reward_leaves_the_loss_alone_and_keeps_the_metric(plain, random_i
     base = plain | {"dual_clip": None}
     in_reward = build(GRPO, base | {"kl_coef": 0.1, "kl_placement": "reward"})
     without, metrics = build(GRPO, base)(*random_inputs()), in_reward(*random_inputs()).metrics
-    assert in_reward.kl_in_reward
-    assert not build(GRPO, base).kl_in_reward
+    assert reward_penalty(in_reward) is not None
+    assert reward_penalty(build(GRPO, base | {"kl_coef": 0.1})) is None
     assert metrics["loss_kl"] == 0
     assert metrics["loss_total"] == without.loss
     assert metrics["kl_divergence"] > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 
 import pytest
+from factories import compose_config
 
 from offline_grpo.train.advantage import group_advantages, zero_signal_groups
 
@@ -59,6 +60,15 @@ def test_zero_signal_groups():
     assert zero_signal_groups([]) == group_advantages([], scale="batch") == []
 
 
-def test_unknown_scale_is_refused():
-    with pytest.raises(ValueError, match="group, batch, none"):
-        group_advantages(GROUPS, scale="std")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), "GroupStd"),
+        (("train/loss=dr_grpo",), "GroupMean"),
+        (("train/loss=dr_grpo", "train/advantage=group_std"), "GroupStd"),
+        (("train/advantage=batch_std", "train/loss=dr_grpo"), "BatchStd"),
+        (("experiment=dapo", "train/loss=dr_grpo"), "GroupMean"),
+    ],
+)
+def test_a_loss_chooses_its_advantage_unless_the_user_does(words, expected):
+    assert compose_config(*words).train.advantage._target_ == f"offline_grpo.train.advantage.{expected}"

@@ -7,6 +7,8 @@ import torch
 from factories import make_completion, make_qwen2, make_rollout, make_scoring, make_updater
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.loss.base import reward_penalty
+from offline_grpo.train.advantage import GroupMean
 from offline_grpo.train.batch import build_batch
 from offline_grpo.train.experience import prepare_batch, rollout_metrics, sound_groups
 from offline_grpo.types import FinishReason, Rollout, RolloutGroup, Score
@@ -156,7 +158,7 @@ def test_groups_without_signal_stay_where_updates_need_them(settings, rewards, t
 
 def test_given_advantages_and_a_penalty_on_rewards_contradict_each_other(tmp_path):
     updater = make_updater(tmp_path)
-    updater.loss = replace(updater.loss, kl_placement="reward", kl_coef=0.1)
+    updater.reward_penalty = reward_penalty(replace(updater.loss, kl_placement="reward", kl_coef=0.1))
     updater.reference = updater.policy
     with pytest.raises(ConfigError, match=r"train\.loss\.kl_placement=reward: .*use train\.loss\.kl_placement=loss"):
         prepare_batch([group(TWO_TURNS, advantages=((1.0,) * 7,))], updater, updater.config)
@@ -188,7 +190,7 @@ def test_a_group_without_signal_that_stays_is_not_counted_as_masked(tmp_path):
 @pytest.mark.parametrize("given", [None, ((0.0, 9.0, 9.0, 9.0), (0.0, -0.5, -0.5), (0.0, -0.5, -0.5))])
 def test_advantages_of_truncated_completions_that_are_not_trained_on_do_not_count(given, tmp_path):
     updater = make_updater(tmp_path, mask_truncated=True)
-    updater.loss = replace(updater.loss, scale_rewards="none")
+    updater.advantage = GroupMean()
     cut = make_rollout([4], make_completion([3, 2, 5], reason=FinishReason.LENGTH), reward=1.5)
     whole = [make_rollout([4], [6, token], reward=0.75) for token in (7, 8)]
     _, _, metrics = prepare_batch([group(cut, *whole, advantages=given)], updater, updater.config)
@@ -201,7 +203,8 @@ def test_advantages_of_truncated_completions_that_are_not_trained_on_do_not_coun
 def test_a_truncated_completion_pays_its_penalty_although_its_tokens_are_not_trained_on(tmp_path):
     """Its reward counts in the group's mean, with the penalty; its tokens are masked afterwards."""
     updater = make_updater(tmp_path, mask_truncated=True)
-    updater.loss = replace(updater.loss, kl_placement="reward", kl_coef=0.5, kl_estimator="k2", scale_rewards="none")
+    in_reward = replace(updater.loss, kl_placement="reward", kl_coef=0.5, kl_estimator="k2")
+    updater.loss, updater.reward_penalty, updater.advantage = in_reward, reward_penalty(in_reward), GroupMean()
     updater.reference = make_scoring(make_qwen2(initializer_range=0.2))
     cut = make_rollout([4], make_completion([3, 2, 5], reason=FinishReason.LENGTH), reward=1.0)
     whole = make_rollout([4], [6, 7], reward=0.0)

@@ -8,6 +8,7 @@ import torch
 from factories import make_updater
 
 from offline_grpo.errors import NonFiniteError
+from offline_grpo.loss.base import reward_penalty
 from offline_grpo.loss.dapo import DAPO
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.train.sharding import Replicas
@@ -88,6 +89,7 @@ def test_an_update_without_a_token_to_train_on_is_left_out(tmp_path, token_batch
 
 def to_the_sampler(updater, **settings):
     updater.loss = replace(updater.loss, ratio_reference="rollout", entropy_coef=0.0, **settings)
+    updater.reward_penalty = reward_penalty(updater.loss)
     return updater
 
 
