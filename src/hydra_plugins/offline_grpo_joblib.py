@@ -53,12 +53,12 @@ class SavingJoblibLauncher(Launcher):
     def _say_and_stop(self, number: int, runs: Sequence[JobReturn]) -> NoReturn:
         from offline_grpo.checkpoint.files import latest_checkpoint
         from offline_grpo.errors import StopRequested
-        from offline_grpo.run import cli, sweep_resume
+        from offline_grpo.run import main, sweep_resume
 
         folders = [Path(run.hydra_cfg.hydra.runtime.output_dir) for run in runs if run.hydra_cfg is not None]
         num_saved = sum(latest_checkpoint(folder / "checkpoints") is not None for folder in folders)
         num_finished = sum(sweep_resume.is_finished(folder) for folder in folders)
         stopped = StopRequested(number)
         done = f"of {len(runs)} jobs {num_saved} have a checkpoint, and {num_finished} of these are finished"
-        cli.say_how_the_sweep_goes_on(stopped, self._folder, done)
+        main.say_how_to_resume_sweep(stopped, self._folder, done)
         raise stopped

@@ -125,10 +125,10 @@ def _wait(running: list[Any]) -> None:
 
 def _say_how_it_goes_on(error: BaseException, folder: Path) -> None:
     from offline_grpo.errors import StopRequested
-    from offline_grpo.run import cli
+    from offline_grpo.run import main
 
     if isinstance(error, StopRequested):
-        cli.say_how_the_sweep_goes_on(error, folder)
+        main.say_how_to_resume_sweep(error, folder)
 
 
 def _result(reference: Any, overrides: list[str]) -> JobReturn:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import signal
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -108,17 +107,6 @@ def place_of(error: BaseException) -> str:
     return "" if last is None else f" ({Path(last.filename).name}, line {last.lineno}, in {last.name})"
 
 
-def no_such_key(key: str, known: Iterable[str]) -> ConfigError:
-    """The error about a key that the schema does not have; names the most similar one that it has, or all."""
-    names = list(known)
-    group, dot, name = key.rpartition(".")
-    similar = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return ConfigError(
-        f"{key}: no such key; "
-        + (f"did you mean {group}{dot}{similar[0]}?" if similar else f"it may be one of {', '.join(names)}")
-    )
-
-
 def require(condition: bool, key: str, value: object, fix: str) -> None:
     """Raise a ConfigError that names key, value and fix, unless `condition` is true."""
     if not condition:
@@ -127,21 +115,10 @@ def require(condition: bool, key: str, value: object, fix: str) -> None:
 
 @contextmanager
 def ending_with_reader() -> Iterator[None]:
-    """Inside, the end of whoever reads the output, such as `head`, ends the program too: quietly, with the exit code of
-    SIGPIPE.
-
-    Rich makes an exit with code 1 of a closed pipe.
-    """
+    """Inside, the end of the program that reads the output, such as `head`, ends this one with the exit code of SIGPIPE."""
     try:
         yield
         sys.stdout.flush()
-    except (BrokenPipeError, SystemExit) as ended:
-        if isinstance(ended, SystemExit) and not isinstance(ended.__context__, BrokenPipeError):
-            raise
-        forget_output()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
         sys.exit(128 + signal.SIGPIPE)
-
-
-def forget_output() -> None:
-    """Print to nowhere from now on; or Python would write to what cannot be written again, on the way out."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

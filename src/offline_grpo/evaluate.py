@@ -23,8 +23,8 @@ from offline_grpo.disk import require_new
 from offline_grpo.errors import ConfigError
 from offline_grpo.logger.console import ConsoleLogger
 from offline_grpo.run import cli
+from offline_grpo.run.config import key_of
 from offline_grpo.run.log_outputs import ToTerminal
-from offline_grpo.run.overrides import key_of
 
 EPILOG = """
 Values with commas make several sets of problems: task=arithmetic,gsm8k. The settings of a checkpoint are those of its run; what the command

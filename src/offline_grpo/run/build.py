@@ -15,6 +15,7 @@ import hydra.utils
 from hydra.errors import InstantiationException
 
 from offline_grpo.errors import ConfigError, GrpoError, told
+from offline_grpo.run.config import sweep_hint
 
 logging.getLogger("hydra.utils").setLevel(
     logging.CRITICAL
@@ -113,7 +114,7 @@ def check_settings(target: Any, settings: Mapping[str, Any], key: str, *, given_
     for name, value in settings.items():
         if name in hints and not fits(value, hints[name]):
             raise ConfigError(
-                f"{key}.{name}={value!r}: expected {describe(hints[name])}, got {type(value).__name__}{sweep_hint(key, name, value)}"
+                f"{key}.{name}={value!r}: expected {describe(hints[name])}, got {type(value).__name__}{sweep_hint(f'{key}.{name}', value)}"
             )
 
 
@@ -138,12 +139,3 @@ def fits(value: Any, hint: Any) -> bool:
 def describe(hint: Any) -> str:
     """The annotation as short text: `int | None`, not `typing.Optional[int]`."""
     return hint.__name__ if get_origin(hint) is None and hasattr(hint, "__name__") else str(hint).replace("typing.", "")
-
-
-def sweep_hint(key: str, name: str, value: Any) -> str:
-    """A hint on sweep syntax, for users who wrote a list where a single value is expected."""
-    if not isinstance(value, list):
-        return ""
-    return (
-        f"; to sweep over it: --multirun {'.'.join(filter(None, (key, name)))}={','.join(str(item) for item in value)}"
-    )

@@ -34,9 +34,9 @@ from offline_grpo.logger.lines import clock
 from offline_grpo.redaction import redacted_text
 from offline_grpo.report.comparison import DONE, print_comparison, save_comparison
 from offline_grpo.run import config as conf
+from offline_grpo.run.config import key_of
 from offline_grpo.run.environment import this_start
 from offline_grpo.run.interrupt import StopSignal
-from offline_grpo.run.overrides import key_of
 from offline_grpo.run.resume import quoted
 
 MODES = ("restart", "shared_vllm", "lora_hotswap", "lora_restart")

@@ -6,7 +6,6 @@ This module imports no torch, so that `--help`, `--cfg job` and most refusals co
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from math import isfinite
@@ -15,16 +14,15 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from offline_grpo.errors import ConfigError, no_such_key, require
+from offline_grpo.errors import ConfigError, require
 from offline_grpo.model.dtypes import TORCH_NAMES
 from offline_grpo.redaction import flat
+from offline_grpo.run.hints import no_such_key
 from offline_grpo.settings import RunConfig
 
 MAY_BE_INFINITE = ("train.grad_clip",)
-_OTHER_KEY = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)[^{}]*\}")
-"""A value that is another key's."""
 
 
 def folder() -> Path:
@@ -62,25 +60,12 @@ def typed(cfg: DictConfig) -> RunConfig:
     _refuse_unknown(node)
     for key in sorted(OmegaConf.missing_keys(node)):
         raise ConfigError(f"{key}: has no value; set {key}=...")
-    try:
-        config = OmegaConf.to_object(node)
-    except ConfigError as error:
-        raise ConfigError(_where_it_was_set(node, str(error))) from None
+    config = OmegaConf.to_object(node)
     assert isinstance(config, RunConfig)
     for key, value in flat(OmegaConf.to_container(node, resolve=True)).items():
         is_number = not isinstance(value, float) or isfinite(value) or key in MAY_BE_INFINITE
         require(is_number, key, value, "must be a finite number")
     return config
-
-
-def _where_it_was_set(node: DictConfig, message: str) -> str:
-    """`KEY=VALUE: ...` with the key that KEY has its value from, where it has it from another one."""
-    key, sign, rest = message.partition("=")
-    group, _, name = key.rpartition(".")
-    parent = OmegaConf.select(node, group) if group else node
-    child = parent._get_node(name) if isinstance(parent, DictConfig) else None
-    other = _OTHER_KEY.fullmatch(child._value()) if isinstance(child, Node) and child._is_interpolation() else None
-    return message if other is None else _where_it_was_set(node, f"{other[1]}{sign}{rest}")
 
 
 def _refuse_unknown(node: DictConfig, prefix: str = "") -> None:
@@ -91,10 +76,24 @@ def _refuse_unknown(node: DictConfig, prefix: str = "") -> None:
     known = [field.name for field in fields(schema)]
     for name in node:
         if name not in known:
-            raise no_such_key(f"{prefix}{name}", known)
+            raise no_such_key(f"{prefix}{name}", folder())
         child = node._get_node(name)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
             _refuse_unknown(child, f"{prefix}{name}.")
+
+
+def key_of(word: str) -> str:
+    """The key that an override sets, without the marks that add or delete: `++train.lr=1` sets `train.lr`. A word that
+    is no override is its own key.
+    """
+    return word.lstrip("+~").partition("=")[0]
+
+
+def sweep_hint(key: str, value: Any) -> str:
+    """A hint on sweep syntax, for users who wrote a list where a single value is expected."""
+    if not isinstance(value, (list, ListConfig)):
+        return ""
+    return f"; to sweep over it: --multirun {key}={','.join(str(item) for item in value)}"
 
 
 def as_plain(cfg: DictConfig) -> Mapping[str, Any]:

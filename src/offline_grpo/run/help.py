@@ -56,7 +56,7 @@ def help_text(conf: Path, wanted: Sequence[str] = ()) -> str:
 def _groups(conf: Path) -> Iterator[str]:
     yield "Groups and their options (* is the default)"
     for group, options in groups(conf).items():
-        default = _defaults(conf).get(group)
+        default = defaults(conf).get(group)
         names = ", ".join(f"{option}*" if option in (default or []) else option for option in options)
         yield from textwrap.wrap(names, WIDTH, initial_indent=f"  {group:<16} ", subsequent_indent=" " * 19)
 
@@ -71,7 +71,7 @@ def groups(conf: Path) -> dict[str, list[str]]:
     return found
 
 
-def _defaults(conf: Path) -> dict[str, list[str]]:
+def defaults(conf: Path) -> dict[str, list[str]]:
     """Group -> the options that are chosen by default, in `config.yaml` or in the file of the group above."""
     chosen: dict[str, list[str]] = {}
     for path in (conf / "config.yaml", *conf.glob("*/default.yaml")):
@@ -90,12 +90,12 @@ def _sections(conf: Path, wanted: Sequence[str]) -> Iterator[str]:
     yield from _section("Keys at the top", [key for key in keys(conf / "config.yaml", "") if is_wanted(key.name)])
     for group, options in groups(conf).items():
         prefix = "" if group == "experiment" else group.replace("/", ".") + "."
-        default = _defaults(conf).get(group, [])
+        default = defaults(conf).get(group, [])
         told: set[Key] = set()
         for option in sorted(options, key=lambda option: option not in default):
             path = conf / f"{group}.yaml" if group == "." else conf / group / f"{option}.yaml"
             new = [
-                key for key in _all_keys(path, prefix) if key not in told and (is_wanted(key.name) or is_wanted(group))
+                key for key in all_keys(path, prefix) if key not in told and (is_wanted(key.name) or is_wanted(group))
             ]
             told |= set(new)
             if new or is_wanted(group):
@@ -114,14 +114,14 @@ def _section(title: str, found: Sequence[Key], about: str = "") -> Iterator[str]
     yield ""
 
 
-def _all_keys(path: Path, prefix: str) -> list[Key]:
+def all_keys(path: Path, prefix: str) -> list[Key]:
     """The keys of a file, after those of the files that it includes."""
     included = [
         entry
         for entry in yaml.safe_load(path.read_text()).get("defaults", [])
         if isinstance(entry, str) and entry != "_self_"
     ]
-    found = [key for name in included for key in _all_keys(path.parent / f"{name}.yaml", prefix)]
+    found = [key for name in included for key in all_keys(path.parent / f"{name}.yaml", prefix)]
     return found + keys(path, prefix)
 
 

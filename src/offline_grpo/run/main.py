@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -11,52 +12,117 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from offline_grpo.run import cli, config, going_on, ray_trainers, resume, sweep_jobs, sweep_resume, sweep_workers
-from offline_grpo.run.config import as_plain
-from offline_grpo.run.help import help_text
+from offline_grpo.errors import ConfigError, GrpoError, StopRequested
+from offline_grpo.run import cli, config, launch, resume, sweep_jobs, sweep_workers
+from offline_grpo.run.hints import empty_group
 from offline_grpo.run.interrupt import StopSignal
-from offline_grpo.run.run_dir import RunDir
 
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; it warns about kernels that are not used
 config.register()  # at import, because processes that a sweep's launcher starts import this module for `job`
+
+_has_begun = False
+"""Whether Hydra has called `job` in this process: until then, an error is about the command line."""
 
 
 def job(cfg: DictConfig) -> float | None:
-    """Run once. Returns the last held-out pass@1, which sweepers maximise."""
+    """What Hydra calls: run once. Returns the last held-out pass@1, which sweepers maximise.
+
+    An error that the user can fix ends the process with one line; in a sweep it is reported, and other jobs still run.
+    """
+    global _has_begun
+    _has_begun = True
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
     with sweep_jobs.numbered_lines(), sweep_workers.working():
-        return cli.run_job(lambda: _run(cfg, Path(HydraConfig.get().runtime.output_dir)))
+        try:
+            with StopSignal.listening() as stop:
+                stop.begin()
+                result = _run(cfg, folder, stop)
+                if is_sweep:  # a run that was complete when the signal came ends as any other; its sweep ends here
+                    stop.check()
+                    stop.hold("this step of the sweep")
+                return result
+        except cli.EXPECTED as error:
+            from offline_grpo.run.run_dir import discard_fresh
+
+            discard_fresh(folder)
+            if is_sweep and isinstance(error, StopRequested):
+                if sweep_workers.sweep_process() is not None:
+                    return None  # the launcher reports it for all jobs
+                say_how_to_resume_sweep(error, Path(HydraConfig.get().sweep.dir))
+            if not is_sweep or not isinstance(error, GrpoError):
+                cli.leave(error)
+            cli.say(f"error in job {HydraConfig.get().job.num} of the sweep: {error}")
+            sweep_jobs.record_failure(error.exit_code)
+            return None
 
 
-def _run(cfg: DictConfig, folder: Path) -> float | None:
+def _run(cfg: DictConfig, folder: Path, stop: StopSignal) -> float | None:
+    from offline_grpo.run import going_on, ray_trainers, sweep_resume
+
     with going_on.kept_record(folder):
-        return _start(cfg, folder)
-
-
-def _start(cfg: DictConfig, folder: Path) -> float | None:
-    if HydraConfig.get().mode is RunMode.MULTIRUN:
-        with StopSignal.listening() as stop:
+        is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
+        if is_sweep:
             stop.check()  # a signal may have come before this job
-        sweep_jobs.take_folder()
-    is_of_sweep = cfg.resume == "auto" and HydraConfig.get().mode is RunMode.MULTIRUN
-    is_finished = is_of_sweep and sweep_resume.is_finished(folder, as_plain(cfg)["train"])
-    if is_finished:
-        from offline_grpo.report.sweep_run import read_run
+            sweep_jobs.take_folder()
+        is_finished = (
+            is_sweep and cfg.resume == "auto" and sweep_resume.is_finished(folder, config.as_plain(cfg)["train"])
+        )
+        if is_finished:
+            from offline_grpo.report.sweep_run import read_run
 
-        print(f"run {HydraConfig.get().job.num} of the sweep is finished: {folder}")
-        if (folder / "report.png").exists():
-            return read_run(folder, folder.name).final_pass_at_1
-    own = resume.own_configuration(cfg)
-    if ray_trainers.is_wanted(own.placement):
-        return ray_trainers.train(config.typed(own), folder)
-    from offline_grpo.run import app  # which imports torch
+            print(f"run {HydraConfig.get().job.num} of the sweep is finished: {folder}")
+            if (folder / "report.png").exists():
+                return read_run(folder, folder.name).final_pass_at_1
+        own = resume.own_configuration(cfg)
+        if ray_trainers.is_wanted(own.placement):
+            return ray_trainers.train(config.typed(own), folder)
+        from offline_grpo.run import app
+        from offline_grpo.run.run_dir import RunDir
 
-    if is_finished:
-        return app.report(RunDir(folder))
-    return app.run(own, folder, HydraConfig.get().overrides.task)
+        if is_finished:
+            return app.report(RunDir(folder))
+        return app.run(own, folder, HydraConfig.get().overrides.task)
+
+
+def say_how_to_resume_sweep(error: StopRequested, folder: Path, done: str | None = None) -> None:
+    """Print the command that resumes the sweep in this folder, after what is `done`. Hydra keeps no record of a search."""
+    from offline_grpo.run import going_on
+
+    is_search = not (folder / sweep_jobs.RECORD).is_file()
+    how = "a search starts anew" if is_search else f"the sweep goes on with: {going_on.command(folder.resolve())}"
+    line = f"{f'{done}; ' if done else ''}{how}"
+    cli.say(line if error.is_reported else f"stopped by {error.signal_name}; {line}")
+    error.is_reported = True
 
 
 def main() -> NoReturn:
     """Compose the configuration from `conf/` and the command line, run, and exit."""
     if {"--help", "-h"} & set(sys.argv[1:]):
+        from offline_grpo.run.help import help_text
+
         words = [word for word in sys.argv[1:] if not word.startswith("-") and "=" not in word]
         cli.run_command(lambda: print(help_text(config.folder(), words)))
-    cli.exit_with(hydra.main(version_base="1.3", config_path=str(config.folder()), config_name="config")(job))
+    cli.exit_with(_compose_and_run)
+
+
+def _compose_and_run() -> int:
+    """With several processes, Hydra makes a run folder in the first one only. Returns the exit code."""
+    global _has_begun
+    _has_begun = False
+    launch.start_missing_processes()
+    if not launch.is_main():
+        place = next((i for i, word in enumerate(sys.argv[1:], 1) if resume.OVERRIDE.match(word)), len(sys.argv))
+        sys.argv[place:place] = ["hydra.run.dir=.", "hydra.output_subdir=null"]  # argparse needs overrides in one place
+    sys.argv[1:] = resume.arguments(sys.argv[1:])
+    try:
+        hydra.main(version_base="1.3", config_path=str(config.folder()), config_name="config")(job)()
+    except (AssertionError, ValueError) as error:  # Hydra's, for GROUP=null and for a key below one that is null
+        if _has_begun:
+            raise
+        hints = (empty_group(config.key_of(word), config.folder()) for word in sys.argv[1:])
+        raise ConfigError(next(filter(None, hints), f"{' '.join(sys.argv[1:])}: {error}")) from error
+    if failed := len(sweep_jobs.exit_codes):
+        jobs = "1 job" if failed == 1 else f"{failed} jobs"
+        cli.say(f"{jobs} of the sweep failed, with an error above; a refused one has no row")
+    return max(sweep_jobs.exit_codes, default=0)

@@ -25,7 +25,7 @@ from offline_grpo.checkpoint.files import latest_checkpoint
 from offline_grpo.errors import ConfigError
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.run import launch, sweep_resume
-from offline_grpo.run.overrides import key_of
+from offline_grpo.run.config import key_of
 from offline_grpo.run.run_dir import no_checkpoint
 
 OVERRIDE = re.compile(r"~|\+*[^-=]+=")

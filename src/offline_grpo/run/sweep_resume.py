@@ -21,7 +21,7 @@ from offline_grpo.checkpoint.files import latest_state
 from offline_grpo.disk import matching
 from offline_grpo.errors import ConfigError
 from offline_grpo.report.run_files import read_yaml
-from offline_grpo.run.overrides import key_of
+from offline_grpo.run.config import key_of
 from offline_grpo.settings import StopWhenConfig
 from offline_grpo.train.milestones import early_stop_reason
 

@@ -10,15 +10,12 @@ import textwrap
 import threading
 import time
 from contextlib import ExitStack
-from types import SimpleNamespace
 
 import psutil
 import pytest
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 
 from offline_grpo.errors import EngineError, StopRequested
-from offline_grpo.run import cli, interrupt
+from offline_grpo.run import interrupt
 from offline_grpo.run.app import ended_whole
 from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.log_outputs import kept_for_log
@@ -194,16 +191,6 @@ def test_after_a_complete_run_a_signal_is_only_taken_note_of():
         with pytest.raises(StopRequested):
             stop.begin()
             stop.check()
-
-
-def test_between_two_runs_of_a_sweep_a_signal_does_not_speak_of_the_first_one(said, monkeypatch):
-    monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(mode=RunMode.MULTIRUN))
-    with StopSignal.listening() as stop:
-        cli.run_job(lambda: stop.complete("the report; the run is complete"))
-        send(signal.SIGINT)
-        with pytest.raises(StopRequested):  # waits for what the thread says
-            stop.check()
-    assert said == ["Ctrl-C: stopping after this step of the sweep; a second one ends it at once"]
 
 
 def test_a_signal_does_not_change_the_exit_code_of_a_process_that_is_ending():
