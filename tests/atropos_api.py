@@ -18,7 +18,7 @@ from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.errors import GrpoError
-from offline_grpo.interfaces import RolloutSource
+from offline_grpo.interfaces import Source
 from offline_grpo.rollouts.atropos import Atropos
 from offline_grpo.rollouts.atropos.processes import Processes
 from offline_grpo.run.build import build
@@ -192,7 +192,7 @@ def settings_effect(overrides: str) -> Any:
             "context": None,
         }
         given |= {"run_folder": Path("/runs/a"), "model_id": "model", "sampling": SamplingParams(8), "rank": 0}
-        source = build(node, key="rollouts", protocol=RolloutSource, **given)
+        source = build(node, key="rollouts", protocol=Source, **given)
         try:
             source.start(0, None)
             heard["success"] = [[rollout.score.is_correct for rollout in group.rollouts] for group in source.next(0)]

@@ -11,7 +11,7 @@ from factories import compose_config, make_completion
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from offline_grpo.errors import GrpoError
-from offline_grpo.interfaces import RolloutSource
+from offline_grpo.interfaces import Source
 from offline_grpo.rollouts.replay import Replay
 from offline_grpo.rollouts.store.origin import Origin
 from offline_grpo.rollouts.store.recorder import Recorder
@@ -88,7 +88,7 @@ def make_replay(path: object, *words: str, **given: Any) -> Replay:
     runtime |= {"run_folder": Path("/nowhere"), "rank": 0, "world_size": 1}
     node = as_plain(compose_config("rollouts=replay", f"rollouts.path={path}", *words))["rollouts"]
     assert source_node(config) == {name: value for name, value in node.items() if name != "record"}
-    return build(source_node(config), key="rollouts", protocol=RolloutSource, **runtime | given)
+    return build(source_node(config), key="rollouts", protocol=Source, **runtime | given)
 
 
 def replayed(source: Replay, count: int = 4) -> list[list[tuple[str, float]]]:

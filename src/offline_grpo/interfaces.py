@@ -6,6 +6,7 @@ This file is longer than others may be, so that all of them are on one page.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -103,29 +104,29 @@ class TextCodec(Protocol):
 
 
 @runtime_checkable
-class RolloutSource(Protocol):
-    """Where an iteration's rollouts come from: a component of the group `rollouts`.
+class Source(Protocol):
+    """Where an iteration's rollouts come from: a component of the group `rollouts`. Inherit from this class; `next` is
+    all that a source must have.
 
     Every process has a source of its own, which knows its rank and contributes its share. A source uses no collectives:
     the loop gathers the shares. What it does in the background must end with `close`.
     """
 
-    needs_problems: ClassVar[bool]
-    """Whether it trains on problems of the task; if not, none are made and its constructor cannot ask for them. Said by
-    the class.
-    """
+    needs_problems: ClassVar[bool] = True
+    """Whether it trains on problems of the task; if not, none are made and its constructor cannot ask for them."""
+    samples_ahead: ClassVar[bool] = False
+    """Whether it samples from the run's engine while the trainer trains, and between any two calls."""
 
     @staticmethod
     def check(config: Any) -> None:
         """Raise ConfigError if it cannot work in a run with this `settings.RunConfig`. Called before a model is loaded."""
-        ...
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
         """Called once, before the first `next`, with the iteration that comes first and what `state_dict` returned for
         the checkpoint.
         """
-        ...
 
+    @abstractmethod
     def next(self, iteration: int) -> list[RolloutGroup]:
         """This process's scored groups of the iteration. With W processes, item i of process r becomes item i * W + r
         of the whole: all groups may come from one process, in order.
@@ -137,31 +138,22 @@ class RolloutSource(Protocol):
 
     def weights_changed(self, version: int) -> None:
         """The engine serves new weights, which carry `version` updates."""
-        ...
+
+    def weights_lost(self) -> None:
+        """The engine has died: what was sampled and not handed out yet is worth nothing. Nothing more is sampled before
+        `weights_changed`.
+        """
 
     def metrics(self) -> Metrics:
-        """What the source has to say about the last `next`, for the iteration's metrics file; those of the first
-        process are kept.
-        """
-        ...
+        """About the last `next`, for the iteration's metrics file; those of the first process are kept."""
+        return {}
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint must hold, as JSON types; empty where the iteration says it all."""
-        ...
+        """What a checkpoint must hold, as JSON types; empty where the iteration decides everything."""
+        return {}
 
     def close(self) -> None:
         """Let go of everything. Called once, on every way out."""
-        ...
-
-
-@runtime_checkable
-class Prefetch(RolloutSource, Protocol):
-    """A source that samples from the run's engine while the trainer trains, and between any two calls."""
-
-    def weights_lost(self) -> None:
-        """The engine has died, or somebody else has written to its weights: what was sampled and not handed out yet is
-        worth nothing. Nothing more is sampled before `weights_changed`."""
-        ...
 
 
 @runtime_checkable
@@ -446,7 +438,7 @@ class Evaluator(Protocol):
     """Measures the served policy on held-out problems."""
 
     def sample(self, client: RolloutClient, *, cycle: int) -> list[RolloutGroup]:
-        """This process's share of an evaluation's groups, shared out as by `RolloutSource.next`. `cycle` (0, 1, ...)
+        """This process's share of an evaluation's groups, shared out as by `Source.next`. `cycle` (0, 1, ...)
         gives each evaluation sampling noise of its own."""
         ...
 

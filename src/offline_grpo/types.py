@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from itertools import compress
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a mistake in the configuration is found without torch, whose import takes seconds
@@ -40,6 +42,8 @@ class FinishReason(StrEnum):
 
 FAILURES = ("timeout", "memory", "crashed", "raised")
 """What can happen to code that judges a completion, in a process of its own."""
+LOGPROB_ROUNDING = 1e-3
+"""How far above 0 an engine may round a logprob, in nats."""
 TASK_MARK = "::"  # in ids of a mixture's problems, between the name of the task and the problem's id there
 
 
@@ -138,6 +142,14 @@ class Score:
     measured: Mapping[str, float] = field(default_factory=dict)
 
 
+class UnusableGroup(ValueError):
+    """Rollouts that nothing can be learnt from. `reason` is one word: malformed, masks, vocabulary, too_long, ..."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """A scored sequence of N tokens: the prompt, what the policy sampled, and, in several turns, what an environment
@@ -148,7 +160,7 @@ class Rollout:
         is_sampled F F T T F F T T T
 
     Raises:
-        ValueError: the fields differ in length, or the first token is marked as sampled: nothing predicts it.
+        UnusableGroup: the fields differ in length, or the first token is marked as sampled: nothing predicts it.
     """
 
     token_ids: tuple[int, ...]  # [N]
@@ -170,11 +182,12 @@ class Rollout:
         rows = (self.token_ids, self.is_sampled, self.logprobs, self.versions, self.ref_logprobs)
         lengths = {len(row) for row in rows if row is not None}
         if len(lengths) != 1:
-            raise ValueError(
-                f"token_ids, is_sampled, logprobs, versions or ref_logprobs of a rollout differ in length: {sorted(lengths)}"
+            raise UnusableGroup(
+                "malformed",
+                f"token_ids, is_sampled, logprobs, versions or ref_logprobs of a rollout differ in length: {sorted(lengths)}",
             )
         if self.is_sampled[:1] == (True,):
-            raise ValueError("the first token of a rollout cannot have been sampled: a prompt has at least one token")
+            raise UnusableGroup("masks", "the first token of a rollout is sampled, though nothing predicts it")
 
     @classmethod
     def of_one_turn(
@@ -211,6 +224,40 @@ class RolloutGroup:
     advantages: tuple[tuple[float, ...], ...] | None = None  # [G][N]
     num_replaced: int = 0  # groups without signal that were thrown away in favour of this one
     num_discarded_tokens: int = 0  # that were sampled for those
+
+    def __post_init__(self) -> None:
+        if not self.rollouts:
+            raise UnusableGroup("malformed", "a group without a rollout")
+        if self.advantages is None:
+            return
+        found, needed = [len(row) for row in self.advantages], [len(rollout.token_ids) for rollout in self.rollouts]
+        if found != needed:
+            raise UnusableGroup(
+                "malformed", f"advantages of {found} numbers, and rollouts of {needed} tokens; give one for each token"
+            )
+        if not all(isfinite(sum(row)) for row in self.advantages):
+            raise UnusableGroup("numbers", "an advantage that is not finite")
+
+    def check(self, *, vocab_size: int, max_tokens: int | None) -> None:
+        """Raise UnusableGroup unless a model with these token ids, and this limit of a sequence's length, can learn
+        from the group. For rollouts that were not sampled here.
+        """
+        for rollout in self.rollouts:
+            length, highest = len(rollout.token_ids), max(rollout.token_ids, default=0)
+            if max_tokens is not None and length > max_tokens:
+                raise UnusableGroup("too_long", f"a sequence of {length} tokens, where {max_tokens} are the limit")
+            if highest >= vocab_size or min(rollout.token_ids, default=0) < 0:
+                raise UnusableGroup("vocabulary", f"token {highest}, and the model has tokens 0 to {vocab_size - 1}")
+            for logprobs in filter(None, (rollout.logprobs, rollout.ref_logprobs)):
+                sampled = list(compress(logprobs, rollout.is_sampled))
+                if not (isfinite(sum(logprobs)) and max(sampled, default=0.0) <= LOGPROB_ROUNDING):
+                    raise UnusableGroup("numbers", "a sampled token whose logprob is above 0 or not finite")
+            if not (isfinite(rollout.score.reward) and 0 < rollout.temperature < inf):
+                raise UnusableGroup(
+                    "numbers", f"a reward of {rollout.score.reward} at a temperature of {rollout.temperature}"
+                )
+        if not any(rollout.num_sampled for rollout in self.rollouts):
+            raise UnusableGroup("masks", "no token is sampled")
 
 
 def by_task(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:

@@ -40,7 +40,7 @@ from offline_grpo.checkpoint.files import (
 from offline_grpo.checkpoint.manifest import write_manifest
 from offline_grpo.checkpoint.state import TrainerState, read_state
 from offline_grpo.errors import CheckpointError, reason_of
-from offline_grpo.interfaces import RolloutSource
+from offline_grpo.interfaces import Source
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_policy
 from offline_grpo.placement.ranks import Ranks
@@ -112,7 +112,7 @@ class Checkpointer:
     policy: Policy
     updater: Updater
     schedule: PushSchedule
-    source: RolloutSource
+    source: Source
     milestones: Milestones
     ranks: Ranks
     config: Mapping[str, Any]

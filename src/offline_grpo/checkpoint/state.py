@@ -37,7 +37,7 @@ class TrainerState:
 
     Args:
         owes_evaluation: the evaluation after the iteration was interrupted.
-        source: what `RolloutSource.state_dict` returned.
+        source: what `Source.state_dict` returned.
         config: the resolved configuration of the run.
     """
 

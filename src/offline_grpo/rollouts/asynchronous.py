@@ -20,7 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from itertools import compress
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 from offline_grpo import progress
 from offline_grpo.engine.background import in_background
@@ -59,7 +59,7 @@ def _is_sampled(round_: Round) -> bool:
 
 @dataclass(kw_only=True)
 class Asynchronous(OnPolicy):
-    """A `RolloutSource` that samples ahead. See `OnPolicy` for what is drawn.
+    """Samples ahead. See `OnPolicy` for what is drawn.
 
     Args:
         max_staleness: how many versions (updates) older than the trained weights those may be that drew a token.
@@ -71,6 +71,8 @@ class Asynchronous(OnPolicy):
         updates_per_iteration: the trainer makes at most.
         num_iterations: of the run.
     """
+
+    samples_ahead: ClassVar[bool] = True
 
     max_staleness: int
     buffer_size: int | None
@@ -93,10 +95,9 @@ class Asynchronous(OnPolicy):
 
     @staticmethod
     def check(config: RunConfig) -> None:
-        """See `RolloutSource.check`."""
         OnPolicy.check(config)
         settings, loss = config.rollouts, config.train.loss
-        staleness, in_flight, buffer_size = (settings[name] for name in ("max_staleness", "in_flight", "buffer_size"))
+        staleness, in_flight, buffer_size = settings["max_staleness"], settings["in_flight"], settings["buffer_size"]
         fix = "generation samples in this process, from the weights that are trained; use generation=vllm_server, or rollouts=on_policy"
         require(config.engine is not None, "rollouts", "async", fix)
         require(in_flight in IN_FLIGHT, "rollouts.in_flight", in_flight, f"must be one of {', '.join(IN_FLIGHT)}")
@@ -116,13 +117,13 @@ class Asynchronous(OnPolicy):
         require(staleness == 0 or not uncorrected, "train.loss.importance_correction", "none", fix)
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        """See `RolloutSource.start`. Begins to sample."""
+        """Begins to sample."""
         self._counted_to_s = time.perf_counter()
         self._next, self._known = iteration, (iteration, self.trainer_version())
         self._begin_due()
 
     def next(self, iteration: int) -> list[RolloutGroup]:
-        """See `RolloutSource.next`. Waits for the iteration's groups.
+        """Waits for the iteration's groups.
 
         Raises:
             ConfigError: the engine's weights are too old, however fresh the samples.
@@ -164,22 +165,19 @@ class Asynchronous(OnPolicy):
         return groups
 
     def weights_changed(self, version: int) -> None:
-        """See `RolloutSource.weights_changed`. Newer weights may let an iteration begin."""
+        """Newer weights may let an iteration begin."""
         self._served = version
         self._begin_due()
 
     def weights_lost(self) -> None:
-        """See `Prefetch.weights_lost`."""
         self._num_discarded += len(self._rounds) * len(range(self.problems_per_iteration)[self.rank :: self.world_size])
         self._num_queued = 0
         self._abandon()
 
     def metrics(self) -> Metrics:
-        """See `RolloutSource.metrics`."""
         return self._metrics
 
     def close(self) -> None:
-        """See `RolloutSource.close`."""
         self._next = None
         self._abandon()
 

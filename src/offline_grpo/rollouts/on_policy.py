@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 from offline_grpo.errors import require
 from offline_grpo.generation.sample import sample_in_order
-from offline_grpo.interfaces import RolloutClient, Task, TextCodec
+from offline_grpo.interfaces import RolloutClient, Source, Task, TextCodec
 from offline_grpo.seeding import derive_seed
 from offline_grpo.types import Metrics, Problem, RolloutGroup, SamplingParams
 
@@ -27,9 +27,8 @@ def permutation(length: int, seed: int) -> tuple[int, ...]:
 
 
 @dataclass(kw_only=True)
-class OnPolicy:
-    """A `RolloutSource` that samples `group_size` completions of `problems_per_iteration` problems in `next`, and
-    scores them.
+class OnPolicy(Source):
+    """Samples `group_size` completions of `problems_per_iteration` problems in `next`, and scores them.
 
     Args:
         shuffle: visit the problems in a new order on each pass over them.
@@ -60,22 +59,16 @@ class OnPolicy:
 
     _scoring_wait_s: float = field(default=0.0, init=False)
 
-    needs_problems: ClassVar[bool] = True
-
     @staticmethod
     def check(config: Any) -> None:
-        """See `RolloutSource.check`."""
         settings, longest = config.rollouts, config.generation["max_new_tokens"]
         require(settings["max_resamples"] > 0, "data.max_resamples", settings["max_resamples"], "must be at least 1")
         tokens = settings["soft_overlong_tokens"]
         fix = f"must be at least 1, and less than generation.max_new_tokens={longest}; null gives no penalty"
         require(tokens is None or 0 < tokens < longest, "data.soft_overlong_tokens", tokens, fix)
 
-    def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        """See `RolloutSource.start`. Nothing runs ahead."""
-
     def next(self, iteration: int) -> list[RolloutGroup]:
-        """See `RolloutSource.next`. A function of the seed, the iteration and the weights alone: a resumed run draws
+        """A function of the seed, the iteration and the weights alone: a resumed run draws
         the same.
         """
         self._scoring_wait_s = 0.0
@@ -93,19 +86,8 @@ class OnPolicy:
                 groups[n] = replace(group, num_replaced=groups[n].num_replaced + 1, num_discarded_tokens=discarded)
         return groups
 
-    def weights_changed(self, version: int) -> None:
-        """See `RolloutSource.weights_changed`. The client knows."""
-
     def metrics(self) -> Metrics:
-        """See `RolloutSource.metrics`."""
         return {"time/scoring_wait_s": self._scoring_wait_s}
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """See `RolloutSource.state_dict`. The iteration says it all."""
-        return {}
-
-    def close(self) -> None:
-        """See `RolloutSource.close`."""
 
     def _sample(self, draws: Sequence[tuple[Problem, int]]) -> list[RolloutGroup]:
         groups = sample_in_order(

@@ -16,7 +16,7 @@ import pyarrow as pa
 from offline_grpo import progress
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.generation.judging import Judgement, scores_of
-from offline_grpo.interfaces import Task
+from offline_grpo.interfaces import Source, Task
 from offline_grpo.rollouts.on_policy import permutation
 from offline_grpo.rollouts.store.origin import FOLDER, Origin, json_hash
 from offline_grpo.rollouts.store.reader import Shard, checked, group_rows, shards_of
@@ -41,8 +41,8 @@ class _Group:
 
 
 @dataclass(kw_only=True)
-class Replay:
-    """A `RolloutSource` of recorded groups, pass after pass. It asks no engine. ConfigError if they are of another
+class Replay(Source):
+    """Recorded groups, pass after pass. It asks no engine. ConfigError if they are of another
     model.
 
     Args:
@@ -88,7 +88,6 @@ class Replay:
 
     @staticmethod
     def check(config: RunConfig) -> None:
-        """See `RolloutSource.check`."""
         settings = config.rollouts
         count = settings["problems_per_iteration"]
         require(count is None or count > 0, "rollouts.problems_per_iteration", count, "must be at least 1, or null")
@@ -105,7 +104,7 @@ class Replay:
             raise ConfigError(f"rollouts.iterations={bounds}: the record has {min(found) + 1} to {max(found) + 1}")
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        """See `RolloutSource.start`. Reads and checks everything once, so that no bad row ends the run later.
+        """Reads and checks everything once, so that no bad row ends the run later.
 
         Raises:
             ConfigError: a file is damaged, or holds what nothing can be learnt from; nothing is left to train on; or
@@ -163,7 +162,7 @@ class Replay:
         log.info("replaying %s; a pass takes %s iterations", what, f"{per_pass:,}")
 
     def next(self, iteration: int) -> list[RolloutGroup]:
-        """See `RolloutSource.next`. A function of the store and the iteration alone."""
+        """A function of the store and the iteration alone."""
         assert self._read is not None, "next() before start()"
         count = self.problems_per_iteration or 1
         positions = range(iteration * count, (iteration + 1) * count)
@@ -172,19 +171,12 @@ class Replay:
         groups = [group for each in chosen for group in groups_of(self._read(each.shard), [each.rows])]
         return [self._rescored(group) for group in groups] if self.rescore else groups
 
-    def weights_changed(self, version: int) -> None:
-        """See `RolloutSource.weights_changed`. The record stays as it is."""
-
     def metrics(self) -> Metrics:
-        """See `RolloutSource.metrics`."""
         return {"rollouts/epoch": self._epoch, "time/sampling_s": 0.0}
 
     def state_dict(self) -> Mapping[str, Any]:
-        """See `RolloutSource.state_dict`: which groups there are. The iteration says the rest."""
+        """which groups there are. The iteration says the rest."""
         return {"rollouts": self._identity}
-
-    def close(self) -> None:
-        """See `RolloutSource.close`."""
 
     def _unit_at(self, position: int) -> list[_Group]:
         epoch, offset = divmod(position, len(self._units))

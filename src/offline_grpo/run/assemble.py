@@ -19,7 +19,7 @@ from offline_grpo.engine.server import Server
 from offline_grpo.engine.turns import next_to_start
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
-from offline_grpo.interfaces import Deployment, RolloutClient, RolloutSource, RunListener, Sharding
+from offline_grpo.interfaces import Deployment, RolloutClient, RunListener, Sharding, Source
 from offline_grpo.loss.base import reward_penalty
 from offline_grpo.model.device import resolve_device
 from offline_grpo.model.dtypes import torch_dtype
@@ -298,13 +298,13 @@ def make_updater(
 
 def make_source(
     plan: Plan, policy: Policy, client: RolloutClient, updater: Updater, run_folder: Path, origin: Origin
-) -> RolloutSource:
+) -> Source:
     """The component of the group `rollouts`, connected to the client that it samples from."""
     problems = {"problems": plan.data.train} if plan.data.train is not None else {}
     return build(
         source_node(plan.config),
         key="rollouts",
-        protocol=RolloutSource,
+        protocol=Source,
         client=client,
         task=plan.data.task,
         codec=policy,

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
-from math import isfinite, sqrt
+from math import sqrt
 from statistics import fmean
 
 import numpy as np
 
 from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.settings import TrainConfig
-from offline_grpo.train.advantage import group_advantages, zero_signal_groups
+from offline_grpo.train.advantage import group_advantages, rewards_of, zero_signal_groups
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.update import Updater
 from offline_grpo.types import FinishReason, Rollout, RolloutGroup, TokenBatch, by_task
@@ -35,53 +35,51 @@ def prepare_batch(
     metrics: dict[str, float] = {}
     penalised = groups
     if updater.reward_penalty is not None:
+        if any(group.advantages is not None for group in groups):
+            raise ConfigError(
+                "train.loss.kl_placement=reward: these rollouts come with advantages, which no penalty on rewards changes; "
+                "use train.loss.kl_placement=loss"
+            )
         whole = updater.score(
             build_batch(rollouts, mask_truncated=False)
-        )  # truncated completions count in the group's mean, so they pay
-        penalties = updater.reward_penalty(whole).tolist()
-        batch = _with_logprobs_of(whole, batch)
+        )  # truncated completions pay their penalty too
+        assert whole.ref_logprobs is not None
+        penalties, mask = updater.reward_penalty(whole).tolist(), batch.completion_mask
+        batch = batch.with_logprobs(old=whole.old_logprobs * mask, ref=whole.ref_logprobs * mask)
         penalised = _subtract(groups, penalties)
         metrics["kl_penalty_mean"] = fmean(penalties)
-    advantages = _advantages(penalised, batch, updater)
+    computed = updater.advantage(penalised, batch)
+    advantages = [_without_zeroed(g, g.advantages or own) for g, own in zip(groups, computed, strict=True)]
     per_rollout = [_per_rollout(group, own) for group, own in zip(groups, advantages, strict=True)]
     is_silent = zero_signal_groups([_numbers(group, own) for group, own in zip(groups, advantages, strict=True)])
-    keep = (
-        _keep(groups, is_silent, updater, fills_updates=fills_updates)
-        if config.drop_zero_signal_groups
-        else [True] * len(groups)
-    )
+    keep = [True] * len(groups)
+    if config.drop_zero_signal_groups:
+        keep = _keep(groups, is_silent, updater, fills_updates=fills_updates)
+    kept = [number for number, is_kept in enumerate(keep) if is_kept]
+    masked = [number for number in kept if config.mask_truncated and _is_masked(groups[number])]
     metrics |= {
         "num_groups": float(len(groups)),
         "num_groups_zero_signal": float(sum(is_silent)),
-        "num_groups_trained": float(sum(keep)),
+        "num_groups_trained": float(len(kept) - len(masked)),
+        "num_groups_replaced": float(sum(group.num_replaced for group in groups)),
     }
-    metrics |= {"num_groups_replaced": float(sum(group.num_replaced for group in groups))}
-    flat = [advantage for group, kept in zip(advantages, keep, strict=True) for advantage in group if kept]
-    chosen = _sequences_of_groups(groups, keep)
     if config.mask_truncated:
-        masked = [
-            silent for group, kept, silent in zip(groups, keep, is_silent, strict=True) if kept and _is_masked(group)
-        ]
-        metrics |= {
-            "num_groups_masked": float(masked.count(False)),
-            "num_groups_trained": metrics["num_groups_trained"] - len(masked),
-        }
-    batch = batch.select(chosen) if 0 < len(chosen) < batch.num_sequences else batch
-    if not chosen or not bool(batch.completion_mask.any()):
+        metrics["num_groups_masked"] = float(sum(not is_silent[number] for number in masked))
+    owners = [number for number, group in enumerate(groups) for _ in group.rollouts]
+    sequences = [sequence for sequence, owner in enumerate(owners) if keep[owner]]
+    batch = batch.select(sequences) if 0 < len(sequences) < batch.num_sequences else batch
+    if not sequences or not bool(batch.completion_mask.any()):
         return None, per_rollout, metrics
-    batch = with_advantages(batch, flat)
-    pairs = [(group, own) for group, own, kept in zip(groups, advantages, keep, strict=True) if kept]
-    metrics |= _advantage_metrics([n for pair in pairs for n in _numbers(*pair, mask_truncated=config.mask_truncated)])
+    batch = with_advantages(batch, [advantage for number in kept for advantage in advantages[number]])
+    numbers = [_numbers(groups[n], advantages[n], mask_truncated=config.mask_truncated) for n in kept]
+    metrics |= _advantage_metrics([number for own in numbers for number in own])
     return batch if updater.reward_penalty is not None else updater.score(batch), per_rollout, metrics
 
 
-def sound_groups(found: object) -> list[RolloutGroup]:
-    """What a source's `next` returned. Raise ConfigError where one of the user's own returned something else than
-    groups of rollouts.
-    """
-    if not isinstance(found, list) or not all(isinstance(group, RolloutGroup) and group.rollouts for group in found):
-        needed = "a list of offline_grpo.types.RolloutGroup, each with a rollout or more"
-        raise ConfigError(f"rollouts: next() returned {found!r:.80}; it must return {needed}")
+def check_groups(found: object) -> list[RolloutGroup]:
+    """What a source's `next` returned. Raise ConfigError where it is not a list of groups."""
+    if not isinstance(found, list) or not all(isinstance(group, RolloutGroup) for group in found):
+        raise ConfigError(f"rollouts: next() returned {found!r:.80}; it must return a list of types.RolloutGroup")
     return found
 
 
@@ -127,7 +125,7 @@ def _reward_against_length(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Pearson's correlation over all rollouts, each less the mean of its group; empty where one of the two does not
     vary.
     """
-    rewards = group_advantages([[r.score.reward for r in group.rollouts] for group in groups], scale="none")
+    rewards = group_advantages(rewards_of(groups), scale="none")
     lengths = group_advantages([[float(r.num_sampled) for r in group.rollouts] for group in groups], scale="none")
     x, y = np.concatenate(rewards), np.concatenate(lengths)  # 0 where they differ by rounding
     spread = sqrt((x @ x) * (y @ y))
@@ -163,43 +161,10 @@ def check_scored(groups: Sequence[RolloutGroup], stop_at_frac: float | None) -> 
         )
 
 
-def _check_advantages(group: RolloutGroup) -> None:
-    """Raise ConfigError where a source of the user's own gives others than one number for every token."""
-    if group.advantages is None:
-        return
-    found, needed = [len(row) for row in group.advantages], [len(rollout.token_ids) for rollout in group.rollouts]
-    if found != needed:
-        raise ConfigError(
-            f"rollouts: a group has advantages of {found} numbers, and its rollouts have {needed} tokens; give one for each"
-        )
-    if not all(isfinite(sum(row)) for row in group.advantages):
-        raise ConfigError("rollouts: a group has an advantage that is no finite number")
-
-
 def _failures(groups: Sequence[RolloutGroup]) -> list[str]:
     return [
         rollout.score.failure for group in groups for rollout in group.rollouts if rollout.score.failure is not None
     ]
-
-
-def _advantages(
-    groups: Sequence[RolloutGroup], batch: TokenBatch, updater: Updater
-) -> list[list[float | Sequence[float]]]:
-    """For every rollout of every group its advantage: computed by `train.advantage`, or, where the source gave advantages,
-    one per token; 0 for those that were to get none.
-
-    Raises:
-        ConfigError: a KL penalty in the reward, and advantages that were made without it.
-    """
-    if updater.reward_penalty is not None and any(group.advantages is not None for group in groups):
-        raise ConfigError(
-            "train.loss.kl_placement=reward: these rollouts come with advantages, which no penalty on rewards changes; use "
-            "train.loss.kl_placement=loss"
-        )
-    for group in groups:
-        _check_advantages(group)
-    computed = updater.advantage(groups, batch)
-    return [_without_zeroed(group, group.advantages or own) for group, own in zip(groups, computed, strict=True)]
 
 
 def _without_zeroed(
@@ -267,14 +232,6 @@ def _keep(
     return keep
 
 
-def _with_logprobs_of(whole: TokenBatch, batch: TokenBatch) -> TokenBatch:
-    """`batch`, a part of whose completions is masked, with the logprobs of the batch in which nothing is."""
-    assert whole.ref_logprobs is not None
-    return batch.with_logprobs(
-        old=whole.old_logprobs * batch.completion_mask, ref=whole.ref_logprobs * batch.completion_mask
-    )
-
-
 def _subtract(groups: Sequence[RolloutGroup], penalties: Sequence[float]) -> list[RolloutGroup]:
     """The groups with each rollout's penalty subtracted from its reward."""
     remaining = iter(penalties)
@@ -288,8 +245,3 @@ def _subtract(groups: Sequence[RolloutGroup], penalties: Sequence[float]) -> lis
 def _is_masked(group: RolloutGroup) -> bool:
     """Whether `train.mask_truncated` leaves nothing of it."""
     return all(rollout.finish_reason is FinishReason.LENGTH for rollout in group.rollouts)
-
-
-def _sequences_of_groups(groups: Sequence[RolloutGroup], keep: Sequence[bool]) -> list[int]:
-    owner_is_kept = [kept for group, kept in zip(groups, keep, strict=True) for _ in group.rollouts]
-    return [sequence for sequence, kept in enumerate(owner_is_kept) if kept]

@@ -28,15 +28,14 @@ from offline_grpo.interfaces import (
     Deployment,
     Evaluator,
     PendingCheckpoint,
-    Prefetch,
-    RolloutSource,
     RunListener,
+    Source,
     StopSignal,
 )
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
-from offline_grpo.train.experience import check_scored, prepare_batch, rollout_metrics, score_metrics, sound_groups
+from offline_grpo.train.experience import check_groups, check_scored, prepare_batch, rollout_metrics, score_metrics
 from offline_grpo.train.flops import update_flops, utilisation
 from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.push_schedule import PushSchedule, frozen_metric
@@ -67,7 +66,7 @@ class Loop:
 
     config: TrainConfig
     policy: Policy
-    source: RolloutSource
+    source: Source
     updater: Updater
     deployment: Deployment
     schedule: PushSchedule
@@ -130,7 +129,7 @@ class Loop:
         number = iteration + 1
         with self._safe_point(iteration):
             with self._phase("generate", iteration):
-                groups = self._sample(self.deployment, lambda: sound_groups(self.source.next(iteration)))
+                groups = self._sample(self.deployment, lambda: check_groups(self.source.next(iteration)))
             with self._phase("train", iteration):
                 metrics = {**rollout_metrics(groups), **self.source.metrics(), **self._train(groups, iteration)}
         evaluation = self.evaluation if self.evaluation is not None and self.evaluation.is_due(iteration) else None
@@ -221,7 +220,7 @@ class Loop:
         }
 
     def _push_now(self) -> SyncReport:
-        return self.deployment.push(self.policy, version=self._version, amid_requests=isinstance(self.source, Prefetch))
+        return self.deployment.push(self.policy, version=self._version, amid_requests=self.source.samples_ahead)
 
     def _sample(self, deployment: Deployment, share: Callable[[], list[RolloutGroup]]) -> list[RolloutGroup]:
         """The groups of all processes, each of which samples its `share`, from the weights of the last push and no
@@ -254,8 +253,7 @@ class Loop:
             self.stop.hold("the recovery of the server")  # the policy may have other weights meanwhile
             log.warning("%s Serving the weights again.", death)
             if deployment is self.deployment:
-                if isinstance(self.source, Prefetch):
-                    self.source.weights_lost()
+                self.source.weights_lost()
                 with self.schedule.served_weights(self.policy, self._version) as version:
                     deployment.recover(self.policy, version=version)
                 self.source.weights_changed(0 if deployment.is_frozen else version)

@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 from offline_grpo.engine.http import Answer, printable
 from offline_grpo.errors import require
-from offline_grpo.interfaces import RolloutClient, TextCodec
+from offline_grpo.interfaces import RolloutClient, Source, TextCodec
 from offline_grpo.rollouts.atropos.api import AtroposApi, Registration
 from offline_grpo.rollouts.atropos.feed import Feed
 from offline_grpo.rollouts.atropos.groups import Dropped, GroupReader, Reason
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class Atropos:
-    """A `RolloutSource` that is the trainer of an Atropos API. The first process asks it; the others contribute
+class Atropos(Source):
+    """The trainer of an Atropos API. The first process asks it; the others contribute
     nothing.
 
     An iteration has the `problems_per_iteration * group_size` sequences that the API makes a batch of; where groups
@@ -83,7 +83,6 @@ class Atropos:
 
     @staticmethod
     def check(config: RunConfig) -> None:
-        """See `RolloutSource.check`."""
         settings = config.rollouts
         for name in (
             "problems_per_iteration",
@@ -114,7 +113,7 @@ class Atropos:
         require(not config.train.mask_truncated, "train.mask_truncated", True, fix)
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        """See `RolloutSource.start`. Raises what `Feed.connect` and `Processes` do."""
+        """Raises what `Feed.connect` and `Processes` do."""
         if self.rank != 0:
             return
         folder = self.run_folder
@@ -164,7 +163,7 @@ class Atropos:
             self._processes.start_environment(self._surroundings())
 
     def next(self, iteration: int) -> list[RolloutGroup]:
-        """See `RolloutSource.next`.
+        """
 
         Raises:
             MissingLogprobs: a group that is well-formed otherwise has none.
@@ -187,11 +186,7 @@ class Atropos:
             room -= len(chosen[-1].rollouts)
         return chosen
 
-    def weights_changed(self, version: int) -> None:
-        """See `RolloutSource.weights_changed`. Environments ask the engine, and need not know."""
-
     def metrics(self) -> Metrics:
-        """See `RolloutSource.metrics`."""
         if self._feed is None:
             return {}
         return {
@@ -203,14 +198,14 @@ class Atropos:
         }
 
     def state_dict(self) -> Mapping[str, Any]:
-        """See `RolloutSource.state_dict`: the name by which the API knows the run, and what environments are told of
+        """the name by which the API knows the run, and what environments are told of
         its length.
         """
         is_old = self._feed is not None and self._feed.was_known
         return {"registration": self._name, "num_steps": self._told_num_steps if is_old else self.num_steps}
 
     def close(self) -> None:
-        """See `RolloutSource.close`. An API that the run found keeps the registration, for the run that goes on from
+        """An API that the run found keeps the registration, for the run that goes on from
         its checkpoint.
         """
         if self._processes is not None:
