@@ -46,6 +46,10 @@ keys.
 """
 
 
+CACHE_NAMES = {"cache", "past_key_values"}
+"""What models call the argument: the former since transformers 5.24."""
+
+
 @dataclass
 class TransformersClient:
     """A `RolloutClient` on a transformers causal language model, or a peft model around one.
@@ -81,8 +85,8 @@ class TransformersClient:
 
     def _lacks(self) -> str | None:
         """What the model would need to be sampled here, and has not."""
-        if "past_key_values" not in inspect.signature(self._lm.forward).parameters:
-            return "does not use past_key_values"
+        if not CACHE_NAMES & inspect.signature(self._lm.forward).parameters.keys():
+            return "does not use a cache of keys and values"
         try:
             self._new_cache().get_seq_length()
         except ValueError:
@@ -91,6 +95,11 @@ class TransformersClient:
 
     def _new_cache(self) -> DynamicCache:
         return DynamicCache(config=self._lm.config.get_text_config(decoder=True))
+
+    def _as_argument(self, cache: Cache) -> dict[str, Cache]:
+        """`cache` by the name that this model's forward has for it."""
+        [name] = CACHE_NAMES & inspect.signature(self._lm.forward).parameters.keys()
+        return {name: cache}
 
     def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
         """See `RolloutClient.generate`. All requests are taken at once, and those with prompts of like length are
@@ -166,7 +175,7 @@ class TransformersClient:
                 token_ids = lm.generate(
                     token_ids,
                     attention_mask=mask,
-                    past_key_values=cache,
+                    **self._as_argument(cache),
                     generation_config=GenerationConfig(
                         max_new_tokens=draws.num_steps_left, do_sample=False, use_cache=True
                     ),
@@ -184,7 +193,11 @@ class TransformersClient:
         """Fill the cache with the keys and values of tokens [U, P], without logits."""
         position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
         decoder_of(self._lm)(
-            input_ids=token_ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
+            input_ids=token_ids,
+            attention_mask=mask,
+            position_ids=position_ids,
+            use_cache=True,
+            **self._as_argument(cache),
         )
 
     def _check(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> None:
