@@ -44,7 +44,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_policy
 from offline_grpo.placement.device_plan import describe
-from offline_grpo.placement.memory_plan import predict
+from offline_grpo.placement.memory import predict
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.assemble import make_updater
 from offline_grpo.run.config import register, typed

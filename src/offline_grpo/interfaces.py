@@ -231,12 +231,6 @@ class Layout(Protocol):
         """
         ...
 
-    def for_memory_plan(self) -> Layout:
-        """The layout that the memory plan runs on the meta device, whose tensors have no values: this one, or one that
-        needs no less.
-        """
-        ...
-
 
 @runtime_checkable
 class LossHead(Protocol):
@@ -271,38 +265,13 @@ class LossHead(Protocol):
         """
         ...
 
-    def scratch_bytes(
-        self,
-        *,
-        num_tokens: int,
-        hidden_size: int,
-        vocab_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        entropy_requires_grad: bool,
-    ) -> int:
-        """The most memory that forward and backward hold at once beyond arguments, results and gradients, in bytes.
-
-        `num_tokens` is N; `dtype` and `device` are those of `hidden` and `weight`. The memory plan asks for GPUs on any
-        machine.
-        """
-        ...
-
 
 @runtime_checkable
 class OptimizerFactory(Protocol):
-    """An optimizer's settings, and what it will hold."""
+    """An optimizer's settings."""
 
     def create(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """An optimizer over `parameters`, which are fp32."""
-        ...
-
-    def state_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        """The memory of its state for parameters of these shapes, on the GPU, or in the host where it is offloaded."""
-        ...
-
-    def step_scratch_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        """The GPU memory that a step allocates and frees again."""
         ...
 
 

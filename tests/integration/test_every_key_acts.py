@@ -732,16 +732,10 @@ def printed_samples(overrides: str) -> str:
     return printed.get()
 
 
-def head_on_gpu(overrides: str) -> int:
-    """What the loss head needs there."""
-    sizes = {
-        "num_tokens": 8192,
-        "hidden_size": 1024,
-        "vocab_size": 100_000,
-        "dtype": torch.bfloat16,
-        "device": torch.device("cuda"),
-    }
-    return make_plan(typed(compose_config(*overrides.split()))).head.scratch_bytes(**sizes, entropy_requires_grad=False)
+def kept_tiles(overrides: str) -> float:
+    """How much the loss head may keep on a GPU."""
+    head: Any = make_plan(typed(compose_config(*overrides.split()))).head
+    return head.kept_gib
 
 
 OWN_SERVER = "generation=vllm_server weight_sync=reload engine.api_key=ours"  # else each run makes one up
@@ -749,7 +743,7 @@ EVAL_SERVER = "eval.backend=vllm_server eval.base_url=@here"
 ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "engine": (launcher_effect, OWN_SERVER, "engine=sglang"),
     "model.trust_remote_code": (launcher_effect, OWN_SERVER, "model.trust_remote_code=true"),
-    "model.head.kept_gib": (head_on_gpu, "", "model.head.kept_gib=0"),
+    "model.head.kept_gib": (kept_tiles, "", "model.head.kept_gib=0"),
     "samples.on_console": (printed_samples, "", "samples.on_console=1"),
     "placement.num_engines": (
         placement_effect,

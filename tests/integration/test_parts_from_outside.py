@@ -15,11 +15,8 @@ from factories import compose_config
 from safetensors.torch import load_file
 
 from offline_grpo.errors import GrpoError
-from offline_grpo.model.layouts.padded import Padded
-from offline_grpo.placement.memory_plan import predict
 from offline_grpo.run import app
 from offline_grpo.run.config import typed
-from offline_grpo.run.gpu_memory import memory_request
 from offline_grpo.run.preflight import make_plan
 
 FILES = {
@@ -42,9 +39,6 @@ FILES = {
                 log_p = logits.log_softmax(-1)
                 entropy = -(log_p.exp() * log_p).sum(-1)
                 return log_p.gather(1, targets[:, None])[:, 0], entropy if entropy_requires_grad else entropy.detach()
-
-            def scratch_bytes(self, *, num_tokens, hidden_size, vocab_size, dtype, device, entropy_requires_grad):
-                return 5 * 4 * num_tokens * vocab_size
         ''',
     "mine/conf/model/head/dense.yaml": """
         _target_: mine.dense.Dense
@@ -73,9 +67,6 @@ FILES = {
 
             def attention(self, decoder, batch):
                 return nullcontext()
-
-            def for_memory_plan(self):
-                return self
         ''',
     "mine/conf/model/layout/one_by_one.yaml": """
         _target_: mine.one_by_one.OneByOne
@@ -92,12 +83,6 @@ FILES = {
 
             def create(self, parameters):
                 return torch.optim.SGD(parameters, lr=self.lr)
-
-            def state_bytes(self, shapes):
-                return 0
-
-            def step_scratch_bytes(self, shapes):
-                return 0
         ''',
     "mine/conf/train/optimizer/sgd.yaml": """
         _target_: mine.sgd.SGD
@@ -371,31 +356,3 @@ def test_a_run_whose_engine_lags_behind_resumes_exactly(search_path: str, cache:
         assert resumed == {name: metrics[name] for name in resumed}
         weights = [load_file(run / "checkpoints" / "iter_007" / "model.safetensors") for run in (whole, part)]
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def test_the_memory_plan_takes_their_word(search_path: str) -> None:
-    from transformers import Qwen2Config
-
-    config = Qwen2Config(
-        vocab_size=20480,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-
-    def activations(*overrides: str) -> int:
-        plan = make_plan(typed(compose_config(search_path, "train.batch_size=4", *overrides)))
-        request = memory_request(
-            plan, config, None, prompt_tokens=(24, 24), trainers=[0], engine_gpus=(), total_bytes=[2**40]
-        )
-        [device] = predict(request)
-        return next(part.num_bytes for part in device.parts if part.name == "activations")
-
-    num_scored = 4 * 8
-    assert compose_config().generation.max_new_tokens == 8
-    tiled, dense = activations("model.layout=padded"), activations("model.layout=padded", "model/head=dense")
-    assert dense - tiled == pytest.approx((5 - 2) * 4 * num_scored * 20480, rel=0.01)
-    assert activations("model/layout=one_by_one") > 0
-    assert isinstance(make_plan(typed(compose_config("model.layout=padded"))).layout, Padded)

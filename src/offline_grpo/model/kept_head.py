@@ -50,21 +50,6 @@ def num_kept(num_tokens: int, vocab_size: int, width: int, kept_bytes: int) -> i
     return min(-(-vocab_size // width), kept_bytes // (2 * max(num_tokens, 1) * width))
 
 
-def scratch_bytes(num_tokens: int, hidden_size: int, vocab_size: int, width: int, kept_bytes: int) -> int:
-    """See `LossHead.scratch_bytes`: the larger of what forward and backward pass hold."""
-    tiles = -(-vocab_size // width)
-    num = num_kept(num_tokens, vocab_size, width, kept_bytes)
-    kept = 2 * num_tokens * min(vocab_size, num * width)
-    again = (
-        0 if num == tiles else 6 * num_tokens * width
-    )  # logits and powers of a tile, once those that were kept are gone
-    forward = kept + 4 * num_tokens * width + 40 * tiles * num_tokens
-    backward = (
-        max(kept, again) + 10 * num_tokens * hidden_size
-    )  # the gradient of `hidden`, and a product or a scaled `hidden`
-    return max(forward, backward)
-
-
 class KeptHead(torch.autograd.Function):
     """Logprobs and entropies, see `LossHead`; the entropy carries no gradient.
 

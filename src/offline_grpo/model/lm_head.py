@@ -90,40 +90,6 @@ class TiledHead:
     def _kept_width(self, num_tokens: int, vocab_size: int) -> int:
         return min(self.tile_width or kept_head.tile_width(num_tokens), kept_head.MAX_WIDTH, vocab_size)
 
-    def scratch_bytes(
-        self,
-        *,
-        num_tokens: int,
-        hidden_size: int,
-        vocab_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        entropy_requires_grad: bool,
-    ) -> int:
-        """See `LossHead`. The larger of two sums, both over the two tile buffers; vectors [N] are left out.
-
-        forward: ten numbers for each token and tile, where those of the tiles are merged
-        backward: the sum over tiles that becomes the gradient of 16-bit `hidden`, and the 16-bit copy of a tile's
-            gradient
-
-        The CPU multiplies in float32, so it also holds `hidden` and a tile of `weight` in it, and, until the gradient
-        of `hidden` exists, another of them or its gradient. Where a GPU keeps tiles, they are counted.
-        """
-        if self.kept_gib > 0 and not entropy_requires_grad and device.type == "cuda" and dtype == torch.bfloat16:
-            width = self._kept_width(num_tokens, vocab_size)
-            return kept_head.scratch_bytes(num_tokens, hidden_size, vocab_size, width, self._kept_bytes)
-        stats_bytes = torch.promote_types(dtype, torch.float32).itemsize
-        width = _tile_width(self.tile_width, num_tokens, vocab_size, stats_bytes, device)
-        buffers = 2 * num_tokens * width * stats_bytes
-        merged = 10 * -(-vocab_size // width) * num_tokens * stats_bytes
-        if stats_bytes == dtype.itemsize:
-            return buffers + merged
-        grad_hidden = num_tokens * hidden_size * stats_bytes
-        if device.type == "cuda":
-            return buffers + max(merged, grad_hidden + num_tokens * width * dtype.itemsize)
-        widened = max(num_tokens + width, num_tokens // 2 + 2 * width) * hidden_size * stats_bytes
-        return buffers + widened + max(merged, grad_hidden)
-
 
 class _Tile(NamedTuple):
     columns: slice  # which v of the V tokens

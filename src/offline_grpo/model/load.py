@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -216,6 +217,22 @@ def prepare(
     if 0 < gradient_checkpointing < 1:
         recompute_only(model, gradient_checkpointing, num_layers)
     return trained
+
+
+def build_on_meta(
+    model_config: PretrainedConfig, config: ModelConfig | None = None, *, train_layer_indices: str | None = None
+) -> LanguageModel:
+    """The model on torch's meta device, whose tensors have a shape and no memory; with `config`, as `prepare` makes it.
+
+    Raises:
+        ConfigError: see `prepare`.
+    """
+    trust: dict[str, Any] = {"trust_remote_code": config is not None and config.trust_remote_code}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config, **trust)
+        if config is None:
+            return model
+        return prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=0)
 
 
 @contextmanager

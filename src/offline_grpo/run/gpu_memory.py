@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from transformers import PretrainedConfig
 
 from offline_grpo import progress
-from offline_grpo.model.compiled_footprint import saved_by_compiling
 from offline_grpo.model.compiling import is_compiled_by_default
 from offline_grpo.model.dtypes import TORCH_NAMES, torch_dtype
-from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import read_model_config
 from offline_grpo.model.reference import is_adapted_policy
 from offline_grpo.placement.device_plan import DevicePlan, check, describe
 from offline_grpo.placement.devices import reference_gpu, server_gpus, trainer_gpus
-from offline_grpo.placement.host import available_bytes
-from offline_grpo.placement.memory_plan import MemoryRequest, ServerRequest, largest_microbatch, model_of, predict
-from offline_grpo.placement.recompute import choose_share, in_words
+from offline_grpo.placement.memory import (
+    MemoryRequest,
+    ServerRequest,
+    available_bytes,
+    choose_share,
+    in_words,
+    predict,
+)
 from offline_grpo.run.preflight import Plan, num_shards
-from offline_grpo.train.optimizer import is_offloaded
+from offline_grpo.train.optimizer import Adafactor, AdamW, AdamW8bit, is_offloaded
 
 log = logging.getLogger(__name__)
 
 SHARE_KEYS = ("gpu_memory_utilization", "mem_fraction_static")  # of vLLM and SGLang
 DEFAULT_SHARE = 0.92  # vLLM's own
+STATES: dict[type, tuple[float, int]] = {AdamW: (8.0, 0), AdamW8bit: (2 * (1 + 4 / 256), 0), Adafactor: (0.0, 2)}
+"""Bytes of optimizer state per weight, and fp32 copies of the largest parameter that a step makes; an optimizer from
+outside counts as AdamW. 8-bit AdamW has a scale for every 256 weights; Adafactor's rows and columns are few."""
 
 
 def check_memory(
@@ -105,17 +110,21 @@ def memory_request(
         engine_gpus: of all servers; unused where the run starts none.
     """
     config = plan.config
-    request = MemoryRequest(
+    is_compiled = config.model.compile is True
+    if config.model.compile == "auto" and torch.cuda.is_available():
+        is_compiled = is_compiled_by_default(torch.device("cuda"))
+    keeps_tiles = config.train.precision == "bf16" and plan.loss.entropy_coef == 0
+    state_bytes, copies = STATES.get(type(plan.optimizer), STATES[AdamW])
+    return MemoryRequest(
         model=config.model,
         train=config.train,
         recompute=float(config.train.gradient_checkpointing is True),
-        saved_by_compiling=0,
+        is_compiled=is_compiled,
         model_config=model_config,
         reference_config=reference_config,
-        layout=layouts_for(plan.layout, torch.device("cuda"), torch_dtype(config.train.precision))[0],
-        head=plan.head,
-        entropy_requires_grad=plan.loss.entropy_coef != 0,
-        optimizer=plan.optimizer,
+        kept_head_bytes=int(getattr(plan.head, "kept_gib", 0) * 2**30) if keeps_tiles else 0,
+        state_bytes_per_weight=state_bytes,
+        copies_per_step=copies,
         offload=is_offloaded(plan.optimizer),
         is_sharded=config.train.sharding == "fsdp2" and len(trainers) > 1,
         shares_weights=plan.weight_sync.requires.shares_weights,
@@ -130,14 +139,6 @@ def memory_request(
         server=_server_request(plan, engine_gpus) if plan.engine.launcher is not None else None,
         total_bytes=tuple(total_bytes),
         host_bytes=available_bytes(),
-    )
-    is_compiled = config.model.compile is True
-    if config.model.compile == "auto" and torch.cuda.is_available():
-        is_compiled = is_compiled_by_default(torch.device("cuda"))
-    if not is_compiled:
-        return request
-    return replace(
-        request, saved_by_compiling=saved_by_compiling(model_of(request), largest_microbatch(request), request.layout)
     )
 
 

@@ -104,8 +104,8 @@ def look_at(name: str, *, trust: bool) -> tuple[ModelInfo, Iterator[Fit]]:
         context=context_length(config),
         presets=presets,
         lora_targets=tuple(sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in adapters})),
-        adapter_mb=sum(p.nbytes for p in adapters.values()) / 1e6,
-        model_mb=sum(p.nbytes for p in model.parameters()) / 1e6,
+        adapter_mb=2 * _count(adapters.values()) / 1e6,
+        model_mb=2 * _count(model.parameters()) / 1e6,
     )
     return info, _fits(source.weights, config, presets[0], trust)
 
@@ -115,7 +115,7 @@ def _count(weights: Any) -> int:
 
 
 def _on_meta(config: PretrainedConfig, trust: bool, *, with_lora: bool) -> LanguageModel:
-    from offline_grpo.model.footprint import build_on_meta
+    from offline_grpo.model.load import build_on_meta
     from offline_grpo.settings import LoraConfig, ModelConfig
 
     lora = LoraConfig(LORA_RANK, 2 * LORA_RANK, 0.0, ["all-linear"], None) if with_lora else None
@@ -131,7 +131,7 @@ def _on_meta(config: PretrainedConfig, trust: bool, *, with_lora: bool) -> Langu
         trust_remote_code=trust,
         lora=lora,
     )
-    return build_on_meta(config, settings, precision="bf16", train_layer_indices=None, gradient_checkpointing=False)
+    return build_on_meta(config, settings)
 
 
 def _presets(of_blocks: Sequence[int]) -> Iterator[Preset]:
@@ -148,7 +148,7 @@ def _fits(weights: str, config: PretrainedConfig, quarter: Preset, trust: bool) 
     """What the memory plan says of a run with one GPU, for the longest sequences."""
 
     from offline_grpo.placement.device_plan import GIB, room_for_server
-    from offline_grpo.placement.memory_plan import predict
+    from offline_grpo.placement.memory import predict
     from offline_grpo.run import config as conf
     from offline_grpo.run.gpu_memory import memory_request
     from offline_grpo.run.preflight import make_plan

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import ceil, prod
 from typing import Any
 
 import torch
@@ -13,11 +12,6 @@ from torch import nn
 
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.interfaces import OptimizerFactory
-from offline_grpo.model.live_bytes import allocated_bytes
-from offline_grpo.train.offload import SLOTS_BYTES
-
-QUANTISED_BLOCK = 256  # weights that share a scale in bitsandbytes' 8-bit state
-QUANTISED_FROM = 4096  # weights: smaller tensors have fp32 state
 
 
 def is_offloaded(factory: OptimizerFactory) -> bool:
@@ -79,14 +73,6 @@ class AdamW:
             fused=True,
         )
 
-    def state_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        """See `OptimizerFactory`."""
-        return sum(2 * allocated_bytes(4 * prod(shape)) + allocated_bytes(4) for shape in shapes)
-
-    def step_scratch_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        """None, because the fused step works in place; with `offload` that of its slots."""
-        return SLOTS_BYTES if self.offload else 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW8bit:
@@ -127,19 +113,6 @@ class AdamW8bit:
             )
         return BitsAndBytesAdamW8bit(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps)
 
-    def state_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        """See `OptimizerFactory`."""
-        return sum(2 * self._mean_bytes(prod(shape)) for shape in shapes)
-
-    def _mean_bytes(self, num_weights: int) -> int:
-        if num_weights < QUANTISED_FROM:
-            return allocated_bytes(4 * num_weights)
-        return allocated_bytes(num_weights) + allocated_bytes(4 * ceil(num_weights / QUANTISED_BLOCK))
-
-    def step_scratch_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        """None: the kernel works in place."""
-        return 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Adafactor:
@@ -165,12 +138,3 @@ class Adafactor:
             relative_step=self.relative_step,
             warmup_init=False,
         )
-
-    def state_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        """See `OptimizerFactory`."""
-        sizes = [(prod(s[:-1]), prod([*s[:-2], s[-1]])) if len(s) > 1 else (prod(s),) for s in shapes]
-        return sum(allocated_bytes(4 * size) for tensors in sizes for size in tensors)
-
-    def step_scratch_bytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        """Two copies of the largest parameter: its squared gradient and its update."""
-        return 2 * 4 * max(map(prod, shapes), default=0)

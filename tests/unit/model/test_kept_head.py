@@ -146,14 +146,6 @@ def test_when_tiles_are_kept(
 
 
 def test_what_is_kept_stays_within_its_limit() -> None:
-    cuda = torch.device("cuda")
-    sizes = {"num_tokens": 8192, "hidden_size": 4096, "vocab_size": 151936, "dtype": torch.bfloat16, "device": cuda}
-    whole, limited = (
-        TiledHead(tile_width=None, kept_gib=gib).scratch_bytes(**sizes, entropy_requires_grad=False)
-        for gib in (8.0, 1.0)
-    )
-    assert 2 * 8192 * 151936 < whole < 4 * 2**30
-    assert limited < 2.2 * 2**30
     assert kept_head.num_kept(8192, 151936, 16384, 2**30) * 2 * 8192 * 16384 <= 2**30
 
 

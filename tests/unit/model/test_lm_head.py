@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offline_grpo.model.live_bytes import LiveBytes
 from offline_grpo.model.lm_head import TiledHead
 
 NUM_TOKENS, HIDDEN, VOCAB = 13, 8, 50
@@ -274,67 +273,6 @@ def test_the_automatic_chunk_bounds_memory_for_many_tokens() -> None:
             entropy_requires_grad=False,
         )
     assert largest.num_elements * 4 <= 2 * 8 * 2**20
-
-
-SIZES = [
-    (2048, 48, 3000, None),  # two tiles on a CPU
-    (8192, 32, 700, None),  # the narrowest tiles
-    (300, 400, 500, 100),
-    (64, 400, 1000, None),
-    (500, 16, 3000, 30),  # a hundred tiles: merging them takes more than the tiles
-]
-
-
-def held_bytes(head: TiledHead, hidden: Tensor, weight: Tensor, targets: Tensor) -> int:
-    """The most that forward and backward hold at once beyond arguments, results and gradients."""
-    with LiveBytes() as live:
-        live.add([hidden, weight, targets, temperature := torch.ones(len(targets), device=hidden.device)])
-        arguments = live.now
-        logprobs, entropy = head(hidden, weight, None, targets, temperature, entropy_requires_grad=True)
-        forward = live.peak - live.now
-        (logprobs.sum() + entropy.sum()).backward()
-        del logprobs, entropy
-        gradients = live.now - arguments
-    return max(forward, live.peak - arguments - gradients)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("num_tokens", "hidden_size", "vocab", "tile_width"), SIZES)
-def test_scratch_bytes_are_those_that_forward_and_backward_hold(
-    num_tokens: int, hidden_size: int, vocab: int, tile_width: int | None, dtype: torch.dtype
-) -> None:
-    head = TiledHead(tile_width=tile_width)
-    hidden, weight = (torch.randn(n, hidden_size, dtype=dtype, requires_grad=True) for n in (num_tokens, vocab))
-    measured = held_bytes(head, hidden, weight, torch.randint(vocab, (num_tokens,)))
-    sizes = {"num_tokens": num_tokens, "hidden_size": hidden_size, "vocab_size": vocab}
-    planned = head.scratch_bytes(**sizes, dtype=dtype, device=torch.device("cpu"), entropy_requires_grad=True)
-    assert planned == pytest.approx(measured, rel=0.04)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("num_tokens", "hidden_size", "vocab"), [(14336, 896, 151936), (2048, 2048, 32000)])
-def test_scratch_bytes_are_those_that_a_gpu_allocates(
-    num_tokens: int, hidden_size: int, vocab: int, dtype: torch.dtype
-) -> None:
-    head, device = TiledHead(tile_width=None), torch.device("cuda")
-    hidden, weight = (
-        torch.randn(n, hidden_size, dtype=dtype, device=device, requires_grad=True) for n in (num_tokens, vocab)
-    )
-    targets, temperature = torch.randint(vocab, (num_tokens,), device=device), torch.ones(num_tokens, device=device)
-    (hidden[:64].detach() @ weight[:64].detach().T).sum()  # cuBLAS takes its workspace
-    before = torch.cuda.memory_allocated()
-    for _ in range(2):
-        hidden.grad = weight.grad = None
-        torch.cuda.reset_peak_memory_stats()
-        logprobs, entropy = head(hidden, weight, None, targets, temperature, entropy_requires_grad=True)
-        (logprobs.sum() + entropy.sum()).backward()
-        del logprobs, entropy
-    measured = torch.cuda.max_memory_allocated() - before - hidden.nbytes - weight.nbytes
-    sizes = {"num_tokens": num_tokens, "hidden_size": hidden_size, "vocab_size": vocab}
-    assert head.scratch_bytes(**sizes, dtype=dtype, device=device, entropy_requires_grad=True) == pytest.approx(
-        measured, rel=0.05
-    )
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from transformers import Qwen2Config
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.placement.devices import Devices, check_devices, engine_gpus, reference_gpu, server_gpus, trainer_gpus
-from offline_grpo.placement.recompute import in_words
+from offline_grpo.placement.memory import in_words
 from offline_grpo.run.config import typed
 from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.preflight import make_plan

@@ -36,10 +36,6 @@ class Padded:
         """The model's own."""
         return nullcontext()
 
-    def for_memory_plan(self) -> Padded:
-        """Runs on the meta device as it is."""
-        return self
-
 
 def attention_window(decoder: nn.Module) -> float:
     """How many tokens its most short-sighted layer attends to: sliding windows, local attention, chunks. Infinite if

@@ -52,10 +52,6 @@ class Tree:
         """The model's own."""
         return Padded().attention(decoder, batch)
 
-    def for_memory_plan(self) -> Padded:
-        """Padded: trees depend on token ids, and need no more memory."""
-        return Padded()
-
 
 def _takes_masks(decoder: nn.Module) -> bool:
     config: Any = decoder.config

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +71,6 @@ class Varlen:
             yield
         finally:
             config._attn_implementation = before
-
-    def for_memory_plan(self) -> Self:
-        """Runs on the meta device as it is."""
-        return self
 
 
 def _packs(decoder: nn.Module, batch: TokenBatch) -> bool:
