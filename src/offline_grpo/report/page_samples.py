@@ -73,10 +73,9 @@ def _evenly(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def _of_shard(shard: Shard, num_groups: int) -> Iterator[dict[str, Any]]:
-    from offline_grpo.rollouts.store.reader import checked, group_rows
+    from offline_grpo.rollouts.store.rows import group_rows
 
-    [(_, reading)] = checked([shard], vocab_size=None, context=None)
-    table = reading.result()
+    table = shard.table()
     rewards, rows = table["reward"].to_numpy(), []
     for members in _evenly(list(group_rows(table).values()), num_groups):
         order = sorted(members, key=lambda row: -rewards[row])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offline_grpo.errors import ConfigError, GrpoError, ending_with_reader
+from offline_grpo.errors import ConfigError, GrpoError, ending_with_reader, require
 from offline_grpo.logger import output_console
 
 if TYPE_CHECKING:
@@ -60,52 +61,36 @@ def run(arguments: Sequence[str] | None = None) -> None:
     from offline_grpo.rollouts.store.show import show_groups
     from offline_grpo.rollouts.store.stats import facts_of, print_stats
 
-    if options.iteration is not None and options.iteration < 0:
-        raise ConfigError(
-            f"--iteration={options.iteration}: must be 0 or more; 1 is the first, 0 the evaluation before it"
-        )
-    if options.command == "show" and options.groups < 1:
-        raise ConfigError(f"--groups={options.groups}: must be 1 or more")
-    iteration = None if options.iteration is None else options.iteration - 1
-    shards = shards_of(options.path, key="PATH", phase=options.phase, iteration=iteration)
-    console = output_console()
+    number = options.iteration
+    require(
+        number is None or number >= 0, "--iteration", number, "must be 0 or more; 0 is the evaluation before the first"
+    )
     if options.command == "show":
-        newest = next(_tables(shards[::-1], options), None)
-        if newest is None:
-            raise _nothing(options)
-        show_groups(console, *newest, options.groups, full=options.full)
-    elif options.command == "stats":
-        facts = facts_of(table for _, table in _tables(shards, options))
-        if not len(facts.rewards):
-            raise _nothing(options)
-        print_stats(console, facts)
-    else:
+        require(options.groups >= 1, "--groups", options.groups, "must be 1 or more")
+    if options.command == "export":
         check_out(options.out, options.format)
-        tables = _tables(shards, options)
-        first = next(tables, None)
-        if first is None:
-            raise _nothing(options)
-        try:
-            count = FORMATS[options.format]((pair for part in ([first], tables) for pair in part), options.out)
-        except OSError as error:
-            raise GrpoError(
-                f"OUT={options.out}: cannot be written ({error.strerror or error}); name another place"
-            ) from error
+    shards = shards_of(options.path, key="PATH", phase=options.phase, iteration=None if number is None else number - 1)
+    tables = _tables(shards[::-1] if options.command == "show" else shards, options)
+    first = next(tables, None)
+    if first is None:
+        raise ConfigError(f"PATH={options.path}: has no rollouts of phase {options.phase} that were asked for")
+    if options.command == "show":
+        show_groups(output_console(), *first, options.groups, full=options.full)
+    elif options.command == "stats":
+        print_stats(output_console(), facts_of(table for _, table in chain([first], tables)))
+    else:
+        count = FORMATS[options.format](chain([first], tables), options.out)
         print(f"wrote {count:,} {'groups' if options.format == 'atropos' else 'completions'} to {options.out}")
 
 
 def _tables(shards: Sequence[Shard], options: argparse.Namespace) -> Iterator[tuple[Shard, pa.Table]]:
-    """The checked tables that the options choose, without empty ones."""
+    """The tables that the options choose, without empty ones."""
     import pyarrow.compute
 
-    from offline_grpo.rollouts.store.reader import checked
-
-    for shard, reading in checked(shards, vocab_size=None, context=None):
+    for shard in shards:
         try:
-            table = reading.result()
+            table = shard.table()
         except ConfigError as error:
-            if len(shards) == 1:  # without it nothing is left
-                raise
             if not options.skip_damaged:
                 raise ConfigError(f"{error}; --skip-damaged goes on without this file") from error
             print(f"{error}; left out", file=sys.stderr)
@@ -117,11 +102,6 @@ def _tables(shards: Sequence[Shard], options: argparse.Namespace) -> Iterator[tu
             yield shard, table
 
 
-def _nothing(options: argparse.Namespace) -> ConfigError:
-    which = "" if options.iteration is None else f" of iteration {options.iteration}"
-    return ConfigError(f"PATH={options.path}: has no rollouts of phase {options.phase}{which}")
-
-
 def main() -> int:
     """The command line; returns the exit status."""
     try:
@@ -130,9 +110,6 @@ def main() -> int:
     except GrpoError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except OSError as error:
-        print(f"error: {error.filename or 'the output'}: cannot be read or written ({error.strerror})", file=sys.stderr)
-        return 1
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
@@ -17,10 +18,11 @@ from offline_grpo import progress
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.generation.judging import Judgement, scores_of
 from offline_grpo.interfaces import Source, Task
+from offline_grpo.redaction import flat
 from offline_grpo.rollouts.on_policy import permutation
 from offline_grpo.rollouts.store.origin import FOLDER, Origin, json_hash
-from offline_grpo.rollouts.store.reader import Shard, checked, group_rows, shards_of
-from offline_grpo.rollouts.store.rows import groups_of
+from offline_grpo.rollouts.store.reader import Shard, shards_of
+from offline_grpo.rollouts.store.rows import group_rows, groups_of
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import FinishReason, Metrics, RolloutGroup
@@ -29,6 +31,9 @@ log = logging.getLogger(__name__)
 
 _CACHED = 8
 """Files that are kept in memory: in a new order, an iteration has groups of many."""
+_THREADS = 4
+_FACTS = ["iteration", "phase", "group", "reward", "version", "finish_reason"]
+"""Columns that decide which groups are chosen."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,7 @@ class _Group:
 
 @dataclass(kw_only=True)
 class Replay(Source):
-    """Recorded groups, pass after pass. It asks no engine. ConfigError if they are of another
-    model.
+    """Recorded groups, pass after pass. It asks no engine. ConfigError if they are of another model.
 
     Args:
         path, problems_per_iteration, shuffle, iterations, ...: see `conf/rollouts/replay.yaml`.
@@ -104,62 +108,48 @@ class Replay(Source):
             raise ConfigError(f"rollouts.iterations={bounds}: the record has {min(found) + 1} to {max(found) + 1}")
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        """Reads and checks everything once, so that no bad row ends the run later.
+        """Reads every file once, so that a damaged one does not end the run later.
 
         Raises:
-            ConfigError: a file is damaged, or holds what nothing can be learnt from; nothing is left to train on; or
-            the store has changed
-                since the checkpoint.
+            ConfigError: a file is damaged; nothing is left to train on; or the store has changed since the checkpoint.
         """
         shards = _shards(self.path)
         own = (self.run_folder / FOLDER).resolve()
-        require(
-            not any(shard.path.resolve().parent == own for shard in shards),
-            "rollouts.path",
-            self.path,
-            "is this run's own record",
-        )
+        is_own = any(shard.path.resolve().parent == own for shard in shards)
+        require(not is_own, "rollouts.path", self.path, "is this run's own record")
         groups: list[_Group] = []
         sound: list[Shard] = []
-        tables = checked(shards, vocab_size=self.vocab_size, context=self.context)
-        for number, (shard, reading) in enumerate(tables):
-            progress.report(number, len(shards), "files")
-            try:
-                if not self.any_model:
-                    self._check_origin(shard.path, shard.origin)
-                table = reading.result()
-            except ConfigError as error:
-                if not self.skip_damaged:
-                    raise ConfigError(f"{error}; rollouts.skip_damaged=true goes on without this file") from error
-                log.warning("%s; left out", error)
-                continue
-            groups += self._chosen(table, len(sound))
-            sound.append(shard)
+        with ThreadPoolExecutor(_THREADS) as threads:  # pyarrow reads without Python's lock
+            readings = [threads.submit(lambda shard=shard: shard.table().select(_FACTS)) for shard in shards]
+            for number, (shard, reading) in enumerate(zip(shards, readings, strict=True)):
+                progress.report(number, len(shards), "files")
+                try:
+                    facts = reading.result()
+                except ConfigError as error:
+                    if not self.skip_damaged:
+                        raise ConfigError(f"{error}; rollouts.skip_damaged=true goes on without this file") from error
+                    log.warning("%s; left out", error)
+                    continue
+                groups += self._chosen(facts, len(sound))
+                sound.append(shard)
         filters = {name: getattr(self, name) for name in ("iterations", "versions", "rewards", "finish_reasons")}
         given = ", ".join(f"rollouts.{name}={value}" for name, value in filters.items() if value is not None)
-        fix = f"no group of at least two completions is left of {len(shards)} files" + (
-            f"; widen {given}" if given else ""
-        )
+        fix = f"no group of at least two completions is left of {len(shards)} files{given and f'; widen {given}'}"
         require(bool(groups), "rollouts.path", self.path, fix)
         self._read = lru_cache(_CACHED)(lambda index: sound[index].table())
         if self.problems_per_iteration is None:
             self._units = [list(part) for _, part in groupby(groups, lambda group: (group.shard, group.iteration))]
         else:
             self._units = [[group] for group in groups]
-        self._identity = json_hash(
-            [[shard.path.name, group.iteration, group.rows] for group in groups for shard in [sound[group.shard]]]
-        )
-        known = (state or {}).get("rollouts", self._identity)
-        require(
-            known == self._identity,
-            "rollouts.path",
-            self.path,
-            "has not the groups that it had at the checkpoint; bring those back",
-        )
+        self._identity = json_hash([[sound[g.shard].path.name, g.iteration, g.rows] for g in groups])
+        is_known = (state or {}).get("rollouts", self._identity) == self._identity
+        fix = "has not the groups that it had at the checkpoint; bring those back"
+        require(is_known, "rollouts.path", self.path, fix)
         num_rollouts = sum(len(group.rows) for group in groups)
         per_pass = -(-len(self._units) // (self.problems_per_iteration or 1))
         what = f"{num_rollouts:,} rollouts in {len(groups):,} groups, with {'new' if self.rescore else 'the recorded'} rewards"
         log.info("replaying %s; a pass takes %s iterations", what, f"{per_pass:,}")
+        self._warn_of_differences(sound)
 
     def next(self, iteration: int) -> list[RolloutGroup]:
         """A function of the store and the iteration alone."""
@@ -169,6 +159,8 @@ class Replay(Source):
         self._epoch = positions.stop / len(self._units)
         chosen = [group for position in positions for group in self._unit_at(position)][self.rank :: self.world_size]
         groups = [group for each in chosen for group in groups_of(self._read(each.shard), [each.rows])]
+        for group in groups:
+            group.check(vocab_size=self.vocab_size, max_tokens=self.context)
         return [self._rescored(group) for group in groups] if self.rescore else groups
 
     def metrics(self) -> Metrics:
@@ -197,6 +189,19 @@ class Replay(Source):
                 about = f"recorded with {origin.model}, whose {name} is another one than that of {self.origin.model}"
                 raise ConfigError(f"{path}: {about} ({theirs[:12]}, not {ours[:12]}); {fix}")
 
+    def _warn_of_differences(self, shards: Sequence[Shard]) -> None:
+        """Name what the recorded rewards, or the weights that drew the rollouts, depend on and this run has otherwise."""
+        origin = next((shard.origin for shard in shards if shard.origin is not None), None)
+        if origin is None:
+            return
+        ours, theirs = flat(self.origin.config), flat(origin.config)
+        prefixes = ("model.train_id", "model.tiny.") if self.rescore else ("task.", "model.train_id", "model.tiny.")
+        keys = sorted(key for key in ours.keys() | theirs.keys() if key.startswith(prefixes))
+        different = [key for key in keys if ours.get(key) != theirs.get(key)]
+        if different:
+            found = "; ".join(f"{key}={theirs.get(key)!s:.60}, here {ours.get(key)!s:.60}" for key in different)
+            log.warning("rollouts.path=%s: was recorded with other settings: %s", self.path, found)
+
     def _chosen(self, table: pa.Table, shard: int) -> list[_Group]:
         """The groups that pass the filters. One that is left with a single completion has nothing to be compared with."""
         rewards, versions, reasons = (table[name].to_pylist() for name in ("reward", "version", "finish_reason"))
@@ -214,7 +219,7 @@ class Replay(Source):
         return chosen
 
     def _rescored(self, group: RolloutGroup) -> RolloutGroup:
-        """Raises ConfigError where the record has no problem, ScoreError where the task cannot score it."""
+        """Raises ConfigError where the record has no problem."""
         if group.problem is None:
             raise ConfigError("rollouts.rescore=true: these rollouts were recorded without their problems; use false")
         judgements = [Judgement(self.task, group.problem, str(rollout.text)) for rollout in group.rollouts]

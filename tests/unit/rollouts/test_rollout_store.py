@@ -19,11 +19,10 @@ from recorded import CONTEXT, ORIGIN, VOCAB, made_groups, make_replay, replayed,
 from offline_grpo.disk import write_whole
 from offline_grpo.errors import ConfigError
 from offline_grpo.rollouts.store import recorder as recording
-from offline_grpo.rollouts.store.checking import check_values
-from offline_grpo.rollouts.store.reader import Shard, group_rows, shards_of
+from offline_grpo.rollouts.store.reader import Shard, shards_of
 from offline_grpo.rollouts.store.recorder import Recorder
-from offline_grpo.rollouts.store.rows import groups_of, parquet, table_of
-from offline_grpo.types import Rollout, RolloutGroup, Score
+from offline_grpo.rollouts.store.rows import group_rows, groups_of, parquet, table_of
+from offline_grpo.types import Rollout, RolloutGroup, Score, UnusableGroup
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +137,6 @@ def test_what_was_recorded_is_read_again() -> None:
     table = table_of("train", groups, None, 7)
     sink = pa.BufferReader(parquet(table, {}))
     again = pq.read_table(sink)
-    check_values(again, "here", vocab_size=VOCAB, context=CONTEXT)
     read = groups_of(again, group_rows(again).values())
     expected = replace(
         two_turns(), rollouts=tuple(replace(r, text=r"half a pair \ud800") for r in two_turns().rollouts)
@@ -160,7 +158,6 @@ def test_half_a_character_in_a_problem_can_be_read_again() -> None:
     problem = replace(group.problem, messages=messages, fields={"note": "\udc00"})
     scored = tuple(replace(rollout, score=Score(10**20, True, {"\ud800": 1.0})) for rollout in group.rollouts)
     table = table_of("train", [RolloutGroup(problem, scored)], None, 7)
-    check_values(table, "here", vocab_size=VOCAB, context=CONTEXT)
     [read] = groups_of(table, group_rows(table).values())
     assert read.problem == replace(
         problem, messages=({"role": "user", "content": "cut \\ud83d, whole \U0001f600"},), fields={"note": "\\udc00"}
@@ -186,83 +183,45 @@ def test_a_store_is_found_by_any_of_its_names(store: Path) -> None:
         shards_of(store.parent, key="PATH")
 
 
-def changed(name: str, value: Any) -> Callable[[pa.Table], pa.Table]:
-    """The table with one value of a column replaced, in the third row."""
-
-    def change(table: pa.Table) -> pa.Table:
-        values = table[name].to_pylist()
-        values[2] = value
-        return table.set_column(table.column_names.index(name), name, pa.array(values))
-
-    return change
-
-
-HOSTILE: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
-    "a column is missing": (
-        lambda table: table.drop(["logprobs"]),
-        "has no column logprobs, so it is no store of rollouts",
-    ),
-    "text for numbers": (
-        lambda t: t.set_column(11, "version", pa.array(["x"] * 6)),
-        "column version has type string, and must be int64",
-    ),
-    "numbers for lists": (
-        lambda t: t.set_column(8, "completion_ids", pa.array([1] * 6)),
-        "column completion_ids has type int64",
-    ),
-    "null": (changed("reward", None), "column reward has no value in 1 of 6 rows"),
-    "null token": (changed("prompt_ids", [1, None]), "prompt_ids has no value for 1 tokens"),
-    "large token": (
-        changed("completion_ids", [1, VOCAB]),
-        f"completion_ids has token {VOCAB}, and the model has 0 to {VOCAB - 1}",
-    ),
-    "huge token": (
-        changed("completion_ids", [1, 2**40]),
-        "column completion_ids has type list<.*: int64>, and must be list<.*int32>",
-    ),
-    "negative token": (changed("prompt_ids", [-1]), "prompt_ids has token -1"),
-    "NaN logprob": (changed("logprobs", [-1.0, float("nan")]), "logprobs has a number that is not finite"),
-    "infinite logprob": (changed("logprobs", [-1.0, 1e300]), "logprobs has a number that is not finite"),
-    "NaN reward": (changed("reward", float("nan")), r"a reward that is not finite \(row 2, and 0 more\)"),
-    "temperature 0": (changed("temperature", 0.0), "a temperature that is not above 0"),
-    "lengths": (changed("logprobs", [-1.0]), "logprobs and completion_ids differ in length"),
-    "no prompt": (changed("prompt_ids", []), "a prompt without a token"),
-    "too long": (
-        changed("prompt_ids", [1] * CONTEXT),
-        f"a sequence of more than the model's context of {CONTEXT} tokens",
-    ),
-    "finish reason": (changed("finish_reason", "bored"), "an unknown finish_reason"),
-    "failure": (changed("failure", "bored"), "an unknown failure"),
-    "measured": (changed("measured", '{"a": "much"}'), "measured has .*, which is no JSON"),
-    "no answer": (changed("answer", None), "a part of a problem is missing"),
-    "messages": (
-        changed("messages", '{"role": "user"}'),
-        "messages has .*, which is no JSON of the form that runs write",
-    ),
-    "deep JSON": (changed("fields", '{"a":' + "[" * 100_000), "fields has .*, which is no JSON"),
-    "parts": (changed("parts", '{"a": NaN}'), "parts has .*, which is no JSON"),
-    "a name": (
-        lambda table: table.rename_columns([name.replace("is_s", "is_q") for name in table.column_names]),
-        "a column 'is_qampled'",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", HOSTILE)
-def test_what_nothing_can_be_learnt_from_is_one_line(case: str, tmp_path: Path, store: Path) -> None:
-    change, message = HOSTILE[case]
-    path = write_store(tmp_path / "run", iterations=2) / "rollouts" / "iter_001.parquet"
+def rewritten(path: Path, change: Callable[[pa.Table], pa.Table]) -> None:
     about = pq.read_metadata(path).metadata
     pq.write_table(change(pq.read_table(path)).replace_schema_metadata(about), path)  # as another tool writes it
-    with pytest.raises(ConfigError, match=message) as error:
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table.drop(["logprobs"]),
+        lambda table: table.set_column(11, "version", pa.array(["x"] * 6)),
+        lambda table: table.set_column(8, "completion_ids", pa.array([1] * 6)),
+    ],
+)
+def test_a_file_that_is_no_store_is_named_and_left_out_if_asked(
+    change: Callable[[pa.Table], pa.Table], tmp_path: Path, store: Path
+) -> None:
+    path = write_store(tmp_path / "run", iterations=2) / "rollouts" / "iter_001.parquet"
+    rewritten(path, change)
+    with pytest.raises(ConfigError, match=f"{path}: cannot be read .*rollouts.skip_damaged=true"):
         make_replay(tmp_path / "run").start(0, None)
-    assert str(path) in str(error.value)
-    assert "\n" not in str(error.value)
     kept = make_replay(tmp_path / "run", "rollouts.skip_damaged=true")
     assert replayed(kept, 2) == [replayed(make_replay(store), 1)[0]] * 2
 
 
-@pytest.mark.parametrize("place", [0, 40, 0.3, 0.6, -30, -1])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("completion_ids", [1, VOCAB]), ("logprobs", [-1.0, float("nan")]), ("prompt_ids", [1] * CONTEXT)],
+)
+def test_rows_that_nothing_can_be_learnt_from_are_refused(name: str, value: Any, tmp_path: Path) -> None:
+    def change(table: pa.Table) -> pa.Table:
+        values = [*table[name].to_pylist()[:2], value, *table[name].to_pylist()[3:]]
+        return table.set_column(table.column_names.index(name), name, pa.array(values))
+
+    rewritten(write_store(tmp_path / "run", iterations=1) / "rollouts" / "iter_000.parquet", change)
+    with pytest.raises(UnusableGroup):
+        replayed(make_replay(tmp_path / "run"), 1)
+
+
+@pytest.mark.parametrize("place", [40, 0.3, -30])
 @pytest.mark.parametrize("damage", ["bit", "cut", "zeros"])
 def test_a_damaged_file_is_named_and_the_rest_used_if_asked(
     place: float, damage: str, tmp_path: Path, store: Path

@@ -5,9 +5,7 @@ them.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,8 @@ from pydantic_core import from_json
 from offline_grpo.disk import UNFINISHED, write_whole
 from offline_grpo.errors import ConfigError
 from offline_grpo.rollouts.atropos.groups import NOT_TRAINED
-from offline_grpo.rollouts.store.reader import ORIGIN_FILE, Shard, group_rows
-from offline_grpo.rollouts.store.rows import groups_of
+from offline_grpo.rollouts.store.reader import ORIGIN_FILE, Shard
+from offline_grpo.rollouts.store.rows import group_rows, groups_of
 from offline_grpo.types import Rollout, RolloutGroup
 
 Tables = Iterable[tuple[Shard, pa.Table]]
@@ -107,10 +105,9 @@ def _write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> int:
             for line in lines:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 count += 1
-        os.replace(hidden, out)
+        hidden.replace(out)
     finally:
-        with suppress(OSError):
-            hidden.unlink()
+        hidden.unlink(missing_ok=True)
     return count
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -40,8 +39,6 @@ class Origin:
             those that drew a token.
         weights: fingerprint of those weights, of the trained ones where others are frozen.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"strict": True, "extra": "ignore", "allow_inf_nan": False}
 
     model: str
     architecture: str

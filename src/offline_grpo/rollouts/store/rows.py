@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from pydantic_core import from_json
 
 from offline_grpo.disk import utf8
+from offline_grpo.errors import ConfigError
 from offline_grpo.types import FinishReason, Problem, Rollout, RolloutGroup, Score
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)  # `json.dumps` makes one at each call
@@ -148,15 +149,28 @@ def first_sampled(rollout: Rollout) -> int:
 def groups_of(table: pa.Table, rows: Iterable[Sequence[int]]) -> list[RolloutGroup]:
     """The groups that are made of these rows each: what `table_of` was given, with logprobs in float32.
 
-    Args:
-        table: with all columns, its values checked (`checking.check_values`).
+    Raises:
+        ConfigError: a group has several problems, as in tables of several records that were joined.
     """
     rows = [list(row) for row in rows]
     members = iter(table.take([index for row in rows for index in row]).to_pylist())
     return [_group([next(members) for _ in row]) for row in rows]
 
 
+def group_rows(table: pa.Table) -> dict[tuple[int, str, int], list[int]]:
+    """The rows of each group, by iteration, phase and number, in the order in which the groups begin."""
+    rows: dict[tuple[int, str, int], list[int]] = {}
+    keys = zip(*(table[name].to_pylist() for name in ("iteration", "phase", "group")), strict=True)
+    for row, key in enumerate(keys):
+        rows.setdefault(key, []).append(row)
+    return rows
+
+
 def _group(members: Sequence[Mapping[str, Any]]) -> RolloutGroup:
+    if len({member["messages"] for member in members}) > 1:
+        first, fix = members[0], "name the records that were joined one by one: rollouts.path=[A,B]"
+        where = f"iteration {first['iteration'] + 1}, group {first['group'] + 1}"
+        raise ConfigError(f"rollouts.path: {where} has completions of different prompts; {fix}")
     problem = None if members[0]["messages"] is None else _read_problem(members[0])
     advantages = None
     if all(member["advantages"] is not None for member in members):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,8 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 from offline_grpo.logger.samples import visible
-from offline_grpo.rollouts.store.reader import Shard, group_rows
+from offline_grpo.rollouts.store.reader import Shard
+from offline_grpo.rollouts.store.rows import group_rows
 
 _SHOWN = 200
 """Tokens of a completion."""
@@ -128,14 +130,8 @@ def _line(label: str, text: Text) -> Table:
 
 @cache
 def tokenizer_of(model: str) -> Tokenizer | None:
-    """The model's tokenizer, if this machine has it and it can be read; nothing is downloaded."""
-    local = Path(model) / "tokenizer.json"
-    try:
-        found = local if local.is_file() else None
-        if found is None and not Path(model).is_absolute() and model.count("/") == 1:
-            found = try_to_load_from_cache(model, "tokenizer.json")
-        return Tokenizer.from_file(str(found)) if isinstance(found, (str, Path)) else None
-    except (
-        Exception
-    ):  # of a damaged file `tokenizers` raises no other class; ./model, seen from another folder, is no name on the Hub
-        return None
+    """The model's tokenizer, if this machine has it; nothing is downloaded."""
+    found: object = Path(model) / "tokenizer.json"
+    if not Path(model).is_dir() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
+        found = try_to_load_from_cache(model, "tokenizer.json")
+    return Tokenizer.from_file(str(found)) if isinstance(found, (str, Path)) and Path(found).is_file() else None
