@@ -5,6 +5,7 @@ might.
 import asyncio
 import ctypes
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -48,28 +49,33 @@ def isolated(path, printed=None, **settings):
 def in_workers(make, printed=None, **settings):
     """What `make` returns, in workers."""
     from offline_grpo.generation.scoring.isolated import IsolatedTask
-    from offline_grpo.generation.scoring.messages import Setup
-    from offline_grpo.generation.scoring.scorers import Scorers
-    from offline_grpo.settings import ScoringConfig
+    from offline_grpo.generation.scoring.pool import Scorers
 
-    settings = ScoringConfig(
-        **({"workers": 4, "timeout_s": 2.0, "memory_mib": 256, "stop_at_failed_frac": 1.0} | settings)
-    )
-    return IsolatedTask(make(), Scorers(Setup.of(make, settings, preload=(), printed=printed)), settings)
+    settings = scoring_config(**settings)
+    return IsolatedTask(make(), Scorers(setup_of(make, settings, printed)), settings)
 
 
 def on_cluster(address, path, *, made_by=None, **settings):
     """A task that this function scores, or in workers another one, on the machines of a Ray cluster."""
     from offline_grpo.generation.scoring.cluster import ClusterScorers
     from offline_grpo.generation.scoring.isolated import IsolatedTask
-    from offline_grpo.generation.scoring.messages import Setup
+
+    settings = scoring_config(**{"workers": 2, "timeout_s": 5.0} | settings)
+    setup = setup_of(partial(Task, made_by or path), settings)
+    return IsolatedTask(Task(path), ClusterScorers(address, {}, setup), settings)
+
+
+def scoring_config(**settings):
     from offline_grpo.settings import ScoringConfig
 
-    settings = ScoringConfig(
-        **({"workers": 2, "timeout_s": 5.0, "memory_mib": 256, "stop_at_failed_frac": 1.0} | settings)
-    )
-    setup = Setup.of(partial(Task, made_by or path), settings, preload=(), printed=None)
-    return IsolatedTask(Task(path), ClusterScorers(address, {}, setup), settings)
+    defaults = {"workers": 4, "timeout_s": 2.0, "memory_mib": 256, "stop_at_failed_frac": 1.0}
+    return ScoringConfig(**defaults | settings)
+
+
+def setup_of(make, settings, printed=None):
+    from offline_grpo.generation.scoring.worker import Setup
+
+    return Setup(pickle.dumps(make), (), settings.workers, settings.timeout_s, settings.memory_mib * 2**20, printed)
 
 
 def judge(task, kind):

@@ -29,7 +29,7 @@ from offline_grpo.generation.scoring.isolated import IsolatedTask
 from offline_grpo.run.config import typed
 from offline_grpo.run.preflight import make_plan
 
-HOST = "offline_grpo.generation.scoring.host"
+HOST = "offline_grpo.generation.scoring.worker"
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,15 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
-from types import TracebackType
 
 import numpy as np
 
 from offline_grpo.engine.background import made_once
-from offline_grpo.errors import GrpoError, ScoreError, StopRequested, told
+from offline_grpo.errors import ScoreError, told
 from offline_grpo.interfaces import Task
 from offline_grpo.types import Problem, Score
 
@@ -24,12 +24,13 @@ MAX_CONCURRENT = 64
 """How many async scores are awaited at a time: what they ask, such as a server with another model, has limits too."""
 
 SLOW_S = 10.0
-"""A score that takes longer is named in a warning, once in a process, while it is still awaited."""
+"""A score that takes longer is named in a warning, once in a process: an async one while it is still awaited."""
 
 LARGEST = 1e30
 """Of a reward: the spread of larger ones is beyond what numbers can be, and nothing would be learnt without a word."""
 
 _SHOWN_CHARS = 200
+_has_warned = False
 
 log = logging.getLogger(__name__)
 
@@ -41,18 +42,23 @@ class Judgement:
         text: the completion without special tokens.
 
     Raises:
-        ScoreError: the task raised, or returned something else than a score. `result` raises it where the score is
-        async.
+        ScoreError: the task raised, or returned no score. `result` raises it where the score is async.
     """
 
     def __init__(self, task: Task, problem: Problem, text: str) -> None:
         self._problem, self._text = problem, text
-        with _Asking(problem, text):
+        self._future: Future[Score] | None = None
+        began_s = time.monotonic()
+        try:
             score = task.score(problem, text)
-            self._future = (
-                asyncio.run_coroutine_threadsafe(_awaited(score), _loop()) if inspect.isawaitable(score) else None
-            )
-            self._score = checked(score) if self._future is None else None
+            if inspect.isawaitable(score):
+                self._future = asyncio.run_coroutine_threadsafe(_awaited(score, problem, text), _loop())
+            else:
+                self._score = checked(score)
+        except (Exception, SystemExit) as error:  # whatever code of the user's own raises
+            raise _named(error, problem, text) from error
+        if time.monotonic() - began_s > SLOW_S:
+            _warn_of_slow_score(problem, text)
 
     @property
     def is_done(self) -> bool:
@@ -60,11 +66,12 @@ class Judgement:
 
     def result(self) -> Score:
         """The score, as soon as it is there."""
-        if self._score is None:
-            assert self._future is not None
-            with _Asking(self._problem, self._text):
-                self._score = checked(self._future.result())
-        return self._score
+        if self._future is None:
+            return self._score
+        try:
+            return checked(self._future.result())
+        except (Exception, SystemExit) as error:
+            raise _named(error, self._problem, self._text) from error
 
     def cancel(self) -> None:
         """Give up waiting."""
@@ -105,9 +112,15 @@ def checked(score: object) -> Score:
     )  # JSON knows no numpy
 
 
-async def _awaited(score: Awaitable[Score]) -> Score:
-    async with _room():
-        return await score
+async def _awaited(score: Awaitable[Score], problem: Problem, text: str) -> Score:
+    warning = asyncio.get_running_loop().call_later(SLOW_S, _warn_of_slow_score, problem, text)
+    try:
+        async with _room():
+            return await score
+    finally:
+        warning.cancel()
+        if inspect.iscoroutine(score):
+            score.close()  # cancelled before it was awaited
 
 
 @made_once
@@ -132,64 +145,20 @@ def _room() -> asyncio.Semaphore:
     return asyncio.Semaphore(MAX_CONCURRENT)
 
 
-@dataclass
-class _SlowScores:
-    """Warns about a score that takes longer than `SLOW_S`. A thread looks on, because the code that is slow may never
-    return.
-    """
-
-    _current: dict[int, tuple[float, Problem, str]] = field(default_factory=dict, init=False)  # by thread
-    _thread: threading.Thread | None = field(default=None, init=False)
-    _starting: threading.Lock = field(
-        default_factory=threading.Lock, init=False
-    )  # threads that begin to score at once share one
-
-    def begin(self, problem: Problem, text: str) -> None:
-        if self._thread is None:
-            with self._starting:
-                if self._thread is None:
-                    thread = self._thread = threading.Thread(target=self._look_on, name="slow scores", daemon=True)
-                    thread.start()
-        self._current[threading.get_ident()] = (time.monotonic(), problem, text)
-
-    def end(self) -> None:
-        self._current.pop(threading.get_ident(), None)
-
-    def _look_on(self) -> None:
-        while True:
-            time.sleep(SLOW_S / 4)
-            for began_s, problem, text in list(self._current.values()):
-                if time.monotonic() - began_s > SLOW_S:
-                    log.warning("a score takes more than %.0f s: %s", SLOW_S, about_completion(problem, text))
-                    return
+def _warn_of_slow_score(problem: Problem, text: str) -> None:
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        log.warning(
+            "a score takes more than %.0f s (it, or those that scoring.workers score before it): %s",
+            SLOW_S,
+            about_completion(problem, text),
+        )
 
 
-_slow = _SlowScores()
-
-
-class _Asking:
-    """While code of the user's own scores: it is watched, and if it raises, one line names problem and completion,
-    instead of a traceback from inside that code. A class, because generators of `contextlib` would take as long as a
-    simple score does."""
-
-    def __init__(self, problem: Problem, text: str) -> None:
-        self._problem, self._text = problem, text
-
-    def __enter__(self) -> None:
-        _slow.begin(self._problem, self._text)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        _slow.end()
-        if error is None:
-            return
-        about = about_completion(self._problem, self._text)
-        if isinstance(error, ScoreError):
-            raise ScoreError(f"{error}; {about}") from error
-        if isinstance(error, (Exception, SystemExit)) and not isinstance(
-            error, (GrpoError, StopRequested)
-        ):  # whatever that code raises
-            raise ScoreError(
-                f"a completion cannot be scored, {told(error)}; {about}; HYDRA_FULL_ERROR=1 shows the traceback"
-            ) from error
+def _named(error: BaseException, problem: Problem, text: str) -> ScoreError:
+    """The error with the problem and the completion that it is about, in one line."""
+    about = about_completion(problem, text)
+    if isinstance(error, ScoreError):
+        return ScoreError(f"{error}; {about}")
+    return ScoreError(f"a completion cannot be scored, {told(error)}; {about}; HYDRA_FULL_ERROR=1 shows the traceback")

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from offline_grpo.interfaces import Task
+from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.preflight import Plan
 from offline_grpo.run.task_data import build_task
-from offline_grpo.settings import PlacementConfig, RunConfig
-
-if TYPE_CHECKING:
-    from offline_grpo.generation.scoring.isolated import Asked
-    from offline_grpo.generation.scoring.messages import Setup
-    from offline_grpo.placement.ranks import Ranks
+from offline_grpo.settings import RunConfig
 
 
 def isolated(
@@ -40,26 +36,28 @@ def isolated(
     if settings.workers == 0 or getattr(task, "scores_safely", False):
         return task
     from offline_grpo.generation.scoring.isolated import IsolatedTask
-    from offline_grpo.generation.scoring.messages import Setup
+    from offline_grpo.generation.scoring.worker import Setup
 
-    own = replace(settings, workers=-(-settings.workers // num_processes))
-    preload = (build_task.__module__, *getattr(task, "worker_imports", ()))
-    printed = None if folder is None else folder.absolute() / "scoring.log"
-    setup = Setup.of(partial(build_task, config.task), own, preload=preload, printed=printed)
-    isolated_task = IsolatedTask(task, _scorers(setup, config.placement if on_cluster else None), settings)
+    setup = Setup(
+        make_task=pickle.dumps(partial(build_task, config.task)),
+        preload=(build_task.__module__, *getattr(task, "worker_imports", ())),
+        num_workers=-(-settings.workers // num_processes),
+        timeout_s=settings.timeout_s,
+        memory_bytes=settings.memory_mib * 2**20,
+        printed=None if folder is None else folder.absolute() / "scoring.log",
+    )
+    if on_cluster:
+        from offline_grpo.generation.scoring.cluster import ClusterScorers
+
+        assert config.placement.address is not None
+        scorers = ClusterScorers(config.placement.address, config.placement.ray_init, setup)
+    else:
+        from offline_grpo.generation.scoring.pool import Scorers
+
+        scorers = Scorers(setup)
+    isolated_task = IsolatedTask(task, scorers, settings)
     stack.callback(isolated_task.close)
     return isolated_task
-
-
-def _scorers(setup: Setup, cluster: PlacementConfig | None) -> Asked:
-    if cluster is None:
-        from offline_grpo.generation.scoring.scorers import Scorers
-
-        return Scorers(setup)
-    from offline_grpo.generation.scoring.cluster import ClusterScorers
-
-    assert cluster.address is not None
-    return ClusterScorers(cluster.address, cluster.ray_init, setup)
 
 
 def with_scorers(plan: Plan, folder: Path, stack: ExitStack, ranks: Ranks) -> Plan:

@@ -32,6 +32,4 @@ def test_code_of_rewards_that_is_edited_under_way_is_told_once(
         edited.write_text(content)
         assert asyncio.run(task.score(None, "text")).reward == 1.0
     [message] = caplog.messages
-    assert message.startswith(
-        f"task.reward: {edited} has been edited since the run was started; processes that score use the new text if"
-    )
+    assert message.startswith(f"task.reward: {edited} has been edited")

@@ -1,28 +1,21 @@
 """Scores from processes that can be killed: whatever a reward function does costs one reward of 0, and is counted."""
 
-import asyncio
-import errno
-import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import bad_rewards
 import psutil
 import pytest
-from bad_rewards import Task, isolated, judge
+from bad_rewards import Task, isolated, judge, setup_of
 from factories import make_group
 
 from offline_grpo.errors import ConfigError, ScoreError
-from offline_grpo.generation.scoring import host as host_module
 from offline_grpo.generation.scoring.isolated import IsolatedTask
-from offline_grpo.generation.scoring.messages import Request, Setup
-from offline_grpo.generation.scoring.scorers import Scorers
+from offline_grpo.generation.scoring.pool import Scorers
 from offline_grpo.settings import ScoringConfig
 from offline_grpo.train.experience import check_scored, score_metrics
 from offline_grpo.types import Score
@@ -201,34 +194,6 @@ def test_the_one_score_beside_another_that_ends_its_worker_is_not_to_blame(kind)
         task.close()
 
 
-def test_a_machine_that_can_start_no_process_ends_the_run(monkeypatch):
-    """As where foreign code has made as many as there may be."""
-
-    def no_more():
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    told = []
-
-    async def ask():
-        host = host_module._Host(Setup(b"", (), 1, 1.0, 2**30, None), SimpleNamespace(write=told.append), 2)
-        monkeypatch.setattr(os, "fork", no_more)
-        with pytest.raises(BlockingIOError):
-            await host.answer(Request(7, None, "text"))
-
-    asyncio.run(ask())
-    assert [json.loads(each) for each in told] == [
-        {"broken": "no process can be started (Resource temporarily unavailable)", "traceback": ""}
-    ]
-
-
-def test_a_worker_that_ends_before_it_is_asked_has_failed():
-    async def ask():
-        host = host_module._Host(Setup(b"", (), 1, 1.0, 2**30, None), None, 2)
-        return await host._ask(host_module._Worker(1, is_shared=False, is_alive=False), Request(7, None, "text"))
-
-    assert asyncio.run(ask())["failure"] == "crashed"
-
-
 def test_nothing_outlives_a_trainer_that_is_killed():
     program = (
         f"import sys; sys.path[:] = {sys.path!r}; import bad_rewards\n"
@@ -249,9 +214,10 @@ def test_nothing_outlives_a_trainer_that_is_killed():
 
 
 def test_a_task_that_workers_cannot_make_ends_the_run():
-    settings = ScoringConfig(2, 5.0, 256, 1.0)
-    setup = Setup.of(partial(Task, "nowhere:f"), settings, preload=(), printed=None)
-    task = IsolatedTask(Task("bad_rewards:misbehaves"), Scorers(setup), settings)
+    settings = bad_rewards.scoring_config()
+    task = IsolatedTask(
+        Task("bad_rewards:misbehaves"), Scorers(setup_of(partial(Task, "nowhere:f"), settings)), settings
+    )
     try:
         with pytest.raises(
             ScoreError,

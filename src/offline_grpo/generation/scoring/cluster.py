@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import platform
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,8 +15,8 @@ from typing import Any
 
 from offline_grpo.engine.ray_cluster import connect
 from offline_grpo.errors import ConfigError, ScoreError
-from offline_grpo.generation.scoring.messages import Setup, failed
-from offline_grpo.generation.scoring.scorers import Scorers
+from offline_grpo.generation.scoring.pool import Scorers
+from offline_grpo.generation.scoring.worker import Setup, failed
 from offline_grpo.types import Problem
 
 log = logging.getLogger(__name__)
@@ -32,7 +30,7 @@ MAX_LOST = 3
 
 
 class ScoringActor:
-    """What Ray runs on each machine: the `Scorers` there, in the run's working directory where the machine sees it.
+    """The actor on each machine: the `Scorers` there, in the run's working directory where the machine sees it.
 
     Args:
         paths: where modules are looked for beside the machine's own places.
@@ -54,14 +52,16 @@ class ScoringActor:
 
 @dataclass(eq=False)
 class _Machine:
-    node_id: str
     name: str
     actor: Any
     num_open: int = 0
+    lost_s: float | None = None
 
 
 class ClusterScorers:
-    """Asks the machine with the fewest open requests. What a lost machine was asked, another one is asked.
+    """Asks the machine with the fewest open requests. The requests of a lost machine go to another one.
+
+    Actors, because a plain Ray task would hold a Ray process for every completion that is awaited.
 
     Args:
         address, ray_init: see `connect`.
@@ -75,18 +75,12 @@ class ClusterScorers:
         self._address, self._setup = address, setup
         self._is_ours = connect(address, ray_init)
         self._machines: dict[str, _Machine] = {}
-        self._changing = threading.Lock()  # a run closes it while the thread that awaits scores loses machines
         self._is_closed = False
-        self._looked_s = -math.inf
-        self._lost_s: dict[str, float] = {}
-        try:
-            self._look()
-            if not self._machines:
-                fix = f"no machine of the Ray cluster at placement.address={address} has CPU cores; leave it at false"
-                raise ConfigError(f"placement.score_on_cluster=true: {fix}")
-        except BaseException:
+        self._look()
+        if not self._machines:
             self.close()
-            raise
+            fix = f"no machine of the Ray cluster at placement.address={address} has CPU cores; leave it at false"
+            raise ConfigError(f"placement.score_on_cluster=true: {fix}")
         names = ", ".join(machine.name for machine in self._machines.values())
         log.info("scoring on %d machines of the Ray cluster: %s", len(self._machines), names)
 
@@ -102,65 +96,55 @@ class ClusterScorers:
             machine = self._least_busy()
             machine.num_open += 1
             try:
-                answer: dict[str, Any] = await machine.actor.answer.remote(problem, text)
+                return await machine.actor.answer.remote(problem, text)
             except RayTaskError as error:
                 raise error.cause from None
             except RayActorError:
-                self._lose(machine)
-            else:
-                return answer
+                if not self._is_closed and machine.lost_s is None:
+                    log.warning(
+                        "the machine %s of the Ray cluster has gone; its completions are scored on others", machine.name
+                    )
+                machine.lost_s = time.monotonic()
             finally:
                 machine.num_open -= 1
-        return failed("crashed", f"{MAX_LOST} machines of the Ray cluster were lost while they scored it")
+        return failed("crashed", f"({MAX_LOST} machines of the Ray cluster were lost while they scored it)")
 
     def close(self) -> None:
         """End all processes of it, on every machine."""
         import ray
 
-        with self._changing:
-            self._is_closed = True
-            machines, self._machines = list(self._machines.values()), {}
-        for machine in machines:
+        self._is_closed = True
+        for machine in self._machines.values():
             with suppress(Exception):  # the cluster may be gone
                 ray.kill(machine.actor)
         if self._is_ours:
             ray.shutdown()
 
     def _least_busy(self) -> _Machine:
-        with self._changing:
-            if self._is_closed:
-                raise ScoreError("the run lets go of the Ray cluster, so nothing is scored there any more")
-            if not self._machines or time.monotonic() - self._looked_s > LOOK_INTERVAL_S:
-                self._look()
-            if not self._machines:
-                raise ScoreError(
-                    f"no machine is left in the Ray cluster at placement.address={self._address} that could score"
-                )
-            return min(self._machines.values(), key=lambda machine: machine.num_open)
+        if self._is_closed:
+            raise ScoreError("the run leaves the Ray cluster, so nothing is scored there any more")
+        if not self._live() or time.monotonic() - self._looked_s > LOOK_INTERVAL_S:
+            self._look()
+        if not (machines := self._live()):
+            raise ScoreError(f"no machine is left in the Ray cluster at placement.address={self._address} to score on")
+        return min(machines, key=lambda machine: machine.num_open)
+
+    def _live(self) -> list[_Machine]:
+        return [machine for machine in self._machines.values() if machine.lost_s is None]
 
     def _look(self) -> None:
-        """Have an actor on every machine with CPU cores that has none yet."""
+        """Start an actor on every machine with CPU cores that has none."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self._looked_s = now = time.monotonic()
-        found = {node["NodeID"]: node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")}
-        new = {node_id: node for node_id, node in found.items() if node_id not in self._machines}
-        sound = {node_id: node for node_id, node in new.items() if now - self._lost_s.get(node_id, -math.inf) > AGAIN_S}
-        for node_id, node in (sound if self._machines or sound else new).items():
-            there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            # of no CPU core as Ray counts them: those are for servers, and scoring is short
-            actor = (
-                ray.remote(ScoringActor)
-                .options(num_cpus=0, scheduling_strategy=there)
-                .remote(self._setup, Path.cwd(), sys.path)
-            )
-            self._machines[node_id] = _Machine(node_id, node["NodeManagerHostname"], actor)
-
-    def _lose(self, machine: _Machine) -> None:
-        with self._changing:
-            if self._machines.get(machine.node_id) is not machine:
-                return
-            del self._machines[machine.node_id]
-            self._lost_s[machine.node_id] = time.monotonic()
-        log.warning("the machine %s of the Ray cluster has gone; its completions are scored on others", machine.name)
+        is_any_left = bool(self._live())
+        for node in ray.nodes():
+            known = self._machines.get(node["NodeID"])
+            is_new = known is None or (known.lost_s is not None and (not is_any_left or now - known.lost_s > AGAIN_S))
+            if is_new and node["Alive"] and node["Resources"].get("CPU"):
+                there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                # of no CPU core as Ray counts them: those are for servers, and scoring is short
+                kind = ray.remote(ScoringActor).options(num_cpus=0, scheduling_strategy=there)
+                actor = kind.remote(self._setup, Path.cwd(), sys.path)
+                self._machines[node["NodeID"]] = _Machine(node["NodeManagerHostname"], actor)

@@ -1,31 +1,47 @@
-"""A process that calls the task's `score`: forked by `host.py`, limited, and ended by it with all that it started."""
+"""The processes that run foreign code: one below the run forks workers, and each worker scores completions.
+
+    python -c 'from offline_grpo.generation.scoring.worker import main; main(FD)'
+
+That one is started by `pool.py`; it runs no foreign code itself. When its socket closes, because the run closed it or
+died by whatever signal, it kills all processes below it and ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 import faulthandler
+import importlib
 import inspect
+import json
 import os
 import pickle
 import resource
 import signal
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from offline_grpo.errors import ScoreError, place_of, reason_of, told
 from offline_grpo.generation.judging import checked
-from offline_grpo.generation.scoring.messages import LINE_BYTES, Request, Setup, failed, line, read_frame
 from offline_grpo.interfaces import Task
-from offline_grpo.types import Score
+from offline_grpo.types import Problem, Score
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+LINE_BYTES = 2**20
+"""The longest answer; a score with more in it is refused."""
+MESSAGE_BYTES = 8
+"""Of a number that stands for a worker: with its end of a connection it asks for one, alone it ends that worker."""
+KILL_S = 10.0
 MAX_CHILDREN = 16
 """A worker whose scores have left more processes behind is replaced."""
 
@@ -35,51 +51,120 @@ _PACKAGE = str(Path(__file__).parents[2])
 T = TypeVar("T")
 
 
-def run(connection: socket.socket, output: int, setup: Setup) -> None:
-    """The life of a worker, in a process that was just forked.
+@dataclass(frozen=True)
+class Setup:
+    """The settings of the processes that score.
 
     Args:
-        output: the file descriptor for what it prints.
+        make_task: pickled; makes the task in a worker. Only workers import what it needs.
+        preload: modules that are imported once for all workers; none of a user's own.
+        printed: the file that gets what foreign code prints; None: nothing is kept.
     """
-    connection = _alone_with(connection, output)
-    _limit(setup.memory_bytes)
+
+    make_task: bytes
+    preload: tuple[str, ...]
+    num_workers: int
+    timeout_s: float
+    memory_bytes: int
+    printed: Path | None
+
+
+def frame(problem: Problem, text: str, number: int) -> bytes:
+    """A request; `number` comes back with its answer."""
+    body = pickle.dumps((problem, text, number))
+    return len(body).to_bytes(8, "big") + body
+
+
+def failed(failure: str, reason: str = "", trace: str = "") -> dict[str, Any]:
+    """The answer in place of a score."""
+    return {"failure": failure, "reason": reason, "traceback": trace}
+
+
+def main(control_fd: int) -> None:
+    """Fork and end workers until the other side of the socket closes. Standard input has the pickled `Setup`."""
+    setup: Setup = pickle.load(sys.stdin.buffer)
+    control = socket.socket(fileno=control_fd)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # processes that workers leave behind when they end become our children
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
+    for name in setup.preload:
+        importlib.import_module(name)
+    pids: dict[int, int] = {}
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
+        if not message:
+            _kill_all_but(set())
+            os._exit(0)
+        number = int.from_bytes(message, "big")
+        for fd in fds:
+            pids[number] = os.fork()
+            if pids[number] == 0:
+                try:
+                    _work(fd, setup)
+                finally:
+                    os._exit(0)
+            os.close(fd)
+        if not fds:
+            del pids[number]
+            _kill_all_but(set(pids.values()))
+
+
+def _kill_all_but(pids: set[int]) -> None:
+    """Kill every process below this one, but these children and what is below them.
+
+    A worker adopts what its own children leave behind (see `_isolate`), so that all it started is below it, in whatever
+    process group.
+    """
+    deadline = time.monotonic() + KILL_S
+    while left := [child for child in psutil.Process().children() if child.pid not in pids]:
+        for child in left:
+            with suppress(psutil.NoSuchProcess):
+                child.suspend()  # it starts nothing any more
+                for below in child.children(recursive=True):
+                    below.kill()
+                child.kill()
+        if time.monotonic() > deadline:  # the kernel cannot end them
+            return
+        time.sleep(0.01)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _work(fd: int, setup: Setup) -> None:
+    """The life of a worker, in a process that was just forked."""
+    _isolate(fd, setup.printed)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # what a process may write to and shares with nobody: RLIMIT_AS would count what torch and CUDA only reserve
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = setup.memory_bytes if hard == resource.RLIM_INFINITY else min(setup.memory_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    connection = socket.socket(fileno=3)
     try:
         task = pickle.loads(setup.make_task)()
     except BaseException as error:  # whatever a user's module does
-        connection.sendall(line({"broken": told(error), "traceback": _traceback(error)}))
-        signal.pause()  # until it is killed
-        raise
+        connection.sendall(_line({"broken": told(error), "traceback": _traceback(error)}))
+        return
     _Worker(task, setup.timeout_s).serve(connection)
 
 
-def _alone_with(connection: socket.socket, output: int) -> socket.socket:
-    """Keep the connection, standard input (empty) and output, and nothing else that the parent has open."""
+def _isolate(fd: int, printed: Path | None) -> None:
+    """Keep the connection, as 3, standard input (empty) and output, and nothing else that the parent has open."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.set_wakeup_fd(-1)
-    asyncio.set_event_loop_policy(None)  # or asyncio.get_event_loop() would be the parent's
     os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        ctypes.CDLL(None).prctl(
-            PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
-        )  # what its shells leave behind stays its own: see `host._Host._sweep`
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    is_kept = printed is not None and printed.parent.is_dir()  # on another machine it may not be
+    output = os.open(printed if is_kept and printed else os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(output, 1)
     os.dup2(output, 2)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
-    os.dup2(connection.detach(), 3)
+    os.dup2(fd, 3)
     os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-    return socket.socket(fileno=3)
-
-
-def _limit(memory_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # what a process may write to and shares with nobody: RLIMIT_AS would count what torch and CUDA only reserve
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 class _Worker:
@@ -89,16 +174,17 @@ class _Worker:
         self._loop = asyncio.new_event_loop()
 
     def serve(self, connection: socket.socket) -> None:
-        """Score what is asked, until the other side goes."""
+        """Score requests until the other side closes the connection."""
         reader, self._writer = self._result(asyncio.open_connection(sock=connection))
-        self._writer.write(line({"ready": True}))
+        self._writer.write(_line({"ready": True}))
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                self._answer(self._result(read_frame(reader)))
+                size = int.from_bytes(self._result(reader.readexactly(8)), "big")
+                self._answer(*pickle.loads(self._result(reader.readexactly(size))))
 
     def _result(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What it returns; async scores go on meanwhile. The loop runs at no other time: a score that is not async may
-        run one itself.
+        """Its result; async scores run meanwhile. The loop runs at no other time: a score that is not async may run one
+        itself.
         """
         waiting = self._loop.create_task(coroutine)
         while not waiting.done():
@@ -107,40 +193,38 @@ class _Worker:
                 self._loop.run_until_complete(waiting)
         return waiting.result()
 
-    def _answer(self, request: Request) -> None:
+    def _answer(self, problem: Problem, text: str, number: int) -> None:
         pid = os.getpid()
         try:
-            score = self._task.score(request.problem, request.text)
+            score = self._task.score(problem, text)
             if inspect.isawaitable(score):
-                self._say(request, {"awaits": True}, pid)
-                waiting = self._loop.create_task(self._await(request, score, pid))
+                self._send(number, {"awaits": True}, pid)
+                waiting = self._loop.create_task(self._await(number, score, pid))
                 self._awaited.add(waiting)
                 waiting.add_done_callback(self._awaited.discard)
                 return
             answer = _answer(score)
         except BaseException as error:  # whatever a user's function raises, SystemExit too
             answer = _failure(error)
-        self._say(request, answer, pid)
+        self._send(number, answer, pid)
 
-    async def _await(self, request: Request, score: Awaitable[Score], pid: int) -> None:
+    async def _await(self, number: int, score: Awaitable[Score], pid: int) -> None:
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
                 answer = _answer(await score)
         except BaseException as error:  # see `_answer`
-            answer = failed("timeout", "") if deadline.expired() else _failure(error)
-        self._say(request, answer, pid)
+            answer = failed("timeout") if deadline.expired() else _failure(error)
+        self._send(number, answer, pid)
 
-    def _say(self, request: Request, answer: dict[str, Any], pid: int) -> None:
+    def _send(self, number: int, answer: dict[str, Any], pid: int) -> None:
         if os.getpid() != pid:
             os._exit(0)  # the function forked, and this is the copy
-        used_up = answer.get("failure") == "memory" or _has_many_children()
-        about = {"number": request.number, "used_up": used_up}
-        said = line(answer | about)
-        is_long = len(said) > LINE_BYTES
-        self._writer.write(
-            line(failed("raised", f"the score has {len(said):,} bytes of parts") | about) if is_long else said
-        )
+        about = {"number": number, "used_up": answer.get("failure") == "memory" or _has_many_children()}
+        line = _line(answer | about)
+        if len(line) > LINE_BYTES:
+            line = _line(failed("raised", f"the score has {len(line):,} bytes of parts") | about)
+        self._writer.write(line)
 
 
 def _has_many_children() -> bool:
@@ -148,16 +232,19 @@ def _has_many_children() -> bool:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # none at all, as nearly always, and asking was cheap
         return False
-    import psutil
-
     return len(psutil.Process().children(recursive=True)) > MAX_CHILDREN
+
+
+def _line(answer: Mapping[str, Any]) -> bytes:
+    """An answer on its way back. JSON, because nothing that comes from a process with foreign code is unpickled."""
+    return json.dumps(answer).encode() + b"\n"
 
 
 def _answer(score: object) -> dict[str, Any]:
     """A score as JSON types. Raises ScoreError where it is none."""
     found = checked(score)
     numbers = {"reward": found.reward, "parts": dict(found.parts), "measured": dict(found.measured)}
-    return numbers | {"is_correct": bool(found.is_correct)}
+    return numbers | {"is_correct": found.is_correct}
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

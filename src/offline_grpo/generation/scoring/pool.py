@@ -1,0 +1,207 @@
+"""Processes of this machine that score completions and can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from offline_grpo.errors import ScoreError
+from offline_grpo.generation.scoring.worker import MESSAGE_BYTES, Setup, failed, frame
+from offline_grpo.types import Problem
+
+START_S = 300.0
+"""For a worker to build the task: it may import a lot."""
+GRACE_S = 1.0
+"""An async score has so much beyond its deadline, which its worker keeps: that may be busy with another one."""
+CLOSE_S = 15.0
+
+
+@dataclass(eq=False)
+class _Request:
+    answer: asyncio.Future[dict[str, Any] | None]  # None: the worker ended, maybe because of another request
+    deadline: asyncio.TimerHandle
+    is_awaited: bool = False  # async: its worker takes others meanwhile
+
+
+class _Worker(asyncio.Protocol):
+    """The connection to a worker. `hear` gets every message, None at the end.
+
+    Args:
+        is_shared: among all requests; otherwise it was started for one.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(self, number: int, hear: Callable[[_Worker, dict[str, Any] | None], None], *, is_shared: bool) -> None:
+        self.number, self.is_shared = number, is_shared
+        self.is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_alive = True
+        self.pending: dict[int, _Request] = {}
+        self._hear, self._received = hear, bytearray()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while self.is_alive and b"\n" in self._received:
+            line, _, self._received = self._received.partition(b"\n")
+            self._hear(self, json.loads(line))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._hear(self, None)
+
+
+class Scorers:
+    """Starts workers when they are needed (see `worker.py`), asks them, and ends those that fail with all that they
+    started.
+
+    Not `pebble` or `multiprocessing`: a worker awaits many async scores at a time, processes that a score has started
+    are killed with it, and nothing outlives a run that is killed.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._numbers = count()
+        self._num_to_start = setup.num_workers
+        self._free: asyncio.Queue[_Worker | None] = asyncio.Queue()  # one that has ended is replaced when it is taken
+        self._room_alone = asyncio.Semaphore(setup.num_workers)
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            run = f"from offline_grpo.generation.scoring.worker import main; main({theirs.fileno()})"
+            self._host = subprocess.Popen(
+                [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {run}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        assert self._host.stdin is not None
+        with self._host.stdin as stdin:
+            pickle.dump(setup, stdin)
+
+    async def answer(self, problem: Problem, text: str) -> dict[str, Any]:
+        """The answer of a worker: the fields of a `Score`, or of `failed`.
+
+        Raises:
+            ScoreError: no worker can make the task, or the process above them has ended.
+        """
+        worker = await self._free_worker()
+        answer = await self._ask(worker, problem, text)
+        if answer is None:
+            # A worker that is killed, or dies, takes all async scores with it that it awaits. Which one is to blame
+            # shows when each is scored again, alone.
+            async with self._room_alone:
+                worker = await self._start(is_shared=False)
+                try:
+                    answer = await self._ask(worker, problem, text)
+                finally:
+                    self._end(worker, None)
+        assert answer is not None  # it was alone
+        return answer
+
+    def close(self) -> None:
+        """End all processes of it."""
+        self._control.close()
+        try:
+            self._host.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._host.kill()  # its workers die with it
+            self._host.wait()
+
+    async def _free_worker(self) -> _Worker:
+        if self._free.empty() and self._num_to_start > 0:
+            self._num_to_start -= 1
+            worker = None
+        else:
+            worker = await self._free.get()
+        if worker is not None and worker.is_alive:
+            return worker
+        try:
+            return await self._start(is_shared=True)
+        except BaseException:
+            self._free.put_nowait(None)
+            raise
+
+    async def _start(self, *, is_shared: bool) -> _Worker:
+        worker = _Worker(next(self._numbers), self._hear, is_shared=is_shared)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [worker.number.to_bytes(MESSAGE_BYTES, "big")], [theirs.fileno()])
+            except OSError as error:
+                raise self._broken("the process that starts them has ended") from error
+        worker.transport, _ = await asyncio.get_running_loop().create_connection(lambda: worker, sock=ours)
+        try:
+            await asyncio.wait_for(worker.is_ready, START_S)
+        except BaseException as error:
+            self._end(worker, None)
+            if isinstance(error, TimeoutError):
+                raise self._broken(f"one was not ready after {START_S:.0f} s") from error
+            raise
+        return worker
+
+    def _broken(self, reason: str, trace: str = "") -> ScoreError:
+        memory = f"scoring.memory_mib={self._setup.memory_bytes // 2**20} may be too little for what they import"
+        return ScoreError(
+            f"the processes that score do not work: {reason}; {memory}; scoring.workers=0 needs none"
+            + (f"\n{trace}" if trace else "")
+        )
+
+    def _ask(self, worker: _Worker, problem: Problem, text: str) -> asyncio.Future[dict[str, Any] | None]:
+        """The worker's answer; None where it did not answer because of another score. The deadline is kept also where
+        the caller gives up.
+        """
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        deadline = loop.call_later(self._setup.timeout_s, self._end, worker, "timeout")
+        worker.pending[number] = _Request(loop.create_future(), deadline)
+        worker.transport.write(frame(problem, text, number))
+        return worker.pending[number].answer
+
+    def _hear(self, worker: _Worker, answer: dict[str, Any] | None) -> None:
+        if answer is None:
+            if not worker.is_ready.done():
+                worker.is_ready.set_exception(self._broken("one has died"))
+            self._end(worker, None if self._control.fileno() < 0 else "crashed")  # below 0: see `close`
+        elif "ready" in answer:
+            worker.is_ready.set_result(None)
+        elif "broken" in answer:
+            worker.is_ready.set_exception(self._broken(answer["broken"], answer["traceback"]))
+        elif "awaits" in answer:
+            request = worker.pending[answer["number"]]
+            request.is_awaited = True
+            request.deadline.cancel()
+            seconds = self._setup.timeout_s + GRACE_S
+            request.deadline = asyncio.get_running_loop().call_later(seconds, self._end, worker, "timeout")
+            if worker.is_shared:
+                self._free.put_nowait(worker)
+        else:
+            self._finish(worker, worker.pending.pop(answer["number"]), answer)
+            if answer["used_up"]:
+                self._end(worker, None)
+
+    def _finish(self, worker: _Worker, request: _Request, answer: dict[str, Any] | None) -> None:
+        request.deadline.cancel()
+        if not request.answer.cancelled():
+            request.answer.set_result(answer)
+        if worker.is_shared and not request.is_awaited:
+            self._free.put_nowait(worker)
+
+    def _end(self, worker: _Worker, failure: str | None) -> None:
+        """Kill a worker with all that it started. Its request has failed, if it has one alone and `failure` is given."""
+        if not worker.is_alive:
+            return
+        worker.is_alive = False
+        with suppress(OSError):  # nothing is left of it where the process that started it has ended
+            self._control.send(worker.number.to_bytes(MESSAGE_BYTES, "big"))
+        worker.transport.close()
+        answer = failed(failure) if failure is not None and len(worker.pending) == 1 else None
+        for request in worker.pending.values():
+            self._finish(worker, request, answer)
+        worker.pending.clear()
