@@ -138,7 +138,7 @@ def test_what_is_under_way_when_it_closes_loses_no_machine(
         time.sleep(0.5)
     finally:
         task.close()
-    with pytest.raises(ScoreError, match="the run lets go of the Ray cluster"):
+    with pytest.raises(ScoreError, match="the run leaves the Ray cluster"):
         under_way[-1].result()
     assert not any("has gone" in line for line in caplog.messages)
 

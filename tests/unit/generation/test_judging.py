@@ -43,7 +43,8 @@ def test_a_slow_score_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     judge(Slow(), "the slow one")
     judge(slow, "another")
     [message] = caplog.messages
-    assert message.startswith("a score takes more than 0 s") and message.endswith("train-3, completion 'the slow one'")
+    assert message.startswith("a score takes more than 0 s")
+    assert message.endswith("train-3, completion 'the slow one'")
     caplog.clear()
     monkeypatch.setattr(judging, "_has_warned", False)
     judge(slow, "not async")
