@@ -1,13 +1,15 @@
 """What it costs to see that nobody else has written to the weights that a run shares with its server.
 
-    python benchmarks/foreign_writes.py                       # one CUDA GPU, or the CPU: 1.5 B parameters in bf16,
-    random python benchmarks/foreign_writes.py --layers 4            # less memory: 9 bytes per parameter are needed
+    # one CUDA GPU, or the CPU: 1.5 B parameters in bf16, random
+    python benchmarks/foreign_writes.py
+    python benchmarks/foreign_writes.py --layers 4            # less memory: 9 bytes per parameter are needed
 
 Needs torch and transformers alone. Arms, timed in alternation, medians over the rounds:
     check        MasterWeights.differing, of all parameters: after sampling, before every optimizer step, at a push and
-    at a checkpoint fingerprint  64 bits of every parameter: once per push, by trainer and server, and at each check of
-    the parameters that are not trained publish      MasterWeights.publish, which every update does: it moves the bytes
-    that `check` reads
+                 at a checkpoint
+    fingerprint  64 bits of every parameter: once per push, by trainer and server, and at each check of the parameters
+                 that are not trained
+    publish      MasterWeights.publish, which every update does: it moves the bytes that `check` reads
 The floor of an arm is its bytes divided by the speed at which the same device adds up a large float32 tensor, measured
 in the same rounds.
 """

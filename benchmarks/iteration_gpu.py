@@ -1,8 +1,9 @@
 """Whole iterations on one GPU, sampling by vLLM on the same card: run_grpo.py against TRL's GRPOTrainer with vLLM in
 its process.
 
-    python benchmarks/iteration_gpu.py WORK                 # Qwen3-0.6B's shape: about 20 minutes, half of them starts
-    of vLLM python benchmarks/iteration_gpu.py WORK --arms ours     # seconds of our phases alone
+    # Qwen3-0.6B's shape: about 20 minutes, half of them starts of vLLM
+    python benchmarks/iteration_gpu.py WORK
+    python benchmarks/iteration_gpu.py WORK --arms ours     # seconds of our phases alone
     python benchmarks/iteration_gpu.py WORK --small         # a tiny model on the CPU, without TRL's vLLM
 
 32 prompts x 8 completions x 512 tokens an iteration, one update of all 256, bf16, the same random model, prompts,
@@ -14,10 +15,11 @@ iterations may be long and short in turn.
 
     ours    run_grpo.py with weight_sync=shared_vllm: fp32 masters, weights shared with the server
     async   the same with weight_sync=ipc and rollouts=async: the next completions are drawn during the update, on the
-    same card lora    the same with weight_sync=lora_hotswap and adapters of rank 16 on all linear layers
+            same card
+    lora    the same with weight_sync=lora_hotswap and adapters of rank 16 on all linear layers
     two     the same with weight_sync=ipc and two servers on the card, which have half of the memory each
     trl     vllm_mode=colocate with bf16 weights and optimizer, without recomputation, in microbatches of --trl-batch
-    sequences
+            sequences
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Find the fastest settings of vLLM's LoRA kernels for few tokens on this GPU, and write them to the folder that
 `lora_hotswap` uses.
 
-    python benchmarks/lora_kernels.py         # about two minutes; writes
-    src/offline_grpo/engine/inside_vllm/lora_kernels/GPU_*.json
+    # about two minutes; writes src/offline_grpo/engine/inside_vllm/lora_kernels/GPU_*.json
+    python benchmarks/lora_kernels.py
 
 vLLM's own settings are tuned for many tokens: blocks of 32 and 64 rows, and of 32 ranks. But a single stream has one
 row and an adapter has rank 16. A decoding step of a small model then spends a quarter of its time in these kernels. The

@@ -1,8 +1,8 @@
 """Seconds of an update of LoRA adapters against one of all weights, on one GPU, and the kernels that they spend it in.
 
-    python benchmarks/lora_speed.py             # Qwen3-0.6B's shape, random weights, bf16, rank 16 on all linear
-    layers; about four minutes python benchmarks/lora_speed.py --small     # a tiny model on the CPU; says nothing about
-    speed
+    # Qwen3-0.6B's shape, random weights, bf16, rank 16 on all linear layers; about four minutes
+    python benchmarks/lora_speed.py
+    python benchmarks/lora_speed.py --small     # a tiny model on the CPU; says nothing about speed
 
 256 completions of 512 tokens after prompts of 40, in microbatches of 16384 tokens, nothing recomputed: the update of
 the iteration that iteration_gpu.py measures. Blocks are compiled, layout and loss head are those that a run chooses.

@@ -9,9 +9,10 @@ Arms. All compute the logprob of a target and the entropy, both with gradient, f
     materialised  logits, / temperature, log_softmax, gather; entropy = -(p * log p).sum(); autograd
     tiled         offline_grpo.model.lm_head.TiledHead
     entropy_as_metric  the same, with an entropy that carries no gradient; on a GPU in bfloat16 it keeps its tiles
-    (kept_head.py) trl_fused     trl.kernels.ChunkedLogProbFunction with the tile width that TRL uses
+                       (kept_head.py)
+    trl_fused     trl.kernels.ChunkedLogProbFunction with the tile width that TRL uses
     three_gemms   only the products for logits, hidden gradient and weight gradient: a lower bound for methods of this
-    kind
+                  kind
 
 Before the timing, values and gradients of the arms are compared. The arms are interleaved in one process; time_ratio is
 the median over rounds of the ratio within a round. Other work on the machine slows the fused arms most, because their

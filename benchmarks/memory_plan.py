@@ -1,8 +1,9 @@
 """Predicted against measured GPU memory of a training process, part by part.
 
-    PYTHONPATH=src python benchmarks/memory_plan.py                  # the claim: one CUDA GPU with 80 GB, Qwen2.5-0.5B
-    with random weights PYTHONPATH=src python benchmarks/memory_plan.py --device cpu     # tiny, measures nothing: only
-    shows that the script runs
+    # the claim: one CUDA GPU with 80 GB, Qwen2.5-0.5B with random weights
+    PYTHONPATH=src python benchmarks/memory_plan.py
+    # tiny, measures nothing: only shows that the script runs
+    PYTHONPATH=src python benchmarks/memory_plan.py --device cpu
 
 With --arms adamw eager no_kept_head eager_no_kept_head half_recomputed checkpointing eager_checkpointing it takes about
 four minutes on an H100, and says how well compiled blocks, tiles that the loss head keeps, and recomputation of all or
@@ -16,8 +17,9 @@ initial matrix product:
 
     weights           after loading                           masters           increase from creating them
     gradients         at the optimizer's first step           optimizer state   after the first update, minus masters
-    and weights reference         increase from loading it                activations       peak of the second update,
-    minus all other parts
+                                                                                and weights
+    reference         increase from loading it                activations       peak of the second update, minus all
+                                                                                other parts
 
 The total is that peak. The CUDA context is not in tensors and therefore not compared. The details report its size
 (torch.cuda.mem_get_info, which includes other processes on the GPU).

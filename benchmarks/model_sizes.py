@@ -1,9 +1,11 @@
 """Model size against memory and speed of training on one GPU: full, full with offload, and LoRA. Random weights, made
 on the device.
 
-    python benchmarks/model_sizes.py --size 0.6b    # about 2 minutes; also 1.7b (2), 4b (3), 8b (4), or tiny with
-    --device cpu (seconds) python benchmarks/model_sizes.py --size 8b --server-gib 8 --arms offload    # with a server's
-    KV cache beside it, simulated python benchmarks/model_sizes.py --table        # of the results that are there
+    # about 2 minutes; also 1.7b (2), 4b (3), 8b (4), or tiny with --device cpu (seconds)
+    python benchmarks/model_sizes.py --size 0.6b
+    # with a server's KV cache beside it, simulated
+    python benchmarks/model_sizes.py --size 8b --server-gib 8 --arms offload
+    python benchmarks/model_sizes.py --table        # of the results that are there
 
 Shapes: Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B, Llama-3.1-8B. Every arm runs in its own process: the model with masters of its
 own, as weight_sync=shared_vllm needs them, one update to warm up and two that are timed, of sequences of equal length
@@ -12,9 +14,10 @@ server's; --server-gib GiB more stand for its KV cache and the rest of its share
 not run.
 
     peak       the most that was in tensors (torch.cuda.max_memory_allocated)   card    in use on the card, beside the
-    simulated server, plan       what the memory plan predicts, without CUDA context                      as the driver
-    counts it, at the end step       seconds of the optimizer's step and of publishing the weights    host    resident
-    memory of the process
+                                                                                        simulated server,
+    plan       what the memory plan predicts, without CUDA context                      as the driver counts it, at the
+                                                                                        end
+    step       seconds of the optimizer's step and of publishing the weights    host    resident memory of the process
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python benchmarks/replay_vs_trl.py                   # on a CPU
     python benchmarks/replay_vs_trl.py --device cuda     # on one GPU of 80 GB, about three minutes
-    python benchmarks/replay_vs_trl.py --shape tiny --completions 16 --name /tmp/tiny     # the GPU's arms on a CPU,
-    about two minutes
+    # the GPU's arms on a CPU, about two minutes
+    python benchmarks/replay_vs_trl.py --shape tiny --completions 16 --name /tmp/tiny
 
 A model with random weights makes one update per batch of stored completions, whose lengths are geometrically
 distributed. The loss is dapo without KL and the optimizer is AdamW. TRL gets the rollouts from a `rollout_func` and
@@ -11,8 +11,9 @@ does the rest itself (padding to the longest completion, scoring, loss, step). I
 from the stored token ids to the changed weights.
 
     cpu     a Qwen2 of 11 million parameters (H=256, 4 layers, V=32000, tied embeddings) in float32; neither arm
-    recomputes activations cuda    Qwen3-0.6B's shape. TRL: bf16 weights and optimizer, with and without recomputation.
-    Ours: bf16 weights, fp32 masters and
+            recomputes activations
+    cuda    Qwen3-0.6B's shape. TRL: bf16 weights and optimizer, with and without recomputation. Ours: bf16 weights,
+            fp32 masters and
             optimizer, no recomputation; layout, compiled blocks and loss head are what a run chooses on that GPU by
             itself
 

@@ -6,8 +6,8 @@ and with the iterations of the default job on this machine, which are about the 
 random moments, and what they leave is compared with an undisturbed run's files. `write_s` are seconds of this process's
 processors, because others may use the machine too.
 
-    OMP_NUM_THREADS=1 uv run --group test python benchmarks/rollout_store.py        # five minutes; needs 1.1 GB in the
-    temporary folder
+    # five minutes; needs 1.1 GB in the temporary folder
+    OMP_NUM_THREADS=1 uv run --group test python benchmarks/rollout_store.py
 """
 
 from __future__ import annotations

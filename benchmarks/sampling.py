@@ -6,7 +6,7 @@
 Arms, on one model, `--rows` sequences of `--tokens` tokens after a prompt of 40 that groups of 8 share:
     client     TransformersClient, as a run with generation=transformers samples
     forward    the model's decoder and head alone, one token at a time with the same kind of cache, the most probable
-    token each time
+               token each time
 
 First the client draws twice, and must draw the same tokens. Then the arms alternate. Of one more call of each, torch's
 profiler counts the kernels per step (operators on a CPU) and adds up their time: what is left of a step is Python and

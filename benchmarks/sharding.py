@@ -1,9 +1,9 @@
 """The trainer alone with `train.sharding=fsdp2`, on 1, 2, ... GPUs: tokens per second, memory, and how much of N times
 one GPU it reaches.
 
-    python benchmarks/sharding.py --processes 1 2                              # Qwen3-4B's shape, about four minutes on
-    two H200 python benchmarks/sharding.py --processes 1 2 --shape tiny --device cpu    # seconds; says nothing about
-    speed
+    # Qwen3-4B's shape, about four minutes on two H200
+    python benchmarks/sharding.py --processes 1 2
+    python benchmarks/sharding.py --processes 1 2 --shape tiny --device cpu    # seconds; says nothing about speed
 
 Random weights, bf16 with fp32 masters, AdamW. Every process gets `--sequences` sequences of `--length` tokens, 512 of
 them the prompt, one to a microbatch, with every block recomputed. An update is timed: forward, backward, step. First

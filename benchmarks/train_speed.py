@@ -1,7 +1,8 @@
 """Tokens per second of the trainer on one GPU, with and without compiled blocks and the loss head that keeps its tiles.
 
-    python benchmarks/train_speed.py                  # Qwen3-0.6B's shape, random weights, bf16, fp32 masters; about
-    six minutes python benchmarks/train_speed.py --cases long     # one case alone, three minutes
+    # Qwen3-0.6B's shape, random weights, bf16, fp32 masters; about six minutes
+    python benchmarks/train_speed.py
+    python benchmarks/train_speed.py --cases long     # one case alone, three minutes
 
 Cases: 256 completions of skewed length (mean about 600, at most 4096) after prompts of 200 tokens, 16384 tokens in a
 microbatch, nothing recomputed; and 8 sequences of 16384 tokens with gradient checkpointing. One update of all of them

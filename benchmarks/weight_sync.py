@@ -1,10 +1,11 @@
 """Seconds per push, tokens per second and GPU memory of each weight-sync strategy, on a model with random weights.
 Needs a GPU and vLLM.
 
-    python benchmarks/weight_sync.py shared_vllm lora_hotswap --with-stock       # servers run side by side and are
-    measured in alternation python benchmarks/weight_sync.py reload
-    python benchmarks/weight_sync.py --table                                    # all results of this file as one
-    Markdown table
+    # servers run side by side and are measured in alternation
+    python benchmarks/weight_sync.py shared_vllm lora_hotswap --with-stock
+    python benchmarks/weight_sync.py reload
+    # all results of this file as one Markdown table
+    python benchmarks/weight_sync.py --table
 
 The time of a push runs from the first write (or the first saved byte) until the server has the weights and continues;
 the verification afterwards is timed separately. `--with-stock` adds two unmodified vLLM servers, one started before the

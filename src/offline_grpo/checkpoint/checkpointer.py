@@ -2,11 +2,13 @@
 
     iter_004/  config.json  model.safetensors  tokenizer.json ...      loadable by from_pretrained and vLLM
                trainer/state.json                                       iteration, counters, schedule, milestones,
-               source, configuration trainer/optimizer.pt  trainer/masters.safetensors        optimizer and scaler; fp32
-               master weights of a 16-bit model trainer/served.safetensors                               weights that
-               the engine serves, if older than the model trainer/parts.pt  trainer/part_00000.safetensors ...     in
-               place of these three, see parts.py trainer/manifest.json                                    size and hash
-               of every other file
+                                                                        source, configuration
+               trainer/optimizer.pt  trainer/masters.safetensors        optimizer and scaler; fp32 master weights of a
+                                                                        16-bit model
+               trainer/served.safetensors                               weights that the engine serves, if older than
+                                                                        the model
+               trainer/parts.pt  trainer/part_00000.safetensors ...     in place of these three, see parts.py
+               trainer/manifest.json                                    size and hash of every other file
 
 A checkpoint is written under a hidden name and renamed once it is complete and on disk, so a folder named iter_NNN is
 always complete. With `checkpoint.keep_best`, `checkpoints/best` is a link to the best one.

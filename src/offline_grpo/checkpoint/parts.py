@@ -2,8 +2,9 @@
 reads those it needs.
 
     trainer/parts.pt                 masters, served weights and optimizer; for each spread tensor the text "part of
-    spread tensor N" trainer/part_00000.safetensors   rank 0's rows of tensor N, under the key N; the metadata
-    `first_rows` has the index of the first one
+                                     spread tensor N"
+    trainer/part_00000.safetensors   rank 0's rows of tensor N, under the key N; the metadata `first_rows` has the index
+                                     of the first one
 
 Plain files, and no torch.distributed.checkpoint: its index is a pickle, which may run any code when it is read.
 """

@@ -35,8 +35,7 @@ def _shown(form: str, value: float) -> str:
 
 def train_line(at: str, metrics: Metrics, left: str, *, width: int) -> str:
     """`  3/100  reward 0.412  success 0.375  ...  0:01:10 left`, with as many metrics as `width` has room for, two at
-    least.
-    """
+    least."""
     cells = [f"{label} {value}" for label, value in train_cells(metrics)]
     while len(cells) > 2 and len(GAP.join([at, *cells, left])) > width:
         cells.pop()

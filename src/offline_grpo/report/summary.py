@@ -47,7 +47,8 @@ def summary_lines(history: History, *, width: int) -> list[str]:
 
 
 def _result(history: History, name: str, key: str, label: str) -> str:
-    """`pass@1  0.512 [0.479, 0.547]  0.917 [0.895, 0.938]  0.920 (90)`; of training the first, last and best iteration."""
+    """`pass@1  0.512 [0.479, 0.547]  0.917 [0.895, 0.938]  0.920 (90)`; of training the first, last and best
+    iteration."""
     values, low, high = (history.series(name, f"{key}{end}") for end in ("", "_low", "_high"))
     index = values.best()
     best = (

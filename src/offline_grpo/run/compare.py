@@ -3,7 +3,7 @@ watches them.
 
 OUT/  MODE/ (the folder of its run)  trainer_MODE.log  pids.txt  comparison.{json,md,png}
       vllm_MODE.log  api_MODE.log  env_MODE.log  vllm_bridge_config_MODE.json  checkpoints_MODE  (links to what the run
-      has of it)
+                     has of it)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The folder of a run, and the search for the run that `resume` refers to.
 
 outputs/DATE/TIME/  .hydra/  run.log  environment.json  metrics/{train,eval}_iter_NNN.json  checkpoints/iter_NNN/
-report.png
+                    report.png
 """
 
 from __future__ import annotations
@@ -93,15 +93,16 @@ def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, An
     """The checkpoint that `resume` refers to, or None to start a new run. Locks the folder that the run will write to.
 
     Args:
-        resume: None; the path of a run folder or of a checkpoint in one; or "auto". "auto" takes `fresh` itself if
-            it has a checkpoint, otherwise the newest run with the same configuration and a checkpoint, finished or not.
-            Of a run, its newest sound checkpoint.
+        resume: None; the path of a run folder or of a checkpoint in one; or "auto". "auto" takes `fresh` itself if it
+            has a checkpoint,
+            otherwise the newest run with the same configuration and a checkpoint, finished or not. Of a run, its newest
+            sound checkpoint.
         fresh: the folder that Hydra created for this start.
         config: the resolved configuration.
 
     Raises:
         ConfigError: the path contains no checkpoint, or another process writes there. With "auto", also if another
-        process is at a run of
+            process is at a run of
             the same configuration.
         CheckpointError: the checkpoint is damaged, or all of the run's are.
     """

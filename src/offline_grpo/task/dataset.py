@@ -160,11 +160,13 @@ def is_right(kind: str, reference: str, text: str) -> bool:
     it.
 
     Args:
-        kind: "auto": equal in value if both are numbers or formulas, otherwise the same words. Without a mark the
-            last number of the completion counts too. "math": the same for LaTeX of any length, with sets, matrices,
-            intervals and equations; it may take for ever, see `conf/scoring/`. "text": the same characters, but for
-            blanks around them. "regex": the reference is a regular expression that is found somewhere in the
-            completion.
+        kind: "auto": equal in value if both are numbers or formulas, otherwise the same words. Without a mark the last
+            number of the
+            completion counts too. "math": the same for LaTeX of any length, with sets, matrices, intervals and
+            equations; it may take
+            for ever, see `conf/scoring/`. "text": the same characters, but for blanks around them. "regex": the
+            reference is a regular
+            expression that is found somewhere in the completion.
     """
     if kind == "regex":
         return re.search(reference, text) is not None

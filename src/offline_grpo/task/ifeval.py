@@ -31,12 +31,13 @@ class IFEval(RowTask):
         prompt_strict       1 if the response follows all instructions; such a completion counts as correct
         instruction_strict  the share of the instructions that it follows
         prompt_loose        as prompt_strict; an instruction counts as followed if one of the response's `variants`
-        follows it instruction_loose   the share of these
+                            follows it
+        instruction_loose   the share of these
         answer, think       `answer_bonus` and `think_bonus`, if there is exactly one block of this tag
 
     Args:
-        answer_tag: the tag whose first block is the response, for models that think first; None: the response is
-            the whole completion.
+        answer_tag: the tag whose first block is the response, for models that think first; None: the response is the
+            whole completion.
 
     Raises:
         ConfigError: as `RowTask` does; an unknown instruction, or arguments that it does not have.

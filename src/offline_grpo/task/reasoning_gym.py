@@ -31,7 +31,8 @@ class ReasoningGym:
     """Problems of one generator. The answer is the text in the last `<answer>` block. `Score.parts`:
 
         correct     what the generator's scorer says, from 0 to 1; below 1 the answer counts as wrong, also where it
-        earns something format      `format_weight` if there is an `<answer>` block
+                    earns something
+        format      `format_weight` if there is an `<answer>` block
 
     With `levels`, training goes through them, `problems_per_level` problems each, and stays at the last one; the
     evaluation has as many of each. A problem's level is a function of its number alone, so that a resumed run goes on
@@ -40,14 +41,14 @@ class ReasoningGym:
     Args:
         name: of the generator, such as `countdown` or `leg_counting`.
         settings: of the generator, by name; they go before what a level says. None: its defaults.
-        levels: of the generator's curriculum, from 0; None: the difficulty that `settings` and the generator's
-            defaults give.
+        levels: of the generator's curriculum, from 0; None: the difficulty that `settings` and the generator's defaults
+            give.
         num_train, num_eval: problems of each split.
         seed: of all problems.
 
     Raises:
         ConfigError: a value is out of range. `problems` raises it where the library is missing, or does not know the
-        name or the settings.
+            name or the settings.
     """
 
     name: str

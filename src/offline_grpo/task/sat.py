@@ -68,7 +68,7 @@ class SAT:
     `Score.parts`:
 
         correctness     1.0 if the bits satisfy the formula, 0 if they do not, -0.2 if the answer is malformed: there is
-        no block, it
+                        no block, it
                         contains anything but k bits and whitespace, or text follows it
         strict_format   0.15 x 0.3 if well formed and the only block
         soft_format     0.10 x 0.2 if there is a block
@@ -80,10 +80,12 @@ class SAT:
 
     Args:
         difficulty: d in [0, 1] for every problem, or None to derive d from the seed.
-        max_solution_frac: the largest fraction of all 2^k assignments that may solve a problem, in (0, 1), or None
-            for the formula as drawn. It bounds the success rate of random guessing. Clauses that would leave no
-            solution are redrawn, and clauses are added until few enough solutions remain. So problems are always
-            solvable, but may be longer than `size_range` says.
+        max_solution_frac: the largest fraction of all 2^k assignments that may solve a problem, in (0, 1), or None for
+            the formula as
+            drawn. It bounds the success rate of random guessing. Clauses that would leave no solution are redrawn, and
+            clauses are
+            added until few enough solutions remain. So problems are always solvable, but may be longer than
+            `size_range` says.
         system_prompt: the system message, or None for no system message.
 
     Raises:

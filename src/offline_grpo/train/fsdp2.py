@@ -2,8 +2,9 @@
 own FSDP2.
 
     weights      fp32, spread: they are the masters. A block's are gathered in `train.precision` while it computes,
-    forward and backward. gradients    summed in fp32 and spread again after every block and microbatch: keeping them
-    whole over microbatches would take
+                 forward and backward.
+    gradients    summed in fp32 and spread again after every block and microbatch: keeping them whole over microbatches
+                 would take
                  the memory of the whole model
     adapters     LoRA's are small: every process has all of them, as without sharding; the base is frozen and spread
 

@@ -3,7 +3,7 @@ memory on CPUs).
 
     attach   server exports handles and layout -> views -> same shape, dtype and bits as the policy? -> p.data = view
     update   optimizer steps on fp32 masters -> pause -> masters rounded into the views -> fence -> flush the prefix
-    cache -> resume
+             cache -> resume
 
 Nothing is sent. CUDA graphs and compiled code hold addresses, not values, so they see every update.
 """
