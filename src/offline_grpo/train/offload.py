@@ -2,13 +2,10 @@
 
 Per weight, in bytes, of training in bf16 with AdamW:
 
-                            weights   gradients   masters   two running means      an 8B model (8.03e9 weights), GiB:
-                                      GPU   host
-    resident                   2          4           4             8                                               135
-                               0
-    offloaded, on the GPU      2          4           -             -                                                45
-    offloaded, on the host     -          -           4             8
-                               90
+                            weights   gradients   masters   two running means      8.03e9 weights, GiB: GPU   host
+    resident                   2          4           4             8                                   135      0
+    offloaded, on the GPU      2          4           -             -                                    45
+    offloaded, on the host     -          -           4             8                                           90
 
 A step moves 12 bytes per weight to the GPU and 12 back, both ways at once, 96 GB each for 8B: about 2 s at 50 GB/s. A
 step on the CPU would move less over the bus (4 down, 2 up) but 28 bytes per weight through the CPU's memory, which
@@ -16,11 +13,9 @@ takes as long or longer, and no gradients could be clipped before they all are d
 the very kernel of the resident optimizer: the results are the same bits. Gradients stay because a host that has 128 GiB
 has no room for 4 more bytes per weight.
 
-    parameters   |---- chunk 0 ----|---- chunk 1 ----|---- chunk 2 ----| ...     as one row of numbers; tensors may lie
-                                                                                 across chunks
+    parameters   |---- chunk 0 ----|---- chunk 1 ----|---- chunk 2 ----| ...     one row of numbers, across tensors
     up stream    0 1 2 . 3 . 4 .
-    GPU            0 1 2 . 3 . 4                                                  a slot is filled again once it is
-                                                                                  copied back
+    GPU            0 1 2 . 3 . 4                     a slot is filled again once it is copied back
     down stream      0 1 2 . 3 . 4
 """
 
