@@ -7,8 +7,8 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, as_completed
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -77,6 +77,19 @@ class Judgement:
         """Give up waiting."""
         if self._future is not None:
             self._future.cancel()
+
+
+def as_scored(judgements: Iterable[Judgement]) -> Iterator[Judgement]:
+    """The judgements, each as soon as it is done. Raises ScoreError as `result` does."""
+    by_future: dict[Future[Score], Judgement] = {}
+    for judgement in judgements:
+        if judgement._future is None:
+            yield judgement
+        else:
+            by_future[judgement._future] = judgement
+    for future in as_completed(by_future):
+        by_future[future].result()
+        yield by_future[future]
 
 
 def scores_of(judgements: Sequence[Judgement]) -> list[Score]:

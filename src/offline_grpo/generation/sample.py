@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from offline_grpo import progress
-from offline_grpo.generation.judging import Judgement, scores_of
+from offline_grpo.generation.judging import Judgement, as_scored, scores_of
 from offline_grpo.interfaces import RolloutClient, Task, TextCodec
 from offline_grpo.model.text import cut_at_stop
 from offline_grpo.types import Completion, Problem, Rollout, RolloutGroup, SamplingParams, SamplingRequest
@@ -50,13 +50,17 @@ def sample_groups(
                 num_done += len(completions)
                 progress.report(num_done, num_asked, "completions")
                 problem = draws[index][0]
-                group = [_judge(task, codec, problem, completion, sampling) for completion in completions]
+                group: list[_Answer] = []
+                waiting.append((index, group))  # so that all are cancelled if this is interrupted
+                for completion in completions:
+                    group.append(_judge(task, codec, problem, completion, sampling))
                 if all(answer.judgement.is_done for answer in group):
+                    waiting.pop()
                     yield index, _group(problem, prompts[index], group, sampling)
-                else:
-                    waiting.append((index, group))
-        for number, (index, group) in enumerate(waiting):
-            progress.report(number, len(waiting), "slow groups scored")
+        slow = [answer.judgement for _, group in waiting for answer in group]
+        for number, _ in enumerate(as_scored(slow), start=1):
+            progress.report(number, len(slow), "slow completions scored")
+        for index, group in waiting:
             yield index, _group(draws[index][0], prompts[index], group, sampling)
         on_scored(time.perf_counter() - came_s)
     finally:

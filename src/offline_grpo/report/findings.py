@@ -262,7 +262,7 @@ def _waiting(history: History) -> Pairs:
 def _scoring(history: History) -> Pairs:
     """Of a source that samples while the trainer waits."""
     waits, samples = trend(history, "time/scoring_wait_s"), trend(history, "time/generate_s")
-    if waits.last > 0.3 * samples.last:
+    if waits.last > max(1.0, 0.3 * samples.last):
         numbers = f"{waits.last:.2g} s of the {samples.last:.2g} s that sampling takes"
         yield f"rewards take longer than the completions: {numbers}", "more scoring.workers, or a faster reward"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 10.0
 """How often the files of rewards are looked at."""
+NUM_JUDGED = 500
+"""Of so many completions none being correct is told, with the threshold."""
 
 
 class Asked(Protocol):
@@ -37,6 +40,8 @@ class IsolatedTask:
         self._logged: set[str] = set()
         self._code = {file: file.stat().st_mtime_ns for file in getattr(task, "code_files", ())}
         self._looked_s = time.monotonic()
+        self._threshold = task.correct_threshold if getattr(task, "reward", None) else None  # type: ignore[attr-defined]
+        self._num_wrong, self._highest = 0, -math.inf  # up to the first that is correct
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """See `Task.problems`."""
@@ -50,7 +55,10 @@ class IsolatedTask:
         if failure := answer.get("failure"):
             self._warn_of_failure(failure, answer, problem, text)
             return Score(0.0, False, {}, failure)
-        return Score(answer["reward"], answer["is_correct"], answer["parts"], measured=answer["measured"])
+        score = Score(answer["reward"], answer["is_correct"], answer["parts"], measured=answer["measured"])
+        if self._threshold is not None:
+            self._check_threshold(score)
+        return score
 
     def close(self) -> None:
         """End all processes that score."""
@@ -69,6 +77,18 @@ class IsolatedTask:
                 "task.reward: %s has been edited since the run was started: processes that score use the new text if they start from now "
                 "on, the others the old one. Stop the run and resume it, so that all use the new one",
                 file,
+            )
+
+    def _check_threshold(self, score: Score) -> None:
+        self._num_wrong, self._highest = self._num_wrong + 1, max(self._highest, score.reward)
+        if score.is_correct:
+            self._threshold = None
+        elif self._num_wrong == NUM_JUDGED:
+            log.warning(
+                "none of the first %d completions counts as correct: the highest reward was %g, and task.correct_threshold=%g",
+                NUM_JUDGED,
+                self._highest,
+                self._threshold,
             )
 
     def _warn_of_failure(self, failure: str, answer: dict[str, Any], problem: Problem, text: str) -> None:
