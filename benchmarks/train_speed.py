@@ -15,7 +15,7 @@ Arms, one model for all of them, so that weights and memory are the same:
     auto        the same, with model.layout=flash4: what a run chooses by itself (only where flash-attn-4 is installed)
     lean        auto with model.head.kept_gib=0.5, for a full card
 
-Before the timing, the logprobs and the gradient norm of the arms are compared. MFU is that of train/flops.py. With
+Before the timing, the logprobs and the gradient norm of the arms are compared. MFU is that of train/resources.py. With
 several updates in an iteration, a pass before the first one computes the old logprobs: `scoring_ratio` is its time over
 that of four updates.
 """
@@ -47,7 +47,7 @@ from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.train.batch import build_batch, with_advantages
-from offline_grpo.train.flops import peak_flops, update_flops
+from offline_grpo.train.resources import peak_flops, update_flops
 from offline_grpo.train.update import Updater
 from offline_grpo.types import FinishReason, Rollout, Score, TokenBatch
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.checkpoint.manifest import write_manifest
+from offline_grpo.checkpoint.files import write_manifest
 from offline_grpo.checkpoint.state import FILE, TrainerState
-from offline_grpo.train.counters import PushCounters, UpdateCounters
-from offline_grpo.train.schedule import LrSchedule
+from offline_grpo.train.schedule import LrSchedule, UpdateCounters
 
 
 def config_of(**train: Any) -> dict[str, Any]:
@@ -17,7 +16,7 @@ def config_of(**train: Any) -> dict[str, Any]:
     return {
         "task": {"_target_": "offline_grpo.task.arithmetic.Arithmetic"},
         "data": {"problems_per_iteration": 2, "rollouts_per_problem": 2},
-        "eval": {"temperature": 1.0},
+        "eval": {"temperature": 1.0, "enabled": True, "interval": 10},
         "generation": {"max_new_tokens": 8},
         "model": {"train_id": None},
         "train": {"iterations": 10, "precision": "fp32", "stop_when": stop_when, **train},
@@ -29,10 +28,8 @@ def state_of(iteration: int = 0, **changes: Any) -> TrainerState:
     num_updates = iteration + 1
     values: dict[str, Any] = {
         "iteration": iteration,
-        "owes_evaluation": False,
         "counters": UpdateCounters(num_updates),
         "lr_schedule": LrSchedule(kind="constant", num_updates=100, warmup_steps=0),
-        "schedule": PushCounters(version=num_updates, num_skipped=0),
         "source": {},
         "milestones": {},
         "config": config_of(),

@@ -37,14 +37,6 @@ class EngineDied(EngineError):
     """
 
 
-class ForeignWrite(EngineDied):
-    """Somebody else changed the weights that the server serves. `Deployment.recover` brings the run's own back."""
-
-
-KEEP_OUT = "a server that the run starts itself (generation.base_url=null) obeys nobody else."
-"""What to do about a `ForeignWrite`."""
-
-
 class CheckpointError(GrpoError):
     """A checkpoint could not be written or read."""
 

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from offline_grpo.types import (
     BatchTotals,
@@ -316,21 +316,12 @@ class Deployment(Protocol):
         """See that all engines still have the weights of the last push. Called after sampling, before anything is
         learnt from the samples.
 
-        Raises EngineDied where one has none or somebody else wrote to them, EngineError where it has those of another
-        run.
+        Raises EngineDied where one has none, EngineError where it has others.
         """
         ...
 
-    def mend(self, policy: Any) -> list[str]:
-        """Write the run's values back to weights whose memory somebody else wrote to. Returns their names. May raise
-        EngineError.
-        """
-        ...
-
-    def recover(self, policy: Any, *, version: int) -> None:
-        """After EngineDied, start the engines again that have died, as far as the run started them, mend the weights,
-        and push to all.
-        """
+    def recover(self, policy: Any, *, version: int) -> SyncReport:
+        """After EngineDied, start the engines again that have died, as far as the run started them, and push to all."""
         ...
 
     def metrics(self) -> Metrics:
@@ -462,9 +453,8 @@ class PendingCheckpoint(Protocol):
 class Checkpointer(Protocol):
     """Saves everything that the next iteration depends on."""
 
-    def write(self, iteration: int, *, owes_evaluation: bool = False) -> PendingCheckpoint:
-        """Save the state after `iteration`, whose evaluation was interrupted if it is owed. Called on every process,
-        and perhaps again.
+    def write(self, iteration: int) -> PendingCheckpoint:
+        """Save the state after `iteration`. Called on every process, and perhaps again.
 
         Raises `CheckpointError`, on every process, where it cannot be written; earlier checkpoints are intact.
         """
@@ -472,18 +462,11 @@ class Checkpointer(Protocol):
 
 
 class StopSignal(Protocol):
-    """Whether somebody asked the run to stop: `number` is that of the signal that came, None before."""
+    """Whether the run was asked to stop: `number` is that of the signal that came, None before."""
 
     @property
     def number(self) -> int | None: ...
 
     def interruptible(self, allowed: bool = True) -> AbstractContextManager[None]:
         """Inside, a signal raises StopRequested at once, if `allowed`; elsewhere it waits."""
-        ...
-
-    def hold(self, waits_for: str) -> None:
-        """From here to the end of the block a signal waits for the end of what this text names."""
-
-    def raise_now(self, number: int) -> NoReturn:
-        """Raise StopRequested for this signal, which may have come to another process of the run."""
         ...

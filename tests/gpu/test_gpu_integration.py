@@ -21,6 +21,7 @@ from factories import compose_config, generate, sampled
 from recorded import ORIGIN
 from safetensors.torch import load_file
 
+from offline_grpo.errors import EngineError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
@@ -155,9 +156,7 @@ def test_end_to_end(tmp_path: Path) -> None:
 def test_nothing_is_learnt_from_weights_that_somebody_else_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Into memory that CUDA graphs read and that two processes share: the samples are discarded, and the run's own
-    values come back.
-    """
+    """Into memory that CUDA graphs read and that two processes share: the run ends."""
     original, attacks = OnPolicy.next, []
 
     def attacked(source: OnPolicy, iteration: int) -> list[RolloutGroup]:
@@ -171,11 +170,10 @@ def test_nothing_is_learnt_from_weights_that_somebody_else_loads(
     monkeypatch.setattr(OnPolicy, "next", attacked)
     small = ("model.tiny.warm_start_steps=60", "task.format_weight=0.5", "eval.enabled=false", "train.iterations=3")
     server = ("generation=vllm_server", "weight_sync=shared_vllm", *SMALL_SERVER[1:])
-    app.run(compose_config(*server, *OVERRIDES, *small, f"cache_dir={tmp_path}/cache"), tmp_path / "run")
-    metrics = metrics_of(tmp_path / "run")
+    with pytest.raises(EngineError, match="somebody else has loaded weights into the server"):
+        app.run(compose_config(*server, *OVERRIDES, *small, f"cache_dir={tmp_path}/cache"), tmp_path / "run")
     assert len(attacks) == 1
-    assert [metrics[f"train_iter_{i:03d}.json"]["sync/num_foreign_writes"] for i in range(3)] == [0, 1, 1]
-    assert all(metrics[f"train_iter_{i:03d}.json"]["alignment/diff_abs_mean"] < 0.05 for i in range(3))
+    assert list(metrics_of(tmp_path / "run")) == ["train_iter_000.json"]
 
 
 @pytest.mark.parametrize(

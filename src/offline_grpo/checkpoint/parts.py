@@ -1,8 +1,7 @@
 """`checkpoint.format=sharded`: every process writes its own rows of the tensors that are spread over processes, and
 reads those it needs.
 
-    trainer/parts.pt                 masters, served weights and optimizer; for each spread tensor the text "part of
-                                     spread tensor N"
+    trainer/parts.pt                 masters and optimizer; for each spread tensor the text "part of spread tensor N"
     trainer/part_00000.safetensors   rank 0's rows of tensor N, under the key N; the metadata `first_rows` has the index
                                      of the first one
 
@@ -12,8 +11,6 @@ Plain files, and no torch.distributed.checkpoint: its index is a pickle, which m
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map
 
+from offline_grpo.checkpoint.files import sync
+
 PART = "part of spread tensor "
 FIRSTS = "first_rows"
 
@@ -33,9 +32,6 @@ def save_parts(tensors: Any, folder: Path, rank: int) -> Any:
     """Write this process's rows of the spread tensors among nested dicts and lists. Called on every process.
 
     Returns `tensors` with a name in place of each that is spread: the same on all processes.
-
-    Raises:
-        OSError, RuntimeError, safetensors.SafetensorError: the folder cannot be written.
     """
     rows: dict[str, Tensor] = {}
     firsts: dict[str, int] = {}
@@ -54,8 +50,7 @@ def save_parts(tensors: Any, folder: Path, rank: int) -> Any:
     named = tree_map(name, tensors)
     path = folder / f"part_{rank:05d}.safetensors"
     save_file(rows, path, metadata={FIRSTS: json.dumps(firsts)})  # one key: several come in any order
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(path)
     return named
 
 
@@ -64,11 +59,10 @@ class Parts:
 
     def __init__(self, folder: Path) -> None:
         self._pieces: dict[str, list[tuple[int, Any]]] = {}  # number -> first row and slice of the file, of each piece
-        for path in sorted(folder.glob("part_*.safetensors")):
+        for path in folder.glob("part_*.safetensors"):
             file = safe_open(path, framework="pt")
-            firsts = json.loads((file.metadata() or {}).get(FIRSTS, "{}"))
-            for number in file.keys():  # noqa: SIM118 - it is no dict
-                self._pieces.setdefault(number, []).append((int(firsts[number]), file.get_slice(number)))
+            for number, first in json.loads(file.metadata()[FIRSTS]).items():
+                self._pieces.setdefault(number, []).append((first, file.get_slice(number)))
 
     def like(self, target: Tensor, value: Any) -> Any:
         """This process's rows of the saved tensor that `value` names, all of them if `target` is whole; other values as
@@ -80,8 +74,13 @@ class Parts:
         if not (isinstance(value, str) and value.startswith(PART)):
             return value
         first, end = _rows_of(target) if isinstance(target, DTensor) else (0, len(target))
-        pieces = [piece for piece in self._read(value.removeprefix(PART), first, end) if len(piece)]
-        local = torch.cat(pieces) if pieces else torch.empty((0, *target.shape[1:]))
+        found: list[Tensor] = []
+        for begins, piece in sorted(self._pieces.get(value.removeprefix(PART), []), key=lambda pair: pair[0]):
+            length = piece.get_shape()[0]
+            rows = slice(min(max(first - begins, 0), length), min(max(end - begins, 0), length))
+            if rows.start < rows.stop:
+                found.append(piece[rows])
+        local = torch.cat(found) if found else torch.empty((0, *target.shape[1:]))
         if local.shape != (end - first, *target.shape[1:]):
             raise ValueError(f"{value}: rows {first} to {end} are {list(local.shape)}, for {list(target.shape)}")
         if not isinstance(target, DTensor):
@@ -94,11 +93,6 @@ class Parts:
             shape=target.shape,
             stride=target.stride(),
         )
-
-    def _read(self, number: str, first: int, end: int) -> Iterator[Tensor]:
-        for begins, piece in sorted(self._pieces.get(number, []), key=lambda pair: pair[0]):
-            length = piece.get_shape()[0]
-            yield piece[min(max(first - begins, 0), length) : min(max(end - begins, 0), length)]
 
 
 def _rows_of(tensor: DTensor) -> tuple[int, int]:

@@ -110,11 +110,6 @@ def _servers(history: History) -> Pairs:
             "servers lost and brought back",
             "the ends of server_*.log say why they died",
         ),
-        (
-            ("sync/num_foreign_writes",),
-            "writes by others to the served weights",
-            "a server that nobody else has the address or the key of",
-        ),
     ):
         counts = (
             history.series("train", key).values for key in keys

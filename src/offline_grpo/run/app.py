@@ -155,11 +155,12 @@ def _run(
             going_on.record(run_dir, cfg, overrides, resume, aside, read)
         for listener in loop.listeners:
             listener.start(plain, config.train.iterations)
-        with stop.held("the start of the loop"):
+        with stop.held("this iteration"):
             if restored is None:
                 loop.run(0, None)
             else:
-                loop.run(restored.iteration + 1, restored.source, owes_evaluation=restored.owes_evaluation)
+                evaluates_first = resume is not None and run_dir.misses_evaluation(resume.state)
+                loop.run(restored.iteration + 1, restored.source, evaluates_first=evaluates_first)
             stop.complete("the report; the run is complete")
             stack.close()
             return report(run_dir) if ranks.is_main else None

@@ -13,8 +13,9 @@ import torch
 from safetensors import SafetensorError
 
 from offline_grpo import progress
-from offline_grpo.checkpoint.checkpointer import Checkpointer, Restored
+from offline_grpo.checkpoint.checkpointer import Checkpointer
 from offline_grpo.checkpoint.files import check_model_folder
+from offline_grpo.checkpoint.state import TrainerState
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.turns import next_to_start
 from offline_grpo.errors import ConfigError, reason_of, require
@@ -49,7 +50,6 @@ from offline_grpo.train.loop import Evaluation, Loop
 from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.offload import OffloadedAdamW
 from offline_grpo.train.optimizer import is_offloaded
-from offline_grpo.train.push_schedule import PushSchedule
 from offline_grpo.train.sharding import sharding_of
 from offline_grpo.train.update import Updater
 
@@ -71,7 +71,7 @@ class Start:
 
 def assemble(
     start: Start, stop: StopSignal, listeners: Sequence[RunListener], stack: ExitStack
-) -> tuple[Loop, Restored | None]:
+) -> tuple[Loop, TrainerState | None]:
     """The loop, and what the checkpoint said, None for a new run.
 
     Args:
@@ -121,7 +121,6 @@ def assemble(
         "policy": policy,
         "updater": updater,
         "source": source,
-        "schedule": PushSchedule(plan.weight_sync.interval),
     }
     shared["milestones"] = Milestones(config.checkpoint.keep_best, config.train.stop_when)
     saving: dict[str, Any] = {"keep_last_k": config.checkpoint.num_kept, "format": config.checkpoint.format}
@@ -132,6 +131,7 @@ def assemble(
         **shared,
         config=config.train,
         deployment=training,
+        push_interval=plan.weight_sync.interval,
         evaluation=make_evaluation(plan, policy, evaluation, ranks) if config.eval.enabled else None,
         checkpointer=checkpointer if config.checkpoint.enabled else None,
         save_due=lambda i: i + 1 == config.train.iterations or _is_multiple(i + 1, config.checkpoint.save_interval),

@@ -91,7 +91,7 @@ def is_finished(point: ResumePoint, config: RunConfig) -> bool:
         point.num_done >= config.train.iterations
         or early_stop_reason(point.state.milestones, config.train.stop_when) is not None
     )
-    return is_over and not (point.state.owes_evaluation and config.eval.enabled)
+    return is_over and not (config.eval.enabled and point.run_dir.misses_evaluation(point.state))
 
 
 def describe(point: ResumePoint, config: RunConfig) -> list[str]:

@@ -53,6 +53,15 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def misses_evaluation(self, state: TrainerState) -> bool:
+        """Whether the evaluation after a checkpoint's iteration was cut short: it was due, and the iteration has a
+        record, but the evaluation has none.
+        """
+        done, evaluation = state.iteration + 1, state.config["eval"]
+        is_due = done == state.config["train"]["iterations"] or done % evaluation["interval"] == 0
+        train, held_out = (self.metrics / f"{name}_iter_{state.iteration:03d}.json" for name in ("train", "eval"))
+        return evaluation["enabled"] and is_due and train.exists() and not held_out.exists()
+
     def contents(self) -> Iterator[Path]:
         """What is in its `FOLDERS`."""
         return (path for name in FOLDERS for path in (self.path / name).glob("*"))

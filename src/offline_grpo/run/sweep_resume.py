@@ -22,6 +22,7 @@ from offline_grpo.disk import matching
 from offline_grpo.errors import ConfigError
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.run.config import key_of
+from offline_grpo.run.run_dir import RunDir
 from offline_grpo.settings import StopWhenConfig
 from offline_grpo.train.milestones import early_stop_reason
 
@@ -139,7 +140,7 @@ def is_finished(run: Path, train: Mapping[str, Any] | None = None) -> bool:
     settings: Mapping[str, Any] = state.config["train"] if train is None else train
     is_early = early_stop_reason(state.milestones, StopWhenConfig(**settings["stop_when"])) is not None
     has_ended = is_early or state.iteration + 1 >= settings["iterations"]
-    return has_ended and not state.owes_evaluation
+    return has_ended and not RunDir(run).misses_evaluation(state)
 
 
 def recorded(record: Mapping[str, Any]) -> list[str]:

@@ -53,10 +53,6 @@ class Alignment:
         )
         self._parts.append(torch.stack([*(term.sum() for term in terms), largest]))  # [14]
 
-    def extend(self, other: Alignment) -> None:
-        """Count what `other` has counted."""
-        self._parts += other._parts
-
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Means over the tokens of all processes. Empty without tokens."""
         if not self._parts:

@@ -1,12 +1,32 @@
-"""What an iteration cost: seconds, tokens per second and GPU memory. Equal runs differ in these metrics alone."""
+"""The cost of an iteration: seconds, tokens per second, GPU memory, and model FLOPs utilisation: the arithmetic that an
+update needs, over what the GPU could have done in that time (Chowdhery et al., arXiv 2204.02311, appendix B). Equal
+runs differ in these metrics alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from offline_grpo.types import Metrics
+
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 5090": 209e12,
+    "RTX 4090": 165e12,
+    "A10G": 70e12,
+    "L4": 121e12,
+}
+"""Of the makers' data sheets, dense, in bfloat16, by a part of the GPU's name; PCIe and SXM cards of a name count
+alike.
+"""
 
 
 def time_metrics(seconds: Mapping[str, float], metrics: Metrics) -> dict[str, float]:
@@ -57,3 +77,49 @@ def gpu_memory(device: torch.device, card_bytes: int) -> dict[str, float]:
     }
     torch.cuda.reset_peak_memory_stats(device)
     return peaks
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Operations per second of a GPU; None for one that is not in the table, and for a CPU."""
+    if device.type != "cuda":
+        return None
+    words = torch.cuda.get_device_name(device)
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
+
+
+def update_flops(model: PreTrainedModel, sequence_lengths: Sequence[int]) -> float:
+    """Operations of a forward and a backward pass over these sequences, prompts included.
+
+    A weight of a matrix takes two per token in the forward pass and two for the gradient of its input; two more, if it
+    is trained, for its own. Of the embeddings only the output head counts. Of the experts of a layer those count that a
+    token goes to. Attention takes 12 x layers x heads x head size x L^2 / 2 for a sequence of L tokens: causal, over
+    everything before. What is computed again, because it was not kept, does not count.
+    """
+    config: Any = model.config.get_text_config()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head is not None and head.weight is embedding.weight
+    per_token = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2 or (parameter is embedding.weight and not is_tied):
+            continue
+        active = _active_share(config) if ".experts." in name else 1.0
+        per_token += active * parameter.numel() * (6 if parameter.requires_grad else 4)
+    num_heads = getattr(config, "num_attention_heads", 0)  # Mamba has none
+    head_size = getattr(config, "head_dim", None) or (config.hidden_size // num_heads if num_heads else 0)
+    per_square = 12 * config.num_hidden_layers * num_heads * head_size / 2
+    return per_token * sum(sequence_lengths) + per_square * sum(length**2 for length in sequence_lengths)
+
+
+def _active_share(config: Any) -> float:
+    """The part of the experts that a token goes to."""
+    total = next(
+        (n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, None))),
+        None,
+    )
+    return getattr(config, "num_experts_per_tok", None) / total if total else 1.0
+
+
+def utilisation(flops: float, seconds: float, device: torch.device, num_devices: int) -> dict[str, float]:
+    """The share of the GPUs' peak that `flops` in so many `seconds` are; empty where their peak is not known."""
+    peak = peak_flops(device)
+    return {} if peak is None else {"perf/mfu": flops / (seconds * peak * num_devices)}

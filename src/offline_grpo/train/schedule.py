@@ -72,3 +72,17 @@ class LrSchedule:
                 "say what it is from now on, such as train.lr=1e-4 (it falls from there to 0 again, unless train.schedule=constant)"
             )
         return replace(self, first=update, scale=scale, warms_up=False)
+
+
+@dataclass
+class UpdateCounters:
+    """Updates of the policy, counted over the whole run and saved with it."""
+
+    num_updates: int = 0  # attempted, refused ones included: the position in the learning-rate schedule
+    num_refused: int = 0
+    num_refused_in_a_row: int = 0
+
+    @property
+    def version(self) -> int:
+        """Updates that the weights carry."""
+        return self.num_updates - self.num_refused

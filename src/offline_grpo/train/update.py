@@ -29,12 +29,8 @@ from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.alignment import Alignment, MismatchWarning
 from offline_grpo.train.batch import microbatches, share_of_rank, split_updates, totals_of
-from offline_grpo.train.counters import UpdateCounters
-from offline_grpo.train.schedule import LrSchedule
+from offline_grpo.train.schedule import LrSchedule, UpdateCounters
 from offline_grpo.types import BatchTotals, TokenBatch, TokenStats
-
-Gradients = tuple[dict[str, Tensor], Alignment]
-OnOwnWeights = Callable[[Callable[[], Gradients]], Gradients]
 
 MEANS = {"exp_avg", "exp_avg_sq", "state1", "state2"}
 """What optimizers call the state that they keep for every weight."""
@@ -65,24 +61,11 @@ class Updater:
     def __post_init__(self) -> None:
         self._peak_lrs: list[float | None] = [group["lr"] for group in self.optimizer.param_groups]
 
-    def run(
-        self,
-        batch: TokenBatch,
-        *,
-        iteration: int,
-        before_step: Callable[[], None] = lambda: None,
-        on_own_weights: OnOwnWeights = lambda action: action(),
-    ) -> dict[str, float]:
+    def run(self, batch: TokenBatch, *, iteration: int) -> dict[str, float]:
         """Every update of an iteration on `batch` (CPU tensors, the same on every process) that has a token to train
         on. Returns metrics averaged over updates.
 
         `batch.old_logprobs` and `ref_logprobs` are filled in by `score`, where this iteration needs them.
-
-        Args:
-            before_step: called once, before the first step; up to there the weights and the optimizer are those of
-                the last iteration.
-            on_own_weights: runs what computes the gradients of an update; again, if somebody else wrote to the
-                weights meanwhile.
         """
         _seed_dropout(derive_seed(self.seed, "dropout", iteration, self.ranks.rank))
         split = self.updates_of(batch.num_sequences)
@@ -95,11 +78,8 @@ class Updater:
         for number, (sequences, totals) in enumerate(updates):
             progress.report(number, len(updates), "updates")
             self._set_lr()
-            shares, found = on_own_weights(
-                lambda sequences=sequences, totals=totals: self._gradients(batch, sequences, totals)
-            )
-            alignment.extend(found)
-            results.append(self._step(self._sum_over_ranks(shares), before_step if number == 0 else None))
+            shares = self._gradients(batch, sequences, totals, alignment)
+            results.append(self._step(self._sum_over_ranks(shares)))
             self._count(results[-1] is not None, batch, sequences, iteration)
         applied = [metrics for metrics in results if metrics is not None]
         means = {
@@ -162,14 +142,13 @@ class Updater:
         self.ranks.sum_([logprobs])
         return logprobs
 
-    def _gradients(self, batch: TokenBatch, sequences: Sequence[int], totals: BatchTotals) -> Gradients:
-        """Fill in the gradients of one update on these sequences. Returns this process's shares of the metrics, and its
-        logprobs.
-        """
+    def _gradients(
+        self, batch: TokenBatch, sequences: Sequence[int], totals: BatchTotals, alignment: Alignment
+    ) -> dict[str, Tensor]:
+        """Fill in the gradients of one update on these sequences. Returns this process's shares of the metrics."""
         self.optimizer.zero_grad(set_to_none=True)
         mine = share_of_rank(sequences, batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size)
         shares: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.policy.device))
-        alignment = Alignment()
         needs_old_logprobs = self.needs_old_logprobs(batch)
         prepare_for_gradients(self.policy.model)
         passes = list(self._passes(mine, sequences, batch))
@@ -187,16 +166,14 @@ class Updater:
                 alignment.add(part, stats.logprobs)
                 for name, share in output.metrics.items():
                     shares[name] = shares[name] + share
-        return shares, alignment
+        return shares
 
-    def _step(self, metrics: dict[str, float], before_step: Callable[[], None] | None) -> dict[str, float] | None:
+    def _step(self, metrics: dict[str, float]) -> dict[str, float] | None:
         """One optimizer step. Returns the update's metrics; None if loss or gradient was not finite and the step was
         refused.
         """
         metrics["grad_norm"] = self._gradient_norm()
         is_finite = all(map(math.isfinite, metrics.values()))
-        if before_step is not None:
-            before_step()
         if is_finite:
             self.scaler.step(self.optimizer)
             self.policy.masters.publish()

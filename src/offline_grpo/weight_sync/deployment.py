@@ -19,7 +19,7 @@ from offline_grpo.types import Metrics, ServedWeights, SyncReport
 from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.requirements import check_requirements
 from offline_grpo.weight_sync.snapshot import FullWeights, Snapshot
-from offline_grpo.weight_sync.strategy import SharingSync, WeightSync
+from offline_grpo.weight_sync.strategy import WeightSync
 
 log = logging.getLogger(__name__)
 
@@ -125,14 +125,8 @@ class Deployment:
                     raise
                 log.warning("%s The run goes on without it.", death)
 
-    def mend(self, policy: Policy) -> list[str]:
-        """See `Deployment.mend` in interfaces.py."""
-        if not isinstance(self._strategy, SharingSync):
-            return []
-        return self._strategy.mend(self.engines[0], self._snapshot(policy))
-
-    def recover(self, policy: Policy, *, version: int) -> None:
-        """Restart the engines that have died, mend the weights, and push to all. Raises as `connect` and `push` do."""
+    def recover(self, policy: Policy, *, version: int) -> SyncReport:
+        """Restart the engines that have died, and push to all. Raises as `connect` and `push` do."""
         snapshot = self._snapshot(policy)
         lost = [engine for engine in self.engines if engine in self._starting or engine.has_lost_weights]
         words = {engine: self._recovery_words(snapshot) for engine in lost}
@@ -145,8 +139,7 @@ class Deployment:
         for engine in lost:
             engine.start(*words[engine])
             self._strategy.reattach(engine, snapshot)
-        self.mend(policy)
-        self.push(policy, version=version)
+        return self.push(policy, version=version)
 
     def metrics(self) -> Metrics:
         """See `Deployment.metrics` in interfaces.py."""
@@ -209,7 +202,9 @@ class Deployment:
         try:
             with self._strategy.staged(snapshot, version) as staged:
                 replaces = (
-                    {engine: self._version for engine in serving if self._is_asked(engine)} if amid_requests else {}
+                    {engine: self._version for engine in serving if self._is_asked(engine)}
+                    if amid_requests and self._version is not None
+                    else {}
                 )
                 paused_seconds = self._strategy.deliver(serving, replace(staged, replaces=replaces))
                 for engine in serving:

@@ -26,7 +26,7 @@ from offline_grpo.weight_sync.proof import prove_base
 from offline_grpo.weight_sync.reload import StagedFolder
 from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.saving import save_weights
-from offline_grpo.weight_sync.server_sync import STARTED_ANEW, ServerSync
+from offline_grpo.weight_sync.server_sync import STARTED_ANEW, ServerSync, foreign_write
 from offline_grpo.weight_sync.snapshot import Snapshot
 
 MANY_FOLDERS = 8
@@ -134,10 +134,7 @@ class LoraHotswap(ServerSync):
         if found is None:
             raise EngineDied(f"{engine.server.base_url}: {STARTED_ANEW}")
         if found != self._base_tags[engine]:
-            raise EngineError(
-                f"{engine.server.base_url}: somebody else has loaded weights into the server, under the adapters; nothing was learnt from "
-                "its samples. Start it again from the base model, give each run a server of its own, and go on with resume=auto"
-            )
+            raise foreign_write(engine.server.base_url, "has another base model under the adapters")
 
     def detach(self, engine: ServerEngine) -> None:
         """See `WeightSync.detach`. An external server forgets the adapters, whose folders go now."""

@@ -53,14 +53,11 @@ class RankZeroDeployment:
         """See `Deployment.check_served`."""
         self._ranks.on_main(self._inner.check_served)
 
-    def mend(self, policy: Policy) -> list[str]:
-        """See `Deployment.mend`. Rank 0 alone shares its weights; all processes take part in computing again."""
-        return self._ranks.on_main(lambda: self._inner.mend(policy))
-
-    def recover(self, policy: Policy, *, version: int) -> None:
+    def recover(self, policy: Policy, *, version: int) -> SyncReport:
         """See `Deployment.recover`."""
-        self._lead(lambda: self._inner.recover(policy, version=version))
+        report = self._lead(lambda: self._inner.recover(policy, version=version))
         self._follow()
+        return report
 
     def metrics(self) -> Metrics:
         """See `Deployment.metrics`. What this process has sampled."""

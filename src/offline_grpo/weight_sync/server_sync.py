@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from offline_grpo.engine.background import at_once
 from offline_grpo.engine.engine import ServerEngine
-from offline_grpo.errors import KEEP_OUT, ConfigError, EngineDied, EngineError, ForeignWrite
+from offline_grpo.errors import ConfigError, EngineDied, EngineError
 from offline_grpo.weight_sync.proof import Proof, ask, compare, probe_prompts
 from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
@@ -96,13 +96,16 @@ class ServerSync(ABC):
         url, found, pushed = engine.server.base_url, engine.control.served_tag(), weights_tag(version)
         if found is None:
             raise EngineDied(f"{url}: {STARTED_ANEW}")
-        if found == "":
-            raise ForeignWrite(f"{url}: somebody else has loaded weights into the server; {KEEP_OUT}")
         if found != pushed:
-            raise EngineError(
-                f"{url}: the server has version {found}, where {pushed} was pushed: something else pushes weights to it; nothing was "
-                "learnt from its samples. Give each run a server of its own, and go on with resume=auto"
-            )
+            raise foreign_write(url, f"has {f'version {found}' if found else 'others'}, where {pushed} was pushed")
+
+
+def foreign_write(url: str, found: str) -> EngineError:
+    """The error about a server whose weights something else than this run has changed."""
+    return EngineError(
+        f"{url}: somebody else has loaded weights into the server: it {found}. Nothing was learnt from its samples; give each run a "
+        "server of its own (generation.base_url=null starts one that obeys nobody else), and resume with resume=auto"
+    )
 
 
 @dataclass(kw_only=True)

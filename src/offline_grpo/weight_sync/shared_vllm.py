@@ -25,13 +25,12 @@ from torch import Tensor
 
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.guardian import remove_cuda_driver_files
-from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
-from offline_grpo.errors import KEEP_OUT, ConfigError, EngineDied, EngineError, ForeignWrite
+from offline_grpo.errors import ConfigError, EngineDied
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.bridge import Bridge
 from offline_grpo.weight_sync.gpus import gpu_uuid
 from offline_grpo.weight_sync.requirements import SyncRequirements
-from offline_grpo.weight_sync.server_sync import PausingSync
+from offline_grpo.weight_sync.server_sync import PausingSync, foreign_write
 from offline_grpo.weight_sync.snapshot import Snapshot, this_run, weights_tag
 from offline_grpo.weight_sync.strategy import Staged
 
@@ -55,8 +54,7 @@ class SharedVllm(PausingSync):
     _engine: ServerEngine | None = field(default=None, init=False)
     _paused_at: float | None = field(default=None, init=False)
     _addresses: dict[str, int] = field(default_factory=dict, init=False)
-    _policy: Policy | None = field(default=None, init=False)
-    _frozen: dict[str, str] = field(default_factory=dict, init=False)  # the fingerprints of what is not trained
+    _version: int | None = field(default=None, init=False)  # of the last push to this start of the server
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,13 +80,12 @@ class SharedVllm(PausingSync):
         check_coverage(dict(policy.causal_lm.named_parameters()), views, compare=True)
         self._splice(policy, views)
         policy.become_shared(before_publish=self._pause_to_write)
-        self._policy, self._frozen = policy, frozen_fingerprints(policy)
 
     def reattach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.reattach`. Trained weights come back from the masters, frozen ones from the files that the
         server loads.
         """
-        policy, self._engine, self._paused_at = snapshot.policy, engine, None
+        policy, self._engine, self._paused_at, self._version = snapshot.policy, engine, None, None
         views = self._open_views(engine, snapshot)
         check_coverage(dict(policy.causal_lm.named_parameters()), views, compare=False)
         with torch.no_grad():
@@ -98,47 +95,6 @@ class SharedVllm(PausingSync):
                 )  # before the policy is pointed at it: whatever interrupts this, the policy stays what it was
         self._splice(policy, views)
 
-    def check_served(self, engine: ServerEngine, version: int) -> None:
-        """See `WeightSync.check_served`. Under a tag that is right, too, the memory may hold what somebody else wrote."""
-        assert self._policy is not None
-        try:
-            super().check_served(engine, version)
-        except ForeignWrite:
-            self._refuse_foreign(engine, self._policy)  # which names the tensors
-            raise
-        self._refuse_foreign(engine, self._policy)
-
-    def mend(self, engine: ServerEngine, snapshot: Snapshot) -> list[str]:
-        """See `SharingSync.mend`. As in `reattach`, frozen weights come from the files that the server loads.
-
-        Trained weights are compared with their masters, frozen ones with what they were when the run began.
-        """
-        names = self._foreign(snapshot.policy)
-        if not names:
-            return []
-        self._paused_at = None  # whoever wrote has probably resumed the server
-        # until the next push, which also flushes what the server computed from the foreign weights
-        self._pause_to_write()
-        if set(names) & self._frozen.keys():
-            engine.control.call_worker("reload_weights", weights_path=self.recovery_model(snapshot))
-        snapshot.policy.masters.publish()
-        if left := self._foreign(snapshot.policy):
-            raise EngineError(
-                f"{engine.server.base_url}: others write to the shared weights ({some(left)}) as fast as the run; {KEEP_OUT}"
-            )
-        return names
-
-    def _foreign(self, policy: Policy) -> list[str]:
-        """Parameters whose memory does not hold what the run wrote to it."""
-        found = frozen_fingerprints(policy)
-        return policy.masters.differing() + [name for name, bits in self._frozen.items() if found[name] != bits]
-
-    def _refuse_foreign(self, engine: ServerEngine, policy: Policy) -> None:
-        if names := self._foreign(policy):
-            raise ForeignWrite(
-                f"{engine.server.base_url}: somebody else has written to the shared weights ({some(names)}); {KEEP_OUT}"
-            )
-
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[Staged]:
         """See `WeightSync.staged`. The optimizer's updates are in place already."""
@@ -146,7 +102,12 @@ class SharedVllm(PausingSync):
         moved = [name for name, p in parameters.items() if p.data_ptr() != self._addresses[name]]
         assert not moved, f"parameters have left the server's memory: {moved[:3]}"
         self._pause()
-        self._refuse_foreign(snapshot.host, snapshot.policy)
+        if self._version is not None:
+            self.check_served(snapshot.host, self._version)
+        if others := snapshot.policy.masters.differing():
+            raise foreign_write(
+                snapshot.host.server.base_url, f"wrote to {len(others)} tensors of the policy, {others[0]}"
+            )
         if snapshot.policy.compute_device.type == "cuda":
             torch.cuda.synchronize(
                 snapshot.policy.compute_device
@@ -158,6 +119,7 @@ class SharedVllm(PausingSync):
         [engine] = engines
         engine.control.reset_prefix_cache()
         engine.control.set_tag(weights_tag(staged.version))
+        self._version = staged.version
         engine.control.resume()
         assert self._paused_at is not None
         paused_seconds = time.perf_counter() - self._paused_at
@@ -174,11 +136,7 @@ class SharedVllm(PausingSync):
         assert self._engine is not None
         if self._paused_at is None:
             started = time.perf_counter()
-            self._engine.control.pause_again(self.pause_mode)
-            if (
-                self._engine.found_at is not None
-            ):  # somebody else may have pushed, and must not find a tag on weights that are ours now
-                self._engine.control.set_tag("")
+            self._engine.control.pause(self.pause_mode)
             self._paused_at = started
 
     def _pause_to_write(self) -> None:
@@ -220,17 +178,6 @@ class SharedVllm(PausingSync):
             time.perf_counter() - started,
         )
         return views
-
-
-def frozen_fingerprints(policy: Policy) -> dict[str, str]:
-    """64 bits for each parameter that is not trained, by name."""
-    frozen = {name: p for name, p in policy.causal_lm.named_parameters() if not p.requires_grad}
-    return dict(zip(frozen, fingerprints(list(frozen.values())), strict=True))
-
-
-def some(names: list[str]) -> str:
-    """How many parameters, and the first of them."""
-    return f"{len(names)} tensors: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
 
 
 def check_device(bridge: Bridge, device: torch.device) -> None:

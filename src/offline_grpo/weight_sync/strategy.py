@@ -109,20 +109,11 @@ class WeightSync(Protocol):
         """See that the engine still has the weights of the last push.
 
         Raises:
-            EngineDied: it has none since it was started anew, or others since somebody else wrote to them.
-            EngineError: it has those of another run.
+            EngineDied: it has none since it was started anew.
+            EngineError: it has others.
         """
         ...
 
     def detach(self, engine: Any) -> None:
         """Leave an engine behind, before it is stopped; also one that was never attached."""
-        ...
-
-
-@runtime_checkable
-class SharingSync(WeightSync, Protocol):
-    """A strategy whose server computes with the policy's own memory, to which others may write through the server."""
-
-    def mend(self, engine: Any, snapshot: Snapshot) -> list[str]:
-        """See `Deployment.mend` in interfaces.py."""
         ...

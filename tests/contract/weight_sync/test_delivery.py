@@ -36,7 +36,7 @@ from served_runs import Endless
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.engine.server import Server
-from offline_grpo.errors import ConfigError, EngineDied, EngineError, ForeignWrite
+from offline_grpo.errors import ConfigError, EngineDied, EngineError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_adapter, save_policy
@@ -397,26 +397,29 @@ def test_adapters_come_back_to_a_server_that_was_started_anew(connect: Callable[
 
 
 @ON_CPU
-def test_whoever_takes_the_server_over_in_the_middle_of_an_update_is_stopped(
-    connect: Callable[..., Any], model_folder: Path
+@pytest.mark.parametrize("when", ["after sampling", "at the push"])
+def test_weights_that_others_load_into_shared_memory_end_the_run(
+    when: str, connect: Callable[..., Any], model_folder: Path
 ) -> None:
-    """And finds no tag of its own on weights that are not."""
     sync, policy, client = connect("shared_vllm")
     sync.push(policy, version=0)
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(model_folder)}, "timeout": 60}
     train(policy, seed=1)
-    other_policy = load(model_folder, CPU)
-    other_policy.make_masters()
-    other = deploy(strategy("reload"), make_client(found(client.server)))
-    other.connect(other_policy)
-    push_other_weights(other, other_policy)
-    other.check_served()
-    assert len(sync.mend(policy)) == NUM_TENSORS
-    assert client.server.api.get("/is_paused").read(lambda answer: answer["is_paused"])
-    with pytest.raises(ForeignWrite, match="somebody else has loaded weights into the server"):
-        other.check_served()
-    sync.push(policy, version=1)
-    assert distance(policy, sample(client)) < CPU.tolerance_nats
-    other.close()
+    client.server.api.post("/collective_rpc", body)
+    with pytest.raises(EngineError, match=r"somebody else has loaded weights into the server: [^\n]*$"):
+        sync.check_served() if when == "after sampling" else sync.push(policy, version=1)
+
+
+@ON_CPU
+def test_memory_that_others_write_to_under_the_right_tag_ends_the_run(connect: Callable[..., Any]) -> None:
+    sync, policy, _ = connect("shared_vllm")
+    sync.push(policy, version=0)
+    train(policy, seed=1)
+    name, parameter = next(iter(policy.causal_lm.named_parameters()))
+    with torch.no_grad():
+        parameter.mul_(0.7)
+    with pytest.raises(EngineError, match=f"wrote to 1 tensors of the policy, {name}"):
+        sync.push(policy, version=1)
 
 
 @ON_CPU
@@ -438,7 +441,7 @@ def test_a_push_notices_what_others_loaded_while_it_was_staged(
 
     with monkeypatch.context() as patch:
         patch.setattr(reload, "save_weights", save_and_be_late)
-        with pytest.raises(ForeignWrite, match="somebody else has loaded weights into the server"):
+        with pytest.raises(EngineError, match="somebody else has loaded weights into the server"):
             sync.push(policy, version=1, amid_requests=True)
         assert not client.server.api.get("/is_paused").read(lambda answer: answer["is_paused"])
         sync.recover(policy, version=1)

@@ -52,28 +52,13 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(IDS).logits.float()
 
 
-def test_a_link_to_an_empty_folder_stays_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_to_an_empty_folder_stays_a_link(tmp_path: Path) -> None:
     source = find_model(str(checkpoint(tmp_path / "run" / "checkpoints" / "iter_000", make_qwen2())))
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     export_model(source, tmp_path / "link", merge=True, dtype=None, card="card")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "disk" / "README.md").read_text() == "card"
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(ConfigError, match=r"OUT=\.: is the folder that you are in"):
-        export_model(source, Path("."), merge=True, dtype=None, card="card")
-
-
-def test_the_checkpoints_of_a_run_are_no_place_for_it(tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "checkpoints"
-    source = find_model(str(checkpoint(folder / "iter_000", make_qwen2(vocab_size=97))))
-    for out in (folder / "iter_009", folder / "iter_000" / "mine"):
-        with pytest.raises(
-            ConfigError, match=rf"OUT={out}: is in the checkpoints folder of a run, .*; name a folder elsewhere"
-        ):
-            export_model(source, out, merge=True, dtype=None, card="")
-    export_model(source, tmp_path / "checkpoints" / "mine", merge=True, dtype=None, card="")
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt2", "cohere"])
@@ -126,16 +111,11 @@ def test_what_is_no_model_or_in_the_way_is_refused(tmp_path: Path) -> None:
         find_model(str(full))
     with pytest.raises(ConfigError, match=r"MODEL=/no/such: no such folder"):
         find_model("/no/such")
-    with pytest.raises(CheckpointError, match=r"OUT=/proc/out: could not be written"):
-        export_model(source, Path("/proc/out"), merge=True, dtype=None, card="")
     (tmp_path / "iter_000" / "trainer" / "state.json").write_text('{"format": 1}')
     with pytest.raises(CheckpointError, match=r"MODEL=.*iter_000: written in format 1, this version reads format"):
         find_model(str(tmp_path / "iter_000"))
     (full / "adapter_config.json").write_text('{"base_model_name_or_path": "/gone"}')
-    with pytest.raises(ConfigError, match=r"MODEL=.*full: an adapter, and its base model /gone is not there"):
-        find_model(str(full))
-    (full / "adapter_config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"its adapter_config.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"MODEL=.*full: an adapter, whose base_model_name_or_path=/gone"):
         find_model(str(full))
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="a run without a checkpoint"):
@@ -184,12 +164,6 @@ def test_a_push_sends_the_files_to_the_hub(tmp_path: Path, monkeypatch: pytest.M
     assert "/api/repos/create" in paths
     assert "config.json" in str(committed)
     assert "README.md" in str(committed)
-    with ScriptedServer(lambda _: Reply({"error": "who are you?"}, status=401)) as server:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.base_url)
-        with pytest.raises(
-            ConfigError, match=r"--push-to-hub=me/m: .*401.*; log in with `uv run hf auth login`.*out is complete"
-        ):
-            push_to_hub(folder, "me/m", private=True)
 
 
 def test_the_card_tells_base_data_results_and_configuration() -> None:

@@ -69,8 +69,10 @@ def test_a_learning_rate_is_suggested_only_where_it_has_ended(tmp_path: Path) ->
     assert suggested(early, config) == ["train.stop_when.threshold=null"]
 
 
-def test_an_evaluation_is_owed_only_by_runs_that_evaluate(tmp_path: Path) -> None:
-    point = point_of(tmp_path, 9, owes_evaluation=True)
+def test_a_run_whose_last_evaluation_was_cut_short_is_not_finished(tmp_path: Path) -> None:
+    point = point_of(tmp_path, 9)
+    point.run_dir.metrics.mkdir()
+    (point.run_dir.metrics / "train_iter_009.json").touch()
     assert not going_on.is_finished(point, config_with())
     assert going_on.is_finished(point, config_with("eval.enabled=false"))
     assert not going_on.is_finished(point, config_with("eval.enabled=false", "train.iterations=11"))

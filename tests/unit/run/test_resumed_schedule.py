@@ -13,8 +13,7 @@ from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.going_on import checked
 from offline_grpo.run.preflight import fresh_schedule
 from offline_grpo.run.run_dir import ResumePoint, RunDir
-from offline_grpo.train.counters import UpdateCounters
-from offline_grpo.train.schedule import LrSchedule
+from offline_grpo.train.schedule import LrSchedule, UpdateCounters
 
 RUN = ("train.iterations=6", "train.updates_per_iteration=4", "data.problems_per_iteration=8")
 

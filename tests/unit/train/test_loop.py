@@ -1,0 +1,247 @@
+"""The loop starts an engine that died again, pushes when it is due, and stops at a signal where nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from offline_grpo.errors import EngineDied, EngineError, StopRequested
+from offline_grpo.placement.ranks import Ranks
+from offline_grpo.run.interrupt import StopSignal
+from offline_grpo.settings import StopWhenConfig
+from offline_grpo.train.loop import Evaluation, Loop
+from offline_grpo.train.milestones import Milestones
+from offline_grpo.types import RolloutGroup, SyncReport
+
+POLICY = SimpleNamespace(compute_device=torch.device("cpu"))
+GROUP: Any = SimpleNamespace(rollouts=())
+
+
+def report_of(version: int) -> SyncReport:
+    return SyncReport(version=version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
+
+
+class Engine:
+    """Dies at the first `num_deaths` pushes."""
+
+    client = SimpleNamespace(engine_name="vLLM")
+    is_frozen = False
+
+    def __init__(self, num_deaths: int = 0, error: type[Exception] = EngineDied) -> None:
+        self.num_deaths = num_deaths
+        self.error = error
+        self.calls: list[Any] = []
+        self.losses: list[EngineError] = []
+
+    def push(self, policy: Any, *, version: int, amid_requests: bool = False) -> SyncReport:
+        self.calls.append(("push", version))
+        if self.calls.count(self.calls[-1]) <= self.num_deaths:
+            raise self.error("the server has ended (exit code 1).")
+        return report_of(0 if self.is_frozen else version)
+
+    def check_served(self) -> None:
+        self.calls.append("check_served")
+        if self.losses:
+            raise self.losses.pop()
+
+    def recover(self, policy: Any, *, version: int) -> SyncReport:
+        self.calls.append(("recover", version))
+        return report_of(0 if self.is_frozen else version)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+def make_loop(engine: Engine, evaluation: Evaluation | None = None, **parts: Any) -> Loop:
+    source = SimpleNamespace(
+        weights_changed=lambda version: engine.calls.append(("changed", version)),
+        weights_lost=lambda: None,
+        samples_ahead=False,
+        start=lambda *_: [],
+    )
+    values: dict[str, Any] = {
+        "config": None,
+        "policy": POLICY,
+        "source": source,
+        "updater": SimpleNamespace(counters=SimpleNamespace(version=7)),
+        "deployment": engine,
+        "push_interval": 1,
+        "evaluation": evaluation,
+        "milestones": Milestones(None, StopWhenConfig("pass@1", None, None)),
+        "checkpointer": None,
+        "save_due": lambda _: False,
+        "listeners": [],
+        "ranks": Ranks(use_cpu=True),
+        "stop": StopSignal(),
+        "stop_at_failed_frac": None,
+        "fills_updates": False,
+    }
+    return Loop(**(values | parts))
+
+
+PUSH, RECOVER, CHANGED = ("push", 7), ("recover", 7), ("changed", 7)
+
+
+def test_a_death_is_recovered_from_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(1)
+    loop = make_loop(engine)
+    assert loop._push(force=False)["sync/num_recoveries"] == 1
+    assert engine.calls == [PUSH, RECOVER, CHANGED, PUSH, CHANGED]
+    assert caplog.messages == ["the server has ended (exit code 1). Serving the weights again."]
+    engine.calls.clear()  # another one, later in the run
+    assert loop._push(force=False)["sync/num_recoveries"] == 2
+
+
+def sampled(loop: Loop, engine: Engine, share: Callable[[], list[Any]]) -> list[Any]:
+    return loop._sample(engine, share)  # type: ignore[arg-type]
+
+
+def test_samples_of_an_engine_that_died_or_lost_the_weights_are_drawn_again() -> None:
+    engine = Engine()
+    outcomes = iter([EngineDied("gone"), ["groups"]])
+
+    def sample() -> list[Any]:
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    loop = make_loop(engine)
+    assert sampled(loop, engine, sample) == ["groups"]
+    assert engine.calls == [RECOVER, CHANGED, "check_served"]
+    engine.calls, engine.losses = [], [EngineDied("started anew")]
+    drawn = iter([["of the base model"], ["groups"]])
+    assert sampled(loop, engine, lambda: next(drawn)) == ["groups"]
+    assert engine.calls == ["check_served", RECOVER, CHANGED, "check_served"]
+    assert loop._num_recoveries == 2
+
+
+def evaluation_of(engine: Engine, sample: Callable[[], Any] = lambda: [GROUP]) -> Evaluation:
+    evaluator: Any = SimpleNamespace(sample=lambda *_, **__: sample(), metrics=lambda *_, **__: {"pass@1": 0.5})
+    return Evaluation(evaluator=evaluator, deployment=engine, before_training=False, is_due=lambda _: True)  # type: ignore[arg-type]
+
+
+def test_an_evaluation_brings_its_own_engine_back() -> None:
+    training, own = Engine(), Engine()
+    own.losses = [EngineDied("started anew")]
+    evaluation = evaluation_of(own)
+    assert make_loop(training, evaluation)._evaluate(evaluation, 0) == {"pass@1": 0.5, "scoring/num_failed": 0}
+    assert own.calls == [PUSH, "check_served", RECOVER, "check_served"]
+    assert training.calls == []
+
+
+def test_a_second_death_or_other_weights_end_the_run() -> None:
+    engine = Engine(2)
+    with pytest.raises(EngineDied):
+        make_loop(engine)._push(force=False)
+    assert engine.calls == [PUSH, RECOVER, CHANGED, PUSH]
+    engine = Engine(1, EngineError)
+    with pytest.raises(EngineError):
+        make_loop(engine)._push(force=False)
+    assert engine.calls == [PUSH]
+    engine = Engine()
+    engine.losses = [EngineError("something else pushes")]
+    with pytest.raises(EngineError, match="something else"):
+        sampled(make_loop(engine), engine, lambda: ["groups"])
+    assert engine.calls == ["check_served"]
+
+
+def test_a_frozen_engine_has_version_0_everywhere() -> None:
+    engine = Engine()
+    engine.is_frozen = True
+    loop = make_loop(engine)
+    metrics = loop._push(force=True)
+    assert (metrics["sync/version"], metrics["sync/frozen"]) == (0, 1)
+    engine.losses = [EngineDied("gone")]
+    assert sampled(loop, engine, lambda: ["groups"]) == ["groups"]
+    assert [call for call in engine.calls if call[0] == "changed"] == [("changed", 0)] * 2
+
+
+def test_every_third_opportunity_to_push_is_taken_and_an_evaluation_begins_anew() -> None:
+    engine = Engine()
+    loop = make_loop(engine, push_interval=3)
+    for force in (False, False, False, True, False, False, False):
+        loop._push(force=force)
+        engine.calls.append("iteration")
+    assert [call for call in engine.calls if call[0] != "changed"] == [
+        *("iteration", "iteration", PUSH, "iteration", PUSH, "iteration", "iteration", "iteration", PUSH, "iteration"),
+    ]
+
+
+class Listener:
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[str, int, float | None]] = []
+
+    def rollouts(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def log(self, name: str, metrics: Any, *, iteration: int) -> None:
+        self.logged.append((name, iteration, metrics.get("stopped_early")))
+
+
+class Saved:
+    """A checkpointer; `commits` are the iterations that were saved."""
+
+    def __init__(self) -> None:
+        self.commits: list[int] = []
+
+    def write(self, iteration: int) -> Any:
+        return SimpleNamespace(commit=lambda: self.commits.append(iteration))
+
+
+@pytest.mark.parametrize(("iterations", "mark"), [(3, 1.0), (1, None)])
+def test_an_evaluation_that_was_cut_short_comes_first_and_may_end_the_run(iterations: int, mark: float | None) -> None:
+    """It has the mark then, as the iteration before it was logged without."""
+    engine, listener, saved = Engine(), Listener(), Saved()
+    loop = make_loop(
+        engine,
+        evaluation_of(engine),
+        config=SimpleNamespace(iterations=iterations),
+        milestones=Milestones(None, StopWhenConfig("pass@1", 0.5, None)),
+        listeners=[listener],
+        checkpointer=saved,
+    )
+    loop.run(1, {}, evaluates_first=True)
+    assert listener.logged == [("eval", 0, mark)]
+    assert saved.commits == [0]
+
+
+@pytest.mark.parametrize("place", ["sampling", "evaluation", "training"])
+def test_a_signal_saves_the_last_complete_iteration_once(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, listener, saved, stop = Engine(), Listener(), Saved(), StopSignal()
+
+    def act(at: str) -> list[RolloutGroup]:
+        if at == place and len(listener.logged) == 2:  # in the second iteration
+            stop._received = 2
+            if place != "training":
+                raise StopRequested(2)
+        return [GROUP]
+
+    loop = make_loop(
+        engine,
+        evaluation_of(engine, lambda: act("evaluation")),
+        config=SimpleNamespace(iterations=5),
+        listeners=[listener],
+        checkpointer=saved,
+        stop=stop,
+    )
+    loop.source.next = lambda _: act("sampling")  # type: ignore[method-assign]
+    loop.source.metrics = dict  # type: ignore[method-assign]
+    monkeypatch.setattr("offline_grpo.train.loop.check_groups", lambda groups: groups)
+    monkeypatch.setattr("offline_grpo.train.loop.rollout_metrics", lambda groups: {"num_completion_tokens": 1.0})
+    monkeypatch.setattr(loop, "_train", lambda groups, iteration: act("training") and {})
+    with stop.held("this iteration"), pytest.raises(StopRequested):
+        loop.run(0, None)
+    complete = {"sampling": 1, "evaluation": 2, "training": 2}[place]
+    assert saved.commits == [complete - 1]
+    assert [entry[:2] for entry in listener.logged] == {
+        "sampling": [("train", 0), ("eval", 0)],
+        "evaluation": [("train", 0), ("eval", 0), ("train", 1)],
+        "training": [("train", 0), ("eval", 0), ("train", 1)],
+    }[place]
