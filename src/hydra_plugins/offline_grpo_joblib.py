@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 class SavingJoblibLauncher(Launcher):
     """After a Ctrl-C or SIGTERM every run saves and ends at its next safe point, and no other begins.
 
-    `SweepJobs` puts it in the place of the plugin's own launcher, whose settings it has.
+    `RunCallback` puts it in the place of the plugin's own launcher, whose settings it has.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -39,26 +39,16 @@ class SavingJoblibLauncher(Launcher):
         """
         from joblib import effective_n_jobs
 
-        from offline_grpo.run import sweep_workers
-        from offline_grpo.run.interrupt import StopSignal
+        from offline_grpo.errors import StopRequested
+        from offline_grpo.run import main, sweeps
+        from offline_grpo.run.signals import StopSignal
 
         if effective_n_jobs(self._settings["n_jobs"]) == 1:  # in this process, as with Hydra's basic launcher
             return self._launcher.launch(job_overrides, initial_job_idx)
-        with StopSignal.listening() as stop, stop.held("the running jobs have saved"), sweep_workers.passing_on(stop):
+        with StopSignal.listening() as stop, stop.held("the running jobs have saved"), sweeps.passing_on(stop):
             runs = self._launcher.launch(job_overrides, initial_job_idx)
             if stop.number is not None:
-                self._say_and_stop(stop.number, runs)
+                stopped = StopRequested(stop.number)
+                main.say_how_to_resume_sweep(stopped, self._folder)
+                raise stopped
             return runs
-
-    def _say_and_stop(self, number: int, runs: Sequence[JobReturn]) -> NoReturn:
-        from offline_grpo.checkpoint.files import latest_checkpoint
-        from offline_grpo.errors import StopRequested
-        from offline_grpo.run import main, sweep_resume
-
-        folders = [Path(run.hydra_cfg.hydra.runtime.output_dir) for run in runs if run.hydra_cfg is not None]
-        num_saved = sum(latest_checkpoint(folder / "checkpoints") is not None for folder in folders)
-        num_finished = sum(sweep_resume.is_finished(folder) for folder in folders)
-        stopped = StopRequested(number)
-        done = f"of {len(runs)} jobs {num_saved} have a checkpoint, and {num_finished} of these are finished"
-        main.say_how_to_resume_sweep(stopped, self._folder, done)
-        raise stopped

@@ -113,7 +113,7 @@ def _wait(running: list[Any]) -> None:
     """Until all have ended. Raises StopRequested when a signal has arrived."""
     import ray
 
-    from offline_grpo.run.interrupt import StopSignal
+    from offline_grpo.run.signals import StopSignal
 
     with (
         StopSignal.listening() as stop,

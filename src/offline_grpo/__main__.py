@@ -9,7 +9,7 @@ from typing import NoReturn
 
 def main() -> NoReturn:
     """Handle Ctrl-C, and only then import what takes time."""
-    from offline_grpo.run.interrupt import end_at_once
+    from offline_grpo.run.signals import end_at_once
 
     end_at_once()
     from offline_grpo.run import main as command

@@ -94,7 +94,7 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Conso
     from offline_grpo.checkpoint.pretrained import find_model
     from offline_grpo.redaction import redacted
     from offline_grpo.run.evaluation import Results, engine_spec, evaluate
-    from offline_grpo.run.held_out import held_out_sets, saved_overrides
+    from offline_grpo.run.evaluation_sets import evaluation_sets, saved_overrides
     from offline_grpo.run.run_dir import discard_fresh
 
     disable_progress_bar()
@@ -103,7 +103,7 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Conso
     base = saved_overrides(run_folder, words)
     if base:
         print(f"settings of {run_folder}, and on top of them the command line's", file=sys.stderr)
-    sets = held_out_sets(base, words)
+    sets = evaluation_sets(base, words)
     engine_spec(sets[0].config, models.values())
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -16,14 +16,12 @@ import pytest
 import torch
 from children import SMALL, metrics_of, printed, run_command, run_in_child, weights_of
 from factories import compose_config
-from omegaconf import OmegaConf
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.checkpoint.files import list_checkpoints
 from offline_grpo.errors import GrpoError
-from offline_grpo.report.hydra_callback import SweepSummary
 from offline_grpo.run import app, assemble, cli
 from offline_grpo.run.config import typed
 
@@ -146,14 +144,6 @@ def test_a_refused_job_does_not_stop_the_sweep_but_shows_in_its_exit_code(tmp_pa
     assert [(row["run"], row["data.rollouts_per_problem"], row["status"]) for row in rows] == [("1", "4", "done")]
     assert "train_iter_000.json" in metrics_of(sweep_dir / "1")
     assert "1 run, best final pass@1 first" in done.stdout
-
-
-def test_a_sweep_without_runs_has_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    summary, cfg = SweepSummary(), OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}})
-    summary.on_multirun_start(cfg)
-    summary.on_multirun_end(cfg)
-    assert capsys.readouterr().out == ""
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

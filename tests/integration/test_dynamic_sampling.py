@@ -29,10 +29,10 @@ def test_a_resumed_run_replaces_the_same_groups(tmp_path):
     assert sum(metrics["num_groups_replaced"] for metrics in before.values()) > 0
     assert any(metrics["reward/overlong"] < 0 for metrics in before.values())
     assert all(metrics["num_updates"] == 2 for metrics in before.values())
-    app.run(compose_config(*overrides, f"resume={run_dir}/checkpoints/iter_000"), tmp_path / "again")
-    assert (run_dir / "set_aside").exists()
-    assert metrics_of(run_dir) == before
-    assert weights_of(run_dir) == weights
+    again = tmp_path / "again"
+    app.run(compose_config(*overrides, f"resume={run_dir}/checkpoints/iter_000"), again)
+    assert metrics_of(again) == metrics_of(run_dir) == before
+    assert weights_of(again).items() <= weights.items()
 
 
 @pytest.mark.slow

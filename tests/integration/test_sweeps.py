@@ -17,10 +17,10 @@ import pytest
 import yaml
 from factories import compose_with_hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from offline_grpo.run import sweep_jobs
-from offline_grpo.run.sweep_jobs import NumberedLines, SweepJobs, record_failure
+from offline_grpo.run import run_dir, sweeps
+from offline_grpo.run.sweeps import NumberedLines, RunCallback, record_failure
 
 ROOT = Path(__file__).parents[2]
 TWO_CORES = ("hydra.launcher.address=local", "+hydra.launcher.ray_init.num_cpus=2")
@@ -52,7 +52,7 @@ def test_a_launcher_runs_all_jobs_and_the_exit_code_is_that_of_the_worst(
     )
     assert done.returncode == 2, done.stderr
     assert runs(sweep) == ({"0", "2"} if launcher == "joblib" else {"0"})
-    assert not (sweep / sweep_jobs.FAILED).exists()
+    assert not (sweep / sweeps.FAILED).exists()
     assert f"1 configuration, {'2 runs' if launcher == 'joblib' else '1 run'}" in done.stdout
     if launcher == "joblib":
         assert re.search(r"^\[0\] run folder: ", done.stdout, re.MULTILINE)
@@ -153,16 +153,12 @@ def test_a_signal_lets_jobs_side_by_side_save(
     send(side_by_side.pid, number)
     assert side_by_side.wait(timeout=120) == 128 + number
     printed = (tmp_path / "printed").read_text()
-    done = "of 4 jobs 2 have a checkpoint, and 0 of these are finished"
-    assert re.search(
-        rf"^stopped by {number.name}; {done}; the sweep goes on with: .*run_grpo.py resume=sweep$",
-        printed,
-        re.MULTILINE,
-    )
+    line = rf"^stopped by {number.name}; the sweep goes on with: uv run run_grpo.py resume=sweep$"
+    assert re.search(line, printed, re.MULTILINE)
     assert "Traceback" not in printed
     assert "before the run began" not in printed
     assert are_saved(tmp_path / "sweep")
-    assert not [name for name in ("2", "3", sweep_jobs.TAKEN) if (tmp_path / "sweep" / name).exists()]
+    assert not [name for name in ("2", "3", sweeps.FAILED) if (tmp_path / "sweep" / name).exists()]
 
 
 @pytest.mark.slow
@@ -211,60 +207,44 @@ def test_slurm_composes() -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Path]:
-    """As in job 3 of a sweep, whose folder this is."""
-    folder = tmp_path / "multirun" / "day" / "time"
-    folder.mkdir(parents=True)
-    HydraConfig.instance().cfg = OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}, "job": {"num": 3}}})  # type: ignore[assignment]
-    yield folder
-    HydraConfig.instance().cfg = None
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DictConfig]:
+    """The configuration of job 3 of a sweep."""
+    hydra = {"sweep": {"dir": str(tmp_path / "multirun" / "day" / "time")}, "job": {"num": 3, "chdir": None}}
+    cfg = OmegaConf.create({"hydra": {**hydra, "launcher": {"_target_": "Basic"}}})
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
+    monkeypatch.setattr(sweeps, "exit_codes", [])
+    with run_dir.released_at_end():
+        yield cfg
 
 
-def test_failures_of_other_processes_reach_the_one_that_started_the_sweep(
-    job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sweep_jobs, "exit_codes", [])
+def test_failures_of_other_processes_reach_the_one_that_started_the_sweep(job: DictConfig) -> None:
+    """Those of this start."""
+    folder, callback = Path(job.hydra.sweep.dir), RunCallback()
+    record_failure(1)
+    callback.on_multirun_start(job)
     record_failure(2)
-    (job / "multirun.yaml").touch()
-    (job / "0").mkdir()
-    SweepJobs().on_multirun_end(HydraConfig.instance().cfg)  # type: ignore[arg-type]
-    assert sweep_jobs.exit_codes == [2]
-    assert {path.name for path in job.iterdir()} == {
-        "multirun.yaml",
-        "0",
-        sweep_jobs.FAILED,
-    }  # the last until the process ends
+    (folder / "0").mkdir()
+    callback.on_multirun_end(job)
+    assert sweeps.exit_codes == [2]
+    assert {path.name for path in folder.iterdir()} == {".lock", "0"}
 
 
-def test_a_sweep_whose_jobs_were_all_refused_leaves_no_folder(
-    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sweep_jobs, "exit_codes", [])
+def test_a_sweep_whose_jobs_were_all_refused_leaves_no_folder(job: DictConfig, tmp_path: Path) -> None:
+    callback = RunCallback()
+    callback.on_multirun_start(job)
     record_failure(2)
-    (job / "multirun.yaml").touch()
-    SweepJobs().on_multirun_end(HydraConfig.instance().cfg)  # type: ignore[arg-type]
+    (Path(job.hydra.sweep.dir) / "multirun.yaml").touch()
+    callback.on_multirun_end(job)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "exit_code", "kept"), [([], 2, "before"), ([], 1, "after"), (["seed=0,1"], 2, "after")]
-)
-def test_settings_that_all_jobs_refuse_do_not_stay_on_record(
-    job: Path, words: list[str], exit_code: int, kept: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sweep_jobs, "exit_codes", [])
-    sweeper = {"_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper", "params": None}
-    HydraConfig.instance().cfg.hydra.update(
-        {"overrides": {"task": words}, "sweeper": sweeper, "launcher": {"_target_": "Basic"}}
-    )  # type: ignore[union-attr]
-    record, callback = job / "multirun.yaml", SweepJobs()
-    record.write_text("before")
-    (job / "0").mkdir()
-    callback.on_multirun_start(HydraConfig.instance().cfg)  # type: ignore[arg-type]
-    record.write_text("after")
-    record_failure(exit_code)
-    callback.on_multirun_end(HydraConfig.instance().cfg)  # type: ignore[arg-type]
-    assert record.read_text() == kept
+def test_paths_relative_to_each_run_are_refused(job: DictConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    job.hydra.job.chdir = True
+    with pytest.raises(SystemExit, match="2"):
+        RunCallback().on_multirun_start(job)
+    assert capsys.readouterr().err.startswith(
+        "error: hydra.job.chdir=true: paths are relative to where a run is started"
+    )
 
 
 def test_lines_of_parallel_jobs_have_their_number() -> None:

@@ -12,7 +12,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 ROOT_MODULES = {"types", "interfaces", "errors", "settings", "seeding", "progress", "redaction", "hub", "disk"}
 COMMANDS = {"__main__", "check", "compare", "evaluate", "export", "model_info", "sample"}
 """`python -m offline_grpo.COMMAND`: reads its words; the work is in a room."""
-KNOWS_HYDRA = ("run/", "report/hydra_callback.py")
+KNOWS_HYDRA = ("run/",)
 
 
 def imports(nodes):

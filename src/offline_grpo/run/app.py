@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,17 +14,23 @@ from omegaconf import DictConfig
 from offline_grpo import progress
 from offline_grpo.disk import NOT_WRITABLE, sweep
 from offline_grpo.errors import GrpoError, StopRequested
-from offline_grpo.run import going_on, inputs, launch, lock
+from offline_grpo.run import launch, resume_record
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_batches, describe_data, describe_staleness, describe_warmup
 from offline_grpo.run.engine_spec import check_overrides
 from offline_grpo.run.environment import record_start
-from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.log_outputs import kept_for_log, log_to
 from offline_grpo.run.preflight import Plan, listeners, make_plan
-from offline_grpo.run.run_dir import ResumePoint, RunDir, discard_fresh, find_resume_point, remove_abandoned
-from offline_grpo.run.set_aside import describe as describe_aside
-from offline_grpo.run.set_aside import set_aside
+from offline_grpo.run.run_dir import (
+    ResumePoint,
+    RunDir,
+    copy_metrics,
+    discard_after,
+    discard_fresh,
+    find_resume_point,
+    released_at_end,
+)
+from offline_grpo.run.signals import StopSignal
 from offline_grpo.run.task_data import check_data_overrides
 from offline_grpo.settings import RunConfig
 
@@ -35,7 +41,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> float | None:
+def run(
+    cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = (), typed_keys: Collection[str] = ()
+) -> float | None:
     """One run, from the composed configuration to the report. Returns the last pass@1, None where nothing was
     evaluated.
 
@@ -43,11 +51,12 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
         output_dir: the folder that Hydra made for this start; a resumed run works in its own folder and this one
             goes away.
         overrides: of the command line, which `cfg` has in it already.
+        typed_keys: those that are new in this start of a resumed run.
     """
     fresh = RunDir(output_dir.resolve())
     with (
         StopSignal.listening() as stop,
-        lock.released_at_end(),
+        released_at_end(),
         _leaving_no_empty_folder(fresh),
         progress.followed(),
         kept_for_log(),
@@ -67,7 +76,7 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
         check(plan.engine)
         if plan.data.train is None:
             check_data_overrides(overrides, cfg)
-        find = partial(_find_resume_point, config, fresh, plain)
+        find = partial(_find_resume_point, config, fresh, plain, typed_keys)
         found = find() if launch.num_processes() == 1 else None  # what is refused needs no torch
         with progress.phase("imports and data"):
             ranks = _join(config)
@@ -75,24 +84,26 @@ def run(cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = ()) -> flo
         from offline_grpo.placement.ranks import told_if_abandoned
 
         with told_if_abandoned(), _told_if_unwritable(run_dir), log_to(run_dir.path, ranks):
-            if resume is not None and going_on.is_finished(resume, config):
-                log.info(going_on.describe_finished(resume, config))
+            if resume is not None and resume_record.is_finished(resume, plain):
+                log.info(resume_record.describe_finished(resume, config))
                 return report(run_dir) if ranks.is_main else None
             try:
                 return _run(plan, cfg, run_dir, resume, ranks, stop, overrides)
             except StopRequested as signal:
-                log.warning("stopped by %s; %s", signal.signal_name, going_on.where(run_dir))
+                log.warning("stopped by %s; %s", signal.signal_name, resume_record.where(run_dir))
                 signal.is_reported = True
                 raise
 
 
-def _find_resume_point(config: RunConfig, fresh: RunDir, plain: Mapping[str, Any]) -> tuple[ResumePoint | None, RunDir]:
+def _find_resume_point(
+    config: RunConfig, fresh: RunDir, plain: Mapping[str, Any], typed_keys: Collection[str]
+) -> tuple[ResumePoint | None, RunDir]:
     """What the run goes on from, None for a new run, and its folder, which is locked then. Called on the first process."""
     with _told_if_unwritable(fresh):
         resume = find_resume_point(config.resume, fresh, plain)
     if resume is None:
         return None, fresh
-    resume = going_on.checked(resume, config, plain)
+    resume = resume_record.checked(resume, config, plain, typed_keys)
     return resume, resume.run_dir
 
 
@@ -125,7 +136,8 @@ def _run(
         if ranks.is_main:
             sweep(run_dir.path)
             stack.callback(sweep, run_dir.path)
-            remove_abandoned(run_dir)
+            if not (run_dir.path / ".hydra").exists():
+                resume_record.write_configuration(run_dir, cfg, overrides)
         told: list[RunListener] = []
         ranks.on_main(lambda: told.extend(listeners(config, run_dir.path)))
         for listener in told:
@@ -134,7 +146,7 @@ def _run(
         loop, restored = assemble(Start(plan, plain, run_dir, resume, ranks), stop, told, stack)
         if ranks.is_main:
             run_dir.create()
-            number = record_start(run_dir.path)
+            record_start(run_dir.path)
             log.info("run folder: %s", run_dir.path)
             for line in (*describe_data(plan.data, config.data.problems_per_iteration), *describe_batches(plan)):
                 log.info(line)
@@ -143,16 +155,14 @@ def _run(
             for warning in (describe_staleness(plan), describe_warmup(config)):
                 if warning is not None:
                     log.warning(warning)
-            read = inputs.hashes(plan.data)
             if resume is not None:
-                for line in going_on.describe(resume, config):
+                for line in resume_record.describe(resume, config):
                     log.info(line)
-                for line in inputs.describe_other(run_dir.path, read, resume.changes):
-                    log.warning(line)
-            aside = set_aside(run_dir, resume, number)
-            if aside is not None:
-                log.info(describe_aside(aside, resume))
-            going_on.record(run_dir, cfg, overrides, resume, aside, read)
+                if resume.has_new_folder:
+                    copy_metrics(resume)
+                elif resume.changes:
+                    discard_after(run_dir, resume.state.iteration)
+            resume_record.record(run_dir, cfg, overrides, resume)
         for listener in loop.listeners:
             listener.start(plain, config.train.iterations)
         with stop.held("this iteration"):
@@ -161,7 +171,7 @@ def _run(
             else:
                 evaluates_first = resume is not None and run_dir.misses_evaluation(resume.state)
                 loop.run(restored.iteration + 1, restored.source, evaluates_first=evaluates_first)
-            stop.complete("the report; the run is complete")
+            stop.hold("the report")
             stack.close()
             return report(run_dir) if ranks.is_main else None
 
@@ -223,7 +233,7 @@ def _told_if_unwritable(run_dir: RunDir) -> Iterator[None]:
             error.filename2 or error.filename or run_dir.path
         )  # of two, the second was written: the target of a copy
         raise GrpoError(
-            f"{place}: cannot be written ({error.strerror}); free some space or fix the permissions; {going_on.where(run_dir)}"
+            f"{place}: cannot be written ({error.strerror}); free some space or fix the permissions; {resume_record.where(run_dir)}"
         ) from error
 
 

@@ -38,12 +38,12 @@ from offline_grpo.rollouts.store.recorder import Recorder
 from offline_grpo.run import serving
 from offline_grpo.run.build import build
 from offline_grpo.run.gpu_memory import check_memory
-from offline_grpo.run.interrupt import StopSignal
 from offline_grpo.run.isolate import with_scorers
 from offline_grpo.run.out_of_memory import told_if_out_of_memory
 from offline_grpo.run.preflight import Plan, fresh_schedule
 from offline_grpo.run.prompts import check_prompts
 from offline_grpo.run.run_dir import ResumePoint, RunDir
+from offline_grpo.run.signals import StopSignal
 from offline_grpo.run.task_data import records, source_node
 from offline_grpo.seeding import derive_seed
 from offline_grpo.train.loop import Evaluation, Loop

@@ -34,10 +34,9 @@ from offline_grpo.logger.lines import clock
 from offline_grpo.redaction import redacted_text
 from offline_grpo.report.comparison import DONE, print_comparison, save_comparison
 from offline_grpo.run import config as conf
-from offline_grpo.run.config import key_of
+from offline_grpo.run.config import key_of, quoted
 from offline_grpo.run.environment import this_start
-from offline_grpo.run.interrupt import StopSignal
-from offline_grpo.run.resume import quoted
+from offline_grpo.run.signals import StopSignal
 
 MODES = ("restart", "shared_vllm", "lora_hotswap", "lora_restart")
 """Those of the Atropos trainer, which calls them none, shared_vllm, lora_only and lora_restart."""

@@ -6,6 +6,7 @@ This module imports no torch, so that `--help`, `--cfg job` and most refusals co
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from math import isfinite
@@ -14,6 +15,8 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from offline_grpo.errors import ConfigError, require
@@ -87,6 +90,15 @@ def key_of(word: str) -> str:
     is no override is its own key.
     """
     return word.lstrip("+~").partition("=")[0]
+
+
+def quoted(path: Path | str) -> str:
+    """A path, or any other text, as the value of an override: in quotes unless Hydra reads it bare as the same text."""
+    text = str(path)
+    is_plain = re.fullmatch(r"[\w/.:+@%-]+", text, re.ASCII) is not None
+    if is_plain and OverridesParser.create().parse_override(f"key={text}").value() == text:
+        return text
+    return QuotedString(text, Quote.single).with_quotes()
 
 
 def sweep_hint(key: str, value: Any) -> str:

@@ -30,7 +30,7 @@ from offline_grpo.model.load import read_model_config
 from offline_grpo.model.text import TokenizerCodec, end_ids
 from offline_grpo.run.build import build
 from offline_grpo.run.engine_spec import EngineSpec, training_engine
-from offline_grpo.run.held_out import HeldOut
+from offline_grpo.run.evaluation_sets import EvaluationSet
 from offline_grpo.run.isolate import isolated
 from offline_grpo.run.served_model import check_served_model
 from offline_grpo.seeding import derive_seed
@@ -90,7 +90,7 @@ def engine_spec(config: RunConfig, models: Collection[ModelSource]) -> EngineSpe
     return spec
 
 
-def evaluate(models: Mapping[str, ModelSource], sets: Sequence[HeldOut], out: Path, results: Results) -> None:
+def evaluate(models: Mapping[str, ModelSource], sets: Sequence[EvaluationSet], out: Path, results: Results) -> None:
     """Ask every model every problem. Fills `results` as it goes, so that they are there after an interruption too.
 
     Args:
@@ -121,7 +121,12 @@ def _file_name(letter: str, number: int, set_name: str) -> str:
 
 
 def _evaluate(
-    letter: str, client: RolloutClient, codec: TokenizerCodec, held_out: HeldOut, records_file: Path, results: Results
+    letter: str,
+    client: RolloutClient,
+    codec: TokenizerCodec,
+    held_out: EvaluationSet,
+    records_file: Path,
+    results: Results,
 ) -> None:
     settings = held_out.config.eval
     groups: dict[int, RolloutGroup] = {}
@@ -153,7 +158,7 @@ def _evaluate(
 
 @contextmanager
 def _served(
-    source: ModelSource, held_out: HeldOut, spec: EngineSpec, out: Path
+    source: ModelSource, held_out: EvaluationSet, spec: EngineSpec, out: Path
 ) -> Iterator[tuple[RolloutClient, TokenizerCodec]]:
     """A client that samples from the model: in this process, or from a server that is started with it."""
     tokenizer, config = source.tokenizer(), held_out.config

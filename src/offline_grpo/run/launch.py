@@ -5,17 +5,11 @@ does not start.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import psutil
 
-COMMAND = "OFFLINE_GRPO_COMMAND"
-"""The variable by which `ray_trainers.py` tells the processes that it starts how the run was launched."""
-NOT_REPEATED = ("timeout",)
-"""Programs that start others and are no part of the command that goes on with a run."""
 typed = sys.argv[1:]
 """The command line before anything is added to it."""
 
@@ -65,30 +59,3 @@ def asked_for(command: Sequence[str]) -> int:
             text = value or following
             return int(text) if text.isdigit() else 1
     return 1
-
-
-def typed_command() -> list[str]:
-    """How this process was launched, without options and overrides: `uv run --extra vllm accelerate launch
-    run_grpo.py`.
-
-    It is the command line of the outermost process that ends as this one's does.
-    """
-    if COMMAND in os.environ:
-        return shlex.split(os.environ[COMMAND])
-    script, found = Path(sys.argv[0]), ["uv", "run", "run_grpo.py"]
-    for process in (psutil.Process(), *psutil.Process().parents()):
-        try:
-            words = process.cmdline()
-        except psutil.Error:
-            break
-        place = len(words) - len(typed)
-        if words and os.path.basename(words[0]) in NOT_REPEATED:
-            break
-        if (
-            place < 1
-            or words[place:] != typed
-            or os.path.basename(words[place - 1]) not in (script.name, script.parent.name)
-        ):
-            break
-        found = words[:place]
-    return found

@@ -13,9 +13,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested
-from offline_grpo.run import cli, config, launch, resume, sweep_jobs, sweep_workers
+from offline_grpo.run import cli, config, launch, resume, resume_record, sweeps
 from offline_grpo.run.hints import empty_group
-from offline_grpo.run.interrupt import StopSignal
+from offline_grpo.run.run_dir import discard_fresh
+from offline_grpo.run.signals import StopSignal
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; it warns about kernels that are not used
 config.register()  # at import, because processes that a sweep's launcher starts import this module for `job`
@@ -25,7 +26,7 @@ _has_begun = False
 
 
 def job(cfg: DictConfig) -> float | None:
-    """What Hydra calls: run once. Returns the last held-out pass@1, which sweepers maximise.
+    """Hydra's task function: run once. Returns the last held-out pass@1, which sweepers maximise.
 
     An error that the user can fix ends the process with one line; in a sweep it is reported, and other jobs still run.
     """
@@ -33,66 +34,50 @@ def job(cfg: DictConfig) -> float | None:
     _has_begun = True
     folder = Path(HydraConfig.get().runtime.output_dir)
     is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
-    with sweep_jobs.numbered_lines(), sweep_workers.working():
+    with sweeps.numbered_lines(), sweeps.working():
         try:
-            with StopSignal.listening() as stop:
-                stop.begin()
-                result = _run(cfg, folder, stop)
+            with StopSignal.listening() as stop, stop.interruptible():
+                result = _run(cfg, folder)
                 if is_sweep:  # a run that was complete when the signal came ends as any other; its sweep ends here
                     stop.check()
-                    stop.hold("this step of the sweep")
                 return result
         except cli.EXPECTED as error:
-            from offline_grpo.run.run_dir import discard_fresh
-
             discard_fresh(folder)
             if is_sweep and isinstance(error, StopRequested):
-                if sweep_workers.sweep_process() is not None:
+                if sweeps.sweep_process() is not None:
                     return None  # the launcher reports it for all jobs
                 say_how_to_resume_sweep(error, Path(HydraConfig.get().sweep.dir))
             if not is_sweep or not isinstance(error, GrpoError):
                 cli.leave(error)
             cli.say(f"error in job {HydraConfig.get().job.num} of the sweep: {error}")
-            sweep_jobs.record_failure(error.exit_code)
+            sweeps.record_failure(error.exit_code)
             return None
 
 
-def _run(cfg: DictConfig, folder: Path, stop: StopSignal) -> float | None:
-    from offline_grpo.run import going_on, ray_trainers, sweep_resume
+def _run(cfg: DictConfig, folder: Path) -> float | None:
+    is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
+    if is_sweep:
+        sweeps.check_folder(folder)
+    own, typed = resume.own_configuration(cfg, folder)
+    if is_sweep and own.resume == "auto" and sweeps.is_finished(folder, config.as_plain(own)):
+        from offline_grpo.report.sweep_run import read_run
 
-    with going_on.kept_record(folder):
-        is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
-        if is_sweep:
-            stop.check()  # a signal may have come before this job
-            sweep_jobs.take_folder()
-        is_finished = (
-            is_sweep and cfg.resume == "auto" and sweep_resume.is_finished(folder, config.as_plain(cfg)["train"])
-        )
-        if is_finished:
-            from offline_grpo.report.sweep_run import read_run
+        print(f"run {HydraConfig.get().job.num} of the sweep is finished: {folder}")
+        return read_run(folder, folder.name).final_pass_at_1
+    from offline_grpo.run import ray_trainers
 
-            print(f"run {HydraConfig.get().job.num} of the sweep is finished: {folder}")
-            if (folder / "report.png").exists():
-                return read_run(folder, folder.name).final_pass_at_1
-        own = resume.own_configuration(cfg)
-        if ray_trainers.is_wanted(own.placement):
-            return ray_trainers.train(config.typed(own), folder)
-        from offline_grpo.run import app
-        from offline_grpo.run.run_dir import RunDir
+    if ray_trainers.is_wanted(own.placement):
+        return ray_trainers.train(config.typed(own), folder)
+    from offline_grpo.run import app  # which imports torch
 
-        if is_finished:
-            return app.report(RunDir(folder))
-        return app.run(own, folder, HydraConfig.get().overrides.task)
+    return app.run(own, folder, HydraConfig.get().overrides.task, typed)
 
 
-def say_how_to_resume_sweep(error: StopRequested, folder: Path, done: str | None = None) -> None:
-    """Print the command that resumes the sweep in this folder, after what is `done`. Hydra keeps no record of a search."""
-    from offline_grpo.run import going_on
-
-    is_search = not (folder / sweep_jobs.RECORD).is_file()
-    how = "a search starts anew" if is_search else f"the sweep goes on with: {going_on.command(folder.resolve())}"
-    line = f"{f'{done}; ' if done else ''}{how}"
-    cli.say(line if error.is_reported else f"stopped by {error.signal_name}; {line}")
+def say_how_to_resume_sweep(error: StopRequested, folder: Path) -> None:
+    """Print the command that resumes the sweep in this folder. Hydra keeps no record of a search."""
+    is_search = not (folder / sweeps.RECORD).is_file()
+    how = "a search starts anew" if is_search else f"the sweep goes on with: {resume_record.command(folder.resolve())}"
+    cli.say(how if error.is_reported else f"stopped by {error.signal_name}; {how}")
     error.is_reported = True
 
 
@@ -111,9 +96,11 @@ def _compose_and_run() -> int:
     global _has_begun
     _has_begun = False
     launch.start_missing_processes()
+    if {"-m", "--multirun"} & set(sys.argv) and (stop := StopSignal.current()) is not None:
+        stop.hold("this step of the sweep")
     if not launch.is_main():
         place = next((i for i, word in enumerate(sys.argv[1:], 1) if resume.OVERRIDE.match(word)), len(sys.argv))
-        sys.argv[place:place] = ["hydra.run.dir=.", "hydra.output_subdir=null"]  # argparse needs overrides in one place
+        sys.argv[place:place] = ["hydra.run.dir=."]  # argparse needs overrides in one place
     sys.argv[1:] = resume.arguments(sys.argv[1:])
     try:
         hydra.main(version_base="1.3", config_path=str(config.folder()), config_name="config")(job)()
@@ -122,7 +109,7 @@ def _compose_and_run() -> int:
             raise
         hints = (empty_group(config.key_of(word), config.folder()) for word in sys.argv[1:])
         raise ConfigError(next(filter(None, hints), f"{' '.join(sys.argv[1:])}: {error}")) from error
-    if failed := len(sweep_jobs.exit_codes):
+    if failed := len(sweeps.exit_codes):
         jobs = "1 job" if failed == 1 else f"{failed} jobs"
         cli.say(f"{jobs} of the sweep failed, with an error above; a refused one has no row")
-    return max(sweep_jobs.exit_codes, default=0)
+    return max(sweeps.exit_codes, default=0)

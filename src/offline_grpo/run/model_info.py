@@ -150,9 +150,9 @@ def _fits(weights: str, config: PretrainedConfig, quarter: Preset, trust: bool) 
     from offline_grpo.placement.device_plan import GIB, room_for_server
     from offline_grpo.placement.memory import predict
     from offline_grpo.run import config as conf
+    from offline_grpo.run.config import quoted
     from offline_grpo.run.gpu_memory import memory_request
     from offline_grpo.run.preflight import make_plan
-    from offline_grpo.run.resume import quoted
 
     conf.register()
     full = "weight_sync=shared_vllm"

@@ -13,7 +13,7 @@ import torch
 from offline_grpo import progress
 from offline_grpo.errors import OutOfMemory, reason_of
 from offline_grpo.placement.device_plan import GIB, DevicePlan, advice, largest_parts
-from offline_grpo.run import going_on
+from offline_grpo.run import resume_record
 from offline_grpo.run.run_dir import RunDir
 
 _SAYS_SO = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
@@ -38,7 +38,7 @@ def told_if_out_of_memory(devices: Sequence[DevicePlan], run_dir: RunDir) -> Ite
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        raise OutOfMemory(f"{_describe(error, devices)}; {going_on.where(run_dir)}") from error
+        raise OutOfMemory(f"{_describe(error, devices)}; {resume_record.where(run_dir)}") from error
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -11,7 +11,6 @@ import asyncio
 import ctypes
 import math
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -26,9 +25,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from offline_grpo.errors import GrpoError, require
-from offline_grpo.run import launch, lock
-from offline_grpo.run.interrupt import StopSignal
-from offline_grpo.run.resume import OVERRIDE, quoted
+from offline_grpo.run import launch
+from offline_grpo.run.config import quoted
+from offline_grpo.run.resume import OVERRIDE
+from offline_grpo.run.run_dir import release
+from offline_grpo.run.signals import StopSignal
 from offline_grpo.settings import RunConfig
 
 PR_SET_PDEATHSIG = 1
@@ -38,13 +39,15 @@ END_S = 15.0
 operation.
 """
 MAX_LINE_BYTES = 2**20
+STARTED = "OFFLINE_GRPO_STARTED_BY_RAY"
+"""Set for the processes that are started here."""
 OF_THIS_PROCESS = ("RAY_", "CUDA_VISIBLE_DEVICES", "HYDRA_FULL_ERROR")
 """Environment variables that are not handed on."""
 
 
 def is_wanted(placement: Any) -> bool:
     """Whether this process is to start others, and not one that was started so."""
-    return placement.trainer == "ray" and launch.COMMAND not in os.environ
+    return placement.trainer == "ray" and STARTED not in os.environ
 
 
 def train(config: RunConfig, folder: Path) -> None:
@@ -72,10 +75,10 @@ def train(config: RunConfig, folder: Path) -> None:
         gpus = 0 if config.model.device == "cpu" else 1
         room = Room(placement.address, "placement.num_trainers", placement.num_trainers, gpus=gpus, strategy="PACK")
         print(f"starting the training processes on the Ray cluster at {placement.address}: {room.machines}", flush=True)
-        lock.release(folder)  # the first of the processes writes there
+        release(folder)  # the first of the processes writes there
         with closing(room):
             code = _Group([room.hire(index, TrainingActor) for index in range(placement.num_trainers)]).run(
-                _commands(config, folder)
+                _commands(folder)
             )
     finally:
         if is_ours:
@@ -84,13 +87,11 @@ def train(config: RunConfig, folder: Path) -> None:
         sys.exit(code)
 
 
-def _commands(config: RunConfig, folder: Path) -> Iterator[list[str]]:
-    """What was typed, for one process after the other. The first one is told this folder, unless it goes on in another
-    run's.
-    """
+def _commands(folder: Path) -> Iterator[list[str]]:
+    """The typed command, for one process after the other. The first one gets this folder."""
     typed = [word for word in launch.typed if not word.startswith("hydra.run.dir=")]
     place = max((index for index, word in enumerate(typed, 1) if OVERRIDE.match(word)), default=len(typed))
-    own = [f"hydra.run.dir={quoted(folder.absolute())}"] if config.resume in (None, "auto") else []
+    own = [f"hydra.run.dir={quoted(folder.absolute())}"]
     script = Path(sys.argv[0]).absolute()
     command = [sys.executable, *(["-m", script.parent.name] if script.name == "__main__.py" else [str(script)])]
     yield [*command, *typed[:place], *own, *typed[place:]]
@@ -108,9 +109,7 @@ class Place:
 
 
 class TrainingActor:
-    """What Ray runs for each training process: it starts the process, hands on what that prints, and takes it along
-    when it ends.
-    """
+    """The Ray actor of a training process: starts it, passes its output on, and ends it with itself."""
 
     async def place(self) -> Place:
         """Where this is."""
@@ -235,7 +234,7 @@ class _Group:
             "LOCAL_WORLD_SIZE": len(beside),
             "MASTER_ADDR": self._places[0].address,
             "MASTER_PORT": port,
-            launch.COMMAND: shlex.join(launch.typed_command()),
+            STARTED: "1",
             "PYTHONUNBUFFERED": "1",
         }
         if place.gpus:

@@ -1,10 +1,8 @@
-"""`resume=PATH` starts from that run's own configuration, not from the defaults: what is typed now is applied on top of
-it.
+"""A resumed run has the configuration that it stored in `.hydra/`, with what is typed now on top.
 
 Before Hydra reads the command line, `arguments` puts the run's own overrides in front of the typed ones, so that groups
 are chosen as they were. Then `own_configuration` takes the configuration that the run stored, and changes only what the
-typed overrides change. So a run goes on with what it had, also where `conf/` is another one today. This module imports
-no torch.
+typed overrides change: the run keeps its settings also where `conf/` has others today. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -16,30 +14,27 @@ from typing import Any
 
 import hydra
 import yaml
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from offline_grpo.checkpoint.files import latest_checkpoint
 from offline_grpo.errors import ConfigError
 from offline_grpo.report.run_files import read_yaml
-from offline_grpo.run import launch, sweep_resume
-from offline_grpo.run.config import key_of
-from offline_grpo.run.run_dir import no_checkpoint
+from offline_grpo.run import launch, sweeps
+from offline_grpo.run.config import key_of, quoted
+from offline_grpo.run.run_dir import local_path, no_checkpoint
 
 OVERRIDE = re.compile(r"~|\+*[^-=]+=")
 """How a word of the command line begins that is an override and not an option."""
 FIXED_GROUPS = ("model", "model/lora", "task", "rollouts", "train/optimizer")
 KeyPath = tuple[str, ...]
 
-_typed: list[str] = []  # the overrides of this start, once `arguments` has put those of the run before them
-
 
 def run_folder(resume: str) -> Path | None:
-    """The folder of the run that `resume=PATH` names, by itself or by one of its checkpoints; None if there is no
-    checkpoint.
-    """
+    """The folder of the run that `resume=PATH` names, by itself or by one of its checkpoints; None without one."""
     path = Path(resume).expanduser().resolve()
     if (path / "trainer").is_dir():
         return path.parent.parent
@@ -47,72 +42,60 @@ def run_folder(resume: str) -> Path | None:
 
 
 def arguments(words: Sequence[str]) -> list[str]:
-    """The command line with what it needs of the run that `resume=PATH` names; any other one as it is."""
-    words = sorted(
-        map(_readable, words), key=lambda word: word not in ("-m", "--multirun")
-    )  # first: argparse needs all overrides in one place
-    place = next((i for i, word in enumerate(words) if OVERRIDE.match(word)), len(words))
-    options, typed = [*words[:place]], [*words[place:]]
-    named = next((str(value) for key, value in map(_parsed, typed) if key == "resume" and value is not None), None)
-    is_sweep = bool({"-m", "--multirun"} & set(words))
-    sweep = sweep_resume.sweep_folder(named) if named not in (None, "auto") else None
-    if named == "auto" and is_sweep:
-        sweep = sweep_resume.newest_alike([word for word in typed if OVERRIDE.match(word)])
-    if sweep is not None:
-        return _of_sweep(sweep, words, is_named=named != "auto")
-    run = run_folder(named) if named not in (None, "auto") else None
-    if run is None:
-        if (
-            named not in (None, "auto") and not is_sweep and not Path(named).name.startswith("iter_")
-        ):  # a damaged one is told in full later
-            raise no_checkpoint(named)
-        return list(words)
-    if is_sweep:
-        fix = f"start new runs from its weights: model=hf model.train_id={latest_checkpoint(run / 'checkpoints')}"
-        raise ConfigError(
-            f"resume={named}: goes on with one run, whose folder all jobs of --multirun would share; leave it out, or {fix}"
-        )
-    _typed[:] = [word for word in typed if OVERRIDE.match(word)]
-    _refuse_other_groups(run)
-    own = own_overrides(run)
-    options += _config_dir(_hydra_record(run), words)
-    return [*options, *_without(own, _typed), *typed, f"hydra.run.dir={quoted(run)}", "hydra.output_subdir=null"]
-
-
-def _of_sweep(sweep: Path, words: Sequence[str], *, is_named: bool) -> list[str]:
-    """The command line that goes on with a sweep: each of its jobs finds its own folder.
-
-    Args:
-        is_named: by `resume=FOLDER`; with `resume=auto`, what is typed is what the sweep was started with.
-    """
+    """The command line with what it needs of the run or sweep that is resumed; any other one as it is."""
+    launch.typed[:] = words
+    # the flag first: argparse needs all overrides in one place
+    words = sorted(map(_readable, words), key=lambda word: word not in ("-m", "--multirun"))
     typed = [word for word in words if OVERRIDE.match(word)]
-    options = [word for word in words if not OVERRIDE.match(word)]
+    options = [word for word in words if word not in typed]
+    is_sweep = bool({"-m", "--multirun"} & set(words))
+    named = _value("resume", typed)
+    if named == "auto" and (place := _value("hydra.sweep.dir" if is_sweep else "hydra.run.dir", typed)) is not None:
+        is_there = sweeps.sweep_folder(place) if is_sweep else run_folder(place)  # else it begins in this folder
+        named = place if is_there is not None else None
+    if named == "auto" and is_sweep:
+        named = sweeps.newest_alike(typed)
+    if named in (None, "auto"):
+        return words
+    named = str(named)
+    if (sweep := sweeps.sweep_folder(named)) is not None:
+        return _of_sweep(sweep, options, typed)
+    run = run_folder(named)
+    if is_sweep:
+        raise ConfigError(f"resume={named}: is one run, whose folder all jobs of --multirun would share; leave it out")
+    if run is None and not Path(named).name.startswith("iter_"):  # all about a damaged one is said later
+        raise no_checkpoint(named)
+    if run is None:
+        return words
+    _refuse_other_groups(run, typed)
+    own, record = own_overrides(run), _hydra_record(run)
+    typed = [word for word in typed if key_of(word) != "resume"] + [f"resume={quoted(named)}"]
+    path = Path(named).expanduser().resolve()
+    is_older = path != run and path != latest_checkpoint(run / "checkpoints")
+    typed += [] if is_older else [f"hydra.run.dir={quoted(run)}"]
+    return [*options, *_config_dir(record, options), *_without(own, typed), *typed]
+
+
+def _of_sweep(sweep: Path, options: list[str], typed: list[str]) -> list[str]:
+    """The command line that resumes a sweep: each of its jobs finds its own folder."""
     if not {"-m", "--multirun"} & set(options):
-        options.append("--multirun")
-    own = sweep_resume.overrides(sweep, typed)
-    options += _config_dir(read_yaml(sweep / "multirun.yaml")["hydra"], words)
+        options = [*options, "--multirun"]
+    options += _config_dir(read_yaml(sweep / "multirun.yaml")["hydra"], options)
+    own = sweeps.overrides(sweep, typed)
     if launch.is_main():
         print(f"going on with the sweep in {sweep}; leave resume out to start another one", flush=True)
-    keys = ",".join(key for word in typed if (key := key_of(word)) not in sweep_resume.OF_ONE_START) if is_named else ""
-    told = [f"+hydra.job.env_set.{sweep_resume.TYPED}={quoted(keys)}"] if keys else []
-    return [*options, *own, *told, "resume=auto", f"hydra.sweep.dir={quoted(sweep)}"]
+    return [*options, *own, "resume=auto", f"hydra.sweep.dir={quoted(sweep)}"]
 
 
-def _refuse_other_groups(run: Path) -> None:
+def _refuse_other_groups(run: Path, typed: Sequence[str]) -> None:
     """Before Hydra composes, because the run's overrides need not fit another model or task."""
     choices = _hydra_record(run).get("runtime", {}).get("choices", {})
-    for word in _typed:
+    for word in typed:
         group, _, choice = word.partition("=")
         if group in FIXED_GROUPS and choice != choices.get(group, choice):
-            raise ConfigError(
-                f"{word}: the run that goes on has {group}={choices[group]}, which it cannot change; leave {group} out, or start a new run "
-                f"from its weights: model=hf model.train_id={latest_checkpoint(run / 'checkpoints')} without resume"
-            )
-
-
-def typed_keys() -> set[str]:
-    """What the command line sets by itself in a start with `resume=PATH`: keys, or groups as `train/loss`."""
-    return {key_of(word) for word in _typed}
+            fix = f"model=hf model.train_id={latest_checkpoint(run / 'checkpoints')} without resume"
+            why = f"the resumed run has {group}={choices[group]}, which it cannot change; leave {group} out"
+            raise ConfigError(f"{word}: {why}, or start a new run from its weights: {fix}")
 
 
 def own_overrides(run: Path) -> list[str]:
@@ -133,21 +116,29 @@ def search_path(run: Path) -> list[str]:
     return [f"hydra.searchpath=[{folders}]"] if folders else []
 
 
-def own_configuration(cfg: DictConfig) -> DictConfig:
-    """The configuration that the run to go on with has stored, with what the command line changes; `cfg` for any other
-    start.
+def own_configuration(cfg: DictConfig, folder: Path) -> tuple[DictConfig, set[str]]:
+    """The configuration of this start with absolute paths, and the keys that were typed for a resumed run.
 
     Args:
         cfg: composed today, from the run's overrides and the typed ones.
+        folder: of this start; the job of a sweep resumes there.
     """
-    run = run_folder(cfg.resume) if cfg.resume not in (None, "auto") else None
-    stored_in = run / ".hydra" / "config.yaml" if run is not None else None
-    if run is None or stored_in is None or not stored_in.exists():
-        return cfg
-    stored = read_yaml(stored_in)
-    now = _plain(cfg)
-    before = _plain(hydra.compose("config", overrides=_without(own_overrides(run), ["resume="]))) if _typed else now
-    return OmegaConf.create(merged(stored, before, now, typed_keys()))
+    is_job = HydraConfig.get().mode is RunMode.MULTIRUN
+    words = [str(word) for word in HydraConfig.get().overrides.task]
+    run = None if cfg.resume is None else run_folder(str(folder) if cfg.resume == "auto" else cfg.resume)
+    typed: set[str] = set()
+    if run is not None and (run / ".hydra" / "config.yaml").exists():
+        own = own_overrides(run)
+        new = [word for word in words if word not in own] if is_job else launch.typed
+        typed = {key_of(word) for word in new if OVERRIDE.match(word)}
+        now = _plain(cfg)
+        before = _plain(hydra.compose("config", overrides=own)) if typed - {"resume"} else now
+        cfg = OmegaConf.create(merged(read_yaml(run / ".hydra" / "config.yaml"), before, now, typed))
+    plain = _plain(cfg)
+    for path, value in _leaves(plain):
+        if (absolute := local_path(".".join(path), value)) != value:
+            OmegaConf.update(cfg, ".".join(path), absolute)
+    return cfg, typed
 
 
 def merged(
@@ -161,26 +152,11 @@ def merged(
     old, new, own = dict(_leaves(before)), dict(_leaves(now)), dict(_leaves(stored))
     changed = [path for path in {**old, **new} if old.get(path, _ABSENT) != new.get(path, _ABSENT)]
     parents = [path[:-1] for path in changed if path[-1] == "_target_"]
-    named = [tuple(re.split("[./]", key)) for key in typed]
+    named = [path for path in (tuple(re.split("[./]", key)) for key in typed) if _get(now, path) is not _ABSENT]
     missing = [path for path in new if path not in own and _get(stored, path) is _ABSENT]
-    for path in sorted(
-        {*missing, *changed, *parents, *(path for path in named if _get(now, path) is not _ABSENT)},
-        key=len,
-        reverse=True,
-    ):
+    for path in sorted({*missing, *changed, *parents, *named}, key=len, reverse=True):
         _put(stored, path, _get(now, path))
     return stored
-
-
-def quoted(path: Path | str) -> str:
-    """A path, or any other text, as the value of an override: bare where Hydra reads that as the same text, which
-    `true` is not.
-    """
-    text = str(path)
-    is_plain = re.fullmatch(r"[\w/.:+@%-]+", text, re.ASCII) is not None
-    if is_plain and OverridesParser.create().parse_override(f"key={text}").value() == text:
-        return text
-    return QuotedString(text, Quote.single).with_quotes()
 
 
 _ABSENT: Any = object()
@@ -231,11 +207,11 @@ def _readable(word: str) -> str:
     return word
 
 
-def _parsed(word: str) -> tuple[str, Any]:
-    """Key and value of an override; a word that is none has no key."""
-    if not word.startswith("resume="):
-        return "", None
-    return "resume", OverridesParser.create().parse_override(word).value()
+def _value(key: str, typed: Sequence[str]) -> str | None:
+    """What the overrides set a key to."""
+    parse = OverridesParser.create().parse_override
+    values = [parse(word).value() for word in typed if word.startswith(f"{key}=")]
+    return str(values[-1]) if values and values[-1] is not None else None
 
 
 def _without(own: Sequence[str], typed: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The folder of a run, and the search for the run that `resume` refers to.
+"""The folder of a run, its lock, and the search for the run that `resume` refers to. Imports no torch.
 
 outputs/DATE/TIME/  .hydra/  run.log  environment.json  metrics/{train,eval}_iter_NNN.json  checkpoints/iter_NNN/
                     report.png
@@ -6,14 +6,16 @@ outputs/DATE/TIME/  .hydra/  run.log  environment.json  metrics/{train,eval}_ite
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import json
 import logging
 import os
+import platform
 import re
 import shutil
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,19 +26,21 @@ from offline_grpo.disk import matching
 from offline_grpo.errors import CheckpointError, ConfigError
 from offline_grpo.redaction import flat, redacted
 from offline_grpo.report.run_files import WITHOUT_EFFECT
-from offline_grpo.run import lock
 from offline_grpo.train.schedule import LrSchedule
 
-ABANDONED_AFTER_S = 86400.0
-FOLDERS = ("metrics", "samples", "rollouts", "checkpoints", "profile")
-"""Of a run's folder, those with a file or folder for each iteration. Other files there may be anybody's:
-`hydra.run.dir=.` is allowed.
-"""
-
-NO_RESULTS = {".hydra", "run.log", lock.NAME, "multirun.yaml", ".submitit", ".failed_jobs", ".taken_folders"}
+LOCK = ".lock"
+NO_RESULTS = {".hydra", "run.log", LOCK, "multirun.yaml", ".submitit", ".failed_jobs"}
 """What the folder of a run or a sweep has before there is any result."""
+RECORDS = ("metrics", "samples", "rollouts")
+"""Its folders with files for each iteration. Other files there may be anybody's: `hydra.run.dir=.` is allowed."""
+ITERATION = re.compile(r"(?:^|_)(?:iter_(?P<number>\d+)|init)(?=\.|$)")
+"""In the names of those files: `train_iter_004.json`, `eval_init.json`."""
+LOCAL = ("train_id", "ref_id", "path", "cache_dir")
+"""Keys, at any depth, whose values may be paths."""
 
 log = logging.getLogger(__name__)
+
+_held: dict[Path, int] = {}  # folder -> descriptor of its lock
 
 
 @dataclass(frozen=True)
@@ -55,36 +59,29 @@ class RunDir:
 
     def misses_evaluation(self, state: TrainerState) -> bool:
         """Whether the evaluation after a checkpoint's iteration was cut short: it was due, and the iteration has a
-        record, but the evaluation has none.
-        """
-        done, evaluation = state.iteration + 1, state.config["eval"]
-        is_due = done == state.config["train"]["iterations"] or done % evaluation["interval"] == 0
-        train, held_out = (self.metrics / f"{name}_iter_{state.iteration:03d}.json" for name in ("train", "eval"))
-        return evaluation["enabled"] and is_due and train.exists() and not held_out.exists()
-
-    def contents(self) -> Iterator[Path]:
-        """What is in its `FOLDERS`."""
-        return (path for name in FOLDERS for path in (self.path / name).glob("*"))
+        record, but the evaluation has none."""
+        done, settings = state.iteration + 1, state.config["eval"]
+        interval = settings["interval"]
+        is_due = done == state.config["train"]["iterations"] or (interval > 0 and done % interval == 0)
+        train, evaluation = (self.metrics / f"{name}_iter_{state.iteration:03d}.json" for name in ("train", "eval"))
+        return settings["enabled"] and is_due and train.exists() and not evaluation.exists()
 
     def create(self) -> None:
-        """Create the folders.
+        """Create the folders."""
+        self.metrics.mkdir(parents=True, exist_ok=True)
+        self.checkpoints.mkdir(exist_ok=True)
 
-        Raises:
-            ConfigError: the folder is not writable.
-        """
-        try:
-            self.metrics.mkdir(parents=True, exist_ok=True)
-            self.checkpoints.mkdir(exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"hydra.run.dir={self.path}: cannot be written ({error.strerror}); choose a folder that you can write to"
-            ) from error
+    def records(self) -> Iterator[tuple[int, Path]]:
+        """Iteration and path of each file about one; -1 is the evaluation before training."""
+        for path in (path for name in RECORDS for path in (self.path / name).glob("[!.]*")):
+            if (match := ITERATION.search(path.name)) is not None:
+                yield int(match["number"] or -1), path
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The run to resume, the checkpoint to resume from, what its `trainer/state.json` says, and, once that was checked
-    (`going_on.py`), what differs now and how the learning rate goes on."""
+    """A checkpoint to start from, the folder that the run writes to, what the checkpoint's `trainer/state.json` says,
+    and, from `resume_record.checked`, what differs now and the learning rate from here on."""
 
     run_dir: RunDir
     checkpoint: Path
@@ -97,93 +94,103 @@ class ResumePoint:
         """Complete iterations."""
         return self.state.iteration + 1
 
+    @property
+    def has_new_folder(self) -> bool:
+        """Whether the checkpoint is an older one of another run, which stays as it is."""
+        return self.checkpoint.parent != self.run_dir.checkpoints
+
 
 def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:
     """The checkpoint that `resume` refers to, or None to start a new run. Locks the folder that the run will write to.
 
     Args:
-        resume: None; the path of a run folder or of a checkpoint in one; or "auto". "auto" takes `fresh` itself if it
-            has a checkpoint,
-            otherwise the newest run with the same configuration and a checkpoint, finished or not. Of a run, its newest
-            sound checkpoint.
-        fresh: the folder that Hydra created for this start.
+        resume: None; the path of a run folder, which stands for its newest sound checkpoint, or of a checkpoint; or
+            "auto": `fresh` itself if it has a checkpoint, otherwise the newest run with the same configuration and a
+            checkpoint, finished or not. From a checkpoint that is not its run's newest, a new run starts in `fresh`.
+        fresh: the folder of this start.
         config: the resolved configuration.
 
     Raises:
-        ConfigError: the path contains no checkpoint, or another process writes there. With "auto", also if another
-            process is at a run of
-            the same configuration.
+        ConfigError: no checkpoint there, another process writes there, or a new run would mix with an older one.
         CheckpointError: the checkpoint is damaged, or all of the run's are.
     """
-    like = lock.likeness(_comparable(config))
+    if resume == "auto" and latest_checkpoint(fresh.checkpoints) is None:
+        return _newest_alike(fresh, config) or _begin(fresh, may_repeat=True)
     if resume is None:
-        lock.take(fresh.path, f"hydra.run.dir={fresh.path}", like)
-        return None
-    if resume == "auto":
-        root = _root(fresh.path)
-        with nullcontext() if root is None else lock.choosing(root):
-            point = _newest_in(fresh, "resume=auto", like) or (
-                None if root is None else _newest_alike(root, fresh, config, like)
-            )
-            if point is None or point.run_dir == fresh:
-                lock.take(fresh.path, "resume=auto", like)
-            return point
-    path = Path(resume).expanduser().resolve()
-    if os.path.lexists(path / "trainer") or path.name.startswith("iter_"):
-        run = RunDir(path.parent.parent)
-        if path.is_dir():
-            lock.take(run.path, f"resume={resume}", like)
-        return ResumePoint(run, path, verified_state(path))
-    point = _newest_in(RunDir(path), f"resume={resume}", like)
-    if point is None:
+        return _begin(fresh)
+    path = fresh.path if resume == "auto" else Path(resume).expanduser().resolve()
+    if path.name.startswith("iter_") or (path / "trainer").is_dir():
+        run, state = RunDir(path.parent.parent), verified_state(path)
+        if latest_checkpoint(run.checkpoints) in (path, None):
+            take(run.path, f"resume={resume}")
+        else:
+            _begin(run := fresh)
+        return ResumePoint(run, path, state)
+    if latest_checkpoint(path / "checkpoints") is None:
         raise no_checkpoint(resume)
-    return point
+    return _newest_in(path, f"resume={resume}")
 
 
 def no_checkpoint(resume: str) -> ConfigError:
-    """Of `resume=PATH`, where there is nothing to go on from."""
+    """The error about `resume=PATH` without a checkpoint there."""
     return ConfigError(
         f"resume={resume}: no checkpoint there; give a run folder, one of its checkpoints/iter_NNN, or auto"
     )
 
 
-def _newest_in(run: RunDir, key: str, like: str) -> ResumePoint | None:
-    """Lock the folder of a run, if it has a checkpoint. The newest is found after that: whoever had the lock may have
-    written one.
+def _begin(fresh: RunDir, *, may_repeat: bool = False) -> None:
+    """Lock the folder of a new run.
+
+    Args:
+        may_repeat: a start that was killed before its first checkpoint may have left records there; they are deleted.
+
+    Raises:
+        ConfigError: the folder has another run.
     """
-    if latest_checkpoint(run.checkpoints) is None:
+    key = f"hydra.run.dir={fresh.path}"
+    take(fresh.path, key)
+    may_repeat = may_repeat and not (fresh.path / "report.png").exists()
+    if latest_checkpoint(fresh.checkpoints) is not None or (any(fresh.records()) and not may_repeat):
+        raise ConfigError(f"{key}: there is a run in this folder; resume=auto continues it, or choose another folder")
+    discard_after(fresh, -2)
+
+
+def _newest_in(run: Path, key: str) -> ResumePoint | None:
+    """Its newest sound checkpoint, looked for under the lock: another process may have written one just before."""
+    take(run, key)
+    found = newest_sound(run / "checkpoints")
+    return ResumePoint(RunDir(run), *found) if found is not None else None
+
+
+def _newest_alike(fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:
+    """Among the other runs of `outputs` for outputs/DATE/TIME. A folder that was named by hand, or that of a sweep's
+    job, continues itself alone."""
+    if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", fresh.path.parent.name):
         return None
-    lock.take(run.path, key, like)
-    found = newest_sound(run.checkpoints)
-    return ResumePoint(run, *found) if found is not None else None
-
-
-def _newest_alike(root: Path, fresh: RunDir, config: Mapping[str, Any], like: str) -> ResumePoint | None:
-    for run in _earlier_runs(root, fresh.path):
-        lock.refuse_another(run, "resume=auto", like)
-        latest = latest_state(run / "checkpoints")
-        if latest is not None and changed_keys(latest.config, config):  # before all files of its checkpoints are read
+    for run in sorted(matching(fresh.path.parent.parent, "*/*"), reverse=True):
+        latest = latest_state(run / "checkpoints") if run != fresh.path else None
+        if latest is None or changed_keys(latest.config, config):
             continue
         try:
-            point = _newest_in(RunDir(run), "resume=auto", like)
+            return _newest_in(run, "resume=auto")
         except CheckpointError as error:
             log.warning("%s; skipped", error)
-            lock.release(run)
-            continue
-        if point is not None:
-            return point
+            release(run)
     return None
 
 
-def _root(fresh: Path) -> Path | None:
-    """`outputs` for outputs/DATE/TIME. None for other folders: one that was named by hand, as for a job that the
-    scheduler requeues, or that of a job of a sweep, which goes on as a whole (`sweep_resume.py`)."""
-    return fresh.parent.parent if re.fullmatch(r"\d{4}-\d{2}-\d{2}", fresh.parent.name) else None
+def discard_after(run: RunDir, iteration: int) -> None:
+    """Delete the records of later iterations, which a start that was killed has left and this one repeats."""
+    for number, path in run.records():
+        if number > iteration:
+            path.unlink()
 
 
-def _earlier_runs(root: Path, fresh: Path) -> list[Path]:
-    """The other runs under the same root, newest first."""
-    return sorted((path for path in matching(root, "*/*") if path != fresh), reverse=True)
+def copy_metrics(point: ResumePoint) -> None:
+    """The metrics up to the checkpoint, from its own run to the new folder."""
+    for number, path in RunDir(point.checkpoint.parent.parent).records():
+        if number <= point.state.iteration and path.parent.name == "metrics":
+            shutil.copy2(path, point.run_dir.metrics / path.name)
 
 
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -194,26 +201,110 @@ def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
 
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> value, of the keys that affect training. All secrets are alike, and checkpoints have none."""
-    return {key: value for key, value in flat(redacted(config)).items() if key.split(".")[0] not in WITHOUT_EFFECT}
+    values = {key: value for key, value in flat(redacted(config)).items() if key.split(".")[0] not in WITHOUT_EFFECT}
+    return {key: local_path(key, value) for key, value in values.items()}
 
 
-def remove_abandoned(run_dir: RunDir) -> None:
-    """Delete the unfinished checkpoints of runs under the same root that were killed more than a day ago: nobody may go
-    on with them.
+def local_path(key: str, value: Any) -> Any:
+    """The absolute path, where a value names a file or folder relative to the working directory; else the value."""
+    if key.rpartition(".")[2] not in LOCAL or not value:
+        return value
+    if isinstance(value, list):
+        return [local_path(key, each) for each in value]
+    is_local = isinstance(value, str) and (key == "cache_dir" or Path(value).exists())
+    return os.path.abspath(value) if is_local else value
+
+
+# One process at a time writes to the folder of a run or of a sweep: it holds a lock (flock) on the file `.lock` there.
+# The kernel releases it however the process ends.
+
+
+def take(folder: Path, key: str) -> None:
+    """Lock a folder, which is made if it is not there, until `release` or the end of this process.
+
+    Args:
+        key: the setting that named the folder, for messages.
+
+    Raises:
+        ConfigError: another process writes there, or the folder cannot be written.
     """
-    root = _root(run_dir.path)
-    for hidden in matching(root, "*/*/checkpoints/.writing_*") if root is not None else ():
-        with suppress(OSError):  # somebody else's, or deleted meanwhile
-            if time.time() - hidden.stat().st_mtime > ABANDONED_AFTER_S and lock.owner(hidden.parent.parent) is None:
-                shutil.rmtree(hidden, ignore_errors=True)
+    folder = folder.resolve()
+    if folder in _held:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        fix = "choose a folder that you can write to"
+        raise ConfigError(f"{key}: {folder} cannot be made or written ({error.strerror}); {fix}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(folder, key, descriptor) from None
+    except OSError as error:
+        log.warning("%s: its file system has no locks (%s); a second run here would not be noticed", folder, error)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()} on {platform.node()}".encode(), 0)
+    _held[folder] = descriptor
+
+
+@atexit.register
+def release(folder: Path | None = None) -> None:
+    """Unlock a folder, or all, if this process has locked it."""
+    for each in [*_held] if folder is None else [folder.resolve()]:
+        if (descriptor := _held.pop(each, None)) is not None:
+            with suppress(OSError):  # the folder may be gone
+                (each / LOCK).unlink()
+            os.close(descriptor)
+
+
+@contextmanager
+def released_at_end() -> Iterator[None]:
+    """Unlock at the end the folders that are locked inside the block."""
+    before = set(_held)
+    try:
+        yield
+    finally:
+        for folder in _held.keys() - before:
+            release(folder)
+
+
+def refuse_written(path: Path, key: str) -> None:
+    """Raise ConfigError if another process writes to the run that this is the folder of, its store of rollouts or a
+    file of that."""
+    store = path.parent if path.is_file() else path
+    folder = store.parent if store.name == "rollouts" else store
+    if folder.resolve() in _held or not (folder / LOCK).exists():
+        return
+    descriptor = os.open(folder / LOCK, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.close(descriptor)
+    except BlockingIOError:
+        raise _in_use(folder, key, descriptor) from None
+
+
+def _in_use(folder: Path, key: str, descriptor: int) -> ConfigError:
+    owner = os.pread(descriptor, 200, 0).decode() or "another"
+    os.close(descriptor)
+    fix = f"stop it with `kill -INT {owner.split()[0]}`, or start in another folder"
+    return ConfigError(f"{key}: process {owner} writes to {folder}; {fix}")
+
+
+def _forget() -> None:
+    """In a forked process: the lock is the parent's, and must not outlive it here."""
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def discard_fresh(folder: Path) -> None:
-    """Delete the folder that Hydra made for a run or a sweep, if nothing else was written to it: it was rejected, or
-    resumes another.
+    """Delete the folder of a start that was rejected, or that resumes another run, if it has no results.
 
-    The folder in which the run was started stays, as do those above it. It is what the other processes of a run have
-    for a folder.
+    The working directory stays, as do the folders above it: it is what processes beside the first have for a folder.
     """
     folder, here = folder.resolve(), Path.cwd()
     kept = {here, *here.parents}

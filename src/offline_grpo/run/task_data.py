@@ -14,7 +14,7 @@ from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.run.config import key_of
-from offline_grpo.run.lock import refuse_written
+from offline_grpo.run.run_dir import refuse_written
 from offline_grpo.settings import RunConfig
 from offline_grpo.task.lazy_problems import MANY
 from offline_grpo.task.messages import prompt_key

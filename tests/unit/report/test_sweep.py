@@ -9,8 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from offline_grpo.errors import ConfigError, GrpoError
-from offline_grpo.report.hydra_callback import SweepSummary
+from offline_grpo.errors import ConfigError
 from offline_grpo.report.sweep import print_sweep, sweep_table
 
 
@@ -216,30 +215,3 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"contains no runs.*multirun"):
         sweep_table(tmp_path / "empty")
-
-
-def test_the_hydra_callback_prints_the_table_of_its_sweep(
-    multirun_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    callback = SweepSummary()
-    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(multirun_dir)}}})
-    callback.on_multirun_start(config)
-    assert capsys.readouterr().out == ""
-    callback.on_multirun_end(config)
-    assert "3 runs" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("error", [GrpoError("run 0 is odd"), OSError(28, "No space left on device", "summary.csv")])
-def test_the_hydra_callback_reports_a_failure_in_one_line(
-    multirun_dir: Path, error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: object) -> None:
-        raise error
-
-    monkeypatch.setattr("offline_grpo.report.sweep.print_sweep", fail)
-    callback, config = SweepSummary(), OmegaConf.create({"hydra": {"sweep": {"dir": str(multirun_dir)}}})
-    callback.on_multirun_start(config)
-    callback.on_multirun_end(config)
-    assert capsys.readouterr().err.splitlines() == [
-        f"error: the sweep has no table: {error}; then run python -m offline_grpo.report {multirun_dir}"
-    ]

@@ -12,7 +12,7 @@ from factories import compose_config
 from recorded import ORIGIN, made_groups, make_replay, replayed, write_store
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.run import lock
+from offline_grpo.run import run_dir
 from offline_grpo.run.config import typed
 from offline_grpo.run.task_data import task_data
 
@@ -147,7 +147,7 @@ def test_a_store_that_is_being_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="this run's own record"):
         make_replay(store, run_folder=store).start(0, None)
     holder = "import fcntl,os,sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT), 2); print('held', flush=True); sys.stdin.read()"
-    held = [sys.executable, "-S", "-c", holder, str(store / lock.NAME)]
+    held = [sys.executable, "-S", "-c", holder, str(store / run_dir.LOCK)]
     with subprocess.Popen(held, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdin is not None

@@ -105,7 +105,7 @@ def test_a_sweep_that_was_stopped_says_how_it_goes_on(
     """A search does not: Hydra keeps no record of it, and `resume` refuses its folder."""
     for name in record:
         (tmp_path / name).touch()
-    say_how_to_resume_sweep(StopRequested(signal.SIGINT), tmp_path, "of 2 jobs 1 has a checkpoint")
+    say_how_to_resume_sweep(StopRequested(signal.SIGINT), tmp_path)
     assert re.fullmatch(f"stopped by SIGINT; of 2 jobs 1 has a checkpoint; {how}\n", capsys.readouterr().err)
 
 

@@ -7,6 +7,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.run import resume
+from offline_grpo.run.config import quoted
 
 
 @pytest.fixture
@@ -23,8 +24,7 @@ def run(tmp_path):
         "runtime": {"config_sources": sources, "choices": {"task": "gsm8k", "model": "hf"}},
     }
     (path / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": record}))
-    yield path
-    resume._typed.clear()
+    return path
 
 
 @pytest.mark.parametrize("part", ["", "checkpoints/iter_003"])
@@ -33,14 +33,12 @@ def test_the_own_overrides_come_before_the_typed_ones(run, part):
     assert words == [
         *("--hydra-x", "--config-dir", "/my/conf", "task=gsm8k", "hydra.searchpath=[file:///more]"),
         *(
-            f"resume='{run / part}'",
             "train.lr=1e-5",
             "+new.key=2",
+            f"resume='{run / part}'",
             f"hydra.run.dir='{run}'",
-            "hydra.output_subdir=null",
         ),
     ]
-    assert resume.typed_keys() == {"resume", "train.lr", "new.key"}
 
 
 @pytest.mark.parametrize(
@@ -50,11 +48,23 @@ def test_any_other_command_line_stays_as_it_is(words):
     assert resume.arguments(words) == words
 
 
+def test_an_older_checkpoint_starts_in_a_new_folder(run):
+    make_checkpoint(run / "checkpoints" / "iter_005", state_of(5))
+    assert not [word for word in resume.arguments([f"resume='{run}/checkpoints/iter_003'"]) if "run.dir" in word]
+    assert f"hydra.run.dir='{run}'" in resume.arguments([f"resume='{run}/checkpoints/iter_005'"])
+
+
+def test_auto_in_the_folder_of_a_run_is_its_path(run, tmp_path):
+    """So that a scheduler's command finds its own run, with the configuration that it stored."""
+    words = resume.arguments(["resume=auto", f"hydra.run.dir='{run}'", "task=gsm8k"])
+    assert words[-4:] == [f"hydra.run.dir='{run}'", "task=gsm8k", f"resume='{run}'", f"hydra.run.dir='{run}'"]
+    words = ["resume=auto", f"hydra.run.dir={tmp_path}/new"]
+    assert resume.arguments(words) == words
+
+
 def test_the_jobs_of_a_sweep_do_not_share_the_folder_of_a_run(run):
-    """Hydra would ignore the run's folder in some places, and use it in others."""
-    fix = rf"start new runs from its weights: model=hf model.train_id={run}/checkpoints/iter_003$"
     with pytest.raises(
-        ConfigError, match=rf"^resume={run}: goes on with one run, whose folder all jobs .*; leave it out, or {fix}"
+        ConfigError, match=rf"^resume={run}: is one run, whose folder all jobs of --multirun would share"
     ):
         resume.arguments(["-m", f"resume='{run}'", "train.lr=1e-4,1e-2"])
 
@@ -72,14 +82,13 @@ def test_a_path_needs_no_quotes_of_hydras(name, tmp_path):
         resume.arguments([f"resume={path}"])
     make_checkpoint(path / "checkpoints" / "iter_003", state_of(3))
     words = resume.arguments([f"resume={path}"])
-    assert words == [f"resume='{path}'", f"hydra.run.dir='{path}'", "hydra.output_subdir=null"]
-    resume._typed.clear()
+    assert words == [f"resume='{path}'", f"hydra.run.dir='{path}'"]
 
 
 def test_another_model_or_task_is_refused_before_anything_is_composed(run):
     with pytest.raises(
         ConfigError,
-        match=r"^model=tiny: the run that goes on has model=hf, which it cannot change; leave model out, or .*iter_003",
+        match=r"^model=tiny: the resumed run has model=hf, which it cannot change; leave model out, or .*iter_003",
     ):
         resume.arguments([f"resume='{run}'", "model=tiny"])
     assert "task=gsm8k" in resume.arguments([f"resume='{run}'", "task=gsm8k"])
@@ -135,7 +144,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", [*PLAIN, *HOSTILE])
 def test_hydra_reads_a_folder_as_it_is(text):
-    word = resume.quoted(text)
+    word = quoted(text)
     value = OverridesParser.create().parse_override(f"resume={word}").value()
     assert (type(value), value) == (str, text)
     assert (word == text) == (text in PLAIN)

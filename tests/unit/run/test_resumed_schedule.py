@@ -10,8 +10,8 @@ from factories import compose_config
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.run.config import as_plain, typed
-from offline_grpo.run.going_on import checked
 from offline_grpo.run.preflight import fresh_schedule
+from offline_grpo.run.resume_record import checked
 from offline_grpo.run.run_dir import ResumePoint, RunDir
 from offline_grpo.train.schedule import LrSchedule, UpdateCounters
 
@@ -26,9 +26,10 @@ def stopped(folder: Path, *overrides: str, num_updates: int = 12, schedule: LrSc
     return ResumePoint(RunDir(folder), folder / "checkpoints" / "iter_002", state)
 
 
-def schedule_of(point: ResumePoint, *overrides: str) -> LrSchedule:
+def schedule_of(point: ResumePoint, *overrides: str, keys: tuple[str, ...] = ()) -> LrSchedule:
+    """With these settings, of which `keys` were typed now."""
     cfg = compose_config(*overrides)
-    found = checked(point, typed(cfg), as_plain(cfg)).lr_schedule
+    found = checked(point, typed(cfg), as_plain(cfg), keys).lr_schedule
     assert found is not None
     return found
 
@@ -62,24 +63,31 @@ def test_updates_that_were_left_out_change_nothing(tmp_path: Path) -> None:
     assert schedule_of(stopped(tmp_path, *RUN, num_updates=9), *RUN) == fresh_schedule(typed(compose_config(*RUN)))
 
 
-def test_a_job_of_a_sweep_begins_anew_with_another_learning_rate(tmp_path: Path) -> None:
-    """It has not been typed there, but for the sweep."""
-    ended = stopped(tmp_path, *RUN, "train.iterations=3")
-    found = schedule_of(ended, *RUN, "train.lr=1e-4")
+def test_a_schedule_that_has_ended_is_not_continued(tmp_path: Path) -> None:
+    """Neither at 0 nor at the little that was left of it where some iterations made no update."""
+    over = (*RUN, "train.iterations=3")
+    for num_updates in (12, 11):
+        ended = stopped(tmp_path, *over, num_updates=num_updates)
+        with pytest.raises(
+            ConfigError, match=r"^train.iterations=6: the linear schedule .* ended .* such as train.lr="
+        ):
+            schedule_of(ended, *RUN, keys=("train.iterations",))
+        same = schedule_of(ended, *RUN, keys=("train.lr",))
+        assert (same(num_updates), same.first, same.num_updates) == (1.0, num_updates, 24)
+        constant = schedule_of(ended, *RUN, "train.schedule=constant")
+        assert constant(num_updates) == constant(24) == 1.0
+    steady = stopped(tmp_path, *over, "train.schedule=constant")
+    assert schedule_of(steady, *RUN, "train.schedule=constant")(24) == 1.0
+
+
+def test_another_learning_rate_begins_anew_at_its_peak(tmp_path: Path) -> None:
+    under_way = stopped(tmp_path, *RUN)
+    found = schedule_of(under_way, *RUN, "train.lr=1e-4")
     assert (found(12), found(24)) == (1.0, 0.0)
-    warm = schedule_of(ended, *RUN, "train.lr=1e-4", "train.warmup_steps=4")
+    warm = schedule_of(under_way, *RUN, "train.lr=1e-4", "train.warmup_steps=4")
     assert [warm(update) for update in (12, 15)] == [0.25, 1.0]
 
 
-def test_a_job_of_a_sweep_begins_anew_with_a_learning_rate_that_it_had_and_that_is_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended, under_way = stopped(tmp_path, *RUN, "train.iterations=3"), stopped(tmp_path, *RUN)
-    with pytest.raises(ConfigError, match=r"say what it is from now on, such as train\.lr=1e-4"):
-        schedule_of(ended, *RUN)
-    monkeypatch.setenv("OFFLINE_GRPO_TYPED", "train.iterations,train.lr")
-    found = schedule_of(ended, *RUN)
-    assert (found(12), found(24)) == (1.0, 0.0)
-    assert schedule_of(under_way, *RUN) == under_way.state.lr_schedule, (
-        "as that of an interrupted sweep whose whole command is repeated"
-    )
+def test_a_command_that_a_scheduler_repeats_does_not_restart_the_schedule(tmp_path: Path) -> None:
+    under_way = stopped(tmp_path, *RUN)
+    assert schedule_of(under_way, *RUN, keys=("train.lr", "train.warmup_steps")) == under_way.state.lr_schedule

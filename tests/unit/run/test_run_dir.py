@@ -1,12 +1,17 @@
-"""Finding the run to go on with."""
+"""The run to resume, its folder, and the lock on it."""
 
+import fcntl
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from checkpoints import config_of, make_checkpoint, state_of
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.run import lock
+from offline_grpo.run import run_dir
 from offline_grpo.run.run_dir import RunDir, changed_keys, discard_fresh, find_resume_point
 
 CONFIG = {**config_of(lr=1e-3, iterations=10), "resume": None, "seed": 0}
@@ -19,7 +24,7 @@ def make_run(path, iteration, config=CONFIG):
 
 @pytest.fixture(autouse=True)
 def unlocked():
-    with lock.released_at_end():
+    with run_dir.released_at_end():
         yield
 
 
@@ -42,6 +47,7 @@ def test_no_resume_starts_anew(fresh):
 
 def test_auto_takes_the_newest_run_of_the_same_configuration(fresh):
     day = fresh.path.parent
+    assert found("auto", fresh) is None
     make_run(fresh.path.parent.parent / "2026-01-01" / "23-00-00-000000", 8)
     assert found("auto", fresh) == ("23-00-00-000000", "iter_008")
     make_run(day / "09-00-00-000000", 5)
@@ -50,82 +56,139 @@ def test_auto_takes_the_newest_run_of_the_same_configuration(fresh):
     assert found("auto", fresh) == ("10-00-00-000000", "iter_003")
     make_run(day / "11-00-00-000000", 9)  # finished: a command that is repeated trains nothing more
     assert found("auto", fresh) == ("11-00-00-000000", "iter_009")
+    (day / "11-00-00-000000" / "checkpoints" / "iter_009" / "trainer" / "state.json").write_text("{")
+    assert found("auto", fresh) == ("10-00-00-000000", "iter_003"), "a damaged one is skipped"
 
 
-def test_auto_goes_on_in_a_folder_that_was_named_by_hand(fresh):
+def test_auto_in_a_folder_with_a_checkpoint_stays_there(fresh, tmp_path):
     make_run(fresh.path.parent / "11-00-00-000000", 3)
     make_run(fresh.path, 1)
     assert found("auto", fresh) == (fresh.path.name, "iter_001")
-
-
-def test_auto_without_anything_to_resume_starts_anew(fresh):
-    assert found("auto", fresh) is None
-
-
-def test_auto_takes_no_run_of_another_sweep(tmp_path):
-    sweep = tmp_path / "multirun" / "2026-01-02"
-    make_run(sweep / "10-00-00-000000" / "0", 2)
-    make_run(sweep / "10-00-00-000000" / "1", 4, {**CONFIG, "seed": 1})
-    fresh = RunDir(sweep / "12-00-00-000000" / "1")
-    fresh.path.mkdir(parents=True)
-    assert found("auto", fresh, {**CONFIG, "seed": 1}) is None
-    make_run(fresh.path, 2, {**CONFIG, "seed": 1})
-    assert found("auto", fresh, {**CONFIG, "seed": 1}) == ("1", "iter_002")
-
-
-def test_auto_passes_over_damaged_checkpoints(fresh):
-    day = fresh.path.parent
-    make_run(day / "09-00-00-000000", 5)
-    run = make_run(day / "10-00-00-000000", 3)
-    (run.checkpoints / "iter_003" / "trainer" / "state.json").write_text("{")
-    assert found("auto", fresh) == ("09-00-00-000000", "iter_005")
+    job = RunDir(tmp_path / "multirun" / "2026-01-02" / "12-00-00-000000" / "1")
+    make_run(job.path.parents[1] / "10-00-00-000000" / "1", 4)
+    assert found("auto", job) is None, "no run of another sweep"
 
 
 def test_a_path_may_be_a_run_or_a_checkpoint(fresh):
     run = make_run(fresh.path.parent / "elsewhere", 3)
-    make_run(fresh.path.parent / "elsewhere" / "deeper", 1)
     assert found(str(run.path), fresh) == ("elsewhere", "iter_003")
     assert found(str(run.checkpoints / "iter_003"), fresh) == ("elsewhere", "iter_003")
-
-
-def test_a_path_without_checkpoint_is_refused(fresh, tmp_path):
     with pytest.raises(ConfigError, match=r"resume=.*nothing_here: no checkpoint there; give a run folder"):
-        found(str(tmp_path / "nothing_here"), fresh)
+        found(str(run.path / "nothing_here"), fresh)
 
 
-def test_changes_are_named_by_key():
+def test_an_older_checkpoint_starts_a_new_folder(fresh):
+    run = make_run(fresh.path.parent / "elsewhere", 3)
+    make_run(run.path, 7)
+    assert found(str(run.checkpoints / "iter_003"), fresh) == (fresh.path.name, "iter_003")
+    assert found(str(run.checkpoints / "iter_007"), fresh) == ("elsewhere", "iter_007")
+
+
+def write_records(run, *names):
+    for name in names:
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / name).touch()
+
+
+def test_a_new_run_does_not_mix_with_another(fresh):
+    """One that was killed before its first checkpoint begins again; files of others are not touched."""
+    write_records(fresh, "metrics/train_iter_000.json", "metrics/eval_init.json", "metrics/mine.json")
+    with pytest.raises(ConfigError, match=r"^hydra.run.dir=.*: there is a run in this folder; resume=auto continues"):
+        found(None, fresh)
+    assert found("auto", fresh) is None
+    assert [path.name for path in fresh.metrics.iterdir()] == ["mine.json"]
+    write_records(fresh, "metrics/train_iter_000.json", "report.png")  # finished, without checkpoints
+    with pytest.raises(ConfigError, match=r"^hydra.run.dir=.*: there is a run in this folder"):
+        found("auto", fresh)
+
+
+def test_changes_are_named_by_key(tmp_path, monkeypatch):
     now = {**config_of(lr=1e-4, iterations=10, new=1), "resume": "auto", "seed": 0}
     assert changed_keys(CONFIG, now) == {"train.lr": (1e-3, 1e-4), "train.new": (None, 1)}
-
-
-def test_only_untouched_folders_are_discarded(fresh):
-    discard_fresh(fresh.path)
-    assert not fresh.path.exists()
-    assert fresh.path.parent.parent.parent.exists()
-    used = fresh.path.parent / "used"
-    (used / "metrics").mkdir(parents=True)
-    discard_fresh(used)
-    assert used.exists()
+    saved = {"engine": {"api_key": "***"}, "task": {"path": "rows.jsonl"}}
+    assert changed_keys(saved, {"engine": {"api_key": "sk-314"}, "task": {"path": "rows.jsonl"}}) == {}, "a secret"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").touch()
+    assert changed_keys(saved, {**saved, "task": {"path": str(tmp_path / "rows.jsonl")}}) == {}, "the same file"
 
 
 @pytest.mark.parametrize("folder", [".", "run1", "../beside", "../../far/beside"])
-def test_the_folder_in_which_a_run_was_started_is_not_discarded(folder, tmp_path, monkeypatch):
-    """Nor those above it. `.` is what all processes of a run but the first are told."""
+def test_only_untouched_folders_are_discarded(folder, tmp_path, monkeypatch):
+    """Nor the one in which a run was started, nor those above it."""
     here = tmp_path / "above" / "here"
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    (here / "used" / "metrics").mkdir(parents=True)
+    discard_fresh(here / "used")
+    (Path(folder) / ".hydra").mkdir(parents=True, exist_ok=True)
     discard_fresh(Path(folder))
-    assert here.is_dir()
+    assert (here / "used").is_dir()
     assert folder == "." or not Path(folder).exists()
     assert [path.name for path in tmp_path.iterdir()] == ["above"]
 
 
-def test_a_secret_is_no_change_and_is_not_shown() -> None:
-    """Checkpoints have none, and environment variables may have other ones by then."""
-    saved = {"engine": {"api_key": "***"}, "generation": {"base_url": "http://h"}}
-    assert changed_keys(saved, {"engine": {"api_key": "sk-314"}, "generation": {"base_url": "http://h"}}) == {}
-    assert changed_keys(saved, {"engine": {"api_key": None}, "generation": {"base_url": "http://me:pw@h"}}) == {
-        "engine.api_key": ("***", None),
-        "generation.base_url": ("http://h", "http://***@h"),
-    }
+# The lock. The other process of these tests is another open file: the kernel does not tell the two apart.
+
+
+def another(folder: Path) -> int:
+    """The lock of another process on a folder; closing this descriptor ends it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".lock").write_text("4711 on node7")
+    descriptor = os.open(folder / ".lock", os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def is_free(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def test_a_folder_in_use_is_refused_with_the_process_that_uses_it(tmp_path, fresh):
+    descriptor = another(tmp_path / "run")
+    message = r"=run: process 4711 on node7 writes to .*/run; stop it with `kill -INT 4711`, or start in another folder"
+    with pytest.raises(ConfigError, match=f"^hydra.run.dir{message}"):
+        run_dir.take(tmp_path / "run", "hydra.run.dir=run")
+    with pytest.raises(ConfigError, match=f"^rollouts.path{message}"):
+        run_dir.refuse_written(tmp_path / "run" / "rollouts", "rollouts.path=run")
+    make_run(tmp_path / "run", 3)
+    with pytest.raises(ConfigError, match=r"^resume=.*: process 4711 on node7 writes to"):
+        found(str(tmp_path / "run"), fresh)
+    os.close(descriptor)
+    run_dir.refuse_written(tmp_path / "run", "rollouts.path=run")
+    for _ in range(2):
+        run_dir.take(tmp_path / "run", "hydra.run.dir=run")
+    run_dir.refuse_written(tmp_path / "run", "rollouts.path=run")
+    assert (tmp_path / "run" / ".lock").read_text().startswith(f"{os.getpid()} on ")
+    run_dir.release(tmp_path / "run")
+    assert not (tmp_path / "run" / ".lock").exists()
+
+
+def test_the_lock_does_not_outlive_the_run_in_processes_that_it_started(tmp_path):
+    run_dir.take(tmp_path, "key")
+    witness = os.open(tmp_path / ".lock", os.O_RDWR)
+    assert not is_free(witness)
+    server = subprocess.Popen(["sleep", "60"], close_fds=False)
+    worker = os.fork()
+    if worker == 0:
+        signal.pause()
+    try:
+        run_dir.release(tmp_path)
+        deadline = time.monotonic() + 10  # for the fork to get that far
+        while not is_free(witness):
+            assert time.monotonic() < deadline
+    finally:
+        server.kill()
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ConfigError, match=r"^hydra.run.dir=x: .*/file/run cannot be made or written \(Not a directory\); choose"
+    ):
+        run_dir.take(tmp_path / "file" / "run", "hydra.run.dir=x")

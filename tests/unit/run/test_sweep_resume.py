@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import yaml
 from checkpoints import config_of, make_checkpoint, state_of
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.run import resume, sweep_resume
-from offline_grpo.run.sweep_jobs import SweepJobs
+from offline_grpo.run import resume, sweeps
 
 WORDS = ["experiment=smoke", "train.lr=1e-3,1e-4", "seed=0,1"]
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -46,18 +46,20 @@ def test_auto_takes_the_newest_sweep_with_the_same_overrides_finished_or_not(day
     make_sweep(day / "12-00-00", [1], words=[*WORDS, "train.iterations=5"])
     make_sweep(day / "13-00-00", [1], words=[WORDS[0], WORDS[2], WORDS[1]])  # other numbers
     typed = ["seed=7", *WORDS, "resume=auto", "hydra.launcher=x"][1:]
-    assert sweep_resume.newest_alike(typed) == right
+    assert sweeps.newest_alike(typed) == right
     words = resume.arguments(["-m", *typed])
     assert words == ["-m", *WORDS, "hydra.launcher=x", "resume=auto", f"hydra.sweep.dir={right}"]
     assert resume.arguments(typed) == typed, "no sweep"
-    by_hand = ["-m", *typed, f"hydra.sweep.dir={day / '09-00-00'}"]
-    assert resume.arguments(by_hand) == by_hand
+    by_hand = resume.arguments(["-m", *typed, f"hydra.sweep.dir={day / '09-00-00'}"])
+    assert by_hand[-2:] == ["resume=auto", f"hydra.sweep.dir={day / '09-00-00'}"], "in its own order"
+    new = ["-m", *typed, "hydra.sweep.dir=new"]
+    assert resume.arguments(new) == new
 
 
 def test_a_search_starts_anew(day: Path) -> None:
     make_sweep(day / "10-00-00", [1], target="hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper")
-    assert sweep_resume.newest_alike([*WORDS, "hydra.launcher=x"]) is None
-    with pytest.raises(ConfigError, match="a search starts anew: leave resume out"):
+    assert sweeps.newest_alike([*WORDS, "hydra.launcher=x"]) is None
+    with pytest.raises(ConfigError, match="a search cannot be resumed"):
         resume.arguments([f"resume={day / '10-00-00'}"])
 
 
@@ -65,9 +67,7 @@ def test_a_folder_goes_on_with_its_overrides_and_what_is_typed_on_top(day: Path)
     sweep = make_sweep(day / "10-00-00", [2, 1])
     words = resume.arguments(["train.iterations=4", f"resume={sweep}", "seed=0,1", "experiment=other"])
     own = ["train.lr=1e-3,1e-4", "seed=0,1", "hydra.launcher=x", "train.iterations=4", "experiment=other"]
-    told = "+hydra.job.env_set.OFFLINE_GRPO_TYPED='train.iterations,seed,experiment'"
-    assert words == ["--multirun", *own, told, "resume=auto", f"hydra.sweep.dir={sweep}"]
-    assert told not in resume.arguments([f"resume={sweep}"])
+    assert words == ["--multirun", *own, "resume=auto", f"hydra.sweep.dir={sweep}"]
 
 
 def test_a_folder_goes_on_with_its_config_dir(day: Path) -> None:
@@ -95,22 +95,15 @@ def test_what_would_number_the_runs_anew_is_refused(day: Path, word: str) -> Non
         resume.arguments([f"resume={sweep}", word])
 
 
-def test_a_folder_whose_runs_are_other_jobs_is_refused(day: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep = make_sweep(day / "10-00-00", [2, 1, 1])
-
-    def start(*words: str, again: str = "resume=auto") -> None:
-        hydra = {
-            "sweep": {"dir": str(sweep)},
-            "overrides": {"task": [*words, again]},
-            "sweeper": {"_target_": BASIC, "params": None},
-        }
-        hydra["launcher"] = {"_target_": "hydra._internal.core_plugins.basic_launcher.BasicLauncher"}
-        SweepJobs().on_multirun_start(OmegaConf.create({"hydra": hydra}))
-
-    start(*WORDS)
-    start(*WORDS, "train.iterations=4")
-    start(*reversed(WORDS), again="train.iterations=4")
-    with pytest.raises(SystemExit, match="2"):
-        start(*reversed(WORDS))
-    [line] = capsys.readouterr().err.splitlines()
-    assert line == f"error: seed=0: run 1 of {sweep} has seed=1; keep the order that the sweep was started in"
+def test_two_jobs_of_a_sweep_have_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second would resume what the first has written."""
+    config = OmegaConf.create({"sweep": {"subdir": "lr"}, "job": {"num": 1}})
+    monkeypatch.setattr(HydraConfig, "get", lambda: config)
+    sweeps.check_folder(tmp_path)
+    (tmp_path / ".hydra").mkdir()
+    stored = tmp_path / ".hydra" / "hydra.yaml"
+    stored.write_text("hydra: {job: {num: 1}}")
+    sweeps.check_folder(tmp_path)
+    stored.write_text("hydra: {job: {num: 0}}")
+    with pytest.raises(ConfigError, match=r"^hydra.sweep.subdir=lr: job 0 of the sweep has that folder"):
+        sweeps.check_folder(tmp_path)

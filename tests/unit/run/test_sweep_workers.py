@@ -23,8 +23,8 @@ from pathlib import Path
 from joblib import Parallel, delayed
 
 from offline_grpo.errors import StopRequested
-from offline_grpo.run import sweep_workers
-from offline_grpo.run.interrupt import StopSignal
+from offline_grpo.run import sweeps
+from offline_grpo.run.signals import StopSignal
 
 
 def job(number):
@@ -32,8 +32,7 @@ def job(number):
     while Path("slow_start").exists():
         Path(f"starting_{number}").touch()
         time.sleep(0.05)
-    with sweep_workers.working(), StopSignal.listening() as stop:
-        stop.begin()
+    with sweeps.working(), StopSignal.listening() as stop:
         try:
             stop.check()
             begun.touch()
@@ -50,7 +49,7 @@ def job(number):
             return error.signal_name
 
 
-with StopSignal.listening() as stop, stop.held("the running jobs have saved"), sweep_workers.passing_on(stop):
+with StopSignal.listening() as stop, stop.held("the running jobs have saved"), sweeps.passing_on(stop):
     print("started", flush=True)
     print(*Parallel(n_jobs=2, backend="loky")(delayed(job)(number) for number in range(5)))
 """

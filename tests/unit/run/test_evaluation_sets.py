@@ -8,7 +8,7 @@ import pytest
 import yaml
 from factories import CONF
 
-from offline_grpo.run.held_out import held_out_sets, saved_overrides
+from offline_grpo.run.evaluation_sets import evaluation_sets, saved_overrides
 from offline_grpo.task.arithmetic import Arithmetic
 from offline_grpo.task.countdown import Countdown
 from offline_grpo.task.mixture import Mixture
@@ -34,23 +34,23 @@ def run_with(folder: Path, overrides: list[str]) -> Path:
 def test_another_task_than_that_of_the_run(overrides: list[str], tmp_path: Path) -> None:
     run = run_with(tmp_path, overrides)
     words = ["task=countdown", "task.max_number=30"]
-    (found,) = held_out_sets(saved_overrides(run, words), words)
+    (found,) = evaluation_sets(saved_overrides(run, words), words)
     assert isinstance(found.task, Countdown)
     assert len(found.problems) == 3
 
 
 def test_the_task_of_the_run_where_none_is_named(tmp_path: Path) -> None:
     run = run_with(tmp_path, MIXED)
-    (found,) = held_out_sets(saved_overrides(run, []), [])
+    (found,) = evaluation_sets(saved_overrides(run, []), [])
     assert isinstance(found.task, Mixture)
     words = ["task=arithmetic", "task.max_operand=8"]
-    (found,) = held_out_sets(saved_overrides(run, words), words)
+    (found,) = evaluation_sets(saved_overrides(run, words), words)
     assert isinstance(found.task, Arithmetic)
 
 
 def test_a_mixture_in_place_of_the_runs(tmp_path: Path) -> None:
     run = run_with(tmp_path, ["task=countdown", "task.max_number=30"])
-    (found,) = held_out_sets(saved_overrides(run, MIXED), MIXED)
+    (found,) = evaluation_sets(saved_overrides(run, MIXED), MIXED)
     assert isinstance(found.task, Mixture)
 
 
@@ -68,9 +68,9 @@ def test_a_task_in_a_folder_that_the_run_was_started_with(provider: str, tmp_pat
         {"path": str(mine), "schema": "file", "provider": provider},
     ]
     (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"config_sources": sources}}}))
-    (found,) = held_out_sets(saved_overrides(run, []), [])
+    (found,) = evaluation_sets(saved_overrides(run, []), [])
     assert isinstance(found.task, Countdown)
-    (found,) = held_out_sets(saved_overrides(run, ["task=mine"]), ["task=mine"])
+    (found,) = evaluation_sets(saved_overrides(run, ["task=mine"]), ["task=mine"])
     assert isinstance(found.task, Countdown)
     typed = ["hydra.searchpath=[file:///other]"]
     assert saved_overrides(run, typed) == ["task=mine", "task.max_number=30", "eval.num_ids=3"], "Hydra reads one"

@@ -11,8 +11,8 @@ from checkpoints import config_of, state_of
 from factories import compose_config
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from offline_grpo.run import going_on
-from offline_grpo.run.config import typed
+from offline_grpo.run import resume_record
+from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.run_dir import ResumePoint, RunDir
 from offline_grpo.settings import RunConfig
 from offline_grpo.train.milestones import Watch
@@ -33,8 +33,12 @@ def config_with(*words: str) -> RunConfig:
     return typed(compose_config("train.iterations=10", *words))
 
 
+def is_finished(point: ResumePoint, *words: str) -> bool:
+    return resume_record.is_finished(point, as_plain(compose_config("train.iterations=10", *words)))
+
+
 def suggested(point: ResumePoint, config: RunConfig) -> list[str]:
-    line = going_on.describe_finished(point, config)
+    line = resume_record.describe_finished(point, config)
     words = line.partition("longer: ")[2].partition("; anew")[0].split()
     return [word for word in words if word.startswith("train.")]
 
@@ -54,11 +58,11 @@ def test_a_finished_run_does_what_is_suggested(
 ) -> None:
     stop_when = ("train.stop_when.threshold=0.8", "train.stop_when.patience=2")
     point = point_of(tmp_path, iteration, milestones={} if watch is None else {"stop_when": watch})
-    assert going_on.is_finished(point, config_with(*stop_when))
+    assert is_finished(point, *stop_when)
     assert suggested(point, config_with(*stop_when)) == words
-    assert not going_on.is_finished(point, config_with(*stop_when, *words))
+    assert not is_finished(point, *stop_when, *words)
     for i in range(len(words)):
-        assert going_on.is_finished(point, config_with(*stop_when, *words[:i], *words[i + 1 :])), "no word too many"
+        assert is_finished(point, *stop_when, *words[:i], *words[i + 1 :]), "no word too many"
 
 
 def test_a_learning_rate_is_suggested_only_where_it_has_ended(tmp_path: Path) -> None:
@@ -73,9 +77,7 @@ def test_a_run_whose_last_evaluation_was_cut_short_is_not_finished(tmp_path: Pat
     point = point_of(tmp_path, 9)
     point.run_dir.metrics.mkdir()
     (point.run_dir.metrics / "train_iter_009.json").touch()
-    assert not going_on.is_finished(point, config_with())
-    assert going_on.is_finished(point, config_with("eval.enabled=false"))
-    assert not going_on.is_finished(point, config_with("eval.enabled=false", "train.iterations=11"))
+    assert not is_finished(point, "eval.enabled=false", "train.iterations=11")
 
 
 @pytest.mark.parametrize("name", ["true", "jürgen's run"])
@@ -83,5 +85,5 @@ def test_the_command_names_the_folder_as_hydra_reads_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    word = shlex.split(going_on.command(tmp_path / name))[-1]
+    word = shlex.split(resume_record.command(tmp_path / name))[-1]
     assert OverridesParser.create().parse_override(word).value() == name

@@ -37,7 +37,7 @@ OF_TRAINING_ALONE = (
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class EvaluationSet:
     """One set: its name, what it is made of, and how completions are drawn."""
 
     name: str
@@ -63,7 +63,7 @@ def saved_overrides(run_folder: Path | None, words: Sequence[str]) -> list[str]:
     ]
 
 
-def held_out_sets(base: Sequence[str], words: Sequence[str]) -> list[HeldOut]:
+def evaluation_sets(base: Sequence[str], words: Sequence[str]) -> list[EvaluationSet]:
     """A set for every combination of the values that `words` give, as in a sweep; one if each key has one value.
 
     Args:
@@ -95,13 +95,13 @@ def held_out_sets(base: Sequence[str], words: Sequence[str]) -> list[HeldOut]:
     ]
 
 
-def _held_out(base: Sequence[str], words: Sequence[str], names: Iterable[str]) -> HeldOut:
+def _held_out(base: Sequence[str], words: Sequence[str], names: Iterable[str]) -> EvaluationSet:
     cfg = conf.composed([*base, *words])
     if (option := _options(words).get("task")) is not None:
         _leave_out_what_another_task_has(cfg.task, option, words, _search_path([*base, *words]))
     config = conf.typed(cfg)
     task = build_task(config.task)
-    return HeldOut(
+    return EvaluationSet(
         name=" ".join(names) or type(task).__name__.lower(),
         config=config,
         plain=conf.as_plain(cfg),
