@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from offline_grpo.run.interrupt import StopSignal
 
 from offline_grpo.errors import EngineDied, EngineError, StopRequested
 from offline_grpo.placement.ranks import Ranks
+from offline_grpo.run.signals import StopSignal
 from offline_grpo.settings import StopWhenConfig
 from offline_grpo.train.loop import Evaluation, Loop
 from offline_grpo.train.milestones import Milestones
