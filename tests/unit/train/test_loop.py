@@ -218,7 +218,7 @@ def test_a_signal_saves_the_last_complete_iteration_once(place: str, monkeypatch
 
     def act(at: str) -> list[RolloutGroup]:
         if at == place and len(listener.logged) == 2:  # in the second iteration
-            stop._received = 2
+            stop.number = 2
             if place != "training":
                 raise StopRequested(2)
         return [GROUP]
