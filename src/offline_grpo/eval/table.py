@@ -51,12 +51,10 @@ def comparison_lines(first: str, comparisons: Mapping[tuple[str, str], PairedRes
     """What the paired tests say, two lines for each, or more if its name is long."""
     lines = []
     for (letter, name), found in comparisons.items():
-        lines += _wrapped(
-            f"{letter} - {first} on {name}: {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}], {p_text(found)}"
-        )
-        lines.append(
-            f"    better on {found.num_better} and worse on {found.num_worse} of {found.num_problems} problems"
-        )
+        ends = f"[{found.low:+.3f}, {found.high:+.3f}]"
+        lines += _wrapped(f"{letter} - {first} on {name}: {found.difference:+.3f} {ends}, {p_text(found)}")
+        counts = f"better on {found.num_better} and worse on {found.num_worse}"
+        lines.append(f"    {counts} of {found.num_problems} problems")
     return lines
 
 

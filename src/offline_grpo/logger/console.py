@@ -1,14 +1,16 @@
-"""Progress display: a live panel on a terminal, one line per record otherwise."""
+"""Progress display: a live panel on a terminal, one line per record otherwise. The lines are in run.log, too."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
@@ -20,18 +22,37 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import output_console
 from offline_grpo.logger.atropos_names import check_choice, console_lines
-from offline_grpo.logger.lines import GAP, clock, eval_cells, folded, train_cells, train_line
 from offline_grpo.types import Metrics
 
 FINAL_PHASES = ("done", "stopped")
 ITERATIONS_IN_ESTIMATE = 10  # the remaining time is estimated from the last 10 iterations
+SILENCE_S = 25.0  # without a terminal, a line says how far a phase is after so long without one
 CELL_WIDTH = 13
+GAP = "  "
+LARGE = 1e6
+ON_SCREEN = {"is_on_screen": True}
+"""`extra` of a record that the terminal has already: it goes to run.log alone."""
+TRAIN_FIELDS = (
+    # label, metric, format; a narrow line has the first of them only
+    ("reward", "reward_mean", "{:.3f}"),
+    ("success", "success_rate", "{:.3f}"),
+    ("server", "sync/frozen", "frozen"),  # where it is
+    ("KL", "kl_divergence", "{:.4f}"),
+    ("gen tok/s", "perf/generate_tokens_per_s", "{:,.0f}"),
+    ("grad norm", "grad_norm", "{:.3f}"),
+    ("train tok/s", "perf/train_tokens_per_s", "{:,.0f}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("loss", "loss_total", "{:+.4f}"),
+    ("clipped", "clip_frac", "{:.1%}"),
+)
+
+messages = logging.getLogger(__name__)
 
 
 @dataclass
 class ConsoleLogger(RunListener):
     """Shows iteration, phase and how far it is, metrics, last evaluation and remaining time: live on a terminal,
-    otherwise a line a record.
+    otherwise a line a record, and in long phases one every 30 s.
 
     Args:
         refresh_per_s: refresh rate of the live display, in Hz.
@@ -40,28 +61,23 @@ class ConsoleLogger(RunListener):
 
     refresh_per_s: float
     names: str
-    console: Console = field(default_factory=output_console, init=False, repr=False)
-    _live: Live | None = field(default=None, init=False, repr=False)
-    _spinner: Spinner = field(default_factory=lambda: Spinner("dots"), init=False, repr=False)
-    _num_iterations: int = field(default=0, init=False, repr=False)  # 0 before `start`
-    _num_done: int = field(default=0, init=False, repr=False)
-    _began_s: float = field(default=0.0, init=False, repr=False)
-    _phase: str = field(default="", init=False, repr=False)
-    _phase_began_s: float = field(default=0.0, init=False, repr=False)
-    _progress: Mapping[str, tuple[int, int]] = field(
-        default_factory=dict, init=False, repr=False
-    )  # unit -> done, total
-    _train: Metrics = field(default_factory=dict, init=False, repr=False)
-    _eval: tuple[int, Metrics] | None = field(default=None, init=False, repr=False)
-    _last_mark_s: float = field(default=0.0, init=False, repr=False)
-    _iteration_s: deque[float] = field(
-        default_factory=lambda: deque(maxlen=ITERATIONS_IN_ESTIMATE), init=False, repr=False
-    )
 
     def __post_init__(self) -> None:
         check_choice("logger.console.names", self.names)
         if self.refresh_per_s <= 0:
             raise ConfigError(f"logger.console.refresh_per_s={self.refresh_per_s}: must be above 0, for example 4")
+        self.console = output_console()
+        self._live: Live | None = None
+        self._ends: threading.Event | None = None  # set when no more lines about silent phases are wanted
+        self._spinner = Spinner("dots")
+        self._num_iterations = 0  # before `start`
+        self._num_done = 0
+        self._phase = ""
+        self._began_s = self._phase_began_s = self._last_mark_s = self._last_line_s = time.monotonic()
+        self._progress: Mapping[str, tuple[int, int]] = {}  # unit -> done, total
+        self._train: Metrics = {}
+        self._eval: tuple[int, Metrics] | None = None
+        self._iteration_s: deque[float] = deque(maxlen=ITERATIONS_IN_ESTIMATE)
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
         self._num_iterations = num_iterations
@@ -71,7 +87,7 @@ class ConsoleLogger(RunListener):
             self._live.transient = False
 
     def phase(self, name: str, iteration: int) -> None:
-        """Show the current phase ("load model", "generate", ...), on the live display only."""
+        """Show the current phase ("load model", "generate", ...)."""
         self._progress = {}
         self._phase, self._phase_began_s = name, time.monotonic()
         self._began_s = self._phase_began_s - progress.elapsed_s()
@@ -79,7 +95,7 @@ class ConsoleLogger(RunListener):
         self._go_live()
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """Show how far the phase is, on the live display only."""
+        """Show how far the phase is."""
         self._progress = {**self._progress, unit: (done, total)}  # a new one: another thread may be drawing the old one
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
@@ -89,22 +105,21 @@ class ConsoleLogger(RunListener):
         else:
             self._train = metrics
         self._mark_time(name, iteration)
-        at = f"{self._num_done:>{len(str(self._num_iterations))}}/{self._num_iterations}"
+        if name == "eval":
+            lines = folded(f"{self._at()}{GAP}eval", eval_cells(metrics), width=self.console.width)
+        else:
+            lines = [train_line(self._at(), metrics, f"{self._time_left()} left", width=self.console.width)]
+        for line in lines:
+            messages.info(line, extra=ON_SCREEN)
         if self._live is None:
-            width = self.console.width
-            if name == "eval":
-                lines = folded(f"{at}{GAP}eval", eval_cells(metrics), width=width)
-            else:
-                lines = [train_line(at, metrics, f"{self._time_left()} left", width=width)]
             self._print(lines)
         if self.names == "atropos" and name == "train":
-            self._print(console_lines(at.lstrip(), metrics))
-
-    def _print(self, lines: Sequence[str]) -> None:
-        self.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+            self._print(console_lines(self._at().lstrip(), metrics))
 
     def close(self) -> None:
         """Draw the last state and restore the terminal and its cursor. Safe to call twice."""
+        if self._ends is not None:
+            self._ends.set()
         live, self._live = self._live, None
         if live is not None:
             is_early = "stopped_early" in {**self._train, **(self._eval[1] if self._eval is not None else {})}
@@ -117,7 +132,11 @@ class ConsoleLogger(RunListener):
         """Begin to draw, on a terminal. What is drawn before `start` vanishes at the end: a run that is refused leaves
         its error alone.
         """
-        if self._live is None and self.console.is_terminal:
+        if not self.console.is_terminal:
+            if self._ends is None:
+                self._ends = threading.Event()
+                threading.Thread(target=self._break_silence, args=[self._ends], daemon=True).start()
+        elif self._live is None:
             self._live = Live(
                 get_renderable=self._render,
                 console=self.console,
@@ -125,6 +144,19 @@ class ConsoleLogger(RunListener):
                 transient=not self._num_iterations,
             )
             self._live.start()
+
+    def _break_silence(self, ends: threading.Event) -> None:
+        """In a thread: a long phase, which may be a wait for others, would look like a hang."""
+        while not ends.wait(1.0):
+            if time.monotonic() - self._last_line_s >= SILENCE_S:
+                self._print([GAP.join([self._at(), self._phase, *self._parts(), self._took()])])
+
+    def _print(self, lines: Iterable[str]) -> None:
+        self._last_line_s = time.monotonic()
+        self.console.print("\n".join(lines), markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def _at(self) -> str:
+        return f"{self._num_done:>{len(str(self._num_iterations))}}/{self._num_iterations or '-'}"
 
     def _mark_time(self, name: str, iteration: int) -> None:
         """Record the duration of an iteration, including its evaluation; the evaluation before training belongs to no
@@ -166,13 +198,17 @@ class ConsoleLogger(RunListener):
     def _phase_row(self) -> RenderableType:
         if self._phase in FINAL_PHASES:
             return Text(self._phase, "bold")
-        shown = [
-            (unit, done, total) for unit, (done, total) in self._progress.items() if done < total > 1 or total == 0
-        ]
-        parts = [f"{done:,}/{total:,} {unit}" if total else f"{done:,} {unit}" for unit, done, total in shown]
-        took = clock(time.monotonic() - self._phase_began_s)
-        self._spinner.update(text=Text.assemble((self._phase, "bold"), GAP, GAP.join([*parts, ""]), (took, "dim")))
+        phase, took = (self._phase, "bold"), (self._took(), "dim")
+        self._spinner.update(text=Text.assemble(phase, GAP, GAP.join([*self._parts(), ""]), took))
         return self._spinner
+
+    def _parts(self) -> list[str]:
+        """How far the phase is, in each unit that is not complete."""
+        shown = [(unit, done, total) for unit, (done, total) in self._progress.items() if done < total > 1 or not total]
+        return [f"{done:,}/{total:,} {unit}" if total else f"{done:,} {unit}" for unit, done, total in shown]
+
+    def _took(self) -> str:
+        return clock(time.monotonic() - self._phase_began_s)
 
 
 def metric_rows(cells: list[tuple[str, str]], *, width: int) -> Group:
@@ -188,3 +224,55 @@ def metric_rows(cells: list[tuple[str, str]], *, width: int) -> Group:
         grid.add_row(*(Text(value, "bold") for _, value in chosen))
         grids.append(grid)
     return Group(*grids)
+
+
+def train_cells(metrics: Metrics) -> list[tuple[str, str]]:
+    """(label, formatted value) of the fields that are present; for example, there is no KL without a reference."""
+    return [(label, _shown(form, metrics[key])) for label, key, form in TRAIN_FIELDS if key in metrics]
+
+
+def _shown(form: str, value: float) -> str:
+    """A number of few digits, also where a reward has many."""
+    return f"{value:.3g}" if form.endswith("f}") and "," not in form and abs(value) >= LARGE else form.format(value)
+
+
+def train_line(at: str, metrics: Metrics, left: str, *, width: int) -> str:
+    """`  3/100  reward 0.412  success 0.375  ...  0:01:10 left`, with as many metrics as `width` has room for, two at
+    least.
+    """
+    cells = [f"{label} {value}" for label, value in train_cells(metrics)]
+    while len(cells) > 2 and len(GAP.join([at, *cells, left])) > width:
+        cells.pop()
+    return GAP.join([at, *cells, left])
+
+
+def eval_cells(metrics: Metrics) -> list[str]:
+    """`pass@1 0.431 [0.380, 0.490]` for each k, with its 95% interval."""
+    ks = sorted(int(key[5:]) for key in metrics if key.startswith("pass@") and key[5:].isdigit())
+    keys = [f"pass@{k}" for k in ks]
+    cells = [f"{key} {metrics[key]:.3f} [{metrics[f'{key}_low']:.3f}, {metrics[f'{key}_high']:.3f}]" for key in keys]
+    return [*cells, "frozen server, not the policy"] if "sync/frozen" in metrics else cells
+
+
+def folded(head: str, cells: Sequence[str], *, width: int) -> list[str]:
+    """Lines of at most `width` with `head` and the cells; a cell that has no room goes to the next line, below the
+    first cell.
+    """
+    lines = [head]
+    for cell in cells:
+        is_first = len(lines) == 1 and lines[0] == head
+        if not is_first and len(lines[-1]) + len(GAP) + len(cell) > width:
+            lines.append(" " * len(head))
+        lines[-1] += GAP + cell
+    return lines
+
+
+def clock(seconds: float) -> str:
+    """`1:02:03`, hours first."""
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
+
+
+def short(name: str, letters: int) -> str:
+    """The beginning of a name that is longer."""
+    return name if len(name) <= letters else f"{name[: letters - 1]}…"

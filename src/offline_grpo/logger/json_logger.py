@@ -1,4 +1,4 @@
-"""Metrics as JSON: one file per phase and iteration. Plots, summaries and sweep tables are made only from these files."""
+"""Metrics as JSON, a file per phase and iteration. Plots, summaries and sweep tables are made only from these files."""
 
 from __future__ import annotations
 

@@ -41,13 +41,8 @@ class Samples(RunListener):
     on_console: int
 
     def __post_init__(self) -> None:
-        is_count = isinstance(self.per_iteration, int) and self.per_iteration >= 0
-        require(
-            is_count or self.per_iteration == "all",
-            "samples.per_iteration",
-            self.per_iteration,
-            "a number, 0 for none, or all",
-        )
+        is_known = self.per_iteration == "all" or (isinstance(self.per_iteration, int) and self.per_iteration >= 0)
+        require(is_known, "samples.per_iteration", self.per_iteration, "a number, 0 for none, or all")
         require(self.on_console >= 0, "samples.on_console", self.on_console, "must be 0 or more")
 
     def rollouts(
@@ -55,16 +50,12 @@ class Samples(RunListener):
     ) -> None:
         if self.per_iteration != 0:
             count = None if self.per_iteration == "all" else int(self.per_iteration)
-            self._write(
-                name,
-                iteration,
-                [record(*sample) | {"iteration": iteration} for sample in chosen(groups, advantages, count)],
-            )
+            samples = chosen(groups, advantages, count)
+            self._write(name, iteration, [record(*sample) | {"iteration": iteration} for sample in samples])
         if name == "eval" and self.on_console:
+            when = "before training" if iteration == -1 else f"after iteration {iteration + 1}"
             samples = [record(*sample) for sample in chosen(groups, advantages, self.on_console)]
-            print_samples(
-                output_console(), samples, "before training" if iteration == -1 else f"after iteration {iteration + 1}"
-            )
+            print_samples(output_console(), samples, when)
 
     def _write(self, name: str, iteration: int, records: Sequence[Mapping[str, Any]]) -> None:
         folder = self.output_dir / "samples"
@@ -81,12 +72,11 @@ def chosen(
     """The best and the worst completion of the first problems, those first whose rewards differ; every one if `count`
     is None.
     """
-    indexed = list(enumerate(groups))
     if count is None:
-        picks = [(i, j) for i, group in indexed for j in range(len(group.rollouts))]
+        picks = [(i, j) for i, group in enumerate(groups) for j in range(len(group.rollouts))]
     else:
         rewards = [[rollout.score.reward for rollout in group.rollouts] for group in groups]
-        order = sorted((i for i, _ in indexed), key=lambda i: max(rewards[i]) == min(rewards[i]))
+        order = sorted(range(len(groups)), key=lambda i: max(rewards[i]) == min(rewards[i]))
         ends = [(i, j) for i in order for j in (rewards[i].index(max(rewards[i])), rewards[i].index(min(rewards[i])))]
         picks = list(dict.fromkeys(ends))[:count]
     for i, j in picks:
@@ -95,7 +85,7 @@ def chosen(
 
 def record(group: RolloutGroup, rollout: Rollout, advantage: float | None) -> dict[str, Any]:
     """A completion as a line of JSON. Prompt and answer are null without a problem, the advantage in evaluations, the
-    finish reason where nobody knows it."""
+    finish reason where it is unknown."""
     problem = group.problem
     return {
         "problem_id": None if problem is None else problem.problem_id,
@@ -125,11 +115,8 @@ def print_samples(console: Console, samples: Sequence[Mapping[str, Any]], when: 
         grid = Table.grid(padding=(0, 2), pad_edge=True)
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
-        for label, text in (
-            ("prompt", prompt_text(sample)),
-            ("wrote", sample["completion"]),
-            ("answer", sample["answer"] or ""),
-        ):
+        texts = {"prompt": prompt_text(sample), "wrote": sample["completion"], "answer": sample["answer"] or ""}
+        for label, text in texts.items():
             grid.add_row(label, Text(visible(text)))
         console.print(grid)
 

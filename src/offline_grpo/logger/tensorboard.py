@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +31,23 @@ class TensorBoardLogger(RunListener):
     output_dir: Path
     flush_s: int
     samples: int
-    _end: Any = field(default=None, init=False, repr=False)
-    _has_begun: bool = field(default=False, init=False, repr=False)
-    _writer: Any = field(default=None, init=False, repr=False)
-    _hook: Any = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._writer: Any = None
+        self._end: Any = None
+        self._has_begun = False
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
         from torch.utils.tensorboard.summary import hparams  # slow to import (seconds), and most runs do not need it
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._hook = threading.excepthook
-        threading.excepthook = partial(_left_to_the_next_call, self._hook)
         self._writer = SummaryWriter(str(self.output_dir / "tensorboard"), flush_secs=self.flush_s)
         public = redacted(config)
         self._writer.add_text("config", f"```json\n{json.dumps(public, indent=2, default=str)}\n```")
         # Not `add_hparams`: that would make a run of its own for each call.
         kinds = (bool, int, float, str)  # that its table takes
-        settings = {
-            key: value if isinstance(value, kinds) else str(value)
-            for key, value in flat(public).items()
-            if value is not None
-        }
+        values = {key: value for key, value in flat(public).items() if value is not None}
+        settings = {key: value if isinstance(value, kinds) else str(value) for key, value in values.items()}
         experiment, begin, self._end = hparams(settings, dict.fromkeys(HPARAM_METRICS, 0.0))
         for summary in (experiment, begin):
             self._writer.file_writer.add_summary(summary)
@@ -72,9 +66,8 @@ class TensorBoardLogger(RunListener):
         if name == "eval" and self.samples:
             records = [record(*sample) for sample in chosen(groups, advantages, self.samples)]
             text = "\n\n".join(json.dumps(line, indent=1) for line in records)
-            self._writer.add_text(
-                "eval/samples", f"```json\n{text}\n```", global_step=completed_iterations(name, iteration)
-            )
+            step = completed_iterations(name, iteration)
+            self._writer.add_text("eval/samples", f"```json\n{text}\n```", global_step=step)
 
     def _begin(self, name: str, iteration: int) -> None:
         """Tell TensorBoard from which step on it forgets what an earlier start of this run has logged.
@@ -94,14 +87,5 @@ class TensorBoardLogger(RunListener):
     def close(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
-            try:
-                writer.file_writer.add_summary(self._end)
-                writer.close()
-            finally:
-                threading.excepthook = self._hook
-
-
-def _left_to_the_next_call(hook: Callable[[Any], object], raised: threading.ExceptHookArgs) -> None:
-    """What TensorBoard's thread raises, as on a full disk, the next call of its writer raises too."""
-    if not type(raised.thread).__module__.startswith("tensorboard."):
-        hook(raised)
+            writer.file_writer.add_summary(self._end)
+            writer.close()

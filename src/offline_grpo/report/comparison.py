@@ -1,6 +1,4 @@
-"""The table of runs that differ in how weights travel: what `offline_grpo.compare` prints and saves, from the recorded
-metrics.
-"""
+"""Runs that differ in how weights travel: the table, `comparison.json`, `.md` and `.png`, from the recorded metrics."""
 
 from __future__ import annotations
 
@@ -10,18 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 
 from offline_grpo.disk import write_whole
-from offline_grpo.errors import GrpoError
 from offline_grpo.logger.benchmark import Benchmark
-from offline_grpo.report.history import History, by_number, load_history
+from offline_grpo.report.figures import BLUE, COLORS, GREEN, ORANGE, PHASE_COLORS
+from offline_grpo.report.history import PHASES, History, Series, by_number, count, load_history
+from offline_grpo.report.run_files import about
+from offline_grpo.report.style import TEXT, fit, label, legend, line, nothing, rows, sheet, style
+from offline_grpo.report.tables import Table, number, say
 
 FILE = "comparison.json"
 DONE = "done"
 COMPARED = (
-    "The modes share model, task, seeds, prompts per step and steps. They differ in weight_sync and, for lora_*, in what is trained, so "
-    "their completions drift apart: compare tokens/s where the numbers of tokens differ. Seconds leave the start out."
+    "The modes share model, task, seeds, prompts per step and steps. They differ in weight_sync and, for lora_*, in "
+    "what is trained, so their completions drift apart: compare tokens/s where the numbers of tokens differ. Seconds "
+    "leave the start out."
 )
 MEASURES = {
     "num_steps": ("steps", ",.0f"),
@@ -45,7 +51,14 @@ MEASURES = {
     "reward_last": ("reward, last step", ".3f"),
 }
 """Figure -> how the table calls and writes it."""
-LABEL_WIDTH, CELL_WIDTH = 23, 14
+RATES = {
+    "generate_tokens_per_s": ("sampling", BLUE),
+    "train_tokens_per_s": ("training", ORANGE),
+    "tokens_per_s": ("overall", GREEN),
+}
+PLACES = {"left": 0.085, "right": 0.975, "bottom": 0.075, "top": 0.845, "wspace": 0.24, "hspace": 0.52}
+SMALLEST_PART = 0.003  # of the longest bar, to be drawn
+END_ROOM = 1.16  # for the number at the end of a bar
 
 
 @dataclass(frozen=True)
@@ -91,14 +104,6 @@ class Arm:
         newest = max(found, key=lambda path: by_number(path.name), default=None)
         return None if newest is None else sum(path.stat().st_size for path in newest.glob("*.safetensors")) / 1e6
 
-    @property
-    def cells(self) -> list[str]:
-        """The values as the table has them; a dash for what was not measured."""
-        return [
-            "-" if (value := self.figures[name]) is None else format(value, form)
-            for name, (_, form) in MEASURES.items()
-        ]
-
 
 def load_arm(folder: Path, name: str, status: str) -> Arm:
     """The run of a mode, in its folder of the comparison's."""
@@ -114,53 +119,107 @@ def save_comparison(folder: Path, about: Mapping[str, Any], statuses: Mapping[st
 
 
 def print_comparison(folder: Path, console: Console) -> None:
-    """Print the summary of each mode and the table, and save table and picture, of a folder that has a comparison.json.
-
-    Raises:
-        GrpoError: a file cannot be read.
-    """
-    from offline_grpo.report.comparison_plot import save_comparison_plot  # matplotlib takes long to import
-
-    try:
-        about = json.loads((folder / FILE).read_text())
-        statuses = {name: found["status"] for name, found in about["modes"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise GrpoError(
-            f"{folder / FILE}: is no comparison ({error!r}); run the comparison again, or delete the file"
-        ) from error
-    arms = [load_arm(folder, name, status) for name, status in statuses.items()]
+    """Print the summary of each mode and the table, and save table and picture, of a folder with a comparison.json."""
+    about = json.loads((folder / FILE).read_text())
+    arms = [load_arm(folder, name, found["status"]) for name, found in about["modes"].items()]
     measured = [arm for arm in arms if arm.history.train]
-    lines = [line for arm in measured for line in ("", *arm.benchmark.summary(arm.name))]
-    lines += ["", *table(arms, width=console.width), ""]
-    lines += [f"{arm.name}: {arm.status}" for arm in arms if arm.status != DONE]
-    write_whole(folder / "comparison.md", "".join(_markdown(about, arms)))
-    files = [folder / "comparison.md", *([save_comparison_plot(folder, measured)] if measured else [])]
-    for line in [*lines, *map(str, files)]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    table = comparison_table(arms)
+    say(console, [line for arm in measured for line in ("", *arm.benchmark.summary(arm.name))])
+    say(console, ["", *(line for part in table.split(console.width) for line in part.lines(console.width)), ""])
+    say(console, [f"{arm.name}: {arm.status}" for arm in arms if arm.status != DONE])
+    facts = [f"- {name}: {value}\n" for name, value in about.items() if name not in ("modes", "compared")]
+    states = ["state", *(arm.status.split(";")[0] for arm in arms)]
+    text = Table(table.columns, [states, *table.rows]).markdown()
+    write_whole(folder / "comparison.md", "".join([text, "\n", COMPARED + "\n\n", *facts]))
+    say(console, [folder / "comparison.md"])
+    if measured:
+        picture = draw_comparison(measured, "/".join(folder.resolve().parts[-2:]))
+        picture.savefig(folder / "comparison.png", dpi=110)
+        say(console, [folder / "comparison.png"])
 
 
-def table(arms: Sequence[Arm], *, width: int) -> list[str]:
-    """A row for each measure and a column for each mode, as many beside each other as `width` has room for."""
-    per_row = max(1, (width - LABEL_WIDTH) // CELL_WIDTH)
-    lines: list[str] = []
-    for first in range(0, len(arms), per_row):
-        some = arms[first : first + per_row]
-        columns = [[arm.name[: CELL_WIDTH - 1], *arm.cells] for arm in some]
-        labels = ["", *(label for label, _ in MEASURES.values())]
-        rows = zip(labels, *columns, strict=True)
-        lines += [
-            label.ljust(LABEL_WIDTH) + "".join(cell.rjust(CELL_WIDTH) for cell in cells) for label, *cells in rows
-        ]
-    return lines
-
-
-def _markdown(about: Mapping[str, Any], arms: Sequence[Arm]) -> list[str]:
-    """The same table, and below it what ran where."""
-    header = ["", *(arm.name for arm in arms)]
-    rows = [["state", *(arm.status.split(";")[0] for arm in arms)]]
-    rows += [
-        [label, *cells] for (label, _), *cells in zip(MEASURES.values(), *(arm.cells for arm in arms), strict=True)
+def comparison_table(arms: Sequence[Arm]) -> Table:
+    """A row for each measure and a column for each mode; a dash for what was not measured."""
+    figures = [arm.figures for arm in arms]
+    rows = [
+        [text, *(number(each[name], form, empty="-") for each in figures)] for name, (text, form) in MEASURES.items()
     ]
-    lines = [header, ["---", *["---:"] * len(arms)], *rows]
-    told = [f"- {name}: {value}\n" for name, value in about.items() if name not in ("modes", "compared")]
-    return [*(f"| {' | '.join(cells)} |\n" for cells in lines), "\n", COMPARED + "\n\n", *told]
+    return Table(["", *(arm.name for arm in arms)], rows)
+
+
+def draw_comparison(arms: Sequence[Arm], title: str) -> Figure:
+    """Four panels. A mode has the same row in the upper two, and the same colour in the lower two."""
+    numbers = [arm.benchmark.num_steps for arm in arms]
+    steps = " to ".join(map(str, sorted({min(numbers), max(numbers)})))
+    below = [about(arms[0].history.run_dir), f"{count(len(arms), 'mode')}, {steps} steps each"]
+    figure = sheet(15, 7.2 + 0.5 * len(arms), f"comparison {title}", ",  ".join(filter(None, below)))
+    (seconds, speed), (reward, memory) = figure.subplots(2, 2, gridspec_kw=PLACES)
+    for axes in (seconds, speed, reward, memory):
+        style(axes)
+    _seconds(seconds, arms)
+    _speed(speed, arms)
+    _over_time(reward, arms, "reward_mean", "Reward over time", "reward")
+    _over_time(memory, arms, "perf/gpu_memory_card_gb", "Memory in use on the trainer's GPU", "GB", from_zero=True)
+    return figure
+
+
+def _seconds(axes: Axes, arms: Sequence[Arm]) -> None:
+    """Stacked: what an average step consists of."""
+    label(axes, "Seconds per step", "")
+    ends = np.zeros(len(arms))
+    for phase in PHASES:
+        widths = np.array([arm.benchmark.step_s(phase) for arm in arms])
+        if widths.max() > SMALLEST_PART * max(arm.benchmark.step_s() for arm in arms):
+            name = "data wait" if phase == "generate" else phase  # as the table calls it
+            axes.barh(range(len(arms)), widths, left=ends, color=PHASE_COLORS[phase], label=name, height=0.62)
+        ends += widths
+    longest = float(ends.max()) or 1.0
+    for row, end in enumerate(ends):
+        place = (end + 0.012 * longest, row, f"{end:,.3g} s")
+        axes.text(*place, va="center", fontsize=9.5, color=TEXT, fontweight="bold")
+    _bars(axes, arms, longest, "seconds")
+
+
+def _speed(axes: Axes, arms: Sequence[Arm]) -> None:
+    label(axes, "Throughput", "")
+    height = 0.8 / len(RATES)
+    longest = 0.0
+    for place, (name, (text, color)) in enumerate(RATES.items()):
+        values = [arm.figures[name] or 0.0 for arm in arms]
+        bars = axes.barh(
+            [row + (place - 1) * height for row in range(len(arms))],
+            values,
+            color=color,
+            label=text,
+            height=0.9 * height,
+        )
+        axes.bar_label(bars, [f"{value:,.0f}" for value in values], padding=3, fontsize=8, color=TEXT)
+        longest = max(longest, *values)
+    _bars(axes, arms, longest, "tokens per second")
+
+
+def _bars(axes: Axes, arms: Sequence[Arm], longest: float, unit: str) -> None:
+    rows(axes, [arm.name for arm in arms], unit)
+    axes.set_xlim(0, END_ROOM * (longest or 1.0))
+    legend(axes, ncols=5)
+
+
+def _over_time(axes: Axes, arms: Sequence[Arm], key: str, title: str, unit: str, *, from_zero: bool = False) -> None:
+    """A metric over the minutes since the first step began."""
+    label(axes, title, unit, legend_rows=1 if len(arms) <= 4 else 2)
+    drawn = False
+    for arm, color in zip(arms, COLORS * len(arms), strict=False):
+        records = [record for record in arm.history.train.values() if "time/iteration_s" in record]
+        minutes = np.cumsum([record["time/iteration_s"] for record in records]) / 60
+        has = [key in record for record in records]
+        if any(has):
+            drawn = True
+            values = np.array([record[key] for record in records if key in record])
+            line(axes, Series(minutes[has], values), color, arm.name)
+    if not drawn:
+        return nothing(axes)
+    fit(axes, unit, from_zero=from_zero)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    axes.set_xlim(left=0)
+    axes.set_xlabel("minutes since the first step began", fontsize=9, color=TEXT)
+    return legend(axes)

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from offline_grpo.report.figures import SILENT
 from offline_grpo.report.history import History
+from offline_grpo.report.run_files import read_yaml
+from offline_grpo.report.samples import highest_reward
 
 LEAST_ITERATIONS = 10
 """In fewer, noise looks like a trend."""
@@ -58,14 +61,14 @@ def shared(found: Mapping[str, Sequence[Finding]]) -> list[tuple[Finding, list[s
         for each in findings:
             alike.setdefault((each.metric, each.advice, _NUMBER.sub("#", each.observation)), {})[run] = each.observation
     order = list(_CHECKS.values())
-    said = [
-        (Finding(_over(list(runs.values())), advice, metric), list(runs)) for (metric, advice, _), runs in alike.items()
+    merged = [
+        (Finding(_over(list(by.values())), advice, metric), list(by)) for (metric, advice, _), by in alike.items()
     ]
-    return sorted(said, key=lambda pair: order.index(pair[0].metric))
+    return sorted(merged, key=lambda pair: order.index(pair[0].metric))
 
 
 def _over(observations: Sequence[str]) -> str:
-    """Observations that differ in their numbers alone, as one: `12% of ...` and `30% of ...` are `12\u201330% of ...`."""
+    """Observations that differ in their numbers alone, as one, with ranges: `12\u201330% of ...`."""
     ranges = []
     for numbers in zip(*map(_NUMBER.findall, observations), strict=True):
         low, high = min(numbers, key=float), max(numbers, key=float)
@@ -86,91 +89,82 @@ def trend(history: History, key: str, name: str = "train") -> Trend:
 Pairs = Iterator[tuple[str, str]]
 
 
-def _failures(history: History) -> Pairs:
-    for key, what, advice in (
-        (
-            "scoring/num_failed",
-            "rewards are 0 because the code that scores failed",
-            "the first failure of each kind is in run.log",
-        ),
-        (
-            "num_updates_refused",
-            "updates were skipped, whose loss or gradient was not finite",
-            "a lower train.lr, train.precision=bf16",
-        ),
-    ):
-        if (total := history.series("train", key).values.sum()) > 0:
-            yield f"{total:.0f} {what}", advice
+def _total(history: History, *keys: str) -> float:
+    """What counters counted over all starts: each start begins at 0."""
+    values = (history.series("train", key).values for key in keys)
+    return sum(float(np.diff(each, prepend=0.0).clip(0).sum()) for each in values)
 
 
-def _servers(history: History) -> Pairs:
-    for keys, what, advice in (
-        (
-            ("sync/num_recoveries", "engines/num_restarts"),
-            "servers lost and brought back",
-            "the ends of server_*.log say why they died",
-        ),
-    ):
-        counts = (
-            history.series("train", key).values for key in keys
-        )  # since a process started, so each resumption begins at 0
-        if (total := sum(np.diff(values, prepend=0.0).clip(0).sum() for values in counts)) > 0:
-            yield f"{what}: {total:.0f}", advice
+def _failed_scores(history: History) -> Pairs:
+    if (total := history.series("train", "scoring/num_failed").values.sum()) > 0:
+        advice = "the first failure of each kind is in run.log"
+        yield f"{total:.0f} rewards are 0 because the code that scores failed", advice
 
 
-def _no_updates(history: History) -> Pairs:
+def _refused_updates(history: History) -> Pairs:
+    if (total := history.series("train", "num_updates_refused").values.sum()) > 0:
+        advice = "a lower train.lr, train.precision=bf16"
+        yield f"{total:.0f} updates were skipped, whose loss or gradient was not finite", advice
+
+
+def _dead_servers(history: History) -> Pairs:
+    if (total := _total(history, "sync/num_recoveries", "engines/num_restarts")) > 0:
+        yield f"servers died and were brought back: {total:.0f}", "the ends of server_*.log say why they died"
+
+
+def _no_update(history: History) -> Pairs:
     updates, trained = (history.series("train", key).values for key in ("num_updates", "num_groups_trained"))
     refused = history.series("train", "num_updates_refused").values.sum()
-    is_masked = history.series("train", "num_groups_masked").values.sum() > 0  # which is another finding
-    if len(updates) > 0 and updates.sum() == 0 and refused == 0 and not is_masked:
+    if len(updates) > 0 and updates.sum() == 0 and refused == 0:
         iterations = f"{len(updates)} iteration{'s' if len(updates) > 1 else ''}"
-        signal = ": the rewards of each group are all equal" if trained.sum() == 0 else ""
+        masked = history.series("train", "num_groups_masked").values.sum() > 0
+        equal = ": the rewards of each group are all equal" if trained.sum() == 0 and not masked else ""
+        cut = ": all completions with different rewards were cut off" if masked else ""
+        advice = "see in samples/ what the reward pays for; harder or easier problems"
         yield (
-            f"no update was made in {iterations}{signal}",
-            "see in samples/ what the reward pays for; harder or easier problems",
-        )
-
-
-def _masked(history: History) -> Pairs:
-    """Of a run with `train.mask_truncated`."""
-    masked, trained = (history.series("train", key).values for key in ("num_groups_masked", "num_groups_trained"))
-    if (total := masked.sum()) > 0.2 * (all_of := total + trained.sum()):
-        numbers = f"{total:.0f} of {all_of:.0f} groups with different rewards were not trained on"
-        yield (
-            f"{numbers}: all of their completions were cut off",
-            "a larger generation.max_new_tokens, or train.mask_truncated=false",
+            f"no update was made in {iterations}{cut or equal}",
+            "a larger generation.max_new_tokens" if cut else advice,
         )
 
 
 def _mismatch(history: History) -> Pairs:
     """Whether what is trained on was drawn from the weights that are trained."""
     apart, effective = trend(history, "alignment/diff_abs_mean"), trend(history, "mismatch/ess_frac")
+    if not (apart.last > 0.1 or effective.last < 0.9):
+        return
+    numbers = f"{apart.last:.2g} nats apart per token, effective sample size {effective.last:.0%}"
     age = trend(history, "async/age_mean")
-    if apart.last > 0.1 or effective.last < 0.9:
-        numbers = f"{apart.last:.2g} nats apart per token, effective sample size {effective.last:.0%}"
-        if age.last > 0:
-            yield (
-                f"rollouts are {age.last:.2g} versions old at last: {numbers}",
-                "a lower rollouts.max_staleness, a lower train.lr",
-            )
-            return
-        if len(history.series("train", "rollouts/epoch")):  # a replay
-            text = f"the recorded rollouts are of weights far from those that are trained: {numbers}"
-            yield text, "train.loss.ratio_reference=rollout, a lower train.lr, or newer recordings"
-            return
+    if age.last > 0:
         yield (
-            f"trainer and engine disagree: {numbers}",
-            "docs/troubleshooting.md, Trainer and engine disagree, before anything else",
+            f"rollouts are {age.last:.2g} versions old at last: {numbers}",
+            "a lower rollouts.max_staleness or train.lr",
         )
+    elif len(history.series("train", "rollouts/epoch")):  # a replay
+        text = f"the recorded rollouts are of weights far from those that are trained: {numbers}"
+        yield text, "train.loss.ratio_reference=rollout, a lower train.lr, or newer recordings"
+    else:
+        advice = "docs/troubleshooting.md, Trainer and engine disagree, before anything else"
+        yield f"trainer and engine disagree: {numbers}", advice
 
 
 def _worse(history: History) -> Pairs:
     held_out, high, low = (trend(history, f"pass@1{end}", "eval") for end in ("", "_high", "_low"))
     if high.last < low.first:
-        yield (
-            f"the model has got worse: held-out pass@1 {held_out}, and the intervals do not meet",
-            "a lower train.lr, train.warmup_steps",
-        )
+        numbers = f"held-out pass@1 {held_out}, and the intervals do not meet"
+        yield f"the model has got worse: {numbers}", "a lower train.lr, train.warmup_steps"
+
+
+def _never_right(history: History) -> Pairs:
+    """Of a task whose own reward decides what is right."""
+    config = history.run_dir / ".hydra" / "config.yaml"
+    least = (read_yaml(config).get("task") or {}).get("correct_threshold") if config.is_file() else None
+    solved = history.series("eval", "pass@1").values
+    if least is None or not len(solved) or solved.max() > 0 or history.series("train", "success_rate").values.any():
+        return
+    best = highest_reward(history)
+    seen = "" if best is None else f": highest reward seen {best:.3g}"
+    advice = "see in samples/ what the reward pays for; a lower task.correct_threshold, if that is right"
+    yield f"pass@1 is 0 because no reward reached task.correct_threshold={least:g}{seen}", advice
 
 
 def _no_signal(history: History) -> Pairs:
@@ -182,13 +176,9 @@ def _no_signal(history: History) -> Pairs:
         count = math.ceil(len(groups) / 5)
         share = trained[-count:].sum() / max(groups[-count:].sum(), 1)
         if share < 0.2 and success.last < 0.8:
-            numbers = (
-                f"{share:.0%} of the groups have different rewards, and {success.last:.0%} of the answers are right"
-            )
-            yield (
-                f"few groups have signal at last: {numbers}",
-                "a larger data.rollouts_per_problem, or problems of medium difficulty",
-            )
+            numbers = f"{share:.0%} of the groups have different rewards, {success.last:.0%} of the answers are right"
+            advice = "a larger data.rollouts_per_problem, or problems of medium difficulty"
+            yield f"few groups have signal at last: {numbers}", advice
 
 
 def _truncation(history: History) -> Pairs:
@@ -205,77 +195,43 @@ def _entropy(history: History) -> Pairs:
     if entropy.last < 0.1 * entropy.first and entropy.last < 0.1 and success.last < 0.9:
         advice = "train/loss=dapo, a lower train.lr, a higher train.kl_coef, train.entropy_coef=1e-3"
         yield f"entropy has collapsed: {entropy} nats, with {success.last:.0%} of the answers right", advice
-    if entropy.last > 2 * entropy.first and entropy.last > entropy.first + 0.5:
-        yield f"entropy grows: {entropy} nats", "a lower train.lr, train.entropy_coef=0"
 
 
-def _clipping(history: History) -> Pairs:
-    clipped = trend(history, "clip_frac")
-    if clipped.last > 0.3:
-        yield (
-            f"{clipped.last:.0%} of the tokens are clipped at last",
-            "fewer train.epochs or train.updates_per_iteration, a lower train.lr",
-        )
+def _over_fitting(history: History) -> Pairs:
+    """Training success far above that on held-out problems, further than before training; or only the former rises."""
+    success, held_out = trend(history, "success_rate"), trend(history, "pass@1", "eval")
+    if success.last > held_out.last + 0.2 and success.last - held_out.last > success.first - held_out.first + 0.1:
+        numbers = f"{success.last:.2f} of the answers in training are right, {held_out.last:.2f} on held-out problems"
+        yield f"over-fitting: {numbers}", "more problems, fewer iterations or train.epochs, checkpoint.keep_best=pass@1"
+        return
+    reward, spread = trend(history, "reward_mean"), trend(history, "reward_std")
+    if reward.last > reward.first + 0.5 * spread.first and held_out.last <= held_out.first < 0.99:
+        numbers = f"reward {reward}, pass@1 {held_out}"
+        advice = "read samples/ with a high reward; use more problems"
+        yield f"the reward rises, and held-out pass@1 does not: {numbers}", advice
 
 
 def _length(history: History) -> Pairs:
     length, success = trend(history, "completion_tokens_mean"), trend(history, "success_rate")
-    relation = trend(history, "reward_length_correlation")
     if length.last > 1.5 * length.first and success.last < success.first + 0.05:
         numbers = f"{length} tokens, right answers from {success.first:.0%} to {success.last:.0%}"
-        yield (
-            f"completions get longer, and not better: {numbers}",
-            "train/loss=dapo or dr_grpo, a lower generation.max_new_tokens",
-        )
-    if relation.last > 0.5:
-        numbers = f"correlation {relation.last:.2f} within groups"
-        yield (
-            f"the longer of two answers gets the higher reward: {numbers}",
-            "see in samples/ whether length is what the reward pays for",
-        )
-
-
-def _not_general(history: History) -> Pairs:
-    reward, held_out = trend(history, "reward_mean"), trend(history, "pass@1", "eval")
-    spread = trend(history, "reward_std")
-    if reward.last > reward.first + 0.5 * spread.first and held_out.last <= held_out.first < 0.99:
-        numbers = f"reward {reward}, pass@1 {held_out}"
-        yield (
-            f"the reward rises, and held-out pass@1 does not: {numbers}",
-            "read samples/ with a high reward; use more problems",
-        )
-
-
-def _waiting(history: History) -> Pairs:
-    """Of a source that samples in the background."""
-    waits, trains = trend(history, "time/rollouts_wait_s"), trend(history, "time/train_s")
-    if waits.last > trains.last:
-        numbers = f"{waits.last:.2g} s an iteration, and trains for {trains.last:.2g} s"
-        yield f"the trainer waits for samples: {numbers}", "more or faster engines, or generation.max_new_tokens"
-
-
-def _scoring(history: History) -> Pairs:
-    """Of a source that samples while the trainer waits."""
-    waits, samples = trend(history, "time/scoring_wait_s"), trend(history, "time/generate_s")
-    if waits.last > max(1.0, 0.3 * samples.last):
-        numbers = f"{waits.last:.2g} s of the {samples.last:.2g} s that sampling takes"
-        yield f"rewards take longer than the completions: {numbers}", "more scoring.workers, or a faster reward"
+        advice = "train/loss=dapo or dr_grpo, a lower generation.max_new_tokens"
+        yield f"completions get longer, and not better: {numbers}", advice
 
 
 _CHECKS: dict[Callable[[History], Pairs], str] = {
-    _failures: "scoring/num_failed",
-    _servers: "sync/num_recoveries",
-    _no_updates: "num_updates",
-    _masked: "num_groups_masked",
-    _mismatch: "alignment/diff_abs_mean",
-    _worse: "pass@1",
-    _no_signal: "num_groups_trained",
-    _truncation: "truncated_frac",
-    _entropy: "entropy",
-    _clipping: "clip_frac",
-    _length: "completion_tokens_mean",
-    _not_general: "reward_mean",
-    _waiting: "time/rollouts_wait_s",
-    _scoring: "time/scoring_wait_s",
+    _failed_scores: "train/scoring/num_failed",
+    _refused_updates: "train/num_updates_refused",
+    _dead_servers: "train/sync/num_recoveries",
+    _no_update: "train/num_updates",
+    _mismatch: "train/alignment/diff_abs_mean",
+    _worse: "eval/pass@1",
+    _never_right: "eval/pass@1",
+    _no_signal: SILENT,
+    _truncation: "train/truncated_frac",
+    _entropy: "train/entropy",
+    _over_fitting: "train/success_rate",
+    _length: "train/completion_tokens_mean",
 }
-_OF_ANY_LENGTH = (_failures, _servers, _no_updates, _masked)
+"""Check -> the metric whose curve shows what it finds."""
+_OF_ANY_LENGTH = (_failed_scores, _refused_updates, _dead_servers, _no_update, _never_right)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,12 +32,6 @@ class Series:
     def __len__(self) -> int:
         return len(self.values)
 
-    def best(self) -> int | None:
-        """The index of the first highest value that is finite; None without one."""
-        ranked = np.where(np.isfinite(self.values), self.values, -np.inf)
-        index = int(ranked.argmax()) if len(ranked) else 0
-        return index if len(ranked) and np.isfinite(ranked[index]) else None
-
 
 @dataclass(frozen=True, slots=True)
 class History:
@@ -61,28 +53,30 @@ class History:
         table = np.array(points, dtype=np.float64).reshape(-1, 2)  # [R, 2]
         return Series(table[:, 0], table[:, 1])
 
+    def last(self, name: str, key: str) -> float | None:
+        """The last value of a metric; None where it was not recorded."""
+        values = self.series(name, key).values
+        return float(values[-1]) if len(values) else None
+
+    def keys(self, name: str) -> set[str]:
+        """All metrics of a phase."""
+        records = self.evals if name == "eval" else self.train
+        return {key for metrics in records.values() for key in metrics}
+
     def eval_ks(self) -> list[int]:
         """The values of k for which pass@k was measured, ascending."""
-        keys = {key for metrics in self.evals.values() for key in metrics}
-        return sorted(int(key[5:]) for key in keys if key.startswith("pass@") and key[5:].isdigit())
+        return sorted(int(key[5:]) for key in self.keys("eval") if key.startswith("pass@") and key[5:].isdigit())
 
-    def held_out_tasks(self) -> list[str]:
+    def tasks(self) -> list[str]:
         """The tasks of a mixture, of each of which pass@1 was measured."""
-        keys = {key for metrics in self.evals.values() for key in metrics}
-        return sorted(
-            key[len("task/") : -len("/pass@1")] for key in keys if key.startswith("task/") and key.endswith("/pass@1")
-        )
+        found = (re.fullmatch(r"task/(.+)/pass@1", key) for key in self.keys("eval"))
+        return sorted(match[1] for match in found if match)
 
-    def phase_seconds(self) -> tuple[FloatArray, dict[str, FloatArray]]:
-        """Completed iterations [R], and the seconds per iteration [R] of each phase that ever ran; 0 where it did not
-        run.
-        """
-        steps = np.array(list(self.train), dtype=np.float64)
-        seconds = {
-            phase: np.array([metrics.get(f"time/{phase}_s", 0.0) for metrics in self.train.values()], dtype=np.float64)
-            for phase in PHASES
-        }
-        return steps, {phase: values for phase, values in seconds.items() if values.any()}
+    def parts(self, keys: Iterable[str]) -> dict[str, FloatArray]:
+        """Training metrics in every iteration, [R] each: 0 where one was not recorded. Those that are always 0 are left
+        out."""
+        found = {key: np.array([metrics.get(key, 0.0) for metrics in self.train.values()]) for key in keys}
+        return {key: values for key, values in found.items() if values.any()}
 
     def start_seconds(self) -> dict[str, float]:
         """Seconds before the first iteration, summed over all starts of the run: name of the part -> seconds, "" for
@@ -96,33 +90,34 @@ class History:
                     found[name] = found.get(name, 0.0) + metrics[key]
         return found
 
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds of the starts, named "start", and of each phase that ever ran, over the whole run."""
+        phases = {phase: self.parts([f"time/{phase}_s"]).values() for phase in PHASES}
+        found = {"start": self.start_seconds().get("", 0.0)}
+        found |= {phase: float(values.sum()) for phase, arrays in phases.items() for values in arrays}
+        return {phase: seconds for phase, seconds in found.items() if seconds > 0}
 
-def load_history(run_dir: Path, damaged: list[str] | None = None) -> History:
+    @property
+    def total_s(self) -> float:
+        """The run's time, everywhere: its starts and all phases of its iterations."""
+        return sum(self.phase_seconds().values())
+
+
+def load_history(run_dir: Path) -> History:
     """Read `run_dir/metrics/*.json`. Missing iterations are skipped; a run without metrics gives an empty history.
 
-    Args:
-        damaged: takes what is wrong with files that cannot be read, which are skipped too.
-
     Raises:
-        GrpoError: a file is not a JSON object of numbers, and `damaged` is None.
+        GrpoError: a file is not JSON.
     """
     records: dict[str, dict[int, Metrics]] = {"train": {}, "eval": {}}
     for path in (run_dir / "metrics").glob("*.json"):
-        match = FILE_NAME.fullmatch(path.name)
-        if match is not None:
+        if match := FILE_NAME.fullmatch(path.name):
             iteration = -1 if match["iteration"] is None else int(match["iteration"])
             try:
-                records[match["name"]][iteration] = _read(path)
-            except GrpoError as error:
-                if damaged is None:
-                    raise
-                damaged.append(str(error))
-    return History(run_dir, train=_measured(records["train"]), evals=_measured(records["eval"]))
-
-
-def by_number(name: str) -> tuple[int, str]:
-    """The sort key of names that end in a number: `iter_999` comes before `iter_1000`."""
-    return len(name), name
+                records[match["name"]][iteration] = json.loads(path.read_bytes())
+            except ValueError as error:
+                raise GrpoError(f"{path}: is not JSON ({error}); delete it, or restore the run folder") from error
+    return History(run_dir, train=dict(sorted(records["train"].items())), evals=dict(sorted(records["eval"].items())))
 
 
 def count(number: int, noun: str) -> str:
@@ -130,32 +125,13 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _measured(records: Mapping[int, Metrics]) -> dict[int, Metrics]:
-    """In order, without metrics that are finite nowhere, of which there is nothing to draw."""
-    known = {key for metrics in records.values() for key, value in metrics.items() if math.isfinite(value)}
-    return {i: {key: value for key, value in metrics.items() if key in known} for i, metrics in sorted(records.items())}
+def by_number(name: str) -> tuple[int, str]:
+    """The sort key of names that end in a number: `iter_999` comes before `iter_1000`."""
+    return len(name), name
 
 
-def _read(path: Path) -> Metrics:
-    """NaN and infinity pass: the JSON of others has them where a run has diverged."""
-    try:
-        metrics = json.loads(path.read_bytes())
-    except OSError as error:
-        raise GrpoError(
-            f"{path}: cannot be read ({error.strerror}); fix its permissions, delete it, or restore the run folder"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise GrpoError(f"{path}: is not JSON ({error}); delete it, or restore the run folder") from error
-    if not isinstance(metrics, dict):
-        raise GrpoError(
-            f"{path}: holds a {type(metrics).__name__}, not an object of metrics; delete it, or restore the run folder"
-        )
-    for key, value in metrics.items():
-        if not isinstance(value, (int, float)):
-            shown = "null" if value is None else f"{value!r:.40}"
-            raise GrpoError(f"{path}: {key}={shown} is no number; delete the file, or restore the run folder")
-        if isinstance(value, int) and abs(value) > sys.float_info.max:
-            raise GrpoError(
-                f"{path}: {key}={value!r:.40} is too large a number; delete the file, or restore the run folder"
-            )
-    return metrics
+def duration(seconds: float) -> str:
+    """`5.2 s`, `3.4 min` or `2.1 h`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

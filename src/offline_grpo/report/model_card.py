@@ -36,8 +36,8 @@ def model_card(
     config, num_iterations = _public(redacted(state["config"])), state["iteration"] + 1
     model = f"`{_public(base)}`" if base is not None else "a small model, built and warm-started by the run itself"
     parts.append(
-        f"{'A LoRA adapter for' if is_adapter else 'Trained from'} {model} with Group Relative Policy Optimization (GRPO) by offline-grpo: "
-        f"{num_iterations} iterations, {state['counters']['num_updates']} updates."
+        f"{'A LoRA adapter for' if is_adapter else 'Trained from'} {model} with Group Relative Policy Optimization "
+        f"(GRPO) by offline-grpo: {num_iterations} iterations, {state['counters']['num_updates']} updates."
     )
     parts += ["## Data", _data(config)]
     if history is not None and history.evals:

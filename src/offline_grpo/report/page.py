@@ -10,56 +10,44 @@ import base64
 import gzip
 import html
 import json
-import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from offline_grpo.disk import utf8, write_whole
-from offline_grpo.report.configurations import Configuration, configurations, short_overrides
-from offline_grpo.report.findings import LEAST_ITERATIONS, find, shared
-from offline_grpo.report.history import History, count
-from offline_grpo.report.page_data import WRONG_FILE, PageRun, all_curves, all_parts, finite, load_runs, paired
-from offline_grpo.report.page_samples import samples_of, solved, solved_by_configuration, solved_over_time
-from offline_grpo.report.run_files import about
-from offline_grpo.report.summary import duration, with_interval
-from offline_grpo.report.sweep import ALIKE, CONFIGURATION_COLUMNS, RUN_COLUMNS, configuration_rows, result_cells
+import numpy as np
 
-SHARE, NATS, DIFFERENCE, RATE = "share of completions", "nats per token", "nats, mean size", "tokens per second"
-CHARTS = {
-    "learning": {
-        "train/reward_mean": ("Training reward", "reward"),
-        "train/success_rate": ("Right answers in training", SHARE),
-        "train/num_groups_trained": ("Groups with signal", "groups"),
-        "train/completion_tokens_mean": ("Completion length", "tokens"),
-        "train/truncated_frac": ("Cut off at the token limit", SHARE),
-        "train/entropy": ("Entropy of the policy", NATS),
-        "train/kl_divergence": ("KL divergence from the reference", NATS),
-        "train/clip_frac": ("Clipped tokens", "share of tokens"),
-        "train/scoring/num_failed": ("Scores that failed", "completions"),
-        "train/grad_norm": ("Gradient norm before clipping", "L2 norm"),
-    },
-    "speed": {
-        "train/perf/generate_tokens_per_s": ("Sampling", RATE),
-        "train/perf/train_tokens_per_s": ("Training", RATE),
-        "train/time/rollouts_wait_s": ("Waiting for samples", "seconds"),
-        "train/time/scoring_wait_s": ("Waiting for scores", "seconds"),
-    },
-    "engine": {
-        "train/alignment/diff_abs_mean": ("Logprobs, trainer minus engine", DIFFERENCE),
-        "train/mismatch/ess_frac": ("Effective sample size", "share of tokens"),
-        "train/time/sync_s": ("Time of a weight sync", "seconds"),
-        "train/sync/num_bytes": ("Copied by a weight sync", "bytes"),
-        "train/sync/probe_diff_abs_mean": ("Probe after a sync, trainer minus engine", DIFFERENCE),
-    },
-}
-"""Section -> metric -> title and unit."""
-MAX_COLUMNS = 24  # of settings
-MAX_TASKS = 12  # of a mixture, with a curve and a line of results each
+from offline_grpo.disk import utf8, write_whole
+from offline_grpo.eval.paired import PairedResult, compare
+from offline_grpo.eval.table import p_text
+from offline_grpo.report.figures import SILENT, Figure, bounds_of, figures, series_of, smooth
+from offline_grpo.report.findings import LEAST_ITERATIONS, find, shared
+from offline_grpo.report.history import FloatArray, count, duration
+from offline_grpo.report.run_files import about, choices_of
+from offline_grpo.report.runs import (
+    MIN_SEEDS,
+    Configuration,
+    Run,
+    configurations,
+    have_own_seeds,
+    load_runs,
+    mean_curve,
+    mean_interval,
+    names_of,
+)
+from offline_grpo.report.samples import Solved, samples_of, solved, solved_by_configuration, solved_over_time
+from offline_grpo.report.summary import results_table
+from offline_grpo.report.sweep import configurations_table, runs_table
+from offline_grpo.report.tables import Table
+
+MAX_COLUMNS, MAX_VALUE = 24, 200  # of settings; letters of one
 MAX_NAMED = 12  # runs that a finding lists
+MAX_POINTS, MAX_POINTS_IN_ALL = 300, 6000  # of a curve, and of the curves of a metric over all runs
+BOOTSTRAP_SAMPLES = 1000
 
 
 def save_page(paths: Sequence[Path], out: Path) -> Path:
@@ -68,14 +56,12 @@ def save_page(paths: Sequence[Path], out: Path) -> Path:
     Raises:
         ConfigError: a path has no run.
     """
-    damaged: list[str] = []
-    runs = load_runs(paths, damaged)
     title = "/".join(paths[0].resolve().parts[-2:]) if len(paths) == 1 else f"{len(paths)} folders"
-    write_whole(out, page(content(runs, title, damaged)))
+    write_whole(out, page(content(load_runs(paths), title)))
     return out
 
 
-def page(data: dict[str, Any]) -> str:
+def page(data: Mapping[str, Any]) -> str:
     """The page as HTML."""
     assets = files("offline_grpo.report") / "assets"
     return Template((assets / "page.html").read_text()).substitute(
@@ -83,7 +69,7 @@ def page(data: dict[str, Any]) -> str:
         css=(assets / "page.css").read_text(),
         js="".join((assets / name).read_text() for name in ("charts.js", "names.js", "page.js")),
         plotly=_plotly(),
-        data=json.dumps(_without_nan(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     )
 
 
@@ -94,138 +80,274 @@ def _plotly() -> str:
     return base64.b64encode(gzip.compress(code, 6, mtime=0)).decode()
 
 
-def _without_nan(value: Any) -> Any:
-    """JSON has no NaN and no infinity; null takes their place."""
-    if isinstance(value, dict):
-        return {str(key): _without_nan(child) for key, child in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(child) for child in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def content(runs: Mapping[str, PageRun], title: str, damaged: list[str]) -> dict[str, Any]:
+def content(runs: Sequence[Run], title: str) -> dict[str, Any]:
     """All that the page says."""
-    found = configurations([run.result for run in runs.values()])
-    names = [", ".join(f"{key}={value}" for key, value in short.items()) or ALIKE for short in short_overrides(found)]
-    groups = list(zip(names, found, strict=True))
-    ks = sorted({k for run in runs.values() for k in run.history.eval_ks()})
-    held_out = {f"eval/pass@{k}": (f"Held-out pass@{k}", "share of problems") for k in sorted({*ks[:1], *ks[-1:]})}
-    tasks = sorted({task for run in runs.values() for task in run.history.held_out_tasks()})[:MAX_TASKS]
-    held_out |= {f"eval/task/{task}/pass@1": (f"Held-out pass@1 of {task}", "share of problems") for task in tasks}
-    known = {name: solved(run.history, damaged) for name, run in runs.items()} if len(groups) > 1 else {}
-    results, verdict = _of_many(groups) if len(runs) > 1 else _of_one(next(iter(runs.values())).history)
+    groups = configurations(runs)
+    names, is_one = names_of(groups), len(runs) == 1
+    known = {run.name: solved(run.history) for run in runs} if len(groups) > 1 else {}
+    shown = _figures(runs, exploded=not is_one)
+    table = results_table(runs[0].history) if is_one else configurations_table(groups)
     return {
         "title": title,
         "about": _about(runs),
-        "verdict": verdict,
+        "verdict": _verdict(table) if is_one else _verdict_of_many(names, groups, table),
         "num_runs": len(runs),
-        "groups": [{"name": name, "num_runs": len(group.runs)} for name, group in groups],
-        "results": results,
+        "groups": names,
+        "results": _as_data(table),
         "findings": _findings(runs),
         "not_judged": _not_judged(runs),
-        "curves": all_curves(found, runs),
-        "parts": all_parts(found, runs),
-        "charts": CHARTS | {"learning": held_out | CHARTS["learning"]},
-        "paired": paired(groups, runs, known),
-        "problems": solved_by_configuration(groups, known)
-        if len(runs) > 1
-        else solved_over_time(next(iter(runs.values())).history.run_dir, damaged),
-        "settings": _settings(runs) if len(runs) > 1 else None,
-        "samples": samples_of({name: run.history.run_dir for name, run in runs.items()}, damaged),
-        "damaged": damaged,  # by all of the above
+        "figures": [_figure(each, groups, is_one=is_one) for each in shown],
+        "curves": _curves(groups, runs),
+        "paired": _paired(names, groups, runs, known),
+        "problems": solved_over_time(runs[0]) if is_one else solved_by_configuration(names, groups, known),
+        "settings": None if is_one else _settings(runs),
+        "samples": samples_of(runs),
     }
 
 
-def _findings(runs: Mapping[str, PageRun]) -> list[dict[str, str]]:
+def _as_data(table: Table) -> dict[str, Any]:
+    return {"columns": table.columns, "rows": table.rows}
+
+
+def _figures(runs: Sequence[Run], *, exploded: bool) -> list[Figure]:
+    """Those of the picture and more. Of several runs each curve has its own, so that colours tell runs apart."""
+    found = [part for each in figures([run.history for run in runs]) for part in (each, each.right) if part is not None]
+    if not exploded:
+        return found
+    return [
+        part
+        for each in found
+        for part in (
+            [each]
+            if each.stacked or len(each.curves) == 1
+            else [
+                replace(each, title=f"{each.title}: {name}", curves={metric: name})
+                for metric, name in each.curves.items()
+            ]
+        )
+    ]
+
+
+def _figure(figure: Figure, groups: Sequence[Configuration], *, is_one: bool) -> dict[str, Any]:
+    """A figure's words, and the numbers of one that is stacked."""
+    keys = ("section", "title", "unit", "curves", "from_zero", "stacked")
+    parts = (_parts if is_one else _mean_parts)(figure, groups) if figure.stacked else None
+    return {key: getattr(figure, key) for key in keys} | {"parts": parts}
+
+
+def _parts(figure: Figure, groups: Sequence[Configuration]) -> dict[str, Any] | None:
+    """Of one run over its iterations `x`, in means over stretches of them."""
+    history = groups[0].runs[0].history
+    found = history.parts(metric.removeprefix("train/") for metric in figure.curves)
+    if not found:
+        return None
+    stretches = np.array_split(np.arange(len(history.train)), min(MAX_POINTS, len(history.train)))
+    steps = np.array(list(history.train), dtype=np.float64) + 1
+    means = {figure.curves[f"train/{key}"]: _means(values, stretches) for key, values in found.items()}
+    return {"x": _means(steps, stretches), "y": means}
+
+
+def _means(values: FloatArray, stretches: Sequence[Any]) -> list[float]:
+    return [_short(values[stretch].mean()) for stretch in stretches]
+
+
+def _mean_parts(figure: Figure, groups: Sequence[Configuration]) -> dict[str, Any] | None:
+    """Of several runs the mean of each configuration."""
+    y = {}
+    for metric, name in figure.curves.items():
+        key = metric.removeprefix("train/")
+        means = [
+            [values.mean() for run in each.best_known for values in run.history.parts([key]).values()]
+            for each in groups
+        ]
+        if any(means):
+            y[name] = [_short(sum(each) / len(each)) if each else 0.0 for each in means]
+    return {"x": None, "y": y} if y else None
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _curves(groups: Sequence[Configuration], runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
+    """Every metric of every run: metric -> for each configuration its runs, their mean and its interval."""
+    points = max(40, min(MAX_POINTS, MAX_POINTS_IN_ALL // len(runs)))
+    keys = {f"{name}/{key}" for run in runs for name in ("train", "eval") for key in run.history.keys(name)}
+    keys -= {f"{key}_{end}" for key in keys for end in ("low", "high")}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for metric in [*sorted(keys), SILENT]:
+        for number, group in enumerate(groups):
+            series = {run.name: each for run in group.runs if len(each := series_of(run.history, metric))}
+            if not series:
+                continue
+            counted = [run for run in group.best_known if run.name in series]
+            singles = [{"run": run} | _thinned(each.steps, each.values, points=points) for run, each in series.items()]
+            curve = _mean_of(counted, metric, points)
+            found.setdefault(metric, []).append({"group": number, "runs": singles} | curve)
+    return found
+
+
+def _mean_of(counted: Sequence[Run], metric: str, points: int) -> dict[str, list[float]]:
+    """Mean and interval over runs, of running means where there are many iterations; of one run, what it recorded."""
+    smoothed = [series_of(run.history, metric) for run in counted]
+    steps, values = mean_curve([replace(each, values=smooth(each.values)) for each in smoothed])
+    if not len(steps):
+        return {}
+    bounds = None
+    if len(counted) == 1:
+        bounds = bounds_of(counted[0].history, metric)
+        bounds = None if bounds is None else (smooth(bounds[0]), smooth(bounds[1]))
+    elif len(counted) >= MIN_SEEDS and have_own_seeds(counted):
+        bounds = mean_interval(values)
+    return _thinned(steps, values.mean(0), *(bounds or ()), points=points)
+
+
+def _thinned(steps: FloatArray, values: FloatArray, *ends: FloatArray, points: int) -> dict[str, list[float]]:
+    """Steps, values and both ends of their interval, to five digits. Of many, the lowest and the highest of each
+    stretch: spikes stay."""
+    chosen = np.arange(len(values))
+    if len(values) > points:
+        stretches = np.array_split(chosen, points // 2)
+        chosen = np.unique([stretch[pick(values[stretch])] for stretch in stretches for pick in (np.argmin, np.argmax)])
+    columns = zip(("x", "y", "low", "high"), (steps, values, *ends), strict=False)
+    return {name: [_short(value) for value in array[chosen]] for name, array in columns}
+
+
+def _findings(runs: Sequence[Run]) -> list[dict[str, str]]:
     """Each once, with the runs that it holds for where there are several."""
     found = []
-    for each, names in shared({name: find(run.history) for name, run in runs.items()}):
+    for each, names in shared({run.name: find(run.history) for run in runs}):
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         where = f"{len(names)} of {len(runs)} runs ({', '.join(names[:MAX_NAMED])}{more})"
         if len(names) == 1:
             where = f"run {names[0]}" if len(runs) > 1 else ""
         elif len(names) == len(runs):
             where = f"all {len(runs)} runs"
-        metric = f"{'eval' if '@' in each.metric else 'train'}/{each.metric}"
-        found.append({"where": where, "text": each.observation, "advice": each.advice, "metric": metric})
+        found.append({"where": where, "text": each.observation, "advice": each.advice, "metric": each.metric})
     return found
 
 
-def _not_judged(runs: Mapping[str, PageRun]) -> str:
+def _not_judged(runs: Sequence[Run]) -> str:
     """A sentence about runs that are too short for findings; empty where there is none."""
-    short = sum(len(run.history.train) < LEAST_ITERATIONS for run in runs.values())
+    short = sum(len(run.history.train) < LEAST_ITERATIONS for run in runs)
     if not short:
         return ""
     which = "The run has" if len(runs) == 1 else f"{short} of {len(runs)} runs {'has' if short == 1 else 'have'}"
-    return f"{which} fewer than {LEAST_ITERATIONS} iterations, in which noise looks like a trend, so nothing is pointed out."
+    return (
+        f"{which} fewer than {LEAST_ITERATIONS} iterations, in which noise looks like a trend; little is pointed out."
+    )
 
 
-def _about(runs: Mapping[str, PageRun]) -> str:
-    took = duration(60 * sum(run.result.minutes or 0.0 for run in runs.values()))
+def _about(runs: Sequence[Run]) -> str:
+    took = duration(sum(run.history.total_s for run in runs))
     if len(runs) > 1:
         return f"{count(len(runs), 'run')}, {took} in all"
-    [run] = runs.values()
-    try:
-        what = about(run.history.run_dir)
-    except WRONG_FILE:  # said already
-        what = ""
-    return ", ".join(filter(None, [what, run.history.size, took, "" if run.result.is_done else run.result.status]))
+    [run] = runs
+    facts = [about(run.history.run_dir), run.history.size, took, "" if run.is_done else run.status]
+    return ", ".join(filter(None, facts))
 
 
-def _of_many(groups: Sequence[tuple[str, Configuration]]) -> tuple[dict[str, Any], str]:
-    """Table and verdict of several runs."""
-    cells = configuration_rows([group for _, group in groups])
-    rows = [[name, *row[1:]] for (name, _), row in zip(groups, cells, strict=True)]
-    scores = [
-        (group.pass_at_1, row) for (_, group), row in zip(groups, rows, strict=True) if group.pass_at_1 is not None
-    ]
-    measured = [row for _, row in sorted(scores, key=lambda each: -each[0])]
-    if not measured:
-        verdict = "No run has evaluated held-out problems."
-    else:
-        ends = [
-            f"the highest is {measured[0][2]}, of {measured[0][0]}",
-            f"the lowest {measured[-1][2]}, of {measured[-1][0]}",
-        ]
-        verdict = f"pass@1 on held-out problems at the end: {', '.join(ends[: len(measured)])}."
-    return {"columns": CONFIGURATION_COLUMNS, "rows": rows}, verdict
+def _verdict(table: Table) -> str:
+    """Of one run: its first result."""
+    if not table.rows:
+        return "There are no results yet."
+    label, first, last, _ = table.rows[0]
+    if not first or not last:
+        return f"{label}: {first or last}, measured once."
+    if first.split()[0] == last.split()[0]:
+        return f"{label} stayed at {last}."
+    (low, high), (end_low, end_high) = (_ends(cell) for cell in (first, last))
+    way = "rose" if end_low > high else "fell" if end_high < low else "went"
+    chance = " The intervals overlap, so this may be chance." if way == "went" and "[" in last else ""
+    return f"{label} {way} from {first} to {last}.{chance}"
 
 
-def _of_one(history: History) -> tuple[dict[str, Any], str]:
-    """Table and verdict of a run."""
-    keys = [("eval", f"pass@{k}", f"pass@{k} on held-out problems") for k in history.eval_ks()]
-    keys += [("eval", f"task/{task}/pass@1", f"pass@1 of {task}") for task in history.held_out_tasks()[:MAX_TASKS]]
-    keys += [("train", "reward_mean", "Training reward"), ("train", "success_rate", "Right answers in training")]
-    rows, verdict = [], "There are no results yet."
-    for phase, key, label in reversed(keys):
-        values, low, high = (finite(history.series(phase, f"{key}{end}")) for end in ("", "_low", "_high"))
-        if len(values):
-            best, (first, last) = (
-                int(values.values.argmax()),
-                (with_interval(values, low, high, index) for index in (0, -1)),
-            )
-            rows.insert(
-                0, [label, first, last, f"{values.values[best]:.3f}", f"{values.steps[best] + (phase == 'train'):.0f}"]
-            )
-            at_start, at_end = f"{values.values[0]:.3f}", f"{values.values[-1]:.3f}"
-            verdict = f"{label} went from {first} to {last}."
-            if len(values) == 1:
-                verdict = f"{label}: {last}, measured once."
-            elif at_start == at_end:
-                verdict = f"{label} stayed at {last}."
-            elif phase == "eval" and len(low) == len(high) == len(values):
-                rose, fell = low.values[-1] > high.values[0], high.values[-1] < low.values[0]
-                verdict = verdict.replace("went", "rose" if rose else "fell" if fell else "went")
-                verdict += "" if rose or fell else " The intervals overlap, so this may be chance."
-    return {"columns": ["", "first [95%]", "last [95%]", "highest", "in iteration"], "rows": rows}, verdict
+def _ends(cell: str) -> tuple[float, float]:
+    """`0.5 [0.4, 0.6]` -> 0.4, 0.6; infinite ones where no interval is known."""
+    _, bracket, ends = cell.partition("[")
+    low, high = (ends.rstrip("]") if bracket else "-inf, inf").split(", ")
+    return float(low), float(high)
 
 
-def _settings(runs: Mapping[str, PageRun]) -> dict[str, Any]:
-    """A row for each run, and a column for each setting that differs."""
-    keys = dict.fromkeys(key for run in runs.values() for key in run.settings)
-    differ = [key for key in keys if len({run.settings.get(key) for run in runs.values()}) > 1]
-    shown = differ[:MAX_COLUMNS]
-    rows = [
-        [name, *(run.settings.get(key, "") for key in shown), *result_cells(run.result)] for name, run in runs.items()
-    ]
-    return {"columns": ["run", *shown, *RUN_COLUMNS], "rows": rows, "left_out": differ[MAX_COLUMNS:]}
+def _verdict_of_many(names: Sequence[str], groups: Sequence[Configuration], table: Table) -> str:
+    rows = zip(names, groups, table.rows, strict=True)
+    ranked = sorted(
+        ((each.pass_at_1, row[2], name) for name, each, row in rows if each.pass_at_1 is not None), reverse=True
+    )
+    if not ranked:
+        return "No run has evaluated held-out problems."
+    (_, high, best), (_, low, worst) = ranked[0], ranked[-1]
+    lowest = f", the lowest {low}, of {worst}" if len(ranked) > 1 else ""
+    return f"pass@1 on held-out problems at the end: the highest is {high}, of {best}{lowest}."
+
+
+def _settings(runs: Sequence[Run]) -> dict[str, Any]:
+    """A row for each run, and a column for each setting, or option of a group, that differs."""
+    chosen = [_all_settings(run) for run in runs]
+    keys = dict.fromkeys(key for each in chosen for key in each)
+    differ = [key for key in keys if key != "resume" and len({each.get(key) for each in chosen}) > 1]
+    shown = [replace(run, overrides={}, settings=each) for run, each in zip(runs, chosen, strict=True)]
+    return _as_data(runs_table(shown, differ[:MAX_COLUMNS])) | {"left_out": differ[MAX_COLUMNS:]}
+
+
+def _all_settings(run: Run) -> dict[str, str]:
+    stored = run.history.run_dir / ".hydra" / "hydra.yaml"
+    choices = choices_of(run.history.run_dir) if stored.is_file() else {}
+    return {key: value[:MAX_VALUE] for key, value in (choices | dict(run.settings)).items()}
+
+
+def _paired(
+    names: Sequence[str], groups: Sequence[Configuration], runs: Sequence[Run], known: Mapping[str, Solved]
+) -> dict[str, Any] | None:
+    """Final pass@1 of each configuration less that of the first run's, by `eval.paired.compare` over problems and
+    Student's t over seeds. Runs without one are passed over.
+
+    Args:
+        known: run -> what it solved at the end.
+    """
+    first = next((run for run in runs if run.final_pass_at_1 is not None), None)
+    base = next((group for group in groups if first in group.runs), None)
+    if base is None:
+        return None
+    rows, points = [], []
+    for number, (name, group) in enumerate(zip(names, groups, strict=True)):
+        one, other = ({run.settings.get("seed"): run for run in each.counted} for each in (base, group))
+        pairs = [(run, other[seed]) for seed, run in one.items() if seed in other]
+        if group is base or not pairs:
+            continue
+        differences = np.array([[(b.final_pass_at_1 or 0) - (a.final_pass_at_1 or 0)] for a, b in pairs])  # [S, 1]
+        difference = float(differences.mean())
+        found = _over_problems([known[a.name] for a, _ in pairs], [known[b.name] for _, b in pairs])
+        seeds, over_seeds = None, "one seed"
+        if len(pairs) > 1:
+            low, high = mean_interval(differences)
+            seeds = [float(low[0]), float(high[0])]
+            over_seeds = f"[{low[0]:+.3f}, {high[0]:+.3f}], {len(pairs)} seeds"
+        problems = None
+        cells = [str(found), "", "", ""]
+        if isinstance(found, PairedResult):
+            problems = [found.low, found.high]
+            p_value = p_text(found).removeprefix("p ").removeprefix("= ")
+            cells = [f"[{found.low:+.3f}, {found.high:+.3f}]", p_value, str(found.num_better), str(found.num_worse)]
+        rows.append([name, f"{difference:+.3f}", *cells, over_seeds])
+        points.append({"group": number, "difference": difference, "over_problems": problems, "over_seeds": seeds})
+    columns = ("configuration", "difference", "95% over problems", "p", "better on", "worse on", "95% over seeds")
+    baseline = names[groups.index(base)]
+    return {"baseline": baseline, "columns": columns, "rows": rows, "points": points} if rows else None
+
+
+def _over_problems(first: Sequence[Solved], second: Sequence[Solved]) -> PairedResult | str:
+    """The two compared over all of these runs, or why they cannot be."""
+    one, other = (
+        {problem: sum((run.get(problem, Counter()) for run in runs), Counter()) for problem in runs[0]}
+        for runs in (first, second)
+    )
+    totals = {count.total() for count in (*one.values(), *other.values())}
+    if not one or not other:
+        return "not on record"
+    if one.keys() != other.keys():
+        return "other problems"
+    if len(totals) != 1:
+        return "tried more often"
+    right, other_right = (np.array([each[problem][True] for problem in one]) for each in (one, other))
+    return compare(right, other_right, totals.pop(), bootstrap_samples=BOOTSTRAP_SAMPLES, seed=0)

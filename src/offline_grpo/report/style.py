@@ -1,4 +1,4 @@
-"""How plots look: colours, axes, legends and margins. No curve may lie on the edge of its panel or under a legend."""
+"""How plots look: axes, legends and margins. No curve may lie on the edge of its panel or under a legend."""
 
 from __future__ import annotations
 
@@ -6,20 +6,29 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from offline_grpo.report.figures import BLUE, GREY, LONG_RUN, smooth
 from offline_grpo.report.history import FloatArray, Series
 
-BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#2f6db5", "#e07b27", "#3a9a5c", "#c8433c", "#7d5ba6", "#6b7280"
-COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED, GREY)
+__all__ = ["AXIS", "BLUE", "GREY", "RULE", "TEXT"]
 AXIS, TEXT, RULE = "#9ca3af", "#374151", "#e5e7eb"
-LONG_RUN = 80  # with this many points or more, a line is drawn pale under its running mean
 MARGIN_FRAC = 0.06  # of the data's height, left free above and below it
 MIN_SHARE_SPAN = 0.05  # a panel of shares is at least this high: a share of 0.1% is not a mountain
 PERCENT = FuncFormatter(lambda share, _: f"{100 * share:.4g}%")
 NUMBER = FuncFormatter(lambda value, _: f"{value:,.6g}")  # matplotlib's own puts a common factor where the legend is
 SMALL_NUMBER = FuncFormatter(lambda value, _: f"{value:.1e}" if value else "0")
-STEP_LABEL = "completed iterations"
+
+
+def sheet(width: float, height: float, title: str, below: str = "") -> Figure:
+    """A figure of so many inches, independent of pyplot's global state, with a title and a line below it."""
+    figure = Figure(figsize=(width, height), facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.text(0.15 / width, 1 - 0.27 / height, title, fontsize=15, color=TEXT, va="center", fontweight="bold")
+    figure.text(0.15 / width, 1 - 0.55 / height, below, fontsize=10.5, color=TEXT, va="center")
+    return figure
 
 
 def style(axes: Axes) -> None:
@@ -31,7 +40,7 @@ def style(axes: Axes) -> None:
     axes.tick_params(colors=TEXT, labelsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
     axes.yaxis.set_major_formatter(NUMBER)
-    axes.set_xlabel(STEP_LABEL, fontsize=9, color=TEXT)
+    axes.set_xlabel("completed iterations", fontsize=9, color=TEXT)
 
 
 def label(axes: Axes, title: str, unit: str, *, legend_rows: int = 1) -> None:
@@ -41,23 +50,19 @@ def label(axes: Axes, title: str, unit: str, *, legend_rows: int = 1) -> None:
 
 
 def legend(axes: Axes, *twins: Axes, ncols: int = 4) -> None:
-    """One legend for an axes and its twins, between title and plot."""
+    """One legend for an axes and its twins, between title and plot; none where no curve has a name."""
     pairs = [pair for each in (axes, *twins) for pair in zip(*each.get_legend_handles_labels(), strict=True)]
+    if not pairs:
+        return
     handles, labels = zip(*pairs, strict=True)
-    spacing: dict[str, Any] = {
-        "borderpad": 0.2,
-        "borderaxespad": 0.1,
-        "handlelength": 1.2,
-        "handletextpad": 0.4,
-        "columnspacing": 0.9,
-    }
+    spacing: dict[str, Any] = {"borderpad": 0.2, "borderaxespad": 0.1, "columnspacing": 0.9}
+    spacing |= {"handlelength": 1.2, "handletextpad": 0.4}
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "ncols": ncols, "frameon": False}
     axes.legend(handles, labels, fontsize=8.5, labelcolor=TEXT, **place, **spacing)
 
 
-def line(axes: Axes, series: Series, color: str, name: str, *, dashed: bool = False) -> None:
+def line(axes: Axes, series: Series, color: str, name: str, kind: str = "-") -> None:
     """A line with markers if there are few points; a pale line under its running mean if there are many."""
-    kind = "--" if dashed else "-"
     if len(series) < LONG_RUN:
         axes.plot(series.steps, series.values, kind, color=color, label=name, linewidth=1.8, marker="o", markersize=3.5)
     else:
@@ -65,47 +70,37 @@ def line(axes: Axes, series: Series, color: str, name: str, *, dashed: bool = Fa
         axes.plot(series.steps, smooth(series.values), kind, color=color, label=name, linewidth=2)
 
 
-def band(axes: Axes, steps: FloatArray, low: FloatArray, high: FloatArray, color: str, name: str | None = None) -> None:
-    """The area between two curves; a bar where there is one point."""
-    axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0, label=name)
-    if len(steps) == 1:
+def band(
+    axes: Axes, steps: FloatArray, low: FloatArray, high: FloatArray, color: str, *, has_bars: bool = False
+) -> None:
+    """The area between two curves; with bars at its points, and where there is one."""
+    axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+    if len(steps) == 1 or has_bars:
         axes.vlines(steps, low, high, color=color, alpha=0.4, linewidth=1)
 
 
-def smooth(values: FloatArray) -> FloatArray:
-    """The values, or for a long run their running mean over a fortieth of the run."""
-    return running_mean(values, len(values) // 40) if len(values) >= LONG_RUN else values
-
-
-def running_mean(values: FloatArray, width: int) -> FloatArray:
-    """The mean of the `width` points around each point (fewer at the ends): [R] -> [R]."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
-    start = np.maximum(index - width // 2, 0)
-    stop = np.minimum(index + (width + 1) // 2, len(values))
-    return (sums[stop] - sums[start]) / (stop - start)
-
-
-def fit(axes: Axes, *, from_zero: bool = False, is_share: bool = False, headroom_frac: float = 0.0) -> None:
-    """Set the y axis to the data and a margin on both sides.
+def fit(axes: Axes, unit: str, *, from_zero: bool = False, headroom_frac: float = 0.0) -> None:
+    """Set the y axis to the data and a margin on both sides; shares in percent, and not less than a few of them.
 
     Args:
-        from_zero: have zero in it, so that noise does not look like a trend.
-        is_share: percent, and not less than a few of them.
         headroom_frac: of the data's height, free above it, so that two curves on two axes do not cover each other.
     """
     low, high = axes.dataLim.intervaly
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
+    is_share = unit.startswith("share")
     span = max(high - low, MIN_SHARE_SPAN if is_share else 0.0) or abs(high) or 1.0
     axes.set_ylim(low - MARGIN_FRAC * span, max(high, low + span) + (MARGIN_FRAC + headroom_frac) * span)
     if is_share:
         axes.yaxis.set_major_formatter(PERCENT)
+    elif unit == "learning rate":
+        axes.yaxis.set_major_formatter(SMALL_NUMBER)
 
 
-def nothing(axes: Axes, text: str = "not recorded") -> None:
+def nothing(axes: Axes) -> None:
     """Say so in the panel instead of leaving it empty."""
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY, fontsize=10)
+    place: dict[str, Any] = {"transform": axes.transAxes, "ha": "center", "va": "center"}
+    axes.text(0.5, 0.5, "not recorded", color=GREY, fontsize=10, **place)
     axes.set_yticks([])
 
 
@@ -118,3 +113,19 @@ def twin(axes: Axes, unit: str) -> Axes:
     right.tick_params(colors=TEXT, labelsize=9)
     right.set_ylabel(unit, fontsize=9, color=TEXT)
     return right
+
+
+def rows(axes: Axes, names: list[str], unit: str) -> None:
+    """Names on the y axis, the first on top, and numbers on the x axis."""
+    axes.set_yticks(range(len(names)), names, fontsize=9.5)
+    axes.set_ylim(len(names) - 0.45, -0.55)
+    axes.grid(visible=False, axis="y")
+    axes.grid(axis="x", color=RULE, linewidth=0.8)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    axes.xaxis.set_major_formatter(NUMBER)
+    axes.set_xlabel(unit, fontsize=9, color=TEXT)
+
+
+def columns_of(num_curves: int) -> int:
+    """Of a legend: wide names in at most two rows."""
+    return 4 if num_curves <= 4 else int(np.ceil(num_curves / 2))

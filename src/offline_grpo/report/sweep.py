@@ -1,171 +1,200 @@
-"""The table and the picture of a sweep, best configuration first."""
+"""The table of a sweep, best configuration first, and `summary.csv`, `summary.md` and `sweep.png` beside its runs."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from offline_grpo.errors import ConfigError
-from offline_grpo.logger import print_table
-from offline_grpo.report.configurations import Configuration, configurations, short_overrides
-from offline_grpo.report.history import by_number, count
-from offline_grpo.report.summary import LABEL_WIDTH
-from offline_grpo.report.sweep_run import NUMBER_COLUMNS, SweepRun, read_or_say
+from offline_grpo.report.figures import COLORS, GREY
+from offline_grpo.report.history import count
+from offline_grpo.report.runs import (
+    MIN_SEEDS,
+    Configuration,
+    Run,
+    configurations,
+    load_runs,
+    mean_curve,
+    names_of,
+    share_interval,
+    short_number,
+)
+from offline_grpo.report.style import PERCENT, band, fit, label, rows, sheet, style
+from offline_grpo.report.tables import Table, number, say, with_interval
 
-CONFIGURATION_COLUMNS = ("configuration", "runs", "pass@1 [95%]", "best", "reward", "minutes")
-RUN_COLUMNS = ("pass@1 [95%]", "best", "reward", "minutes", "status")
-ALIKE = "all alike"
-GAP = 2
-RUNS_WIDTH = 7  # then the list of runs folds
-LEAST_NAME_WIDTH = 18  # of the column `configuration`
+RESULTS = ("pass@1 [95%]", "best", "reward", "minutes")
+NUMBERS = ("pass@1", "pass@1_low", "pass@1_high", "best_pass@1", "reward_mean", "minutes")  # of summary.csv
+BEST_COLORS = [color for color in COLORS if color != GREY]
+MAX_LABEL = 48  # letters of a configuration beside the plot
+ROW_INCHES, LETTER_INCHES = 0.34, 0.075
 
 
-def sweep_table(multirun_dir: Path) -> list[SweepRun]:
-    """Read all runs under `multirun_dir` (folders with `.hydra/overrides.yaml`): best final pass@1 first, unmeasured
-    ones last.
+def print_sweep(multirun_dir: Path, console: Console) -> None:
+    """Print the sweep's table, and save tables and picture beside the runs.
 
     Raises:
         ConfigError: there is no run.
     """
-    run_dirs = sorted(path.parent.parent for path in multirun_dir.rglob(".hydra/overrides.yaml"))
-    if not run_dirs:
-        raise ConfigError(
-            f"{multirun_dir}: contains no runs (folders with .hydra/overrides.yaml); give the folder of a --multirun"
-        )
-    runs = [read_or_say(run_dir, run_dir.relative_to(multirun_dir).as_posix()) for run_dir in run_dirs]
-    return sorted(
-        runs, key=lambda run: (run.final_pass_at_1 is None, -(run.final_pass_at_1 or 0.0), -(run.reward or 0.0))
-    )
-
-
-def print_sweep(multirun_dir: Path, console: Console) -> None:
-    """Print the sweep's table, and save tables and picture beside the runs."""
-    runs = sweep_table(multirun_dir)
+    runs = load_runs([multirun_dir])
     found = configurations(runs)
-    saved = save_summary(multirun_dir, runs, found)
-    _print_table(found, console)
+    print_configurations(found, console)
     left_out = {run.name for each in found for run in each.left_out}
     unfinished = [
         f"run {run.name}: {run.status}{', not in the mean' if run.name in left_out else ''}"
-        for run in sorted(runs, key=lambda run: by_number(run.name))
+        for run in runs
         if not run.is_done
     ]
-    for line in [*unfinished, *map(str, saved)]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    say(console, [*unfinished, *save_summary(multirun_dir, runs, found)])
 
 
-def print_runs(runs: Sequence[SweepRun], console: Console) -> None:
+def print_runs(runs: Sequence[Run], console: Console) -> None:
     """Print the table of runs of any folders. Their names, which are paths, are told below it."""
-    numbered = [replace(run, name=str(number)) for number, run in enumerate(runs)]
-    _print_table(configurations(numbered), console)
-    for number, run in enumerate(runs):
-        status = "" if run.is_done else f"  ({run.status})"
-        console.print(
-            f"run {number}".ljust(LABEL_WIDTH) + run.name + status, markup=False, highlight=False, soft_wrap=True
-        )
+    print_configurations(configurations([replace(run, name=str(place)) for place, run in enumerate(runs)]), console)
+    for place, run in enumerate(runs):
+        say(console, [f"run {place}  {run.name}{'' if run.is_done else f'  ({run.status})'}"])
 
 
-def _print_table(found: Sequence[Configuration], console: Console) -> None:
-    columns = list(zip(CONFIGURATION_COLUMNS, *configuration_rows(found), strict=True))
-    names, *rows = zip(*(column for column in columns if any(column[1:])), strict=True)  # without what was not measured
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    widths[1] = min(widths[1], RUNS_WIDTH)
-    others = sum(widths[1:]) + GAP * (len(widths) - 1)
-    room = max(console.width - others, LEAST_NAME_WIDTH)
-    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
-    for name in names:
-        folds, longest = name in ("configuration", "runs"), RUNS_WIDTH if name == "runs" else None
-        table.add_column(Text(name), overflow="fold", no_wrap=not folds, max_width=longest)
-    for overrides, row in zip(short_overrides(found), rows, strict=True):
-        table.add_row(Text(_folded(overrides, room)), *(Text(cell) for cell in row[1:]))
+def print_configurations(found: Sequence[Configuration], console: Console) -> None:
+    """The table of configurations, below a line that says how many there are and how they are ranked."""
     several, num_runs = any(len(each.runs) > 1 for each in found), sum(len(each.runs) for each in found)
     order = f"{'mean ' if several else ''}final {'pass@1' if any(each.counted for each in found) else 'reward'}"
-    lines = [
-        f"{count(len(found), 'configuration')}, {count(num_runs, 'run')}, best {order} first",
-        *(["means over runs that differ in the seed alone, with 95% intervals"] if several else []),
+    head = [f"{count(len(found), 'configuration')}, {count(num_runs, 'run')}, best {order} first"]
+    if several:
+        head.append("means over runs that differ in the seed alone, with 95% intervals")
+    say(console, [*head, *configurations_table(found).without_empty().lines(console.width, num_folding=2)])
+
+
+def configurations_table(found: Sequence[Configuration]) -> Table:
+    """A row for each; runs that the means leave out are in parentheses."""
+    rows = [
+        [
+            name,
+            " ".join(f"({run.name})" if run in each.left_out else run.name for run in each.runs),
+            *_results(each.pass_at_1, each.interval, *map(each.mean, ("best_pass_at_1", "reward", "minutes"))),
+        ]
+        for name, each in zip(names_of(found), found, strict=True)
     ]
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    print_table(console, table, least_width=others + room)
+    return Table(["configuration", "runs", *RESULTS], rows)
 
 
-def save_summary(multirun_dir: Path, runs: Sequence[SweepRun], found: Sequence[Configuration]) -> list[Path]:
+def runs_table(runs: Sequence[Run], keys: Sequence[str]) -> Table:
+    """A row for each run with the values of these overrides or settings, best final pass@1 first."""
+    ranked = sorted(
+        runs, key=lambda run: (run.final_pass_at_1 is None, -(run.final_pass_at_1 or 0), -(run.reward or 0))
+    )
+    rows = [
+        [
+            run.name,
+            *(short_number(run.overrides.get(key, run.settings.get(key, ""))) for key in keys),
+            *_results(run.final_pass_at_1, run.interval, run.best_pass_at_1, run.reward, run.minutes),
+            run.status,
+        ]
+        for run in ranked
+    ]
+    return Table(["run", *keys, *RESULTS, "status"], rows)
+
+
+def _results(
+    value: float | None,
+    interval: tuple[float, float] | None,
+    best: float | None,
+    reward: float | None,
+    minutes: float | None,
+) -> list[str]:
+    """Cells of RESULTS."""
+    took = number(minutes, ".1f" if minutes is None or minutes >= 1 else ".2g")
+    return [with_interval(value, interval), number(best), number(reward), took]
+
+
+def save_summary(multirun_dir: Path, runs: Sequence[Run], found: Sequence[Configuration]) -> list[Path]:
     """Write `summary.csv` (a row per run, in full precision), `summary.md` (both tables) and, if pass@1 was measured,
-    `sweep.png`.
-    """
-    from offline_grpo.report.sweep_plot import save_sweep_plot  # matplotlib takes long to import
-
-    csv_path, markdown_path = multirun_dir / "summary.csv", multirun_dir / "summary.md"
+    `sweep.png`."""
+    csv_path, markdown_path, picture_path = (multirun_dir / f for f in ("summary.csv", "summary.md", "sweep.png"))
     keys = list(dict.fromkeys(key for run in runs for key in run.overrides))
     with csv_path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["run", *keys, "status", *NUMBER_COLUMNS])
-        writer.writerows(
-            [run.name, *(run.overrides.get(key, "") for key in keys), run.status, *run.numbers] for run in runs
-        )
-    lines = [*_markdown(CONFIGURATION_COLUMNS, configuration_rows(found)), "\n", *_markdown(*_run_rows(runs))]
-    markdown_path.write_text("".join(lines))
-    picture = save_sweep_plot(multirun_dir, found)
-    return [csv_path, markdown_path, *([picture] if picture is not None else [])]
+        writer.writerow(["run", *keys, "status", *NUMBERS])
+        for run in sorted(runs, key=lambda run: (run.final_pass_at_1 is None, -(run.final_pass_at_1 or 0.0))):
+            numbers = (
+                run.final_pass_at_1,
+                *(run.interval or (None, None)),
+                run.best_pass_at_1,
+                run.reward,
+                run.minutes,
+            )
+            writer.writerow([run.name, *(run.overrides.get(key, "") for key in keys), run.status, *numbers])
+    differing = [key for key in keys if len(runs) == 1 or len({run.overrides.get(key) for run in runs}) > 1]
+    tables = (configurations_table(found), runs_table(runs, differing))
+    markdown_path.write_text("\n".join(table.markdown() for table in tables))
+    measured = [each for each in found if each.pass_at_1 is not None]
+    if not measured:
+        return [csv_path, markdown_path]
+    draw_sweep(measured, "/".join(multirun_dir.resolve().parts[-2:])).savefig(picture_path, dpi=110)
+    return [csv_path, markdown_path, picture_path]
 
 
-def _folded(overrides: Mapping[str, str], width: int) -> str:
-    """An override per line; the value on a line of its own where the two are too wide."""
-    pairs = [(f"{name}=", value) for name, value in overrides.items()]
-    return (
-        "\n".join(name + value if len(name + value) <= width else f"{name}\n  {value}" for name, value in pairs)
-        or ALIKE
-    )
+def draw_sweep(measured: Sequence[Configuration], title: str) -> Figure:
+    """On the left the mean pass@1 over the sweep's runs, on the right its end, best first; the best five have a colour
+    each.
+    """
+    labels = [_cut(name) for name in names_of(measured)]
+    label_inches = LETTER_INCHES * max(map(len, labels))
+    width, height = 6.4 + 0.4 + label_inches + 5.2, max(4.6, 1.9 + ROW_INCHES * len(measured))  # inches
+    figure = sheet(width, height, f"sweep {title}")
+    bottom, top = 0.62 / height, 1 - 1.05 / height
+    curves = figure.add_axes((0.8 / width, bottom, 5.5 / width, top - bottom))
+    ends = figure.add_axes(((6.9 + label_inches) / width, bottom, 4.8 / width, top - bottom))
+    colors = [BEST_COLORS[i] if i < len(BEST_COLORS) else GREY for i in range(len(measured))]
+    for axes in (curves, ends):
+        style(axes)
+    label(curves, "Held-out pass@1, mean over seeds", "share of problems", legend_rows=0)
+    means = [mean_curve([run.pass_at_1 for run in each.counted])[1].mean(0).tolist() for each in measured]
+    for i, each in reversed(list(enumerate(measured))):  # the best on top
+        _curve(curves, each, colors[i], num_hidden=means[i + 1 : len(BEST_COLORS)].count(means[i]))
+    fit(curves, "share")
+    left, right = curves.dataLim.intervalx
+    curves.set_xlim(left - 0.03 * (right - left or 1), right + 0.03 * (right - left or 1))
+    label(ends, "At the end, with 95% interval over seeds", "", legend_rows=0)
+    _ends(ends, measured, labels, colors)
+    return figure
 
 
-def configuration_rows(found: Sequence[Configuration]) -> list[list[str]]:
-    """Cells of CONFIGURATION_COLUMNS; runs that the means leave out are in parentheses."""
-    return [
-        [
-            ", ".join(f"{key}={value}" for key, value in each.overrides.items()) or ALIKE,
-            " ".join(f"({run.name})" if run in each.left_out else run.name for run in each.runs),
-            _interval(each.pass_at_1, each.low, each.high),
-            _text(each.mean("best_pass_at_1"), ".3f"),
-            _text(each.mean("reward"), ".3f"),
-            _minutes(each.mean("minutes")),
-        ]
-        for each in found
-    ]
+def _curve(axes: Axes, each: Configuration, color: str, *, num_hidden: int) -> None:
+    """The mean, dashed where `num_hidden` equal ones of the best lie below it, so that all of them show."""
+    steps, values = mean_curve([run.pass_at_1 for run in each.counted])
+    if not len(steps):
+        return
+    if color == GREY:
+        axes.plot(steps, values.mean(0), color=color, linewidth=0.9, alpha=0.6)
+        return
+    if len(values) >= MIN_SEEDS:
+        band(axes, steps, *share_interval(values), color)
+    elif len(values) > 1:
+        axes.plot(steps, values.T, color=color, linewidth=0.8, alpha=0.4)
+    dashes = (0, (4, 4 * num_hidden)) if num_hidden else "solid"
+    axes.plot(steps, values.mean(0), color=color, linewidth=1.8, linestyle=dashes, marker="o", markersize=3.5)
 
 
-def _run_rows(runs: Sequence[SweepRun]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows. Columns: the run, each override that differs between runs, the results."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.overrides))
-    keys = [key for key in keys if len(runs) == 1 or len({run.overrides.get(key) for run in runs}) > 1]
-    rows = [[run.name, *(run.overrides.get(key, "") for key in keys), *result_cells(run)] for run in runs]
-    return ["run", *keys, *RUN_COLUMNS], rows
+def _ends(axes: Axes, measured: Sequence[Configuration], labels: list[str], colors: Sequence[str]) -> None:
+    for row, (each, color) in enumerate(zip(measured, colors, strict=True)):
+        finals = [run.final_pass_at_1 or 0.0 for run in each.counted]
+        axes.plot(finals, [row] * len(finals), "|", color=color, alpha=0.6, markersize=9)
+        if each.interval is not None:
+            axes.hlines(row, *each.interval, color=color, linewidth=1.8, alpha=0.5)
+        axes.plot([each.pass_at_1 or 0.0], [row], "o", color=color, markersize=6)
+    rows(axes, labels, "pass@1 (bars: single runs)")
+    low, high = axes.dataLim.intervalx
+    margin = 0.05 * max(high - low, 0.02)
+    axes.set_xlim(low - margin, high + margin)
+    axes.xaxis.set_major_formatter(PERCENT)
 
 
-def result_cells(run: SweepRun) -> list[str]:
-    """Cells of RUN_COLUMNS; the interval is over the run's problems."""
-    best, reward, minutes = _text(run.best_pass_at_1, ".3f"), _text(run.reward, ".3f"), _minutes(run.minutes)
-    return [_interval(run.final_pass_at_1, run.final_low, run.final_high), best, reward, minutes, run.status]
-
-
-def _interval(value: float | None, low: float | None, high: float | None) -> str:
-    return _text(value, ".3f") + (f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else "")
-
-
-def _text(number: float | None, form: str) -> str:
-    return "" if number is None else format(number, form)
-
-
-def _minutes(number: float | None) -> str:
-    return _text(number, ".1f" if number is None or number >= 1 else ".2g")
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [header, ["---"] * len(header), *rows]
-    escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
-    return [f"| {' | '.join(cells)} |\n" for cells in escaped]
+def _cut(name: str) -> str:
+    """In the middle where too long."""
+    half = MAX_LABEL // 2
+    return name if len(name) <= MAX_LABEL else f"{name[: half - 1]}…{name[-half:]}"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import rich
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class ToTerminal(logging.Handler):
-    """Prints plain lines, above the live display while there is one, and never breaks them: a path stays in one piece.
+    """Prints plain lines, above the live display while there is one, and breaks them between words alone: a path stays
+    in one piece. Lines that are on the screen already (`logger.console.ON_SCREEN`) are left out.
 
     Args:
         console: the one of the process if left out.
@@ -27,11 +29,13 @@ class ToTerminal(logging.Handler):
     def __init__(self, console: Console | None = None) -> None:
         super().__init__()
         self._console = console
+        self.addFilter(lambda record: not getattr(record, "is_on_screen", False))
 
     def emit(self, record: logging.LogRecord) -> None:
-        (self._console or rich.get_console()).print(
-            self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False
-        )
+        console, text = self._console or rich.get_console(), self.format(record)
+        if console.is_terminal and "\n" not in text:
+            text = "\n".join(wrap(text, console.width, break_long_words=False, break_on_hyphens=False))
+        console.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
 
 class ToFile(logging.FileHandler):

@@ -60,7 +60,7 @@ def _run(cfg: DictConfig, folder: Path) -> float | None:
         sweeps.check_folder(folder)
     own, typed = resume.own_configuration(cfg, folder)
     if is_sweep and own.resume == "auto" and sweeps.is_finished(folder, config.as_plain(own)):
-        from offline_grpo.report.sweep_run import read_run
+        from offline_grpo.report.runs import read_run
 
         print(f"run {HydraConfig.get().job.num} of the sweep is finished: {folder}")
         return read_run(folder, folder.name).final_pass_at_1

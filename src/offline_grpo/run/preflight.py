@@ -14,7 +14,6 @@ from offline_grpo import hub
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.pass_at_k import metric_names
 from offline_grpo.interfaces import Advantage, Layout, Loss, LossHead, OptimizerFactory, RunListener, Task
-from offline_grpo.logger.custom import custom_last
 from offline_grpo.logger.profiler import Profiler
 from offline_grpo.run.build import build, check_settings
 from offline_grpo.run.engine_spec import EngineSpec, check_url, check_urls, evaluation_engine, training_engine
@@ -218,8 +217,8 @@ def _check_fsdp2(
 
 
 def listeners(config: RunConfig, run_folder: Path) -> list[RunListener]:
-    """The components of the groups `logger` and `samples`, and the profiler; see `custom_last`. They write nothing
-    before they are started.
+    """The components of the groups `logger` and `samples`, and the profiler. They write nothing before they are
+    started.
 
     Raises:
         ConfigError: see `build`, and their constructors.
@@ -229,7 +228,7 @@ def listeners(config: RunConfig, run_folder: Path) -> list[RunListener]:
     found = {key: build(node, key=key, protocol=RunListener, output_dir=run_folder) for key, node in nodes.items()}
     if config.train.profile is not None:
         found["train.profile"] = Profiler(run_folder, config.train.profile - 1)
-    return custom_last(found)
+    return list(found.values())
 
 
 def _layout(value: str | Mapping[str, Any]) -> Layout | None:

@@ -197,7 +197,7 @@ def is_finished(run: Path, config: Mapping[str, Any]) -> bool:
     state = latest_state(run / "checkpoints")
     if state is not None:
         return has_ended(run, state, config)
-    from offline_grpo.report.sweep_run import read_run
+    from offline_grpo.report.runs import read_run
 
     return (run / ".hydra" / "config.yaml").is_file() and read_run(run, run.name).is_done
 

@@ -1,5 +1,7 @@
 import io
+import logging
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import console
 from offline_grpo.logger.console import ConsoleLogger
+from offline_grpo.run.log_outputs import ToTerminal
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 TRAIN = {
@@ -174,14 +177,6 @@ def test_the_cursor_comes_back_however_the_run_ends(iteration: int, early: dict[
     assert output.rindex(SHOW_CURSOR) > output.rindex(last_word)
 
 
-def test_an_owed_evaluation_that_ends_the_run_ends_it_well() -> None:
-    logger, stream = logger_on(terminal=True)
-    logger.start({}, 2)
-    logger.log("eval", EVAL | {"stopped_early": 1.0}, iteration=0)
-    logger.close()
-    assert stream.getvalue().rindex("done") > 0
-
-
 def test_close_before_start_is_harmless() -> None:
     logger, stream = logger_on(terminal=True)
     logger.close()
@@ -200,6 +195,37 @@ def test_time_left_is_that_of_recent_iterations(clock: Clock) -> None:
         logger.log("eval", EVAL, iteration=iteration)
     # 47 iterations of a minute are left.
     assert stream.getvalue().splitlines()[-2].endswith("  0:47:00 left")
+
+
+def test_a_long_phase_says_every_half_minute_how_far_it_is(clock: Clock) -> None:
+    logger, stream = logger_on(terminal=False)
+    logger.phase("generate", 2)
+    logger.progress(12, 64, "completions")
+    clock.now_s += 29
+    deadline = time.monotonic() + 20
+    while not stream.getvalue():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert stream.getvalue() == "2/-  generate  12/64 completions  0:00:29\n"
+    logger.close()
+
+
+def test_records_are_in_the_log_too_and_only_there(caplog: pytest.LogCaptureFixture) -> None:
+    """run.log has the lines of iterations; the handler of the terminal leaves them out."""
+    logger, stream = logger_on(terminal=True)
+    handler = ToTerminal(logger.console)
+    package = logging.getLogger("offline_grpo")
+    package.addHandler(handler)
+    try:
+        with caplog.at_level(logging.INFO):
+            logger.log("train", TRAIN, iteration=2)
+            package.warning("a long line " * 10)
+    finally:
+        package.removeHandler(handler)
+    assert caplog.messages[0].lstrip().startswith("3/- ")
+    record, *lines = stream.getvalue().splitlines()
+    assert "reward" in record
+    assert [line[:6] for line in lines] == ["a long", "line a"], "no record twice, and no word is broken"
 
 
 def test_a_refresh_rate_of_zero_is_refused() -> None:

@@ -39,17 +39,17 @@ def data_of(*paths: Path) -> dict:
 
 
 def test_a_run(tmp_path: Path) -> None:
-    data = data_of(make_run(tmp_path / "run", clip_frac=0.5))
-    assert data["verdict"] == "pass@1 on held-out problems rose from 0.000 [-0.010, 0.010] to 0.750 [0.740, 0.760]."
-    assert [row[0] for row in data["results"]["rows"]] == ["pass@1 on held-out problems", "Training reward"]
+    data = data_of(make_run(tmp_path / "run", truncated_frac=0.5))
+    assert data["verdict"] == "pass@1 rose from 0.000 [-0.010, 0.010] to 0.750 [0.740, 0.760]."
+    assert [row[0] for row in data["results"]["rows"]] == ["pass@1", "training reward"]
+    assert data["about"].endswith("12 training iterations, 2 evaluations, 36.0 s")
     assert [(each["metric"], each["text"]) for each in data["findings"]] == [
-        ("train/clip_frac", "50% of the tokens are clipped at last")
+        ("train/truncated_frac", "50% of the completions are cut off at last")
     ]
     [line] = data["curves"]["eval/pass@1"]
     assert (line["x"], line["y"], line["high"]) == ([0, 12], [0, 0.75], [0.01, 0.76])
     assert data["samples"][0]["pieces"] == [["four 0", 0.7]]
     assert {sample["iteration"] for sample in data["samples"]} == set(range(1, 13))
-    assert not data["damaged"]
     assert data["settings"] is data["paired"] is None
 
 
@@ -58,7 +58,7 @@ def test_a_sweep_is_compared_in_pairs(tmp_path: Path) -> None:
     for number, (loss, seed, solved) in enumerate([("grpo", 0, 3), ("grpo", 1, 3), ("dapo", 0, 1), ("dapo", 1, 2)]):
         make_run(tmp_path / str(number), loss=loss, seed=seed, solved=solved)
     data = data_of(tmp_path)
-    assert [group["name"] for group in data["groups"]] == ["train/loss=grpo", "train/loss=dapo"]
+    assert data["groups"] == ["train/loss=grpo", "train/loss=dapo"]
     assert data["paired"]["baseline"] == "train/loss=grpo"
     [[name, difference, _, p, better, worse, over_seeds]] = data["paired"]["rows"]
     # Differences of the problems' right answers are 0, -1, -2, 0: of the four choices of signs, two are as far from 0
@@ -92,17 +92,6 @@ def test_pairs_are_of_the_evaluation_that_is_shown_and_of_the_same_problems(tmp_
     assert rows == {"train/loss=other": ["+0.500", "other problems"], "train/loss=killed": ["-0.250", "not on record"]}
 
 
-def test_the_first_run_that_was_evaluated_is_the_baseline(tmp_path: Path) -> None:
-    for number, loss in enumerate(("died", "grpo", "dapo")):
-        make_run(tmp_path / str(number), loss=loss, solved=number)
-    for path in (tmp_path / "0" / "metrics").glob("eval_*"):
-        path.unlink()
-    assert data_of(tmp_path)["paired"]["baseline"] == "train/loss=grpo"
-    for path in tmp_path.glob("*/metrics/eval_*"):
-        path.unlink()
-    assert data_of(tmp_path)["paired"] is None
-
-
 def test_the_verdict_names_the_extremes_although_unfinished_runs_come_last(tmp_path: Path) -> None:
     for number, (loss, solved) in enumerate([("grpo", 2), ("dapo", 1), ("unfinished", 4)]):
         run = make_run(tmp_path / str(number), loss=loss, solved=solved)
@@ -110,7 +99,9 @@ def test_the_verdict_names_the_extremes_although_unfinished_runs_come_last(tmp_p
     config.write_text(config.read_text().replace("iterations: 12", "iterations: 20"))
     data = data_of(tmp_path)
     assert [row[0] for row in data["results"]["rows"]][-1] == "train/loss=unfinished"
-    assert "the highest is 1.000, of train/loss=unfinished, the lowest 0.250, of train/loss=dapo" in data["verdict"]
+    highest, lowest = data["verdict"].split(", the lowest ")
+    assert highest.endswith("the highest is 1.000 [0.990, 1.010], of train/loss=unfinished")
+    assert lowest == "0.250 [0.240, 0.260], of train/loss=dapo."
 
 
 @pytest.mark.parametrize("num_runs", [1, 2])
@@ -124,17 +115,14 @@ def test_the_parts_of_an_iteration_add_up(num_runs: int, tmp_path: Path) -> None
             )
             metrics |= {"perf/gpu_memory_gb": 2.0 + index % 2}
             (run / "metrics" / f"train_iter_{index:03d}.json").write_text(json.dumps(metrics))
-    parts = data_of(tmp_path if num_runs > 1 else tmp_path / "0")["parts"]
-    assert list(parts["phases"]["y"]) == ["generate", "eval"]
-    generate, evaluate = parts["phases"]["y"].values()
+    figures = data_of(tmp_path if num_runs > 1 else tmp_path / "0")["figures"]
+    phases, memory = (each["parts"] for each in figures if each["stacked"])
+    assert list(phases["y"]) == ["generate", "eval"]
+    generate, evaluate = phases["y"].values()
     if num_runs > 1:
-        assert (generate, evaluate, parts["memory"]) == (
-            [3.0, 3.0],
-            [1.0, 1.0],
-            {"x": None, "y": {"gpu_memory": [2.5, 2.5]}},
-        )
+        assert (generate, evaluate, memory) == ([3.0, 3.0], [1.0, 1.0], {"x": None, "y": {"tensors": [2.5, 2.5]}})
     else:
-        assert len(parts["phases"]["x"]) == len(generate) == len(evaluate) == 300
+        assert len(phases["x"]) == len(generate) == len(evaluate) == 300
         assert sum(evaluate) / 300 == pytest.approx(1.0, rel=0.1)
         assert set(generate) == {3.0}
 
@@ -180,20 +168,19 @@ def test_a_finding_is_said_once_with_its_runs_and_the_range_of_its_numbers(tmp_p
         make_run(
             tmp_path / str(number),
             seed=number,
-            clip_frac=0.5 + number / 100,
-            truncated_frac=0.4 if number == 3 else 0.0,
+            truncated_frac=0.5 + number / 100,
+            num_updates_refused=1.0 if number == 3 else 0.0,
         )
-    [cut, clipped] = data_of(tmp_path)["findings"]
-    assert (cut["where"], cut["text"]) == ("run 3", "40% of the completions are cut off at last")
-    assert (clipped["where"], clipped["text"]) == ("all 15 runs", "50\u201364% of the tokens are clipped at last")
+    [refused, cut] = data_of(tmp_path)["findings"]
+    assert (refused["where"], refused["metric"]) == ("run 3", "train/num_updates_refused")
+    assert (cut["where"], cut["text"]) == ("all 15 runs", "50\u201364% of the completions are cut off at last")
     make_run(tmp_path / "15", seed=15)
-    clipped = data_of(tmp_path)["findings"][1]
-    assert clipped["where"] == "15 of 16 runs (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 3 more)"
-    assert clipped["metric"] == "train/clip_frac"
+    where = data_of(tmp_path)["findings"][1]["where"]
+    assert where == "15 of 16 runs (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 3 more)"
 
 
 def test_runs_too_short_for_findings_are_not_called_healthy(tmp_path: Path) -> None:
-    make_run(tmp_path / "0", iterations=6, clip_frac=0.9)
+    make_run(tmp_path / "0", iterations=6, truncated_frac=0.9)
     assert data_of(tmp_path / "0")["not_judged"].startswith("The run has fewer than 10 iterations")
     make_run(tmp_path / "1", seed=1)
     assert data_of(tmp_path)["not_judged"].startswith("1 of 2 runs has fewer than 10 iterations")
@@ -206,16 +193,16 @@ def test_tasks_of_a_mixture_have_results_and_curves(tmp_path: Path) -> None:
         path = run / "metrics" / f"eval_{name}.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"task/sums/pass@1": value, "task/sums/pass@4": 1.0}))
     data = data_of(run)
-    assert data["results"]["rows"][1] == ["pass@1 of sums", "0.250", "0.500", "0.500", "12"]
-    assert data["charts"]["learning"]["eval/task/sums/pass@1"] == ["Held-out pass@1 of sums", "share of problems"]
-    assert data["verdict"].startswith("pass@1 on held-out problems rose")
+    assert data["results"]["rows"][1] == ["pass@1 of sums", "0.250", "0.500", "0.500 (12)"]
+    assert data["figures"][0]["curves"] == {"eval/pass@1": "pass@1", "eval/task/sums/pass@1": "sums"}
+    assert data["verdict"].startswith("pass@1 rose")
 
 
 def test_the_verdict_claims_no_change_where_there_is_none(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", solved=0)
-    assert data_of(run)["verdict"] == "pass@1 on held-out problems stayed at 0.000 [-0.010, 0.010]."
+    assert data_of(run)["verdict"] == "pass@1 stayed at 0.000 [-0.010, 0.010]."
     (run / "metrics" / "eval_init.json").unlink()
-    assert data_of(run)["verdict"] == "pass@1 on held-out problems: 0.000 [-0.010, 0.010], measured once."
+    assert data_of(run)["verdict"] == "pass@1: 0.000 [-0.010, 0.010], measured once."
 
 
 def test_three_seeds_have_a_band(tmp_path: Path) -> None:
@@ -232,7 +219,6 @@ def test_repetitions_of_a_seed_have_no_band(tmp_path: Path) -> None:
         make_run(tmp_path / str(number), seed=0, solved=number)
     data = data_of(tmp_path)
     assert not any("low" in curve for curve in data["curves"]["eval/pass@1"])
-    assert "[" not in data["verdict"]
 
 
 def test_an_interval_is_smoothed_with_its_curve(tmp_path: Path) -> None:
@@ -269,9 +255,9 @@ def test_several_folders_make_one_page(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_page_that_cannot_be_there_is_refused_before_anything_is_drawn(tmp_path: Path, capsys) -> None:
     run = make_run(tmp_path / "run")
-    for out, message in ((tmp_path / "none" / "x.html", f"there is no folder {tmp_path}/none"), (run, "is a folder")):
+    for out in (tmp_path / "none" / "x.html", run):
         assert main([str(run), "--out", str(out)]) == 2
-        assert capsys.readouterr() == ("", f"error: --out={out}: {message}; name a file to write\n")
+        assert capsys.readouterr().err.startswith(f"error: --out={out}: ")
     assert not (run / "report.png").exists()
 
 
@@ -283,32 +269,6 @@ def test_hostile_text_is_data(tmp_path: Path) -> None:
     assert "letters left out" in data["samples"][0]["pieces"][0][0]
     assert "<script>alert" not in page
     assert len(page) < 5_000_000
-
-
-def test_what_cannot_be_read_is_named_and_the_rest_is_shown(tmp_path: Path, capsys) -> None:
-    run = make_run(tmp_path / "run")
-    (run / "metrics" / "train_iter_003.json").write_text('{"rew')
-    (run / "metrics" / "train_iter_004.json").write_text('{"entropy": NaN, "reward_mean": 0.5}')
-    (run / "rollouts" / "iter_005.parquet").write_bytes(b"PAR1")
-    (run / "rollouts" / "eval_iter_011.parquet").write_bytes(b"PAR1")
-    (run / ".hydra" / "config.yaml").write_text("a: [")
-    data = data_of(run)
-    named = [line.split(":")[0].rpartition("/")[2] for line in data["damaged"]]
-    assert named == ["train_iter_003.json", ".hydra", "eval_iter_011.parquet", "iter_005.parquet"]
-    assert len(data["curves"]["train/entropy"][0]["runs"][0]["x"]) == 10
-    assert len(data["samples"]) == 22
-    assert main([str(run)]) == 1
-    assert "train_iter_003.json: is not JSON" in capsys.readouterr().err
-    assert (run / "report.html").is_file()
-
-
-def test_a_run_whose_settings_cannot_be_read_has_its_overrides_on_the_page_as_in_the_table(tmp_path: Path) -> None:
-    for number, loss in enumerate(("grpo", "dapo")):
-        make_run(tmp_path / str(number), loss=loss)
-    (tmp_path / "1" / ".hydra" / "config.yaml").write_text("a: [")
-    data = data_of(tmp_path)
-    assert [group["name"] for group in data["groups"]] == ["train/loss=grpo", "train/loss=dapo"]
-    assert data["settings"]["rows"][1][-1] == "settings unknown"
 
 
 def test_an_empty_run_and_one_that_still_runs(tmp_path: Path) -> None:
@@ -339,28 +299,6 @@ def test_samples_come_from_files_where_nothing_was_recorded(tmp_path: Path) -> N
     for path in (run / "rollouts").iterdir():
         path.unlink()
     (run / "samples").mkdir()
-    line = {
-        "iteration": 0,
-        "problem_id": "p",
-        "prompt": None,
-        "answer": None,
-        "completion": "5",
-        "reward": 1.0,
-        "advantage": None,
-    }
-    (run / "samples" / "iter_000.jsonl").write_text(
-        json.dumps(line | {"is_correct": True, "finish_reason": None, "num_tokens": 1}) + "\n"
-    )
-    (run / "samples" / "iter_001.jsonl").write_text("{")
-    data = data_of(run)
-    assert [sample["pieces"] for sample in data["samples"]] == [[["5", None]]]
-    assert "samples/iter_001.jsonl: cannot be read" in data["damaged"][0]
-
-
-def test_samples_of_files_may_have_any_letters(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    for path in (run / "rollouts").iterdir():
-        path.unlink()
     text = "a\u2028b\u2029c\x85d"
     line = {
         "iteration": 0,
@@ -371,12 +309,11 @@ def test_samples_of_files_may_have_any_letters(tmp_path: Path) -> None:
         "reward": 1.0,
         "advantage": None,
     }
-    line |= {"is_correct": True, "finish_reason": None, "num_tokens": 1}
-    (run / "samples").mkdir()
-    (run / "samples" / "iter_000.jsonl").write_text((json.dumps(line, ensure_ascii=False) + "\n") * 5, encoding="utf-8")
-    data = data_of(run)
-    assert [sample["pieces"] for sample in data["samples"]] == [[[text, None]]] * 4
-    assert not data["damaged"]
+    (run / "samples" / "iter_000.jsonl").write_text(
+        json.dumps(line | {"is_correct": True, "finish_reason": None, "num_tokens": 1}, ensure_ascii=False) + "\n",
+        encoding="utf-8",
+    )
+    assert [sample["pieces"] for sample in data_of(run)["samples"]] == [[[text, None]]]
 
 
 def test_characters_of_several_tokens_are_whole_where_each_token_has_an_advantage(tmp_path: Path) -> None:
@@ -395,22 +332,6 @@ def test_characters_of_several_tokens_are_whole_where_each_token_has_an_advantag
     )
     [sample] = data_of(run)["samples"]
     assert sample["pieces"] == [["n", 0.5], ["é" + "🎉" * 149, -0.5], [" … 3 more tokens", None]]
-
-
-@pytest.mark.parametrize("model", ["./model", "damaged"])
-def test_completions_are_shown_where_their_tokenizer_cannot_be_read(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(tmp_path / "run", iterations=1)
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "tokenizer.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    completion = make_completion((1, 2), (-0.5, -0.5))
-    rollout = Rollout.of_one_turn((1,), completion, temperature=1.0, text="written", score=Score(1.0, True, {}))
-    table = table_of("train", [RolloutGroup(None, (rollout,), ((0.0, 0.5, -0.5),))], [[0.5]], 0)
-    origin = Origin(model, "a", "b", {"seed": 0}, 0, "c")
-    (run / "rollouts" / "iter_000.parquet").write_bytes(parquet(table, origin.to_metadata()))
-    assert [sample["pieces"] for sample in data_of(run)["samples"]] == [[["written", 0.5]]]
 
 
 def test_torch_is_not_imported() -> None:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -70,71 +69,16 @@ def test_a_run_without_metrics_is_no_sweep(killed: Path, kept: str, capsys: pyte
     assert not list(killed.glob("summary.*"))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("config.yaml", b"", "is empty"),
-        ("config.yaml", b"\xff\xfe", "cannot be read ('utf-8' codec"),
-        ("config.yaml", b"model: [\n  a: b\n", "cannot be read (while parsing"),
-        ("hydra.yaml", b"", "is empty"),
-        ("hydra.yaml", b"hydra:\n  run: {}\n", "is incomplete (KeyError('runtime'))"),
-        ("hydra.yaml", b"- 1\n", "is incomplete (TypeError("),
-    ],
-)
-def test_what_hydra_stored_is_damaged(
-    killed: Path, name: str, content: bytes, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (killed / ".hydra" / "config.yaml").write_text("{model: {train_id: a/b}, train: {iterations: 10, lr: 1e-6}}")
-    (killed / ".hydra" / "hydra.yaml").write_text(
-        "hydra: {runtime: {choices: {task: sat, model: hf, train/loss: grpo}}}"
-    )
-    (killed / ".hydra" / name).write_bytes(content)
-    assert main([str(killed)]) == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {killed}/.hydra/{name}: {message}")
-    assert line.endswith("; restore it from a copy of the run folder")
-
-
 def test_options_may_stand_among_folders(killed: Path, to_a_file: io.StringIO, tmp_path: Path) -> None:
     other = shutil.copytree(killed, tmp_path / "other")
     assert main([str(killed), "--out", str(tmp_path / "page.html"), str(other)]) == 0
     assert (tmp_path / "page.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("make", "message", "code"),
-    [
-        (
-            lambda run: run.parent / "none",
-            "none: is neither a run (a folder with metrics/) nor a sweep (a folder of runs)",
-            2,
-        ),
-        (lambda run: run / "metrics" / "eval_init.json", "eval_init.json: is neither a run", 2),
-        (
-            lambda run: [path.unlink() for path in run.glob("metrics/*.json")] and run,
-            "0: has no metrics yet, so there is nothing to report",
-            2,
-        ),
-        (
-            lambda run: (run / "metrics" / "train_iter_001.json").write_text("{") and run,
-            "train_iter_001.json: is not JSON (",
-            1,
-        ),
-        (
-            lambda run: (run / "metrics" / "train_iter_001.json").write_bytes(b"\xff\xfe") and run,
-            "train_iter_001.json: is not JSON (",
-            1,
-        ),
-        (
-            lambda run: (run / "metrics" / "train_iter_001.json").write_text('{"entropy": {"a": 1}}') and run,
-            "train_iter_001.json: entropy={'a': 1} is no number",
-            1,
-        ),
-        (lambda run: (run / "report.png").mkdir() or run, "report.png: cannot be read or written (Is a directory)", 1),
-    ],
-)
-def test_anything_else_is_one_line(killed, make, message, code, capsys):
-    assert main([str(make(killed))]) == code
+def test_anything_else_is_one_line(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(killed.parent / "none")]) == 2
+    assert "none: is neither a run" in capsys.readouterr().err
+    (killed / "metrics" / "train_iter_001.json").write_text("{")
+    assert main([str(killed)]) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {killed.parent}{os.sep}")
-    assert message in line
+    assert line.startswith(f"error: {killed}/metrics/train_iter_001.json: is not JSON (")

@@ -1,7 +1,6 @@
 import csv
 import io
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,8 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.report.sweep import print_sweep, sweep_table
+from offline_grpo.report.runs import configurations, load_runs, read_run
+from offline_grpo.report.sweep import draw_sweep, print_sweep
 
 
 def make_run(run_dir: Path, overrides: list[str], pass_at_1: list[float], *, num_train: int) -> None:
@@ -19,14 +19,11 @@ def make_run(run_dir: Path, overrides: list[str], pass_at_1: list[float], *, num
     (run_dir / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
     config = OmegaConf.merge({"seed": 0, "train": {"iterations": 2}}, OmegaConf.from_dotlist(overrides))
     (run_dir / ".hydra" / "config.yaml").write_text(OmegaConf.to_yaml(config))
-    if not pass_at_1:
-        return
     (run_dir / "metrics").mkdir()
     for i, value in enumerate(pass_at_1):
         metrics = {"pass@1": value, "pass@1_low": value - 0.125, "pass@1_high": value + 0.125}
-        (run_dir / "metrics" / ("eval_init.json" if i == 0 else f"eval_iter_{i - 1:03d}.json")).write_text(
-            json.dumps(metrics)
-        )
+        name = "eval_init.json" if i == 0 else f"eval_iter_{i - 1:03d}.json"
+        (run_dir / "metrics" / name).write_text(json.dumps(metrics))
     for i in range(num_train):
         metrics = {"reward_mean": 0.5 + i / 4, "time/generate_s": 60.0, "time/train_s": 30.0}
         (run_dir / "metrics" / f"train_iter_{i:03d}.json").write_text(json.dumps(metrics))
@@ -34,55 +31,38 @@ def make_run(run_dir: Path, overrides: list[str], pass_at_1: list[float], *, num
 
 @pytest.fixture
 def multirun_dir(tmp_path: Path) -> Path:
-    make_run(tmp_path / "0", ["task=sat", "train.lr=1e-6"], [0.25, 0.625, 0.5], num_train=2)
+    make_run(tmp_path / "0", ["task=sat", "train.lr=1e-6", "resume=auto"], [0.25, 0.625, 0.5], num_train=2)
     make_run(tmp_path / "1", ["task=sat", "train.lr=1e-5"], [], num_train=0)
     make_run(tmp_path / "2", ["task=sat", "train.lr=5e-6"], [0.25, 0.75], num_train=1)
     return tmp_path
 
 
-def test_runs_are_ordered_by_final_pass_at_1_and_failures_come_last(multirun_dir: Path) -> None:
-    stopped, done, failed = sweep_table(multirun_dir)
-    assert (stopped.name, stopped.status, stopped.final_pass_at_1, stopped.minutes) == (
-        "2",
-        "stopped at 1/2",
-        0.75,
-        1.5,
-    )
-    assert (done.name, done.status, done.overrides) == ("0", "done", {"task": "sat", "train.lr": "1e-6"})
-    assert (done.final_pass_at_1, done.final_low, done.final_high, done.best_pass_at_1) == (0.5, 0.375, 0.625, 0.625)
-    assert (done.reward, done.minutes) == (0.75, 3.0)
-    assert (failed.name, failed.status, failed.final_pass_at_1, failed.reward, failed.minutes) == (
-        "1",
-        "no metrics",
-        None,
-        None,
-        None,
-    )
-
-
-def test_a_run_that_the_mean_leaves_out_is_told(multirun_dir: Path) -> None:
-    make_run(multirun_dir / "3", ["task=sat", "train.lr=1e-6", "seed=1"], [0.0], num_train=1)
+def printed(multirun_dir: Path, width: int = 80) -> list[str]:
     stream = io.StringIO()
-    print_sweep(multirun_dir, Console(file=stream, width=80))
-    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
-    assert "lr=1e-6        0 (3)  0.500         0.625  0.750   3.0" in lines
-    assert "run 2: stopped at 1/2" in lines
-    assert "run 3: stopped at 1/2, not in the mean" in lines
+    print_sweep(multirun_dir, Console(file=stream, width=width))
+    return stream.getvalue().splitlines()
+
+
+def test_results_of_runs(multirun_dir: Path) -> None:
+    done, failed, stopped = load_runs([multirun_dir])
+    assert (done.name, done.status, done.overrides) == ("0", "done", {"task": "sat", "train.lr": "1e-6"})
+    assert (done.final_pass_at_1, done.interval, done.best_pass_at_1) == (0.5, (0.375, 0.625), 0.625)
+    assert (done.reward, done.minutes) == (0.75, 3.0)
+    assert (failed.status, failed.final_pass_at_1, failed.reward, failed.minutes) == ("no metrics", None, None, None)
+    assert (stopped.status, stopped.final_pass_at_1, stopped.minutes) == ("stopped at 1/2", 0.75, 1.5)
 
 
 def test_the_table_is_printed_and_saved_for_programs_and_people(multirun_dir: Path) -> None:
-    stream = io.StringIO()
-    print_sweep(multirun_dir, Console(file=stream, width=80))
-    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
-    assert lines[:6] == [
+    assert printed(multirun_dir) == [
         "3 configurations, 3 runs, best final pass@1 first",
-        "configuration  runs  pass@1 [95%]  best   reward  minutes",
-        "lr=1e-6        0     0.500         0.625  0.750   3.0",
-        "lr=5e-6        2     0.750         0.750  0.500   1.5",
+        "configuration  runs  pass@1 [95%]          best   reward  minutes",
+        "lr=1e-6        0     0.500 [0.375, 0.625]  0.625  0.750   3.0",
+        "lr=5e-6        2     0.750 [0.625, 0.875]  0.750  0.500   1.5",
         "lr=1e-5        1",
         "run 1: no metrics",
+        "run 2: stopped at 1/2",
+        *(str(multirun_dir / name) for name in ("summary.csv", "summary.md", "sweep.png")),
     ]
-    assert lines[6] == "run 2: stopped at 1/2"
     assert (multirun_dir / "sweep.png").stat().st_size > 10_000
     with (multirun_dir / "summary.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -92,7 +72,7 @@ def test_the_table_is_printed_and_saved_for_programs_and_people(multirun_dir: Pa
         ("1", "sat", "1e-5", ""),
     ]
     lines = (multirun_dir / "summary.md").read_text().splitlines()
-    assert lines[2] == "| train.lr=1e-6 | 0 | 0.500 | 0.625 | 0.750 | 3.0 |"
+    assert lines[2] == "| lr=1e-6 | 0 | 0.500 [0.375, 0.625] | 0.625 | 0.750 | 3.0 |"
     runs = lines[6:]
     assert runs[0] == "| run | train.lr | pass@1 [95%] | best | reward | minutes | status |", "task is the same for all"
     assert runs[3] == "| 0 | 1e-6 | 0.500 [0.375, 0.625] | 0.625 | 0.750 | 3.0 | done |"
@@ -100,47 +80,30 @@ def test_the_table_is_printed_and_saved_for_programs_and_people(multirun_dir: Pa
 
 
 def test_a_run_that_was_changed_on_its_way_is_another_configuration(tmp_path: Path) -> None:
-    """Its first resume was undone by the second one, which went on from an earlier checkpoint. Run 2 was only started
-    again.
-    """
+    """Run 2 was only started again."""
+    words = ["train.lr=0.1", "train.optimizer.lr=${train.lr}"]
     for i in range(3):
-        make_run(
-            tmp_path / str(i), ["train.lr=0.1", "train.optimizer.lr=${train.lr}", f"seed={i}"], [0.25, 0.5], num_train=2
-        )
+        make_run(tmp_path / str(i), [*words, f"seed={i}"], [0.25, 0.5], num_train=2)
     starts = [
         {"overrides": []},
-        {"after_iteration": 5, "changes": {"train.lr": [0.3, 7.0], "train.optimizer.lr": [0.3, 7.0]}},
         {"after_iteration": 4, "changes": {"train.lr": [0.3, 0.2]}},
         {"after_iteration": 6, "changes": {"train.lr": [0.2, 0.1], "train.optimizer.lr": [0.2, 0.1]}},
     ]
     (tmp_path / "1" / ".hydra" / "starts.yaml").write_text(yaml.safe_dump(starts))
-    (tmp_path / "2" / ".hydra" / "starts.yaml").write_text(
-        yaml.safe_dump([{"overrides": []}, {"after_iteration": 1, "changes": {}}])
-    )
-    print_sweep(tmp_path, Console(file=io.StringIO(), width=80))
+    again = [{"overrides": []}, {"after_iteration": 1, "changes": {}}]
+    (tmp_path / "2" / ".hydra" / "starts.yaml").write_text(yaml.safe_dump(again))
+    printed(tmp_path)
     rows = [line.split(" | ")[:2] for line in (tmp_path / "summary.md").read_text().splitlines()[2:4]]
     assert rows == [
-        ["| train.lr=0.1", "0 2"],
-        ["| train.lr=0.3 until iteration 4, 0.2 until iteration 6, then 0.1", "1"],
+        ["| lr=0.1", "0 2"],
+        ["| lr=0.3 until iteration 4, 0.2 until iteration 6, then 0.1", "1"],
     ]
 
 
-def test_a_short_run_took_more_than_no_time(tmp_path: Path) -> None:
-    make_run(tmp_path / "0", ["task=sat"], [0.25, 0.75], num_train=1)
-    path = tmp_path / "0" / "metrics" / "train_iter_000.json"
-    path.write_text(json.dumps({"time/train_s": 2.7}))
-    stream = io.StringIO()
-    print_sweep(tmp_path, Console(file=stream, width=80))
-    assert stream.getvalue().splitlines()[2].split()[-1] == "0.045"
-
-
-def test_without_evaluations_the_reward_ranks_and_its_columns_are_left_out(tmp_path: Path) -> None:
+def test_without_evaluations_the_reward_ranks_and_empty_columns_are_left_out(tmp_path: Path) -> None:
     for number, num_train in enumerate((1, 2)):
-        make_run(tmp_path / str(number), [f"train.lr={number}e-6", "eval.enabled=false"], [0.0], num_train=num_train)
-        (tmp_path / str(number) / "metrics" / "eval_init.json").unlink()
-    stream = io.StringIO()
-    print_sweep(tmp_path, Console(file=stream, width=80))
-    assert [line.rstrip() for line in stream.getvalue().splitlines()][:4] == [
+        make_run(tmp_path / str(number), [f"train.lr={number}e-6", "eval.enabled=false"], [], num_train=num_train)
+    assert printed(tmp_path)[:4] == [
         "2 configurations, 2 runs, best final reward first",
         "configuration  runs  reward  minutes",
         "lr=1e-6        1     0.750   3.0",
@@ -148,35 +111,30 @@ def test_without_evaluations_the_reward_ranks_and_its_columns_are_left_out(tmp_p
     ]
 
 
-def test_a_narrow_terminal_folds_lines_and_cuts_no_number(tmp_path: Path) -> None:
-    for i in range(4):
-        make_run(tmp_path / str(i), [f"seed={i % 2}", f"train.lr={i // 2}e-6"], [0.25, 0.5 + i / 100], num_train=2)
-    tables = []
-    for width in (40, 80):
-        stream = io.StringIO()
-        print_sweep(tmp_path, Console(file=stream, width=width))
-        tables.append([line.split() for line in stream.getvalue().splitlines() if "0e-6" in line or "1e-6" in line])
-    assert tables[0] == tables[1] != []
-
-
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [80, 120, 200])
 def test_no_line_of_the_table_is_wider_than_the_terminal_and_nothing_is_cut(tmp_path: Path, width: int) -> None:
     long = ["train.loss.importance_correction=token_truncate", f"model.train_id=/models/{'long/' * 20}end"]
     for i in range(12):
-        make_run(
-            tmp_path / str(i), [*long, f"seed={i % 6}", f"train.lr={i // 6}e-6"], [0.25, 0.5 + i / 100], num_train=2
-        )
+        words = [*long, f"seed={i % 6}", f"train.lr={i // 6}e-6"]
+        make_run(tmp_path / str(i), words, [0.25, 0.5 + i / 100], num_train=1 if i == 5 else 2)
     make_run(tmp_path / "12", ["task=sat"], [0.25, 1.0], num_train=2)
-    stream = io.StringIO()
-    print_sweep(tmp_path, Console(file=stream, width=width))
-    lines = [line for line in stream.getvalue().splitlines() if not line.startswith(str(tmp_path))]
+    lines = [line for line in printed(tmp_path, width) if not line.startswith(str(tmp_path))]
     assert max(map(len, lines)) <= width
-    text = "".join(line.split("  ")[0] if line.startswith("importance") else line.strip() for line in lines)
-    assert "importance_correction=" in text
-    assert "token_truncate" in text
-    assert "\u2026" not in text
-    assert sum(line.count("[0.") for line in lines) == 2, "an interval for each configuration with several seeds"
-    assert "means over runs that differ in the seed alone, with 95% intervals" in lines
+    text = "".join("".join(line.split("  ")[0].strip() for line in lines).split())
+    for word in ("importance_correction=token_truncate", f"train_id=/models/{'long/' * 20}end", "task=sat"):
+        assert word in text
+    assert sum(line.count("[0.") for line in lines) == 3, "an interval for each configuration"
+    assert "run 5: stopped at 1/2, not in the mean" in lines
+    assert any("0 1 2 3 4 (5)" in line for line in lines)
+
+
+def test_a_short_table_does_not_fold(tmp_path: Path) -> None:
+    for i in range(8):
+        words = [f"seed={i % 4}", f"train.lr={i // 4}e-6", f"train.kl_coef={i // 4}", "train.lr_schedule=cosine"]
+        make_run(tmp_path / str(i), words, [0.25, 0.5 + i / 100], num_train=2)
+    lines = printed(tmp_path, 120)
+    assert len([line for line in lines if "lr=" in line or "kl_coef=" in line]) == 2
+    assert "lr=1e-6, kl_coef=1  4 5 6 7  0.555 [0.534, 0.576]  0.555  0.750   3.0" in lines
 
 
 @pytest.mark.parametrize("name", ["train", "eval"])
@@ -185,33 +143,30 @@ def test_a_run_that_stopped_early_is_done(tmp_path: Path, name: str) -> None:
     make_run(tmp_path / "0", ["task=sat"], [0.25, 0.75], num_train=1)
     path = tmp_path / "0" / "metrics" / f"{name}_iter_000.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"stopped_early": 1.0}))
-    [run] = sweep_table(tmp_path)
-    assert run.is_done
-
-
-@pytest.mark.parametrize("name", [".hydra/config.yaml", ".hydra/starts.yaml", "metrics/train_iter_000.json"])
-def test_a_damaged_run_is_named_and_the_others_have_their_table(multirun_dir: Path, name: str) -> None:
-    path = multirun_dir / "2" / name
-    path.write_text("- changes: {train.lr: 1}" if name.endswith("starts.yaml") else "")
-    stream = io.StringIO()
-    print_sweep(multirun_dir, Console(file=stream, width=80))
-    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
-    assert "lr=1e-6        0     0.500         0.625  0.750   3.0" in lines
-    assert [
-        line for line in lines if line.startswith(f"run 2: damaged: {path}: is ") and line.endswith("the run folder")
-    ]
-    assert all((multirun_dir / saved).is_file() for saved in ("summary.csv", "summary.md", "sweep.png"))
-
-
-def test_a_run_whose_last_pass_at_1_is_not_finite_comes_last(multirun_dir: Path) -> None:
-    path = multirun_dir / "0" / "metrics" / "eval_iter_001.json"
-    path.write_text(json.dumps({"pass@1": math.nan}))
-    first, *others = sweep_table(multirun_dir)
-    assert first.name == "2"
-    assert [(run.final_pass_at_1, run.best_pass_at_1) for run in others if run.name == "0"] == [(None, 0.625)]
+    assert read_run(tmp_path / "0", "0").is_done
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"contains no runs.*multirun"):
-        sweep_table(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="nor a sweep"):
+        printed(tmp_path)
+
+
+def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
+    """Curves are means over seeds, the best on top; equal ones are dashed; single runs and intervals stand at the end."""
+    finals = {"a": (0.5, 0.7), "b": (0.5, 0.7), "c": (0.1, 0.2)}
+    for number, (value, final) in enumerate((value, each) for value, pair in finals.items() for each in pair):
+        make_run(tmp_path / str(number), [f"train.x={value}", f"seed={number % 2}"], [0.1, final], num_train=2)
+    figure = draw_sweep(configurations(load_runs([tmp_path])), "day/time")
+    curves, ends = figure.axes
+    means = [line for line in curves.lines if line.get_linewidth() == 1.8]
+    assert [line.get_ydata().tolist() for line in means[::-1]] == [
+        pytest.approx([0.1, mean]) for mean in (0.6, 0.6, 0.15)
+    ]
+    assert [line.get_linestyle() for line in means[::-1]] == ["--", "-", "-"]
+    assert [text.get_text() for text in ends.get_yticklabels()] == ["x=a", "x=b", "x=c"]
+    assert [line.get_xdata().tolist() for line in ends.lines if line.get_marker() == "|"] == [
+        [0.5, 0.7],
+        [0.5, 0.7],
+        [0.1, 0.2],
+    ]
+    assert len(ends.collections) == 3

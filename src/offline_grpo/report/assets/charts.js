@@ -30,9 +30,9 @@ function redraw() {
   return drawStale();
 }
 
-function addChart(section, title, toDraw, { id = section, wide = false, rows = 0, legend = "" } = {}) {
+function addChart(section, title, toDraw, { id = section, wide = false, rows = 0, legend = "", anchors = [] } = {}) {
   const plot = make("div", { role: "img", "aria-label": title, style: `height: ${Math.max(240, 90 + 26 * rows)}px` });
-  find(`#${section} .charts`).append(make("figure", { id, class: wide ? "wide" : "" }, make("figcaption", {}, title), legend, plot));
+  find(`#${section} .charts`).append(make("figure", { id, class: wide ? "wide" : "" }, ...anchors, make("figcaption", {}, title), legend, plot));
   charts.set(plot, toDraw);
   stale.add(plot);
   watcher.observe(plot);
@@ -47,10 +47,12 @@ function layout(xTitle, yTitle, more = {}) {
   return { ...shared, hoverlabel, font, hovermode: "closest", ...more, xaxis: axis(xTitle, more.xaxis), yaxis: axis(yTitle, more.yaxis) };
 }
 
-function curves(key, unit) {
-  const traces = [];
-  for (const line of page.curves[key].filter((each) => !hidden.has(each.group))) {
-    const name = nameOf(line.group), color = css(colorName(line.group)), stroke = { color, dash: dash(line.group) };
+// Of one run its curves, of several runs one curve of each.
+function curves({ curves: named, unit, from_zero }) {
+  const traces = [], isOne = page.num_runs === 1, shown = Object.keys(named).filter((metric) => page.curves[metric]);
+  for (const [place, metric] of shown.entries()) for (const line of page.curves[metric].filter((each) => !hidden.has(each.group))) {
+    const name = isOne ? plain(named[metric] || metric) : nameOf(line.group);
+    const color = css(colorName(isOne ? place : line.group)), stroke = { color, dash: dash(line.group) };
     const trace = ({ x, y }, more) => {
       traces.push({ type: "scatter", name, x, y, mode: x.length > 1 ? "lines" : "markers", marker: { color }, ...more });
     };
@@ -59,20 +61,20 @@ function curves(key, unit) {
       const edge = { width: line.x.length > 1 ? 0 : 3, color };
       trace(around, { fill: "toself", fillcolor: color, opacity: 0.15, mode: "lines", line: edge, hoverinfo: "skip" });
     }
-    for (const run of line.runs) trace(run, { name: `${name}, run ${plain(run.run)}`, opacity: 0.35, line: { ...stroke, width: 0.8 } });
+    for (const run of line.runs) trace(run, { name: isOne ? name : `${name}, run ${plain(run.run)}`, opacity: 0.35, line: { ...stroke, width: 0.8 } });
     if (line.x) trace(line, { line: { ...stroke, width: 2 }, mode: line.x.length < 30 ? "lines+markers" : "lines" });
   }
   const exponentformat = unit.startsWith("nats") ? "power" : "B";  // "300n" nats are not read as nanonats
   const tickformat = unit.startsWith("share") ? ".3~%" : "";
-  const yaxis = { rangemode: /reward|pass@|lr$/.test(key) ? "normal" : "tozero", tickformat, exponentformat };
+  const yaxis = { rangemode: from_zero ? "tozero" : "normal", tickformat, exponentformat };
   return [traces, layout("completed iterations", unit, { yaxis })];
 }
 
-// Parts of a whole: over the iterations of a run, or their means for each configuration. With `below`, each includes the one before.
-function stacked({ x, y }, unit, below) {
-  const names = page.groups.map((group) => plain(group.name)), parts = Object.entries(y);
+// Parts of a whole: over the iterations of a run, or their means for each configuration. Nested ones include the one before.
+function stack({ unit, stacked, parts: { x, y } }) {
+  const names = page.groups.map(plain), parts = Object.entries(y);
   const traces = parts.map(([name, values], i) => {
-    const under = below && i ? parts[i - 1][1] : [], width = values.map((value, at) => Math.max(value - (under[at] ?? 0), 0));
+    const under = stacked === "nested" && i ? parts[i - 1][1] : [], width = values.map((value, at) => Math.max(value - (under[at] ?? 0), 0));
     const place = x ? { x, y: width } : { x: width, y: names, orientation: "h" };
     return { type: "bar", name, marker: { color: css(`--c${i}`) }, ...place };
   });
@@ -120,35 +122,30 @@ function problems() {
 
 function showCharts() {
   const rows = page.num_runs > 1 ? page.groups.length : 0;
-  const addParts = (title, unit, id) => {
-    const parts = page.parts[id], names = Object.keys(parts.y), below = id === "memory";
-    if (names.length) addChart("speed", title, () => stacked(parts, unit, below), { id, wide: true, rows, legend: key(...names) });
-    return names.length;
-  };
-  addParts("Time per iteration", "seconds", "phases");
-  const hasMemory = addParts("Memory in use on the trainer's GPU", "GB", "memory");
-  if (!hasMemory) find("#speed").append(make("p", {}, "Memory is recorded on a GPU."));
+  for (const figure of page.figures) {
+    const { section, title, parts } = figure, shown = Object.entries(figure.curves).filter(([metric]) => page.curves[metric]);
+    const isZero = shown.every(([metric]) => page.curves[metric].every(({ runs }) => runs.every(({ y }) => y.every((value) => !value))));
+    if (figure.stacked && parts) {
+      addChart(section, title, () => stack(figure), { id: title, wide: true, rows, legend: key(Object.keys(parts.y)) });
+    } else if (!figure.stacked && shown.length && isZero) {
+      find(`#${section}`).append(make("p", {}, `0 throughout: ${title.toLowerCase()}.`));
+    } else if (!figure.stacked && shown.length) {
+      const legend = page.num_runs === 1 && shown.length > 1 ? key(shown.map(([, name]) => name)) : "";
+      const anchors = shown.map(([metric]) => make("a", { id: metric }));
+      addChart(section, title, () => curves(figure), { id: title, legend, anchors });
+    }
+  }
   if (page.paired) addChart("paired", "Thick: 95% over problems. Thin: over seeds.", differences, { id: "forest", wide: true, rows });
   if (page.problems) {
     const { length } = page.problems.problems;
     const forNames = page.num_runs > 1 ? 7 : 0;  // they stand upright where there are many
     addChart("problems", "Share of right answers", problems, { id: "solved", wide: true, rows: Math.min(length, 25) / 2 + forNames });
   }
-  for (const [section, list] of Object.entries(page.charts)) {
-    const some = Object.entries(list).filter(([metric]) => page.curves[metric]);
-    const isZero = ([metric]) => page.curves[metric].every(({ runs }) => runs.every(({ y }) => y.every((value) => !value)));
-    for (const [id, [title, unit]] of some.filter((each) => !isZero(each))) addChart(section, title, () => curves(id, unit), { id });
-    const zeros = some.filter(isZero).map(([, [title]]) => title.toLowerCase());
-    if (zeros.length) find(`#${section}`).append(make("p", {}, `0 throughout: ${zeros.join(", ")}.`));
-  }
-  showAnyMetric();
-}
-
-function showAnyMetric() {
   const select = find("#all select");
   select.append(...Object.keys(page.curves).map((metric) => make("option", {}, metric)));
   if (!select.value) return;
-  const plot = addChart("all", "", () => curves(select.value, ""), { id: "chosen", wide: true });
+  const chosen = () => curves({ curves: { [select.value]: "" }, unit: "", from_zero: true });
+  const plot = addChart("all", "", chosen, { id: "chosen", wide: true });
   select.addEventListener("change", () => { stale.add(plot); drawStale(); });
 }
 

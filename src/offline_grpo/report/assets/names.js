@@ -7,7 +7,7 @@ const css = (name) => getComputedStyle(document.documentElement).getPropertyValu
 const colorName = (group) => (group < COLORS * DASHES.length ? `--c${group % COLORS}` : "--rest");
 const dash = (group) => DASHES[Math.floor(group / COLORS)] ?? "solid";
 const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;");  // Plotly reads tags and entities in names
-const nameOf = (group) => plain(page.groups[group].name);
+const nameOf = (group) => plain(page.groups[group]);
 
 // What stands beside a picture of names: whole, or their two ends where they would leave no room for the picture.
 const NARROW = 24;  // letters
@@ -16,11 +16,11 @@ function shortened(text, letters = innerWidth < 700 ? NARROW : 60) {
 }
 
 function rowsOfGroups(groups) {  // an axis with a row for each, the first on top
-  const ticktext = groups.map((group) => shortened(page.groups[group].name));
+  const ticktext = groups.map((group) => shortened(page.groups[group]));
   return { autorange: "reversed", type: "category", tickmode: "array", tickvals: groups.map(nameOf), ticktext };
 }
 
-function key(...names) {  // what the colours of a picture stand for
+function key(names) {  // what the colours of a picture stand for
   const sample = (i) => make("i", { style: `border-color: var(--c${i})` });
   return make("div", { class: "legend" }, ...names.map((name, i) => make("span", {}, sample(i), name)));
 }
@@ -35,6 +35,6 @@ function showLegend() {
       redraw();
     };
     const sample = make("i", { style: `border-top-style: ${line}; border-color: var(${colorName(number)})` });
-    return make("button", { type: "button", "aria-pressed": true, click: toggle }, sample, group.name);
+    return make("button", { type: "button", "aria-pressed": true, click: toggle }, sample, group);
   }));
 }

@@ -83,7 +83,6 @@ function showSamples() {
 async function start() {
   find("#about").textContent = page.about;
   find("#verdict").textContent = page.verdict;
-  find("#damaged ul").append(...page.damaged.map((text) => make("li", {}, text)));
   for (const name of ["results", "paired", "settings"]) if (page[name]) find(`#${name}`).append(table(page[name]));
   find("#paired span").textContent = page.paired?.baseline;
   if (page.settings?.left_out.length) find("#settings").append(make("p", {}, `These differ too: ${page.settings.left_out.join(", ")}.`));

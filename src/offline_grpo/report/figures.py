@@ -1,0 +1,186 @@
+"""Every figure of a run, defined once: `plots.py` draws it into `report.png`, `page.py` gives it to `report.html`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from offline_grpo.logger.console import short
+from offline_grpo.report.history import PHASES, FloatArray, History, Series
+
+BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#2f6db5", "#e07b27", "#3a9a5c", "#c8433c", "#7d5ba6", "#6b7280"
+COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED, GREY)
+PHASE_COLORS = dict(zip(PHASES, (BLUE, ORANGE, GREEN, PURPLE, GREY), strict=True))
+SHARE, NATS, RATE = "share of completions", "nats per token", "tokens per second"
+SILENT = "train/zero_signal_frac"
+MAX_NAME = 13  # letters of a name in a legend: three of them fit beside each other
+LONG_RUN = 80  # with this many points or more, a line is drawn pale under its running mean
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Curves over completed iterations.
+
+    Args:
+        section: of the page: learning, speed or engine.
+        unit: of the y axis; one that begins with "share" is written in percent.
+        curves: metric, such as `train/reward_mean` -> its name in the legend.
+        from_zero: zero is on the y axis, so that noise does not look like a trend.
+        stacked: "sum" for parts of a whole, "nested" where each includes the one before; "" for curves.
+        right: shares the panel in the picture, with an axis of its own; on the page it has its own.
+        in_picture: the picture has twelve panels.
+    """
+
+    section: str
+    title: str
+    unit: str
+    curves: Mapping[str, str]
+    colors: Sequence[str] = COLORS
+    from_zero: bool = True
+    stacked: str = ""
+    right: Figure | None = None
+    in_picture: bool = True
+
+
+def figures(histories: Sequence[History]) -> list[Figure]:
+    """All figures of these runs, those of the picture in its order."""
+    return [_held_out(histories), _reward(), _reward_parts(histories), *_OF_EVERY_RUN]
+
+
+def _held_out(histories: Sequence[History]) -> Figure:
+    """Of a mixture of tasks, pass@1 alone, with that of each task."""
+    tasks = sorted({task for history in histories for task in history.tasks()})[: len(COLORS) - 1]
+    ks = sorted({k for history in histories for k in history.eval_ks()})[: 1 if tasks else len(COLORS)]
+    title = "Held-out pass@1 of all and of each task" if tasks else "Held-out pass@k with 95% interval"
+    curves = {f"eval/pass@{k}": f"pass@{k}" for k in ks}
+    curves |= {f"eval/task/{task}/pass@1": short(task, MAX_NAME) for task in tasks}
+    return Figure("learning", title, "share of problems", curves, from_zero=False)
+
+
+def _reward() -> Figure:
+    return Figure("learning", "Training reward", "reward", {"train/reward_mean": "mean ± std"}, from_zero=False)
+
+
+def _reward_parts(histories: Sequence[History]) -> Figure:
+    """The largest ones."""
+    keys = {key for history in histories for key in history.keys("train") if key.startswith("reward/")}
+    size = {key: max(abs(history.series("train", key).values).max(initial=0) for history in histories) for key in keys}
+    largest = sorted(keys, key=lambda key: (-size[key], key))[: len(COLORS)]
+    names = {f"train/{key}": short(key.removeprefix("reward/"), MAX_NAME) for key in largest}
+    return Figure("learning", "Parts of the reward", "reward", names)
+
+
+def _figure(section: str, title: str, unit: str, curves: Mapping[str, str] | str, *colors: str) -> Figure:
+    """One that only the page has."""
+    named = {curves: ""} if isinstance(curves, str) else curves
+    return Figure(section, title, unit, named, colors or COLORS, in_picture=False)
+
+
+_OF_EVERY_RUN = (
+    Figure("learning", "Success rate in training", SHARE, {"train/success_rate": ""}, [GREEN]),
+    Figure("learning", "Groups without signal", "share of groups", {SILENT: ""}, [RED]),
+    Figure(
+        "learning",
+        "Completion length",
+        "tokens",
+        {"train/completion_tokens_mean": "mean length"},
+        [GREEN],
+        right=_figure(
+            "learning", "Cut off at the token limit", SHARE, {"train/truncated_frac": "cut off (right)"}, GREY
+        ),
+    ),
+    Figure("learning", "Policy entropy", NATS, {"train/entropy": ""}, [PURPLE]),
+    Figure(
+        "learning",
+        "KL divergence",
+        NATS,
+        {"train/kl_divergence": "policy to reference", "train/mismatch/kl_k3": "engine to trainer"},
+        [RED, GREY],
+    ),
+    Figure("learning", "Clipped tokens", "share of tokens", {"train/clip_frac": ""}, [ORANGE]),
+    Figure(
+        "learning",
+        "Gradient norm and learning rate",
+        "norm before clipping",
+        {"train/grad_norm": "gradient norm"},
+        [RED],
+        right=_figure("learning", "Learning rate", "learning rate", {"train/lr": "learning rate (right)"}, GREY),
+    ),
+    Figure(
+        "speed",
+        "Throughput of each phase",
+        RATE,
+        {"train/perf/generate_tokens_per_s": "generate", "train/perf/train_tokens_per_s": "train"},
+    ),
+    Figure(
+        "speed",
+        "Time per iteration",
+        "seconds",
+        {f"train/time/{phase}_s": phase for phase in PHASES},
+        [*PHASE_COLORS.values()],
+        stacked="sum",
+    ),
+    Figure(
+        "speed",
+        "Memory in use on the trainer's GPU",
+        "GB",
+        {
+            "train/perf/gpu_memory_gb": "tensors",
+            "train/perf/gpu_memory_reserved_gb": "reserved",
+            "train/perf/gpu_memory_card_gb": "all processes",
+        },
+        stacked="nested",
+        in_picture=False,
+    ),
+    _figure(
+        "speed",
+        "Waiting",
+        "seconds",
+        {"train/time/rollouts_wait_s": "for samples", "train/time/scoring_wait_s": "for scores"},
+    ),
+    _figure("learning", "Scores that failed", "completions", "train/scoring/num_failed"),
+    _figure("engine", "Logprobs, trainer minus engine", "nats, mean size", "train/alignment/diff_abs_mean"),
+    _figure("engine", "Effective sample size", "share of tokens", "train/mismatch/ess_frac"),
+    _figure("engine", "Time of a weight sync", "seconds", "train/time/sync_s"),
+    _figure("engine", "Copied by a weight sync", "bytes", "train/sync/num_bytes"),
+    _figure("engine", "Probe after a sync, trainer minus engine", "nats, mean size", "train/sync/probe_diff_abs_mean"),
+)
+
+
+def series_of(history: History, metric: str) -> Series:
+    """`train/NAME` or `eval/NAME` over the run; `SILENT`, groups whose rewards are all equal, is computed."""
+    if metric == SILENT:
+        silent, groups = history.series("train", "num_groups_zero_signal"), history.series("train", "num_groups")
+        is_known = len(silent) == len(groups)
+        return (
+            Series(silent.steps, silent.values / np.maximum(groups.values, 1))
+            if is_known
+            else history.series("train", SILENT)
+        )
+    return history.series(*metric.split("/", 1))
+
+
+def bounds_of(history: History, metric: str) -> tuple[FloatArray, FloatArray] | None:
+    """The recorded 95% interval of a metric at its steps; of the training reward, mean ± standard deviation."""
+    values = series_of(history, metric).values
+    if metric == "train/reward_mean":
+        std = history.series("train", "reward_std").values
+        return (values - std, values + std) if len(std) == len(values) else None
+    low, high = (series_of(history, f"{metric}_{end}").values for end in ("low", "high"))
+    return (low, high) if len(low) == len(high) == len(values) else None
+
+
+def smooth(values: FloatArray) -> FloatArray:
+    """The values, or for a long run their running mean over a fortieth of the run."""
+    return running_mean(values, len(values) // 40) if len(values) >= LONG_RUN else values
+
+
+def running_mean(values: FloatArray, width: int) -> FloatArray:
+    """The mean of the `width` points around each point (fewer at the ends): [R] -> [R]."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    start = np.maximum(index - width // 2, 0)
+    stop = np.minimum(index + (width + 1) // 2, len(values))
+    return (sums[stop] - sums[start]) / (stop - start)

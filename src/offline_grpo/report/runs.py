@@ -1,0 +1,270 @@
+"""Runs, and configurations: runs that differ in the seed alone, and means over them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.report.history import FloatArray, History, Series, by_number, load_history
+from offline_grpo.report.run_files import (
+    WITHOUT_EFFECT,
+    changes_of,
+    overrides_of,
+    read_yaml,
+    settings_of,
+)
+
+NOT_COMPARED = ("seed", *WITHOUT_EFFECT)
+"""Keys, and groups, that make no other configuration."""
+MIN_SEEDS = 3
+"""Of a band around a curve: with two, Student's t has one degree of freedom, and the band hides all curves."""
+ALIKE = "all alike"
+DIGITS = 4  # of searched values in tables
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run with its results, which are None where they were not measured.
+
+    Args:
+        overrides, settings: see `run_files`, with what was changed on the way.
+        status: `done`, `stopped at 3/10`, or `no metrics` for a run that never finished an iteration.
+    """
+
+    name: str
+    history: History
+    overrides: Mapping[str, str]
+    settings: Mapping[str, str]
+    status: str
+
+    @property
+    def is_done(self) -> bool:
+        return self.status == "done"
+
+    @property
+    def pass_at_1(self) -> Series:
+        return self.history.series("eval", "pass@1")
+
+    @property
+    def final_pass_at_1(self) -> float | None:
+        return self.history.last("eval", "pass@1")
+
+    @property
+    def best_pass_at_1(self) -> float | None:
+        return float(self.pass_at_1.values.max()) if len(self.pass_at_1) else None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95% of the last pass@1, over problems."""
+        low, high = (self.history.last("eval", f"pass@1_{end}") for end in ("low", "high"))
+        return None if low is None or high is None else (low, high)
+
+    @property
+    def reward(self) -> float | None:
+        return self.history.last("train", "reward_mean")
+
+    @property
+    def minutes(self) -> float | None:
+        return self.history.total_s / 60 if self.history.train else None
+
+
+def read_run(run_dir: Path, name: str) -> Run:
+    """The run in a folder."""
+    history, folder = load_history(run_dir), run_dir / ".hydra"
+    overrides: Mapping[str, str] = {}
+    settings: Mapping[str, str] = {}
+    if (folder / "overrides.yaml").is_file():
+        changes = changes_of(run_dir)
+        overrides, settings = overrides_of(run_dir) | changes, settings_of(run_dir) | changes
+    return Run(name, history, overrides, settings, _status(history))
+
+
+def _status(history: History) -> str:
+    num_done = max(history.train, default=-1) + 1
+    if num_done == 0:
+        return "no metrics"
+    last = (records.get(num_done - 1, {}) for records in (history.train, history.evals))
+    config = history.run_dir / ".hydra" / "config.yaml"
+    if any("stopped_early" in metrics for metrics in last) or not config.is_file():
+        return "done"
+    wanted = int(read_yaml(config)["train"]["iterations"])
+    return "done" if num_done >= wanted else f"stopped at {num_done}/{wanted}"
+
+
+def load_runs(paths: Sequence[Path]) -> list[Run]:
+    """Runs, and the runs of sweeps, named by their place below a folder of all.
+
+    Raises:
+        ConfigError: a path has no run.
+    """
+    folders = list(dict.fromkeys(folder.resolve() for path in paths for folder in _folders(path)))
+    base = os.path.commonpath([folder.parent for folder in folders])
+    return [read_run(folder, os.path.relpath(folder, base)) for folder in folders]
+
+
+def _folders(path: Path) -> list[Path]:
+    if (path / "metrics").is_dir():
+        return [path]
+    found = sorted(
+        (file.parent.parent for file in path.rglob(".hydra/overrides.yaml")), key=lambda p: by_number(str(p))
+    )
+    if not found:
+        raise ConfigError(f"{path}: is neither a run (a folder with metrics/) nor a sweep (a folder of runs)")
+    return found
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Runs with the same settings but for the seed, sorted by name.
+
+    Args:
+        overrides: those in which the configurations differ, all of them where there is only one; of configurations
+            with the same overrides, the settings in which these differ.
+    """
+
+    overrides: Mapping[str, str]
+    runs: Sequence[Run]
+
+    @property
+    def best_known(self) -> list[Run]:
+        """The runs that means are over: those that are done, or all where none is."""
+        return [run for run in self.runs if run.is_done] or list(self.runs)
+
+    @property
+    def left_out(self) -> list[Run]:
+        """The runs that means are not over."""
+        return [run for run in self.runs if run not in self.best_known]
+
+    @property
+    def counted(self) -> list[Run]:
+        """Those of which pass@1 was measured."""
+        return [run for run in self.best_known if run.final_pass_at_1 is not None]
+
+    def mean(self, name: str) -> float | None:
+        """The mean of a result of `Run` over `best_known`; None where it was not measured."""
+        values = [value for run in self.best_known if (value := getattr(run, name)) is not None]
+        return sum(values) / len(values) if values else None
+
+    @property
+    def pass_at_1(self) -> float | None:
+        """The mean of the last pass@1."""
+        return self.mean("final_pass_at_1")
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95% of the mean: over seeds, or over problems where it is of one run. None without a spread to estimate it
+        from, or if a seed was run twice."""
+        if len(self.counted) == 1:
+            return self.counted[0].interval
+        values = np.array([run.final_pass_at_1 for run in self.counted], dtype=np.float64)
+        if len(set(values)) < 2 or not have_own_seeds(self.counted):
+            return None
+        low, high = share_interval(values[:, None])
+        return float(low[0]), float(high[0])
+
+
+def configurations(runs: Sequence[Run]) -> list[Configuration]:
+    """Group runs by all settings except NOT_COMPARED: best mean pass@1 first, of equal ones that of the lower
+    number, then unfinished ones. Those of which pass@1 was not measured come last, best reward first.
+    """
+    groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
+    for run in sorted(runs, key=lambda run: by_number(run.name)):
+        groups.setdefault(tuple(sorted(_compared(run.settings).items())), []).append(run)
+    names = _told_apart([chosen[0] for chosen in groups.values()])
+    found = [Configuration(name, tuple(chosen)) for name, chosen in zip(names, groups.values(), strict=True)]
+
+    def rank(each: Configuration) -> tuple[bool, bool, float]:
+        is_unmeasured = each.pass_at_1 is None
+        score = each.mean("reward") if is_unmeasured else each.pass_at_1
+        return is_unmeasured, not any(run.is_done for run in each.runs), -(score or 0.0)
+
+    return sorted(found, key=rank)
+
+
+def _compared(settings: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in settings.items() if key.lstrip("+~").split(".")[0] not in NOT_COMPARED}
+
+
+def _told_apart(runs: Sequence[Run]) -> list[dict[str, str]]:
+    """See `Configuration.overrides`, for a run of each: a default in `conf/` may have changed between them."""
+    own = [_compared(run.overrides) for run in runs]
+    shared = set.intersection(*(set(each.items()) for each in own)) if len(own) > 1 else set()
+    found = []
+    for run, overrides in zip(runs, own, strict=True):
+        alike = [_compared(other.settings) for other, theirs in zip(runs, own, strict=True) if theirs == overrides]
+        keys = dict.fromkeys(key for settings in alike for key in settings)
+        differing = [key for key in keys if len({settings.get(key) for settings in alike}) > 1]
+        label = {key: value for key, value in overrides.items() if (key, value) not in shared}
+        found.append(label | {key: run.settings.get(key, "null") for key in differing})
+    return found
+
+
+def names_of(found: Sequence[Configuration]) -> list[str]:
+    """`lr=1e-5, kl_coef=0.1`: keys by their last part where that is one key's alone, numbers by four digits where they
+    stay apart."""
+    keys = list(dict.fromkeys(key for each in found for key in each.overrides))
+    leaves = [key.rpartition(".")[2] for key in keys]
+    names = {key: leaf if leaves.count(leaf) == 1 else key for key, leaf in zip(keys, leaves, strict=True)}
+    for form in (short_number, str):
+        labels = [", ".join(f"{names[k]}={form(v)}" for k, v in each.overrides.items()) or ALIKE for each in found]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
+
+
+def short_number(text: str) -> str:
+    """`0.00013281936` -> `0.0001328`; other texts, and whole numbers, stay as they are."""
+    is_long = sum(letter.isdigit() for letter in text.lower().partition("e")[0]) > DIGITS
+    try:
+        return f"{float(text):.{DIGITS}g}" if is_long and not text.lstrip("-").isdigit() else text
+    except ValueError:
+        return text
+
+
+def have_own_seeds(runs: Sequence[Run]) -> bool:
+    """Whether no seed was run twice. Repetitions say nothing about other seeds: an interval over them would be too
+    narrow.
+    """
+    return len({run.settings.get("seed") for run in runs}) == len(runs)
+
+
+def mean_curve(values: Sequence[Series]) -> tuple[FloatArray, FloatArray]:
+    """Steps [R] at which all were measured, and the values there, [N, R]."""
+    tables = [dict(zip(each.steps.tolist(), each.values.tolist(), strict=True)) for each in values]
+    steps = sorted(set.intersection(*map(set, tables))) if tables else []
+    return np.array(steps), np.array([[table[step] for step in steps] for table in tables]).reshape(-1, len(steps))
+
+
+def share_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """95% interval of the mean of shares over N >= 2 runs, [N, R] -> ([R], [R]): mean ± t * s / sqrt(N), cut at 0 and
+    1.
+
+    Student's t with N - 1 degrees of freedom, because the spread is estimated from few runs (Student 1908, "The
+    probable error of a mean"). A bootstrap over two or three values has too few different resamples, and is too narrow.
+    """
+    low, high = mean_interval(values)
+    return np.maximum(low, 0.0), np.minimum(high, 1.0)
+
+
+def mean_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """The same of any metric."""
+    count = len(values)
+    half = t_975(count - 1) * values.std(0, ddof=1) / math.sqrt(count)
+    return values.mean(0) - half, values.mean(0) + half
+
+
+def t_975(freedom: int) -> float:
+    """The 97.5% quantile of Student's t: from tables up to 4 degrees of freedom, then by the series of Abramowitz &
+    Stegun 26.7.5.
+    """
+    if freedom <= 4:
+        return (12.7062, 4.3027, 3.1824, 2.7764)[freedom - 1]
+    z = 1.959964
+    terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    return sum(term / freedom**power for power, term in enumerate(terms))
