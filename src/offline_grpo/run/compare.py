@@ -30,7 +30,7 @@ from offline_grpo.engine.ports import choose_port
 from offline_grpo.engine.process import ServerProcess, last_line, last_lines
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested
 from offline_grpo.logger import output_console
-from offline_grpo.logger.lines import clock
+from offline_grpo.logger.console import clock
 from offline_grpo.redaction import redacted_text
 from offline_grpo.report.comparison import DONE, print_comparison, save_comparison
 from offline_grpo.run import config as conf
