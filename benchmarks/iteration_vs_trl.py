@@ -35,9 +35,9 @@ from trl_arm import WARMUP_BLOCKS, Interleave, MethodTimes, make_trainer
 from offline_grpo.generation.judging import Judgement
 from offline_grpo.interfaces import RunListener
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.run.assemble import Start, assemble
+from offline_grpo.run.assemble import assemble
 from offline_grpo.run.config import as_plain, register, typed
-from offline_grpo.run.preflight import Plan, make_plan
+from offline_grpo.run.plan import Plan, Start, make_plan
 from offline_grpo.run.run_dir import RunDir
 from offline_grpo.run.signals import StopSignal
 from offline_grpo.train.loop import Loop

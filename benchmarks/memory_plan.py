@@ -51,7 +51,7 @@ from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.assemble import make_updater
 from offline_grpo.run.config import register, typed
 from offline_grpo.run.gpu_memory import memory_request, needs_reference_copy
-from offline_grpo.run.preflight import Plan, make_plan
+from offline_grpo.run.plan import Plan, make_plan
 from offline_grpo.run.run_dir import RunDir
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.sharding import Replicas

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -38,7 +38,7 @@ from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.run import serving
 from offline_grpo.run.config import typed
-from offline_grpo.run.preflight import Plan, make_plan
+from offline_grpo.run.plan import Plan, make_plan
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.weight_sync import ipc, nccl, proof
 
@@ -146,13 +146,8 @@ def _sample(words: list[str], role: str, folder: Path, at_once: list[int]) -> No
 def assembled(plan: Plan, policy: Policy, folder: Path, ranks: Any) -> tuple[Any, Any]:
     """The deployments of training and evaluation, as a run puts them together."""
     gpus = [None] * plan.engine.num_managed
-    servers = serving.training_servers(plan.engine, plan.weight_sync, run_folder=folder, gpus=gpus, ranks=ranks)
-    places: dict[str, Any] = {"sharding": Replicas(ranks), "ranks": ranks}
-    training = serving.for_training(plan.engine, servers, plan.weight_sync, policy, sampling=plan.sampling, **places)
-    places["run_folder"] = folder
-    return training, serving.for_evaluation(
-        plan.eval_engine, plan.eval_weight_sync, training, policy, sampling=plan.eval_sampling, **places
-    )
+    servers = serving.training_servers(plan, gpus, folder, ranks, ExitStack())
+    return serving.deployments(plan, servers, policy, Replicas(ranks), folder, ranks)
 
 
 class Answers:

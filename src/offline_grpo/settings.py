@@ -14,8 +14,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 from typing import Any
+from urllib.parse import urlsplit
 
 from offline_grpo.errors import require
+
+
+def check_url(key: str, url: str | None) -> None:
+    """Raise ConfigError if `url` is none that a client can ask; None is let through."""
+    if url is None:
+        return
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_good = is_good and not parts.query and not parts.fragment  # paths are put behind it
+    except ValueError:
+        is_good = False
+    fix = "must begin with http:// or https:// and name a host, without ? and #, for example http://127.0.0.1:8000"
+    require(is_good, key, url, fix)
 
 
 @dataclass
@@ -62,6 +77,9 @@ class ModelConfig:
         require(
             self.compile in ("auto", True, False), "model.compile", self.compile, "must be one of auto, true, false"
         )
+        fix = "under LoRA the reference is the trained model without its adapters; leave it null"
+        has_copy = self.lora is None or self.ref_id not in (None, self.train_id)
+        require(self.ref_device is None or has_copy, "model.ref_device", self.ref_device, fix)
 
 
 @dataclass
@@ -167,6 +185,8 @@ class TrainConfig:
             recompute,
             "must be one of auto, true, false",
         )
+        fix = "its loss scaling is not spread (train.sharding=fsdp2); use bf16 or fp32"
+        require(self.precision != "fp16" or self.sharding != "fsdp2", "train.precision", self.precision, fix)
         self._check_batch_arithmetic()
 
     def _check_batch_arithmetic(self) -> None:
@@ -228,6 +248,7 @@ class EvalConfig:
             self.num_ids,
             "must be at least 1, all, or null for at most 256",
         )
+        check_url("eval.base_url", self.base_url)
         require(self.timeout_s > 0, "eval.timeout_s", self.timeout_s, "must be above 0")
         require(self.max_retries >= 0, "eval.max_retries", self.max_retries, "must be 0 or more")
         require(self.tolerance_nats > 0, "eval.tolerance_nats", self.tolerance_nats, "must be above 0")
@@ -307,6 +328,10 @@ class PlacementConfig:
         require(
             self.trainer == "here" or self.address is not None, "placement.trainer", self.trainer, "add placement=ray"
         )
+        fix = "acts with placement=ray alone; leave it out"
+        for name in ("ray_init", "score_on_cluster"):
+            value = getattr(self, name)
+            require(self.address is not None or not value, f"placement.{name}", value, fix)
         fix = "at least 1, and more with placement.trainer=ray alone; on this machine, accelerate launch starts several"
         is_number = self.num_trainers == 1 or (self.num_trainers > 1 and self.trainer == "ray")
         require(is_number, "placement.num_trainers", self.num_trainers, fix)
@@ -358,6 +383,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         is_good = self.num_threads is None or 0 < self.num_threads <= 4096
         require(is_good, "num_threads", self.num_threads, "from 1 to 4096, or null for one per core")
+        is_good = self.checkpoint.format == "full" or self.train.sharding == "fsdp2"
+        fix = "nothing is spread over processes; use full, or train.sharding=fsdp2"
+        require(is_good, "checkpoint.format", self.checkpoint.format, fix)
+        is_good = not self.placement.score_on_cluster or self.scoring.workers > 0
+        fix = "placement.score_on_cluster=true needs processes that score; set 1 or more, for each machine"
+        require(is_good, "scoring.workers", self.scoring.workers, fix)
 
     @property
     def planned_updates(self) -> int:

@@ -148,13 +148,13 @@ def test_mistakes_in_settings_are_refused_without_torch():
         import json, sys
         from hydra import compose, initialize_config_dir
         import offline_grpo.run.app, offline_grpo.run.cli
-        from offline_grpo.run import config, preflight
+        from offline_grpo.run import config, plan
         config.register()
         told = {}
         for words in json.loads(sys.argv[2]):
             with initialize_config_dir(config_dir=sys.argv[1], version_base="1.3"):
                 try:
-                    preflight.make_plan(config.typed(compose("config", overrides=words.split())))
+                    plan.make_plan(config.typed(compose("config", overrides=words.split())))
                 except Exception as error:
                     told[words] = str(error)
         print(json.dumps([told, sorted({"torch", "transformers", "matplotlib", "accelerate"} & set(sys.modules))]))

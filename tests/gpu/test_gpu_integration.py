@@ -29,7 +29,7 @@ from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import app
 from offline_grpo.run.assemble import make_evaluation, make_source, make_updater
 from offline_grpo.run.config import typed
-from offline_grpo.run.preflight import Plan, make_plan
+from offline_grpo.run.plan import Plan, make_plan
 from offline_grpo.run.run_dir import RunDir
 from offline_grpo.train.experience import prepare_batch
 from offline_grpo.train.sharding import Replicas

@@ -16,7 +16,7 @@ from factories import compose_config
 from offline_grpo.errors import ConfigError
 from offline_grpo.run import app
 from offline_grpo.run.config import typed
-from offline_grpo.run.preflight import make_plan
+from offline_grpo.run.plan import make_plan
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "adding_a_component.md").read_text()

@@ -51,7 +51,7 @@ from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.isolate import isolated
-from offline_grpo.run.preflight import listeners, make_plan
+from offline_grpo.run.plan import listeners, make_plan
 from offline_grpo.run.task_data import SOURCE_RUNTIME, build_task, source_node
 from offline_grpo.task import countdown
 from offline_grpo.types import BatchTotals, Split, TokenStats
@@ -672,11 +672,11 @@ def cluster_effect(overrides: str) -> Any:
     asked: list[Any] = []
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(
-            ray_cluster, "RayCluster", lambda *words, **size: asked.append((words, size)) or SimpleNamespace(close=list)
+            serving,
+            "RayCluster",
+            lambda *words, **size: asked.append((words, size)) or SimpleNamespace(close=list, server=None),
         )
-        reserve = serving.cluster_of(make_plan(typed(compose_config(*overrides.split()))), stack)
-        assert reserve is not None
-        reserve()
+        serving.server_maker(make_plan(typed(compose_config(*overrides.split()))), [], stack)
     return asked
 
 

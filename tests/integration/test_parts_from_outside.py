@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from offline_grpo.errors import GrpoError
 from offline_grpo.run import app
 from offline_grpo.run.config import typed
-from offline_grpo.run.preflight import make_plan
+from offline_grpo.run.plan import make_plan
 
 FILES = {
     "mine/dense.py": '''

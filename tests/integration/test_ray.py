@@ -23,7 +23,7 @@ from offline_grpo.engine.http import ServerApi
 from offline_grpo.engine.ray_server import ServerActor
 from offline_grpo.errors import ConfigError
 from offline_grpo.run.config import typed
-from offline_grpo.run.preflight import make_plan
+from offline_grpo.run.plan import make_plan
 
 TWO = ("weight_sync=reload", "placement.num_engines=2")
 

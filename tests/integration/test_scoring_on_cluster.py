@@ -27,7 +27,7 @@ from served_runs import assert_same, run
 from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.generation.scoring.isolated import IsolatedTask
 from offline_grpo.run.config import typed
-from offline_grpo.run.preflight import make_plan
+from offline_grpo.run.plan import make_plan
 
 HOST = "offline_grpo.generation.scoring.worker"
 

@@ -12,7 +12,7 @@ from factories import compose_config
 
 from offline_grpo.engine.serve import launcher, parser
 from offline_grpo.run.config import typed
-from offline_grpo.run.preflight import make_plan
+from offline_grpo.run.plan import make_plan
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "slurm.sh"
 CALLED = 'printf "%q " "$@" > "$CALLS.$$"; mv "$CALLS.$$" "$CALLS/$$"'

@@ -114,7 +114,9 @@ def test_of_two_that_start_at_once_one_trains(seed, alone, cache, tmp_path):
         assert "finished: 4 of 4 iterations" in said
     else:
         assert codes == [0, 2], said
-        assert re.search(r"^error: \S+: (process \d+ on \S+ writes to \S+|there is a run in this folder);", said, re.MULTILINE), said
+        assert re.search(
+            r"^error: \S+: (process \d+ on \S+ writes to \S+|there is a run in this folder);", said, re.MULTILINE
+        ), said
     [run] = [path for path in day.iterdir() if (path / "metrics").is_dir()]
     assert metrics_of(run) == metrics_of(alone)
     assert weights_of(run) == weights_of(alone)

@@ -24,7 +24,7 @@ from offline_grpo.checkpoint.pretrained import find_model
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.load import read_model_config
 from offline_grpo.run.config import typed
-from offline_grpo.run.preflight import make_plan
+from offline_grpo.run.plan import make_plan
 
 REFUSED = "http://127.0.0.1:1"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from offline_grpo.errors import require
 from offline_grpo.interfaces import Layout
 from offline_grpo.model.device import resolve_device
 from offline_grpo.model.dtypes import torch_dtype
@@ -19,12 +18,6 @@ from offline_grpo.settings import ModelConfig
 def is_adapted_policy(config: ModelConfig) -> bool:
     """Whether the reference is what the policy is with its adapters switched off."""
     return config.lora is not None and config.ref_id in (None, config.train_id)
-
-
-def check_reference(config: ModelConfig) -> None:
-    """Raise ConfigError for a device of a reference that needs none."""
-    fix = "under LoRA the reference is the trained model without its adapters; leave it null"
-    require(config.ref_device is None or not is_adapted_policy(config), "model.ref_device", config.ref_device, fix)
 
 
 def load_reference(

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
 from offline_grpo import progress
-from offline_grpo.disk import NOT_WRITABLE, sweep
-from offline_grpo.errors import GrpoError, StopRequested
+from offline_grpo.disk import sweep
+from offline_grpo.errors import ConfigError, GrpoError, OutOfMemory, StopRequested, reason_of
+from offline_grpo.interfaces import RunListener
 from offline_grpo.run import launch, resume_record
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_batches, describe_data, describe_staleness, describe_warmup
-from offline_grpo.run.engine_spec import check_overrides
 from offline_grpo.run.environment import record_start
 from offline_grpo.run.log_outputs import kept_for_log, log_to
-from offline_grpo.run.preflight import Plan, listeners, make_plan
+from offline_grpo.run.plan import Start, listeners, make_plan
 from offline_grpo.run.run_dir import (
     ResumePoint,
     RunDir,
@@ -31,12 +30,16 @@ from offline_grpo.run.run_dir import (
     released_at_end,
 )
 from offline_grpo.run.signals import StopSignal
-from offline_grpo.run.task_data import check_data_overrides
 from offline_grpo.settings import RunConfig
 
 if TYPE_CHECKING:
-    from offline_grpo.interfaces import RunListener
     from offline_grpo.placement.ranks import Ranks
+
+OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+"""In a RuntimeError of CUDA, cuBLAS, or torch's allocator for the host."""
+LESS_MEMORY = (
+    "train.tokens_per_microbatch (or train.batch_size), generation.batch_size, or the server's share of the GPU"
+)
 
 log = logging.getLogger(__name__)
 
@@ -54,57 +57,51 @@ def run(
         typed_keys: those that are new in this start of a resumed run.
     """
     fresh = RunDir(output_dir.resolve())
-    with (
-        StopSignal.listening() as stop,
-        released_at_end(),
-        _leaving_no_empty_folder(fresh),
-        progress.followed(),
-        kept_for_log(),
-    ):
-        config, plain = typed(cfg), as_plain(cfg)
-        if launch.is_main():
-            print("offline-grpo: loading ...", flush=True)
-        check = partial(
-            check_overrides,
-            overrides,
-            uses_cluster=config.placement.score_on_cluster or config.placement.trainer == "ray",
-        )
-        if config.engine is None and config.generation.get("base_url") is None:
-            check(None)
-        with progress.phase("imports and data"):
-            plan = make_plan(config)
-        check(plan.engine)
-        if plan.data.train is None:
-            check_data_overrides(overrides, cfg)
-        find = partial(_find_resume_point, config, fresh, plain, typed_keys)
-        found = find() if launch.num_processes() == 1 else None  # what is refused needs no torch
-        with progress.phase("imports and data"):
-            ranks = _join(config)
-        resume, run_dir = found or ranks.on_main(find)  # in the group, so that a refusal ends all processes
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopSignal.listening())
+        stack.enter_context(released_at_end())
+        stack.callback(discard_fresh, fresh.path)  # of a start that was refused, or that resumes another folder
+        stack.enter_context(progress.followed())
+        stack.enter_context(kept_for_log())
+        start = _start(cfg, fresh, overrides, typed_keys)
         from offline_grpo.placement.ranks import told_if_abandoned
 
-        with told_if_abandoned(), _told_if_unwritable(run_dir), log_to(run_dir.path, ranks):
-            if resume is not None and resume_record.is_finished(resume, plain):
-                log.info(resume_record.describe_finished(resume, config))
-                return report(run_dir) if ranks.is_main else None
-            try:
-                return _run(plan, cfg, run_dir, resume, ranks, stop, overrides)
-            except StopRequested as signal:
-                log.warning("stopped by %s; %s", signal.signal_name, resume_record.where(run_dir))
-                signal.is_reported = True
-                raise
+        run_dir, config = start.run_dir, start.plan.config
+        stack.enter_context(told_if_abandoned())
+        stack.enter_context(log_to(run_dir.path, start.ranks))
+        if start.resume is not None and resume_record.is_finished(start.resume, start.plain):
+            log.info(resume_record.describe_finished(start.resume, config))
+            return report(run_dir) if start.ranks.is_main else None
+        try:
+            return _run(start, cfg, stop, overrides)
+        except StopRequested as signal:
+            log.warning("stopped by %s; %s", signal.signal_name, resume_record.where(run_dir))
+            signal.is_reported = True
+            raise
 
 
-def _find_resume_point(
-    config: RunConfig, fresh: RunDir, plain: Mapping[str, Any], typed_keys: Collection[str]
-) -> tuple[ResumePoint | None, RunDir]:
-    """What the run goes on from, None for a new run, and its folder, which is locked then. Called on the first process."""
-    with _told_if_unwritable(fresh):
-        resume = find_resume_point(config.resume, fresh, plain)
-    if resume is None:
-        return None, fresh
-    resume = resume_record.checked(resume, config, plain, typed_keys)
-    return resume, resume.run_dir
+def _start(cfg: DictConfig, fresh: RunDir, overrides: Sequence[str], typed_keys: Collection[str]) -> Start:
+    """Everything that can be refused before a model is loaded: the plan, and the checkpoint to resume from."""
+    config, plain = typed(cfg), as_plain(cfg)
+    if launch.is_main():
+        print("offline-grpo: loading ...", flush=True)
+    with progress.phase("imports and data"):
+        plan = make_plan(config)
+        from offline_grpo.run.problems import idle_overrides
+    for problem in idle_overrides(overrides, cfg, plan):
+        raise ConfigError(problem)
+
+    def find() -> tuple[ResumePoint | None, RunDir]:
+        """What the run resumes from, None for a new run, and its folder, which is locked then."""
+        point = find_resume_point(config.resume, fresh, plain)
+        point = None if point is None else resume_record.checked(point, config, plain, typed_keys)
+        return point, fresh if point is None else point.run_dir
+
+    found = find() if launch.num_processes() == 1 else None  # a refusal needs no torch
+    with progress.phase("imports and data"):
+        ranks = _join(config)
+    resume, run_dir = found or ranks.on_main(find)  # in the group, so that a refusal ends all processes
+    return Start(plan, plain, run_dir, resume, ranks)
 
 
 def _join(config: RunConfig) -> Ranks:
@@ -119,19 +116,11 @@ def _join(config: RunConfig) -> Ranks:
     return Ranks(use_cpu=resolve_device(config.model.device).type == "cpu")
 
 
-def _run(
-    plan: Plan,
-    cfg: DictConfig,
-    run_dir: RunDir,
-    resume: ResumePoint | None,
-    ranks: Ranks,
-    stop: StopSignal,
-    overrides: Sequence[str],
-) -> float | None:
+def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[str]) -> float | None:
     with progress.phase("imports and data"):
-        from offline_grpo.run.assemble import Start, assemble
+        from offline_grpo.run.assemble import assemble
 
-    config, plain = plan.config, as_plain(cfg)
+    plan, config, run_dir, ranks = start.plan, start.plan.config, start.run_dir, start.ranks
     with ExitStack() as stack, ended_whole(stop):
         if ranks.is_main:
             sweep(run_dir.path)
@@ -143,7 +132,8 @@ def _run(
         for listener in told:
             stack.push(_closing(listener))
         progress.tell(told)
-        loop, restored = assemble(Start(plan, plain, run_dir, resume, ranks), stop, told, stack)
+        stack.enter_context(told_if_out_of_memory(run_dir))
+        loop, restored = assemble(start, stop, told, stack)
         if ranks.is_main:
             run_dir.create()
             record_start(run_dir.path)
@@ -155,21 +145,21 @@ def _run(
             for warning in (describe_staleness(plan), describe_warmup(config)):
                 if warning is not None:
                     log.warning(warning)
-            if resume is not None:
-                for line in resume_record.describe(resume, config):
+            if start.resume is not None:
+                for line in resume_record.describe(start.resume, config):
                     log.info(line)
-                if resume.has_new_folder:
-                    copy_metrics(resume)
-                elif resume.changes:
-                    discard_after(run_dir, resume.state.iteration)
-            resume_record.record(run_dir, cfg, overrides, resume)
+                if start.resume.has_new_folder:
+                    copy_metrics(start.resume)
+                elif start.resume.changes:
+                    discard_after(run_dir, start.resume.state.iteration)
+            resume_record.record(run_dir, cfg, overrides, start.resume)
         for listener in loop.listeners:
-            listener.start(plain, config.train.iterations)
+            listener.start(start.plain, config.train.iterations)
         with stop.held("this iteration"):
             if restored is None:
                 loop.run(0, None)
             else:
-                evaluates_first = resume is not None and run_dir.misses_evaluation(resume.state)
+                evaluates_first = start.resume is not None and run_dir.misses_evaluation(start.resume.state)
                 loop.run(restored.iteration + 1, restored.source, evaluates_first=evaluates_first)
             stop.hold("the report")
             stack.close()
@@ -188,10 +178,21 @@ def ended_whole(stop: StopSignal) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def told_if_out_of_memory(run_dir: RunDir) -> Iterator[None]:
+    """Raise OutOfMemory, in one line, for an allocation that fails."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in OUT_OF_MEMORY):
+            raise
+        phase = progress.phase_of(error) or "the start"
+        fix = f"to need less, lower {LESS_MEMORY}; {resume_record.where(run_dir)}"
+        raise OutOfMemory(f"out of memory in the phase {phase}: {reason_of(error)}; {fix}") from error
+
+
 def _closing(listener: RunListener) -> Callable[..., None]:
-    """For an `ExitStack`. What `close` raises while another error is on its way is logged, and does not replace that
-    one.
-    """
+    """For an `ExitStack`. An error of `close` does not replace one that is on its way: it is logged."""
 
     def close(_kind: object, error: BaseException | None, _trace: object) -> None:
         try:
@@ -219,28 +220,3 @@ def report(run_dir: RunDir) -> float | None:
     print_summary(history, output_console())
     pass_at_1 = history.series("eval", "pass@1").values
     return float(pass_at_1[-1]) if len(pass_at_1) else None
-
-
-@contextmanager
-def _told_if_unwritable(run_dir: RunDir) -> Iterator[None]:
-    """One line about a disk that is full or a folder that became read-only. What was committed before is whole."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in NOT_WRITABLE:
-            raise
-        place = (
-            error.filename2 or error.filename or run_dir.path
-        )  # of two, the second was written: the target of a copy
-        raise GrpoError(
-            f"{place}: cannot be written ({error.strerror}); free some space or fix the permissions; {resume_record.where(run_dir)}"
-        ) from error
-
-
-@contextmanager
-def _leaving_no_empty_folder(fresh: RunDir) -> Iterator[None]:
-    """A start that was refused, or that went on in another run's folder, leaves nothing of its own behind."""
-    try:
-        yield
-    finally:
-        discard_fresh(fresh.path)

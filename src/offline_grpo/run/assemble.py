@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -35,16 +34,21 @@ from offline_grpo.redaction import redacted
 from offline_grpo.report.run_files import WITHOUT_EFFECT
 from offline_grpo.rollouts.store.origin import Origin, architecture_hash, tokenizer_hash
 from offline_grpo.rollouts.store.recorder import Recorder
-from offline_grpo.run import serving
 from offline_grpo.run.build import build
 from offline_grpo.run.gpu_memory import check_memory
-from offline_grpo.run.isolate import with_scorers
-from offline_grpo.run.out_of_memory import told_if_out_of_memory
-from offline_grpo.run.preflight import Plan, fresh_schedule
+from offline_grpo.run.isolate import isolated
+from offline_grpo.run.plan import Plan, Start, fresh_schedule
 from offline_grpo.run.prompts import check_prompts
-from offline_grpo.run.run_dir import ResumePoint, RunDir
+from offline_grpo.run.run_dir import RunDir
+from offline_grpo.run.serving import (
+    check_found_servers,
+    deployments,
+    loads_onto_servers_gpu,
+    starts_before_the_policy,
+    training_servers,
+)
 from offline_grpo.run.signals import StopSignal
-from offline_grpo.run.task_data import records, source_node
+from offline_grpo.run.task_data import SourceRuntime, records, source_node
 from offline_grpo.seeding import derive_seed
 from offline_grpo.train.loop import Evaluation, Loop
 from offline_grpo.train.milestones import Milestones
@@ -56,19 +60,6 @@ from offline_grpo.train.update import Updater
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Start:
-    """What a run starts from: its checked plan, the configuration as nested dicts, its folder, and the checkpoint to go
-    on from.
-    """
-
-    plan: Plan
-    plain: Mapping[str, Any]
-    run_dir: RunDir
-    resume: ResumePoint | None
-    ranks: Ranks
-
-
 def assemble(
     start: Start, stop: StopSignal, listeners: Sequence[RunListener], stack: ExitStack
 ) -> tuple[Loop, TrainerState | None]:
@@ -77,35 +68,32 @@ def assemble(
     Args:
         stack: gets what has to be let go of on every way out.
     """
-    ranks, config, plan = (
-        start.ranks,
-        start.plan.config,
-        with_scorers(start.plan, start.run_dir.path, stack, start.ranks),
-    )
+    ranks, config = start.ranks, start.plan.config
+    plan = _with_isolated_scoring(start.plan, start.run_dir.path, stack, ranks)
     if (
         plan.engine.launcher is not None and config.placement.address is None
-    ):  # in a cluster, each machine looks for itself
+    ):  # each machine of a cluster checks its own
         plan.engine.launcher.check_installed()
     devices = plan.devices(ranks.world_size)
     check_devices(devices)
-    layouts_for(
-        plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision)
-    )  # before a model is made
+    layouts_for(plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision))  # refuses early
     model_id = _model_id(plan, ranks)
-    serving.check_found_servers(plan, model_id, ranks)
+    ranks.on_main(lambda: check_found_servers(plan, model_id))
     prompt_tokens = _check_model(plan, model_id)
-    servers = _servers(start, model_id, stack, devices)  # before the memory plan, which takes seconds and no GPU
-    recompute, predicted = check_memory(plan, model_id, prompt_tokens=prompt_tokens, num_processes=ranks.world_size)
-    stack.enter_context(told_if_out_of_memory(predicted, start.run_dir))
+    servers = _begin_servers(start, model_id, stack, devices)  # before the memory plan, which takes seconds and no GPU
+    recompute, _ = check_memory(plan, model_id, prompt_tokens=prompt_tokens, num_processes=ranks.world_size)
     checkpoint = start.resume.checkpoint if start.resume is not None else None
-    if serving.loads_onto_servers_gpu(plan.weight_sync, devices):
+    if loads_onto_servers_gpu(plan.weight_sync, devices):
         for server in servers:
             ranks.on_main(server.wait_for_memory)
     with progress.step("load model", f"loading the model {checkpoint or model_id}"):
         policy = _policy(plan, model_id, checkpoint, ranks, recompute)
     sharding = sharding_of(config.train.sharding, ranks)
     sharding.prepare(policy)
-    training, evaluation = _deployments(start, plan, servers, policy, sharding, stack)
+    training, evaluation = deployments(plan, servers, policy, sharding, start.run_dir.path, ranks)
+    for deployment in dict.fromkeys((training, evaluation)):
+        stack.callback(deployment.close)
+        deployment.connect(policy)
     if plan.weight_sync.requires.shares_weights and ranks.is_main:
         _settle(plan, policy)
     with progress.phase("masters"):
@@ -113,22 +101,28 @@ def assemble(
     updater = make_updater(plan, policy, model_id, start.run_dir, ranks, sharding)
     if start.resume is not None and start.resume.lr_schedule is not None:
         updater.lr_schedule = start.resume.lr_schedule
-    about = {key: value for key, value in redacted(start.plain).items() if key not in WITHOUT_EFFECT}
+    public = redacted(start.plain)
+    about = {key: value for key, value in public.items() if key not in WITHOUT_EFFECT}
     origin = Origin(model_id, architecture_hash(policy.causal_lm.config), tokenizer_hash(policy.tokenizer), about)
     source = make_source(plan, policy, training.client, updater, start.run_dir.path, origin)
     stack.callback(source.close)
-    shared: dict[str, Any] = {
-        "policy": policy,
-        "updater": updater,
-        "source": source,
-    }
-    shared["milestones"] = Milestones(config.checkpoint.keep_best, config.train.stop_when)
-    saving: dict[str, Any] = {"keep_last_k": config.checkpoint.num_kept, "format": config.checkpoint.format}
+    milestones = Milestones(config.checkpoint.keep_best, config.train.stop_when)
     checkpointer = Checkpointer(
-        **shared, **saving, folder=start.run_dir.checkpoints, ranks=ranks, config=redacted(start.plain)
+        policy=policy,
+        updater=updater,
+        source=source,
+        milestones=milestones,
+        folder=start.run_dir.checkpoints,
+        ranks=ranks,
+        config=public,
+        keep_last_k=config.checkpoint.num_kept,
+        format=config.checkpoint.format,
     )
     loop = Loop(
-        **shared,
+        policy=policy,
+        updater=updater,
+        source=source,
+        milestones=milestones,
         config=config.train,
         deployment=training,
         push_interval=plan.weight_sync.interval,
@@ -144,26 +138,15 @@ def assemble(
     return loop, checkpointer.restore(checkpoint) if checkpoint is not None else None
 
 
-def _deployments(
-    start: Start, plan: Plan, servers: Sequence[Server], policy: Policy, sharding: Sharding, stack: ExitStack
-) -> tuple[Deployment, Deployment]:
-    """What training samples from and what evaluations ask, which may be the same; both know the way to the policy's
-    weights.
-    """
-    places: dict[str, Any] = {"sharding": sharding, "ranks": start.ranks}
-    training = serving.for_training(plan.engine, servers, plan.weight_sync, policy, sampling=plan.sampling, **places)
-    places |= {"sampling": plan.eval_sampling, "run_folder": start.run_dir.path}
-    evaluation = serving.for_evaluation(plan.eval_engine, plan.eval_weight_sync, training, policy, **places)
-    for deployment in dict.fromkeys((training, evaluation)):
-        stack.callback(deployment.close)
-        deployment.connect(policy)
-    return training, evaluation
+def _with_isolated_scoring(plan: Plan, folder: Path, stack: ExitStack, ranks: Ranks) -> Plan:
+    """The plan with a task that scores in processes of its own, where `isolated` does so."""
+    on_cluster = plan.config.placement.score_on_cluster
+    task = isolated(plan.data.task, plan.config, folder, stack, num_processes=ranks.world_size, on_cluster=on_cluster)
+    return replace(plan, data=replace(plan.data, task=task))
 
 
 def _recorders(start: Start, policy: Policy, updater: Updater, origin: Origin, stack: ExitStack) -> list[RunListener]:
-    """What writes the store of rollouts, on the first process; none with `rollouts.record=false`. First of all
-    listeners.
-    """
+    """The recorder of rollouts, on the first process; none with `rollouts.record=false`. First of all listeners."""
     if not start.ranks.is_main or not records(start.plan.config):
         return []
     recorder = Recorder(start.run_dir.path, origin, lambda: (updater.counters.version, policy.trained_here()))
@@ -171,20 +154,15 @@ def _recorders(start: Start, policy: Policy, updater: Updater, origin: Origin, s
     return [recorder]
 
 
-def _servers(start: Start, model_id: str, stack: ExitStack, devices: Devices) -> list[Server]:
+def _begin_servers(start: Start, model_id: str, stack: ExitStack, devices: Devices) -> list[Server]:
     """The servers that training samples from. They start now, if they can before the policy is loaded."""
-    plan, gpus = start.plan, server_gpus(devices)
-    where: dict[str, Any] = {"gpus": gpus, "cluster": serving.cluster_of(plan, stack), "ranks": start.ranks}
-    servers = serving.training_servers(plan.engine, plan.weight_sync, run_folder=start.run_dir.path, **where)
-    can_begin = serving.starts_before_the_policy(plan.engine, plan.weight_sync, devices)
-    has_trained = (
-        start.resume is not None and plan.config.model.lora is None and plan.weight_sync.requires.moves != "nothing"
-    )
-    model = str(start.resume.checkpoint) if start.resume is not None and has_trained else model_id
-    for server in servers:
-        stack.callback(server.stop)
-    for server in next_to_start(servers) if can_begin else ():
-        start.ranks.on_main(lambda server=server: server.begin(model))
+    plan, ranks = start.plan, start.ranks
+    servers = training_servers(plan, server_gpus(devices), start.run_dir.path, ranks, stack)
+    moves_all = plan.lora_rank is None and plan.weight_sync.requires.moves != "nothing"
+    model = str(start.resume.checkpoint) if start.resume is not None and moves_all else model_id
+    if starts_before_the_policy(plan.engine, plan.weight_sync, devices):
+        for server in next_to_start(servers):
+            ranks.on_main(lambda server=server: server.begin(model))
     return servers
 
 
@@ -300,13 +278,10 @@ def make_source(
     plan: Plan, policy: Policy, client: RolloutClient, updater: Updater, run_folder: Path, origin: Origin
 ) -> Source:
     """The component of the group `rollouts`, connected to the client that it samples from."""
-    problems = {"problems": plan.data.train} if plan.data.train is not None else {}
-    return build(
-        source_node(plan.config),
-        key="rollouts",
-        protocol=Source,
+    runtime = SourceRuntime(
         client=client,
         task=plan.data.task,
+        problems=plan.data.train,
         codec=policy,
         vocab_size=policy.vocab_size,
         context=context_length(policy.causal_lm.config),
@@ -319,8 +294,9 @@ def make_source(
         trainer_version=lambda: updater.counters.version,
         updates_per_iteration=plan.config.planned_updates,
         num_iterations=plan.config.train.iterations,
-        **problems,
     )
+    needed = {name: value for name, value in vars(runtime).items() if name != "problems" or value is not None}
+    return build(source_node(plan.config), key="rollouts", protocol=Source, **needed)
 
 
 def make_evaluation(plan: Plan, policy: Policy, deployment: Deployment, ranks: Ranks) -> Evaluation:

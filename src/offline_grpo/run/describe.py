@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offline_grpo.run.preflight import Plan
+from offline_grpo.run.plan import Plan
 from offline_grpo.run.task_data import TaskData
 from offline_grpo.settings import RunConfig
 

@@ -8,9 +8,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from urllib.parse import urlsplit
-
-import httpx
 
 from offline_grpo.engine.command_line import CommandLine
 from offline_grpo.engine.http import plain_url
@@ -18,22 +15,10 @@ from offline_grpo.engine.launcher import Launcher
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.generation.server_client import ServerClient
 from offline_grpo.run.build import build, check_settings, resolve
-from offline_grpo.settings import EvalConfig, RunConfig
+from offline_grpo.settings import EvalConfig, RunConfig, check_url
 
 CLIENT_RUNTIME = ("model", "tokenizer", "server", "eos_ids", "vocab_size")
 """Names under which a rollout client's constructor may ask for objects that exist only once the model is loaded."""
-
-OF_OWN_SERVER = (
-    "engine=",
-    "engine.",
-    "placement=",
-    "placement.engine_devices=",
-    "placement.address=",
-    "weight_sync.server_args",
-)
-"""How overrides begin that act on a server which the run starts, and on nothing else."""
-OF_CLUSTER = ("placement=", "placement.address=")
-"""Those of them that say where a Ray cluster is."""
 
 SERVER_CLIENT_SETTINGS = ("batch_size", "timeout_s", "max_retries")
 EVAL_BACKENDS = {
@@ -185,9 +170,8 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
     """
     spec = EngineSpec(_evaluation_node(settings, training), urls_of(settings.base_url), api_key, None, "eval.backend")
     is_same_client = not isinstance(settings.backend, Mapping) and issubclass(training.client_class, spec.client_class)
-    is_shared = is_same_client and (
-        settings.base_url is None or any(is_same_url(settings.base_url, url) for url in training.base_urls)
-    )
+    same = settings.base_url is None or plain_url(settings.base_url) in map(plain_url, training.base_urls)
+    is_shared = is_same_client and same
     if settings.base_url is None or is_shared:
         fix = "applies only to a separate evaluation server; set eval.base_url to one, or leave it null"
         require(settings.weight_sync is None, "eval.weight_sync", settings.weight_sync, fix)
@@ -205,27 +189,9 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
     return spec
 
 
-def check_overrides(overrides: Sequence[str], training: EngineSpec | None, *, uses_cluster: bool = False) -> None:
-    """Raise ConfigError if a command-line override sets something that only affects a server started by the run.
-
-    Values from files are let through: those of a preset or of your own defaults are meant for runs that start one.
-
-    Args:
-        overrides: of the command line, such as "engine.port=8000".
-        training: None where nothing is configured that could start a server, which is known before torch is imported.
-        uses_cluster: whether the Ray cluster has other work than servers.
-    """
-    if training is not None and training.launcher is not None:
-        return
-    url = None if training is None else training.base_url
-    where = "the run starts no server" if url is None else f"the server at generation.base_url={url} runs already"
-    for override in overrides:
-        setting = override.lstrip("+~")
-        if setting.startswith(OF_OWN_SERVER) and not (uses_cluster and setting.startswith(OF_CLUSTER)):
-            raise ConfigError(
-                f"{setting}: {where}, so this would do nothing; leave it out, or let the run start a server (generation=vllm_server "
-                "generation.base_url=null)"
-            )
+def num_shards(server_args: Mapping[str, Any]) -> int:
+    """GPUs that a server splits its model over; the option is vLLM's or SGLang's."""
+    return server_args.get("tensor_parallel_size") or server_args.get("tp_size") or 1
 
 
 def urls_of(value: str | Sequence[str] | None) -> list[str]:
@@ -240,28 +206,6 @@ def check_urls(key: str, value: Any) -> None:
     for url in urls:
         check_url(key, url)
     require(len({plain_url(url) for url in urls}) == len(urls), key, f"[{','.join(urls)}]", "names a server twice")
-
-
-def check_url(key: str, url: str | None) -> None:
-    """Raise ConfigError if `url` is none that a client can ask; None is let through."""
-    if url is None:
-        return
-    try:
-        parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(httpx.URL(url).host) and parts.port != 0
-        is_good = is_good and not parts.query and not parts.fragment  # paths are put behind it
-    except (ValueError, httpx.InvalidURL):
-        is_good = False
-    if not is_good:
-        raise ConfigError(
-            f"{key}={url}: must begin with http:// or https:// and name a host (a port is at most 65535), without ? and #, for example "
-            "http://127.0.0.1:8000"
-        )
-
-
-def is_same_url(url: str, other: str) -> bool:
-    """Whether two settings name one server."""
-    return plain_url(url) == plain_url(other)
 
 
 def _evaluation_node(settings: EvalConfig, training: EngineSpec) -> Mapping[str, Any]:

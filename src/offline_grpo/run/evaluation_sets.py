@@ -17,7 +17,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Task
 from offline_grpo.run import config as conf
 from offline_grpo.run.config import key_of
-from offline_grpo.run.preflight import evaluation_sampling
+from offline_grpo.run.plan import evaluation_sampling
 from offline_grpo.run.resume import search_path
 from offline_grpo.run.task_data import build_task, held_out_problems
 from offline_grpo.settings import RunConfig

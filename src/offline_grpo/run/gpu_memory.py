@@ -23,7 +23,8 @@ from offline_grpo.placement.memory import (
     in_words,
     predict,
 )
-from offline_grpo.run.preflight import Plan, num_shards
+from offline_grpo.run.engine_spec import num_shards
+from offline_grpo.run.plan import Plan
 from offline_grpo.train.optimizer import Adafactor, AdamW, AdamW8bit, is_offloaded
 
 log = logging.getLogger(__name__)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pickle
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from offline_grpo.interfaces import Task
-from offline_grpo.placement.ranks import Ranks
-from offline_grpo.run.preflight import Plan
 from offline_grpo.run.task_data import build_task
 from offline_grpo.settings import RunConfig
 
@@ -58,10 +55,3 @@ def isolated(
     isolated_task = IsolatedTask(task, scorers, settings)
     stack.callback(isolated_task.close)
     return isolated_task
-
-
-def with_scorers(plan: Plan, folder: Path, stack: ExitStack, ranks: Ranks) -> Plan:
-    """The plan with a task that scores where it may: see `isolated`."""
-    on_cluster = plan.config.placement.score_on_cluster
-    task = isolated(plan.data.task, plan.config, folder, stack, num_processes=ranks.world_size, on_cluster=on_cluster)
-    return replace(plan, data=replace(plan.data, task=task))

@@ -152,7 +152,7 @@ def _fits(weights: str, config: PretrainedConfig, quarter: Preset, trust: bool) 
     from offline_grpo.run import config as conf
     from offline_grpo.run.config import quoted
     from offline_grpo.run.gpu_memory import memory_request
-    from offline_grpo.run.preflight import make_plan
+    from offline_grpo.run.plan import make_plan
 
     conf.register()
     full = "weight_sync=shared_vllm"

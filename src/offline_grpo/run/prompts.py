@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.load import context_length
 from offline_grpo.model.text import encode
-from offline_grpo.run.preflight import Plan
+from offline_grpo.run.plan import Plan
 from offline_grpo.types import Problem
 
 MAX_LOOKED_AT = 10_000

@@ -2,44 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.interfaces import Task
+from offline_grpo.interfaces import RolloutClient, Task, TextCodec
+from offline_grpo.rollouts.store.origin import Origin
 from offline_grpo.run.build import build, check_settings, resolve
-from offline_grpo.run.config import key_of
 from offline_grpo.run.run_dir import refuse_written
 from offline_grpo.settings import RunConfig
 from offline_grpo.task.lazy_problems import MANY
 from offline_grpo.task.messages import prompt_key
 from offline_grpo.task.mixture import of_task
 from offline_grpo.task.near_duplicates import NearDuplicate, near_duplicates
-from offline_grpo.types import Problem, Split
+from offline_grpo.types import Problem, SamplingParams, Split
 
-SOURCE_RUNTIME = (
-    "client",
-    "task",
-    "problems",
-    "codec",
-    "vocab_size",
-    "context",
-    "sampling",
-    "run_folder",
-    "model_id",
-    "origin",
-    "rank",
-    "world_size",
-    "trainer_version",
-    "updates_per_iteration",
-    "num_iterations",
-)
-"""Names under which a rollout source's constructor may ask for objects that exist only once the model is loaded."""
+
+@dataclass(frozen=True, kw_only=True)
+class SourceRuntime:
+    """The objects that a rollout source's constructor may ask for by these names; they exist once the model is loaded.
+
+    Args:
+        problems: None where the source needs none.
+        context: tokens that the model can read; None if it does not say.
+        trainer_version: how many updates the trainer has made.
+        updates_per_iteration, num_iterations: that are planned.
+    """
+
+    client: RolloutClient
+    task: Task
+    problems: Sequence[Problem] | None
+    codec: TextCodec
+    vocab_size: int
+    context: int | None
+    sampling: SamplingParams
+    run_folder: Path
+    model_id: str
+    origin: Origin
+    rank: int
+    world_size: int
+    trainer_version: Callable[[], int]
+    updates_per_iteration: int
+    num_iterations: int
+
 
 MAX_PROBLEMS = 1_000_000
 ENDLESS_TASK_PROBLEMS = 10_000
@@ -88,7 +96,7 @@ def task_data(config: RunConfig) -> TaskData:
     record = config.rollouts.get("record")
     require(record is None or isinstance(record, bool), "rollouts.record", record, "must be true or false")
     settings = {name: value for name, value in source_node(config).items() if name != "_target_"}
-    runtime = SOURCE_RUNTIME if source.needs_problems else [name for name in SOURCE_RUNTIME if name != "problems"]
+    runtime = [field.name for field in fields(SourceRuntime) if field.name != "problems" or source.needs_problems]
     check_settings(source, settings, "rollouts", given_at_runtime=dict.fromkeys(runtime))
     source.check(config)
     named = config.rollouts.get("path") or []
@@ -105,23 +113,6 @@ def task_data(config: RunConfig) -> TaskData:
         return TaskData(task, train, held_out)
     kept = without_held_out(train, task, held_out)
     return TaskData(task, kept, held_out, num_dropped=len(train) - len(kept))
-
-
-def check_data_overrides(overrides: Sequence[str], cfg: DictConfig) -> None:
-    """Raise ConfigError if the command line sets a key of `data` where rollouts come from elsewhere and the source does
-    not read it.
-
-    Args:
-        cfg: the composed configuration, whose interpolations are not resolved.
-    """
-    if cfg.rollouts.get("environment") is not None:  # one that the run starts is told `data`
-        return
-    read = OmegaConf.to_yaml(cfg.rollouts, resolve=False)
-    for override in overrides:
-        key = key_of(override)
-        if key.startswith("data.") and key != "data.resample_zero_signal" and f"${{{key}}}" not in read:
-            fix = "this source does not read it, so it would do nothing; leave it out, or see conf/rollouts for the source's own settings"
-            raise ConfigError(f"{override}: {fix}")
 
 
 def source_node(config: RunConfig) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def test_a_model_without_chat_template_is_told_at_the_start(tmp_path: Path, capl
     from offline_grpo.model.char_tokenizer import build_char_tokenizer
     from offline_grpo.run.assemble import _check_model
     from offline_grpo.run.config import typed
-    from offline_grpo.run.preflight import make_plan
+    from offline_grpo.run.plan import make_plan
 
     GPT2Config(vocab_size=200).save_pretrained(tmp_path)
     tokenizer = build_char_tokenizer(1024)

@@ -27,7 +27,7 @@ from offline_grpo.placement.memory import (
 from offline_grpo.run import gpu_memory
 from offline_grpo.run.config import typed
 from offline_grpo.run.gpu_memory import memory_request, needs_reference_copy
-from offline_grpo.run.preflight import make_plan
+from offline_grpo.run.plan import make_plan
 
 # 10 million weights: 20480 x 256 shared by embedding and head, and 4 blocks of about 1.2 million
 MODEL = Qwen2Config(

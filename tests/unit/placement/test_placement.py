@@ -13,7 +13,7 @@ from offline_grpo.placement.devices import Devices, check_devices, engine_gpus, 
 from offline_grpo.placement.memory import in_words
 from offline_grpo.run.config import typed
 from offline_grpo.run.gpu_memory import check_memory
-from offline_grpo.run.preflight import make_plan
+from offline_grpo.run.plan import make_plan
 
 TABLE = [
     # rule, GPUs of the training processes, GPUs of the machine, GPUs of the server (None: refused)

@@ -16,7 +16,7 @@ from offline_grpo.rollouts import asynchronous
 from offline_grpo.rollouts.asynchronous import Asynchronous
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run.config import typed
-from offline_grpo.run.preflight import make_plan
+from offline_grpo.run.plan import make_plan
 from offline_grpo.types import Completion, FinishReason, Problem, SamplingParams, Score, ServedWeights
 from offline_grpo.weight_sync.requirements import check_in_flight
 

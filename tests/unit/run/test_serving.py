@@ -23,8 +23,8 @@ from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.run import serving
 from offline_grpo.run.config import as_plain, typed
-from offline_grpo.run.preflight import make_plan
-from offline_grpo.run.serving import check_found, loads_onto_servers_gpu, starts_before_the_policy
+from offline_grpo.run.plan import make_plan
+from offline_grpo.run.serving import check_found_servers, loads_onto_servers_gpu, starts_before_the_policy
 from offline_grpo.types import SamplingParams, ServedWeights
 from offline_grpo.weight_sync.frozen import Frozen
 from offline_grpo.weight_sync.in_process import InProcess
@@ -212,7 +212,7 @@ SGLANG = "generation=sglang_server weight_sync=reload weight_sync.pause_mode=abo
 
 def look(overrides: str, url: str) -> None:
     plan = make_plan(typed(compose_config(*overrides.split(), f"generation.base_url={url}")))
-    check_found(plan.engine, plan.weight_sync, "some/model", dtype="bfloat16", lora_rank=None)
+    check_found_servers(plan, "some/model")
 
 
 def test_an_sglang_server_without_its_option(caplog: pytest.LogCaptureFixture) -> None:
@@ -223,7 +223,7 @@ def test_an_sglang_server_without_its_option(caplog: pytest.LogCaptureFixture) -
             look(SGLANG, web.base_url)
         command = str(refused.value).partition(" -m ")[2]
         assert command.startswith("sglang.launch_server --model-path some/model --host 127.0.0.1 --port ")
-        assert command.endswith(" --mem-fraction-static 0.45 --enable-deterministic-inference --dtype bfloat16")
+        assert command.endswith(" --mem-fraction-static 0.45 --enable-deterministic-inference --dtype float32")
         look("generation=sglang_server weight_sync=none", web.base_url)  # nobody may start it otherwise
         assert caplog.messages == [
             f"generation.base_url={web.base_url}: that server ignores the seeds of requests (--enable-deterministic-inference); "
@@ -247,13 +247,14 @@ def test_a_server_that_environments_cannot_call() -> None:
 
     plan = make_plan(typed(compose_config("generation=vllm_server", "weight_sync=none", f"generation.base_url={DEAD}")))
     with ScriptedServer(script) as web:
-        spec = replace(plan.engine, base_urls=[web.base_url])
-        check_found(spec, plan.weight_sync, "some/model", dtype="bfloat16", lora_rank=None)
+        plan = replace(plan, engine=replace(plan.engine, base_urls=[web.base_url]))
+        check_found_servers(plan, "some/model")
+        plan.config.rollouts["url"] = "http://127.0.0.1:2"
         refusal = rf"^generation\.base_url={web.base_url}: that server has no POST /generate, .* Start one that has it: .*offline_grpo_generate"
         with pytest.raises(ConfigError, match=refusal):
-            check_found(spec, plan.weight_sync, "some/model", dtype="bfloat16", lora_rank=None, for_environments=True)
+            check_found_servers(plan, "some/model")
         routes["/generate"] = 405
-        check_found(spec, plan.weight_sync, "some/model", dtype="bfloat16", lora_rank=None, for_environments=True)
+        check_found_servers(plan, "some/model")
 
 
 @pytest.mark.parametrize(("option", "launcher"), [("vllm", VllmEngine), ("sglang", SglangEngine)])

@@ -9,7 +9,7 @@ from factories import compose_config, make_group
 from offline_grpo.errors import ConfigError
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.run.config import typed
-from offline_grpo.run.preflight import make_plan
+from offline_grpo.run.plan import make_plan
 from offline_grpo.run.task_data import build_task, task_data
 from offline_grpo.task.mixture import PERIOD, Mixture
 from offline_grpo.train.experience import rollout_metrics

@@ -1,0 +1,237 @@
+"""From settings to a plan: builds the components that need no model, and refuses what can be refused without one.
+
+This module imports no torch, whose import takes longer than all of the checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offline_grpo import hub
+from offline_grpo.errors import ConfigError, require
+from offline_grpo.interfaces import Advantage, Layout, Loss, LossHead, OptimizerFactory, RunListener
+from offline_grpo.logger.profiler import Profiler
+from offline_grpo.run.build import build, check_settings
+from offline_grpo.run.engine_spec import EngineSpec, check_urls, evaluation_engine, num_shards, training_engine
+from offline_grpo.run.task_data import TaskData, task_data
+from offline_grpo.settings import EvalConfig, RunConfig, check_url
+from offline_grpo.train.schedule import LrSchedule
+from offline_grpo.types import SamplingParams
+
+if TYPE_CHECKING:
+    from offline_grpo.placement.devices import Devices
+    from offline_grpo.placement.ranks import Ranks
+    from offline_grpo.run.run_dir import ResumePoint, RunDir
+    from offline_grpo.weight_sync.strategy import WeightSync
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run's checked ingredients: plain settings and those components that need no model."""
+
+    config: RunConfig
+    data: TaskData
+    sampling: SamplingParams
+    eval_sampling: SamplingParams
+    engine: EngineSpec
+    eval_engine: EngineSpec | None
+    loss: Loss
+    advantage: Advantage
+    optimizer: OptimizerFactory
+    layout: Layout | None  # None: chosen for the device (`model.layout=auto`)
+    head: LossHead
+    weight_sync: WeightSync
+    eval_weight_sync: WeightSync
+
+    @property
+    def server_args(self) -> Mapping[str, Any]:
+        """The arguments of the server that the run starts, those of the strategy included; empty where it starts none."""
+        launcher = self.engine.launcher
+        return {} if launcher is None else {**launcher.args, **self.weight_sync.requires.server_args}
+
+    @property
+    def lora_rank(self) -> int | None:
+        """Of the policy's adapters; None where it has none."""
+        lora = self.config.model.lora
+        return None if lora is None else lora.r
+
+    def devices(self, num_processes: int) -> Devices:
+        """The input of placement."""
+        from offline_grpo.placement.devices import Devices
+
+        needs = self.weight_sync.requires
+        return Devices(
+            trainer=self.config.model.device,
+            reference=self.config.model.ref_device,
+            num_processes=num_processes,
+            num_servers=self.engine.num_managed if self.config.placement.address is None else 0,
+            gpus_per_server=num_shards(self.server_args),
+            engine_devices=self.config.placement.engine_devices,
+            strategy=self.weight_sync.name,
+            rule=needs.placement,
+            needs_gpu=needs.gpu,
+        )
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from: its plan, the configuration as nested dicts, its folder, the checkpoint to resume from, and
+    this process among the others.
+    """
+
+    plan: Plan
+    plain: Mapping[str, Any]
+    run_dir: RunDir
+    resume: ResumePoint | None
+    ranks: Ranks
+
+
+def make_plan(config: RunConfig) -> Plan:
+    """Build what needs no model, and check what does against its signature.
+
+    Raises:
+        ConfigError: the first thing that is wrong, with key, value and fix.
+    """
+    sampling, client_node = _split_generation(config.generation)
+    eval_sampling = evaluation_sampling(config)
+    check_urls("generation.base_url", client_node.get("base_url"))
+    check_url("rollouts.url", config.rollouts.get("url"))
+    listeners(config, Path())  # their constructors refuse bad settings
+    data = task_data(config)
+    for key, name in (("model.train_id", config.model.train_id), ("model.ref_id", config.model.ref_id)):
+        if name is not None and (key == "model.train_id" or config.train.kl_coef > 0):
+            hub.need_model(name, key)
+    # From here on torch is imported, then transformers.
+    from offline_grpo.run.problems import problems
+    from offline_grpo.weight_sync.strategy import WeightSync
+
+    engine = training_engine(config, client_node)
+    eval_engine = (
+        evaluation_engine(config.eval, engine, api_key=client_node.get("api_key")) if config.eval.enabled else None
+    )
+    weight_sync = build(config.weight_sync, key="weight_sync", protocol=WeightSync)
+    plan = Plan(
+        config=config,
+        data=data,
+        sampling=sampling,
+        eval_sampling=eval_sampling,
+        engine=engine,
+        eval_engine=eval_engine,
+        loss=build(config.train.loss, key="train.loss", protocol=Loss),
+        advantage=build(config.train.advantage, key="train.advantage", protocol=Advantage),
+        optimizer=build(config.train.optimizer, key="train.optimizer", protocol=OptimizerFactory),
+        layout=_layout(config.model.layout),
+        head=build(config.model.head, key="model.head", protocol=LossHead),
+        weight_sync=weight_sync,
+        eval_weight_sync=_evaluation_sync(
+            eval_engine, config.eval, weight_sync, has_lora=config.model.lora is not None
+        ),
+    )
+    for problem in problems(plan):
+        raise ConfigError(problem)
+    return plan
+
+
+def listeners(config: RunConfig, run_folder: Path) -> list[RunListener]:
+    """The components of the groups `logger` and `samples`, and the profiler. They write nothing before they are
+    started.
+
+    Raises:
+        ConfigError: see `build`, and their constructors.
+    """
+    nodes = {f"logger.{name}": node for name, node in (config.logger or {}).items()}
+    nodes |= {} if config.samples is None else {"samples": config.samples}
+    found = {key: build(node, key=key, protocol=RunListener, output_dir=run_folder) for key, node in nodes.items()}
+    if config.train.profile is not None:
+        found["train.profile"] = Profiler(run_folder, config.train.profile - 1)
+    return list(found.values())
+
+
+def _layout(value: str | Mapping[str, Any]) -> Layout | None:
+    """The layout that `model.layout` names or, as a node with `_target_`, describes."""
+    from offline_grpo.model.layouts import layout_named
+
+    return layout_named(value) if isinstance(value, str) else build(value, key="model.layout", protocol=Layout)
+
+
+def _evaluation_sync(
+    spec: EngineSpec | None, settings: EvalConfig, training: WeightSync, *, has_lora: bool
+) -> WeightSync:
+    """The strategy that brings weights to the engine of evaluations; that of training if both share one engine."""
+    from offline_grpo.weight_sync.frozen import Frozen
+    from offline_grpo.weight_sync.in_process import InProcess
+    from offline_grpo.weight_sync.lora_hotswap import LoraHotswap
+    from offline_grpo.weight_sync.reload import Reload
+
+    if spec is None:
+        return training
+    if not spec.needs_server:
+        return InProcess()
+    if settings.weight_sync == "none" or isinstance(training, Frozen):
+        return Frozen()
+    tolerance = settings.tolerance_nats
+    if has_lora:
+        return LoraHotswap(interval=1, tolerance_nats=tolerance, server_args={"enable_lora": True})
+
+    def reload(pause_mode: str) -> Reload:
+        return Reload(
+            interval=1, tolerance_nats=tolerance, server_args={}, location=settings.location, pause_mode=pause_mode
+        )
+
+    keeping = reload("keep")
+    # while this run evaluates, none of its requests is in flight during a push
+    return keeping if spec.client_class.engine_name not in keeping.requires.refused else reload("abort")
+
+
+def _split_generation(node: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
+    """The sampling settings of the `generation` group, and the client's own: they share one flat group, as people type
+    them.
+    """
+    names = [field.name for field in fields(SamplingParams)]
+    sampling = _sampling({name: node[name] for name in names if name in node}, "generation")
+    if not sampling.is_full_softmax and not node.get("allow_truncated_sampling", False):
+        off = SamplingParams(max_new_tokens=1)
+        changed = (
+            name for name in ("top_p", "top_k", "repetition_penalty") if getattr(sampling, name) != getattr(off, name)
+        )
+        name = next(changed, None)
+        if name is None:
+            fix = "greedy completions of a prompt are all equal and teach nothing; train at a temperature above 0"
+            raise ConfigError(f"generation.temperature=0: {fix}")
+        raise ConfigError(
+            f"generation.{name}={getattr(sampling, name)}: training on filtered samples biases the policy ratio, because the "
+            f"trainer scores tokens under the whole distribution; set generation.{name}={getattr(off, name):g}, or say that "
+            "you mean it with generation.allow_truncated_sampling=true"
+        )
+    client = {name: value for name, value in node.items() if name not in names and name != "allow_truncated_sampling"}
+    return sampling, client
+
+
+def _sampling(values: dict[str, Any], key: str) -> SamplingParams:
+    check_settings(SamplingParams, values, key, given_at_runtime={})
+    sampling = SamplingParams(**{**values, "stop": tuple(values.get("stop", ()))})
+    for name, is_good, fix in (
+        ("max_new_tokens", sampling.max_new_tokens > 0, "must be at least 1"),
+        ("temperature", sampling.temperature >= 0, "must be 0 (greedy) or more"),
+        ("top_p", 0 < sampling.top_p <= 1, "a probability in (0, 1]; 1 switches it off"),
+        ("top_k", sampling.top_k >= 0, "must be 0 (off) or more"),
+        ("repetition_penalty", sampling.repetition_penalty > 0, "must be above 0; 1 switches it off"),
+        ("stop", "" not in sampling.stop, "an empty string is in every text; leave it out"),
+    ):
+        require(is_good, f"{key}.{name}", getattr(sampling, name), fix)
+    return sampling
+
+
+def evaluation_sampling(config: RunConfig) -> SamplingParams:
+    """How evaluations draw completions: the settings of the group `eval`."""
+    values = {field.name: getattr(config.eval, field.name) for field in fields(SamplingParams)}
+    return _sampling(values if config.eval.do_sample else values | {"temperature": 0.0}, "eval")
+
+
+def fresh_schedule(config: RunConfig) -> LrSchedule:
+    """The learning-rate schedule of a run that is not resumed."""
+    num_updates = config.train.iterations * config.planned_updates
+    return LrSchedule(kind=config.train.schedule, num_updates=num_updates, warmup_steps=config.train.warmup_steps)

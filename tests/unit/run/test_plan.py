@@ -1,0 +1,223 @@
+"""Bad input: each is refused before a model is loaded, in one message that names key, value and fix, and leaves nothing
+behind.
+"""
+
+import pytest
+from factories import compose_config
+from recorded import write_store
+
+from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.run import app, assemble
+from offline_grpo.run.config import typed
+from offline_grpo.run.describe import describe_batches, describe_staleness, describe_warmup
+from offline_grpo.run.plan import make_plan
+from offline_grpo.run.problems import idle_overrides
+
+OWN = "generation=vllm_server"
+FOUND = "generation=vllm_server generation.base_url=http://127.0.0.1:1"
+IN_PROCESS = "offline_grpo.generation.transformers_client.TransformersClient"
+TWO = "placement.num_engines=2"
+LISTED = "generation=vllm_server weight_sync=reload generation.base_url=[http://127.0.0.1:1,http://127.0.0.1:2]"
+REFUSED = {
+    TWO: "placement.num_engines=2",
+    f"{OWN} {TWO}": "placement.num_engines=2: serves one engine",
+    "model/lora=default model.ref_device=cpu": "model.ref_device=cpu",
+    f"{OWN} {TWO} weight_sync=reload engine.port=65535": "engine.port=65535",
+    f"{LISTED} placement.num_engines=3": "placement.num_engines=3",
+    f"{LISTED} weight_sync=shared_vllm": "generation.base_url=[http://127.0.0.1:1,http://127.0.0.1:2]: serves one",
+    f"{OWN} generation.base_url=[]": "generation.base_url=[]",
+    f"{OWN} generation.base_url=[http://a:1,http://a:1/v1/]": "generation.base_url=[http://a:1,http://a:1/v1/]",
+    f"{OWN} generation.base_url=[http://a:1,b]": "generation.base_url=b",
+    f"{FOUND} eval.base_url=http://a:99999": "eval.base_url=http://a:99999",
+    f"{OWN} rollouts=atropos weight_sync=reload {TWO}": "placement.num_engines=2",
+    "data.rollouts_per_problem=1": "data.rollouts_per_problem=1",
+    "generation.top_p=0.9": "generation.top_p=0.9",
+    "generation.temperature=0 eval.temperature=1": "generation.temperature=0",
+    "generation.max_new_tokens=0 eval.max_new_tokens=8": "generation.max_new_tokens=0",
+    "generation.max_new_tokens=many eval.max_new_tokens=8": "generation.max_new_tokens='many'",
+    "generation.max_new_tokens=512": "generation.max_new_tokens=512: leaves no room",
+    "generation.max_new_tokens=508": "generation.max_new_tokens=508: with the longest prompt of 7",
+    "generation._target_=offline_grpo.generation.Nothing": "generation._target_=",
+    "+generation.speed=3": "generation.speed=3",
+    "train.loss.clip_low=fast": "train.loss.clip_low='fast'",
+    "train.loss.ratio_reference=rollout": "train.loss.importance_correction",
+    "train.lr=0": "train.lr=0.0",
+    "train.schedule=sine": "train.schedule=sine",
+    "train.batch_size=null": "train.batch_size=None",
+    "train.grad_accum_steps=2": "train.grad_accum_steps=2",
+    "train.sharding=fsdp2 train.precision=fp16": "train.precision=fp16",
+    "checkpoint.format=sharded": "checkpoint.format=sharded",
+    "checkpoint.keep_best=pass@9": "checkpoint.keep_best=pass@9",
+    "placement.score_on_cluster=true": "placement.score_on_cluster=True",
+    "eval.ks=[10]": "eval.ks=[10]",
+    "eval.do_sample=false": "eval.replicates=4",
+    "eval.num_ids=100000": "eval.num_ids=100000",
+    "eval.ids=[3,1,3]": "eval.ids=[3, 1, 3]: names problem 3 more than once",
+    "generation.temperature=inf": "generation.temperature=inf",
+    "train.stop_when.threshold=nan": "train.stop_when.threshold=nan",
+    "model.device=meta": "model.device=meta",
+    "model.device=cuda:77": "model.device=cuda:77",
+    "model.layout=tight": "model.layout=tight",
+    "model.layout=varlen model.device=cpu": "model.layout=varlen",
+    "model.head._target_=torch.nn.Identity": "model.head._target_=torch.nn.Identity: does not implement LossHead",
+    f"model.train_id={__file__}": f"model.train_id={__file__}",
+    "model.train_id=/no/such/model": "model.train_id=/no/such/model",
+    "task.max_operand=0": "task.max_operand=0",
+    "resume=/no/such/run": "resume=/no/such/run",
+    f"{FOUND} weight_sync=restart": "generation.base_url=http://127.0.0.1:1: weight_sync=restart starts",
+    f"{OWN} weight_sync=lora_hotswap model/lora=default model.lora.r=32": "weight_sync.server_args.max_lora_rank=16",
+    f"{FOUND} weight_sync=ipc model.device=cpu": "model.device=cpu",
+    "eval.weight_sync=none": "eval.weight_sync=none",
+    "weight_sync=none": "weight_sync=none",
+    "generation.batch_size=0": "generation.batch_size=0",
+    f"{OWN} generation.timeout_s=0 eval.timeout_s=1": "generation.timeout_s=0",
+    "generation.stop=[''] eval.stop=[]": "generation.stop=",
+    f"eval.backend={{_target_:{IN_PROCESS},batch_size:0}}": "eval.backend.batch_size=0",
+    "logger.console.refresh_per_s=0": "logger.console.refresh_per_s=0",
+}
+"""Overrides -> how the refusal begins."""
+
+
+@pytest.fixture
+def output_dir(tmp_path):
+    path = tmp_path / "outputs" / "2026-01-01" / "00-00-00-000000"
+    (path / ".hydra").mkdir(parents=True)
+    return path
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_bad_input_is_refused_and_leaves_nothing(overrides, output_dir, tmp_path, monkeypatch):
+    def no_model(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(assemble, "load_policy", no_model)
+    with pytest.raises(ConfigError) as caught:
+        app.run(
+            compose_config(f"cache_dir={tmp_path}/cache", "model.tiny.warm_start_steps=1", *overrides.split()),
+            output_dir,
+        )
+    assert str(caught.value).startswith(REFUSED[overrides])
+    assert "\n" not in str(caught.value)
+    assert list((tmp_path).glob("outputs/*")) == []
+
+
+def idle(*words, start):
+    cfg = compose_config(*start.split())
+    return list(idle_overrides(words, cfg, make_plan(typed(cfg))))
+
+
+@pytest.mark.parametrize("start", [FOUND, ""])
+def test_what_only_an_own_server_obeys(start):
+    words = [
+        "engine=sglang",
+        "engine.port=8000",
+        "+engine.args.tensor_parallel_size=2",
+        "placement.engine_devices=[1]",
+        "+weight_sync.server_args.seed=1",
+    ]
+    found = idle(*words, "engine_like.key=1", "placement.check_memory=false", "weight_sync=reload", start=start)
+    where = "the server at generation.base_url=http://127.0.0.1:1 runs already" if start else "the run starts no server"
+    assert [line.partition(", so this would do nothing")[0] for line in found] == [
+        f"{word.lstrip('+')}: {where}" for word in words
+    ]
+    assert idle(*words, start=OWN) == []
+
+
+def test_the_command_line_is_looked_at(output_dir):
+    """Files are not: a preset for runs that start a server may be used with one that was found."""
+    with pytest.raises(ConfigError, match=r"^engine.port=8000: the server at"):
+        app.run(compose_config(*FOUND.split(), "engine.port=8000"), output_dir, ["engine.port=8000"])
+    with pytest.raises(EngineError, match="no healthy server answers"):
+        app.run(
+            compose_config(*FOUND.split(), "weight_sync=reload", "engine.port=8000", "model.train_id=/no/such"),
+            output_dir,
+        )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("", None),
+        ("generation=vllm_server weight_sync=restart", None),
+        (
+            "generation=vllm_server weight_sync=restart weight_sync.interval=3",
+            "weight_sync.interval=3: rollouts may be sampled with weights up to 2 iterations old, and the clip does not limit that",
+        ),
+        (
+            "generation=vllm_server weight_sync=restart weight_sync.interval=3 train.loss.ratio_reference=rollout "
+            "train.loss.importance_correction=none",
+            None,
+        ),
+    ],
+)
+def test_staleness_that_nothing_clips_is_told(overrides, expected):
+    told = describe_staleness(make_plan(typed(compose_config(*overrides.split()))))
+    assert told is None if expected is None else told.startswith(expected)
+
+
+SERVED = "generation=vllm_server weight_sync"
+
+
+@pytest.mark.parametrize(
+    ("override", "start"),
+    [
+        (f"{SERVED}=shared_vllm", "weight_sync=shared_vllm"),
+        ("train/optimizer=adafactor", "train.optimizer="),
+        ("train.optimizer.offload=true", "train.optimizer="),
+        (f"{SERVED}=reload eval.top_k=5 eval.do_sample=true", "train.sharding=fsdp2"),
+    ],
+)
+def test_what_needs_whole_weights_is_refused_where_they_are_spread(override, start):
+    with pytest.raises(ConfigError) as caught:
+        make_plan(typed(compose_config("train.sharding=fsdp2", *override.split())))
+    assert str(caught.value).startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            "",
+            (
+                "each iteration: 32 problems x 8 rollouts = 256 sequences, 25,600 in all",
+                "1 update of about 256 sequences",
+            ),
+        ),
+        ("rollouts=replay", ("each iteration: all groups of a recorded one", "1 update")),
+        (
+            "rollouts=replay rollouts.problems_per_iteration=6 train.updates_per_iteration=2 train.epochs=3",
+            ("each iteration: 6 recorded groups", "6 updates"),
+        ),
+        (
+            "rollouts=replay train.updates_per_iteration=null train.grad_accum_steps=2 train.batch_size=16",
+            ("each iteration: all groups of a recorded one", "updates of 32 sequences"),
+        ),
+    ],
+)
+def test_the_batches_of_an_iteration_are_told(overrides, told, tmp_path):
+    words = overrides.split()
+    if words:
+        words.append(f"rollouts.path={write_store(tmp_path / 'store', iterations=1)}")
+    batch_size = 16 if "train.batch_size=16" in words else 256
+    lines = describe_batches(make_plan(typed(compose_config(*words))))
+    assert lines == (told[0], f"{told[1]}, in microbatches of up to {batch_size} sequences")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("train.iterations=1", None),
+        ("train.iterations=4 train.warmup_steps=3", None),
+        (
+            "train.iterations=4 train.warmup_steps=4 train.lr=1e-3",
+            "=4: the run makes 4 updates, so the learning rate still rises at their end, to 0.001",
+        ),
+        (
+            "train.iterations=1 train.warmup_steps=100 train.lr=1e-3",
+            "=100: the run makes 1 update, so the learning rate still rises at their end, to 1e-05",
+        ),
+    ],
+)
+def test_a_warmup_that_outlasts_the_run_is_told(words, told):
+    said = describe_warmup(typed(compose_config(*words.split())))
+    assert said is None if told is None else said == f"train.warmup_steps{told}"
