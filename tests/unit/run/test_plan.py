@@ -59,7 +59,6 @@ REFUSED = {
     "model.device=cuda:77": "model.device=cuda:77",
     "model.layout=tight": "model.layout=tight",
     "model.layout=varlen model.device=cpu": "model.layout=varlen",
-    "model.head._target_=torch.nn.Identity": "model.head._target_=torch.nn.Identity: does not implement LossHead",
     f"model.train_id={__file__}": f"model.train_id={__file__}",
     "model.train_id=/no/such/model": "model.train_id=/no/such/model",
     "task.max_operand=0": "task.max_operand=0",
