@@ -7,6 +7,7 @@ import inspect
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import suppress
@@ -132,8 +133,9 @@ async def _awaited(score: Awaitable[Score], problem: Problem, text: str) -> Scor
             return await score
     finally:
         warning.cancel()
-        if inspect.iscoroutine(score):
-            score.close()  # cancelled before it was awaited
+        if inspect.iscoroutine(score):  # cancelled before it was awaited, perhaps
+            with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # so are the coroutines that it has
+                score.close()
 
 
 @made_once

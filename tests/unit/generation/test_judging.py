@@ -28,6 +28,16 @@ class Slow:
         return Score(1.0, True, {})
 
 
+class Nested(Slow):
+    """Like several reward functions, whose coroutines another one awaits."""
+
+    def score(self, problem: Problem, text: str) -> Any:
+        return self._awaits(super().score(problem, text))
+
+    async def _awaits(self, score: Any) -> Score:
+        return await score
+
+
 def judge(task: Any, text: str) -> Score:
     return Judgement(task, PROBLEM, text).result()
 
@@ -91,7 +101,7 @@ def test_an_async_score_that_exits_costs_the_others_nothing() -> None:
 def test_scores_that_are_cancelled_before_they_are_awaited_are_closed() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        judgements = [Judgement(Slow(), PROBLEM, "any") for _ in range(judging.MAX_CONCURRENT + 8)]
+        judgements = [Judgement(Nested(), PROBLEM, "any") for _ in range(judging.MAX_CONCURRENT + 8)]
         for judgement in judgements:
             judgement.cancel()
         assert judge(Slow(), "later").reward == 1.0
