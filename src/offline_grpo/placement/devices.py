@@ -1,4 +1,4 @@
-"""Who computes where: the GPUs of the training processes, and of the servers that the run starts."""
+"""Who computes where: the GPUs of the training processes, of the reference, and of the servers that the run starts."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def check_devices(devices: Devices) -> None:
     server_gpus(devices)
     if not trainer_gpus(devices.trainer, devices.num_processes) and devices.needs_gpu:
         raise ConfigError(
-            f"model.device={devices.trainer}: weight_sync={devices.strategy} moves weights from GPU to GPU, and training is on the CPU; "
-            "use weight_sync=shared_vllm or reload there"
+            f"model.device={devices.trainer}: weight_sync={devices.strategy} moves weights from GPU to GPU, and training "
+            "is on the CPU; use weight_sync=shared_vllm or reload there"
         )
 
 
@@ -78,8 +78,8 @@ def reference_gpu(devices: Devices) -> int | None:
     device = resolve_device(devices.reference, key="model.ref_device")
     if devices.num_processes > 1:
         raise ConfigError(
-            f"model.ref_device={devices.reference}: {devices.num_processes} processes train, and each has a reference beside its model; "
-            "use model.ref_device=null, or train in one process"
+            f"model.ref_device={devices.reference}: {devices.num_processes} processes train, and each has a reference "
+            "beside its model; use model.ref_device=null, or train in one process"
         )
     gpu = None if device.type == "cpu" else device.index or 0
     return None if gpu in trainer_gpus(devices.trainer, 1) else gpu
@@ -89,85 +89,43 @@ def server_gpus(devices: Devices) -> list[list[int] | None]:
     """The GPUs of each server that the run starts; None for one that may use all that it sees.
 
     Raises:
-        ConfigError: see `engine_gpus` and `share_out`; says who would have which GPU.
+        ConfigError: GPUs that do not exist, break the strategy's rule, or cannot be shared out in equal parts.
     """
-    if devices.num_servers == 0:
+    num_servers, each, configured = devices.num_servers, devices.gpus_per_server, devices.engine_devices
+    if num_servers == 0:
         return []
-    trainers = trainer_gpus(devices.trainer, devices.num_processes)
-    try:
-        return _server_gpus(devices, trainers, torch.cuda.device_count())
-    except ConfigError as error:
-        reference = [gpu for gpu in (reference_gpu(devices),) if gpu is not None]
-        shown = _allocation(trainers, reference, devices.engine_devices or (), torch.cuda.device_count())
-        raise ConfigError(f"{error}. {shown}") from error
-
-
-def _allocation(trainers: Sequence[int], reference: Sequence[int], engines: Sequence[int], num_gpus: int) -> str:
-    """Who would have which GPU, in words; those that nobody asked for are free."""
-
-    def user(gpu: int) -> str:
-        users = {"training": trainers, "reference": reference, "servers": engines}
-        wants = [name for name, gpus in users.items() if gpu in gpus]
-        return f"{gpu} {' and '.join(wants) or 'free'}" + ("" if gpu < num_gpus else " (not there)")
-
-    return f"GPUs: {', '.join(map(user, sorted({*range(num_gpus), *trainers, *reference, *engines}))) or 'none'}"
-
-
-def _server_gpus(devices: Devices, trainers: Sequence[int], num_gpus: int) -> list[list[int] | None]:
-    num_servers, configured = devices.num_servers, devices.engine_devices
+    trainers, num_gpus = trainer_gpus(devices.trainer, devices.num_processes), torch.cuda.device_count()
     gpus = engine_gpus(
         configured,
         devices.rule,
         name=devices.strategy,
         trainers=trainers,
         num_gpus=num_gpus,
-        num_wanted=num_servers * devices.gpus_per_server,
+        num_wanted=num_servers * each,
     )
     if gpus is None and (num_servers == 1 or num_gpus == 0):
         return [None] * num_servers
     if gpus is None:
-        gpus = list(range(num_gpus)[: num_servers * devices.gpus_per_server])
+        gpus = list(range(num_gpus)[: num_servers * each])
     elif configured is None and devices.rule == "same":
         gpus = gpus * num_servers  # there is no other GPU for them
-    shares = [gpus] if num_servers == 1 else share_out(gpus, num_servers, devices.gpus_per_server, configured)
+    setting, size = _setting(configured), len(gpus) // num_servers
+    if num_servers > 1 and (len(gpus) % num_servers or size < each):
+        raise ConfigError(
+            f"{setting}: {len(gpus)} GPUs cannot be shared out among placement.num_engines={num_servers} servers with "
+            f"{each} each (engine.args.tensor_parallel_size); name {num_servers * each}, or start fewer servers. A GPU "
+            "that is named several times has several servers"
+        )
+    shares = [gpus[i * size : (i + 1) * size] for i in range(num_servers)]
     for share in shares:
-        _check_share(share, devices, trainers)
+        if len(set(share)) < len(share):
+            raise ConfigError(f"{setting}: one server would have {share}; name each GPU once for each server")
+        if devices.rule == "same" and trainers and trainers[0] not in share:
+            raise ConfigError(
+                f"{setting}: weight_sync={devices.strategy} needs every server on the trainer's GPU {trainers[0]}; use "
+                "placement.engine_devices=null, or weight_sync=nccl"
+            )
     return [*shares]
-
-
-def _check_share(share: Sequence[int], devices: Devices, trainers: Sequence[int]) -> None:
-    """Of one server: the GPUs that are named several times in `placement.engine_devices` are those of several."""
-    setting = _setting(devices.engine_devices)
-    if len(set(share)) < len(share):
-        raise ConfigError(f"{setting}: one server would have {list(share)}; name each GPU once for each server")
-    if devices.rule == "same" and trainers and trainers[0] not in share:
-        raise ConfigError(
-            f"{setting}: weight_sync={devices.strategy} needs every server on the trainer's GPU {trainers[0]}; use "
-            "placement.engine_devices=null, or weight_sync=nccl"
-        )
-
-
-def share_out(
-    gpus: Sequence[int], num_servers: int, at_least: int, configured: Sequence[int] | None
-) -> list[list[int]]:
-    """Equal parts of the GPUs, in order.
-
-    Args:
-        at_least: GPUs that each server needs.
-        configured: `placement.engine_devices`, for the message.
-
-    Raises:
-        ConfigError: too few, or parts that are not equal.
-    """
-    each, rest = divmod(len(gpus), num_servers)
-    if rest or each < at_least:
-        have = f"{_setting(configured)}: {len(gpus)} GPU{'s' if len(gpus) != 1 else ''}"
-        raise ConfigError(
-            f"{have} cannot be shared out among placement.num_engines={num_servers} servers with {at_least} each "
-            f"(engine.args.tensor_parallel_size); name {num_servers * at_least}, or start fewer servers. A GPU that is named several times "
-            "has several servers"
-        )
-    return [list(gpus[i * each : (i + 1) * each]) for i in range(num_servers)]
 
 
 def engine_gpus(
@@ -193,39 +151,33 @@ def engine_gpus(
         ConfigError: GPUs that do not exist or break the rule.
     """
     setting = _setting(configured)
-    if configured is not None:
-        _check_existing(configured, setting, num_gpus)
+    if not all(0 <= gpu < num_gpus for gpu in configured or ()):
+        raise ConfigError(
+            f"{setting}: this machine has {num_gpus} GPUs, numbered from 0; name some of them, or use "
+            "placement.engine_devices=null"
+        )
     if not trainers:
         return None if configured is None else list(configured)
     free = [gpu for gpu in range(num_gpus) if gpu not in trainers]
     if configured is None:
         if rule == "other" and not free:
             raise ConfigError(
-                f"{setting}: weight_sync={name} needs a GPU for the server that no process trains on, and all {num_gpus} of this machine "
-                "are trained on; use weight_sync=shared_vllm, or fewer training processes"
+                f"{setting}: weight_sync={name} needs a GPU for the server that no process trains on, and all "
+                f"{num_gpus} of this machine are trained on; use weight_sync=shared_vllm, or fewer training processes"
             )
         return [trainers[0]] if rule == "same" or not free else free[:num_wanted]
     if rule == "same" and trainers[0] not in configured:
         raise ConfigError(
-            f"{setting}: weight_sync={name} needs the server on the trainer's GPU {trainers[0]}; use placement.engine_devices=null, or "
-            "weight_sync=nccl"
+            f"{setting}: weight_sync={name} needs the server on the trainer's GPU {trainers[0]}; use "
+            "placement.engine_devices=null, or weight_sync=nccl"
         )
     shared = sorted(set(configured) & set(trainers))
     if rule == "other" and shared:
+        fix = f"placement.engine_devices={free[:1]}" if free else "weight_sync=shared_vllm"
         raise ConfigError(
-            f"{setting}: weight_sync={name} needs other GPUs for the server, and GPU {shared[0]} is trained on; "
-            + (f"use placement.engine_devices={free[:1]}" if free else "use weight_sync=shared_vllm")
+            f"{setting}: weight_sync={name} needs other GPUs for the server, and GPU {shared[0]} is trained on; use {fix}"
         )
     return list(configured)
-
-
-def _check_existing(gpus: Sequence[int], setting: str, num_gpus: int) -> None:
-    if all(0 <= gpu < num_gpus for gpu in gpus):
-        return
-    exist = f"this machine has {num_gpus} GPU{'s' if num_gpus != 1 else ''}" + (
-        f", 0 to {num_gpus - 1}" if num_gpus > 1 else ""
-    )
-    raise ConfigError(f"{setting}: {exist}; name some of them, or use placement.engine_devices=null")
 
 
 def _setting(configured: Sequence[int] | None) -> str:

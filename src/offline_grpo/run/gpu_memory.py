@@ -1,39 +1,91 @@
-"""Asks the memory plan whether a run fits its GPUs, before weights are loaded."""
+"""The memory plan: what every GPU of a run holds at its fullest, by formula, before any weights are loaded.
+
+    a training process   weights + masters + gradients + optimizer state + reference + activations of a microbatch
+    a server             its share of the GPU (engine.args.gpu_memory_utilization): weights, and the rest for KV cache
+    the host             with train.optimizer.offload: masters + optimizer state of all processes, and the processes
+
+The parameters are counted on a model without memory (torch's meta device). The formula for activations is that of a
+decoder with attention and a gated MLP; `benchmarks/memory_plan.py` and `benchmarks/model_sizes.py` compare it with a
+GPU. The prediction is for the worst case: every completion as long as it may get.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 from transformers import PretrainedConfig
 
 from offline_grpo import progress
+from offline_grpo.errors import ConfigError
+from offline_grpo.model.adapters import unwrapped
 from offline_grpo.model.compiling import is_compiled_by_default
 from offline_grpo.model.dtypes import TORCH_NAMES, torch_dtype
-from offline_grpo.model.load import read_model_config
+from offline_grpo.model.layers import blocks_of
+from offline_grpo.model.load import attention_of, build_on_meta, context_length, read_model_config
 from offline_grpo.model.reference import is_adapted_policy
-from offline_grpo.placement.device_plan import DevicePlan, check, describe
+from offline_grpo.placement.device_plan import ACTIVATIONS, CONTEXT, GIB, SAMPLING, DevicePlan, Part, check, describe
 from offline_grpo.placement.devices import reference_gpu, server_gpus, trainer_gpus
-from offline_grpo.placement.memory import (
-    MemoryRequest,
-    ServerRequest,
-    available_bytes,
-    choose_share,
-    in_words,
-    predict,
-)
 from offline_grpo.run.engine_spec import num_shards
 from offline_grpo.run.plan import Plan
 from offline_grpo.train.optimizer import Adafactor, AdamW, AdamW8bit, is_offloaded
 
 log = logging.getLogger(__name__)
 
+CONTEXT_BYTES = 3 * GIB // 4  # CUDA context, kernels and cuBLAS workspaces of a process: 0.74 GiB on an H100
+HEAD_TILES_BYTES = GIB // 2  # logits of a tile of the vocabulary, see model/lm_head.py
+LOGITS_COPIES = 5  # float32 [rows, vocabulary] that sampling in process holds at once
+HOST_PROCESS_BYTES = 4 * GIB  # of a process that uses CUDA: libraries, kernels, buffers; a server has two
+SMALL_STATE_BYTES = 3  # per trained weight: an optimizer with less is as small as 8-bit AdamW
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the blocks, recomputed; all of them cost a third of the time of an update
+MARGIN = 0.1  # of the activations, which are predicted worst; `choose_share` keeps it free
+CGROUP = Path("/sys/fs/cgroup")
 SHARE_KEYS = ("gpu_memory_utilization", "mem_fraction_static")  # of vLLM and SGLang
 DEFAULT_SHARE = 0.92  # vLLM's own
 STATES: dict[type, tuple[float, int]] = {AdamW: (8.0, 0), AdamW8bit: (2 * (1 + 4 / 256), 0), Adafactor: (0.0, 2)}
 """Bytes of optimizer state per weight, and fp32 copies of the largest parameter that a step makes; an optimizer from
 outside counts as AdamW. 8-bit AdamW has a scale for every 256 weights; Adafactor's rows and columns are few."""
+
+
+@dataclass(frozen=True)
+class MemoryRequest:
+    """What the prediction depends on: the run's configuration, its models, and its GPUs."""
+
+    plan: Plan
+    model_config: PretrainedConfig  # of the model to train
+    reference_config: PretrainedConfig | None  # of a reference that is loaded beside it; None if there is none
+    recompute: float  # the share of the blocks that are recomputed in the backward pass
+    prompt_tokens: tuple[int, int]  # of the shortest and of the longest prompt
+    trainers: tuple[int, ...]  # the GPU of every training process, that of the first one first
+    reference_gpu: int | None  # that the reference has for itself
+    engine_gpus: tuple[int, ...]  # of all servers; a GPU with several is there several times
+    total_bytes: tuple[int, ...]  # memory of each GPU of this machine
+    host_bytes: int  # that the host has left
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return torch_dtype(self.plan.config.train.precision)
+
+    @cached_property
+    def is_compiled(self) -> bool:
+        """Whether the blocks are."""
+        wanted = self.plan.config.model.compile
+        if wanted == "auto":
+            return torch.cuda.is_available() and is_compiled_by_default(torch.device("cuda"))
+        return wanted is True
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process has a part of the weights."""
+        return self.plan.config.train.sharding == "fsdp2" and len(self.trainers) > 1
 
 
 def check_memory(
@@ -103,57 +155,358 @@ def memory_request(
     engine_gpus: Sequence[int],
     total_bytes: Sequence[int],
 ) -> MemoryRequest:
-    """What the memory plan needs to know of a run (see `MemoryRequest`).
-
-    Args:
-        reference_config: None where `needs_reference_copy` says that there is no copy.
-        reference: the GPU that it has for itself.
-        engine_gpus: of all servers; unused where the run starts none.
-    """
-    config = plan.config
-    is_compiled = config.model.compile is True
-    if config.model.compile == "auto" and torch.cuda.is_available():
-        is_compiled = is_compiled_by_default(torch.device("cuda"))
-    keeps_tiles = config.train.precision == "bf16" and plan.loss.entropy_coef == 0
-    state_bytes, copies = STATES.get(type(plan.optimizer), STATES[AdamW])
+    """See `MemoryRequest`; recomputes all blocks or none, as the configuration says."""
     return MemoryRequest(
-        model=config.model,
-        train=config.train,
-        recompute=float(config.train.gradient_checkpointing is True),
-        is_compiled=is_compiled,
-        model_config=model_config,
-        reference_config=reference_config,
-        kept_head_bytes=int(getattr(plan.head, "kept_gib", 0) * 2**30) if keeps_tiles else 0,
-        state_bytes_per_weight=state_bytes,
-        copies_per_step=copies,
-        offload=is_offloaded(plan.optimizer),
-        is_sharded=config.train.sharding == "fsdp2" and len(trainers) > 1,
-        shares_weights=plan.weight_sync.requires.shares_weights,
-        num_sequences=config.data.problems_per_iteration * config.data.rollouts_per_problem,
+        plan,
+        model_config,
+        reference_config,
+        recompute=float(plan.config.train.gradient_checkpointing is True),
         prompt_tokens=prompt_tokens,
-        max_new_tokens=plan.sampling.max_new_tokens,
-        eval_max_new_tokens=plan.eval_sampling.max_new_tokens,
-        sampling_batch_size=0 if plan.engine.needs_server else plan.engine.client_node.get("batch_size", 1),
         trainers=tuple(trainers),
-        reference_is_beside=reference is None and config.model.ref_device != "cpu",
         reference_gpu=reference,
-        server=_server_request(plan, engine_gpus) if plan.engine.launcher is not None else None,
+        engine_gpus=tuple(engine_gpus) if plan.engine.launcher is not None else (),
         total_bytes=tuple(total_bytes),
         host_bytes=available_bytes(),
     )
 
 
-def _server_request(plan: Plan, gpus: Sequence[int]) -> ServerRequest:
-    args = plan.server_args
-    share = next((key for key in SHARE_KEYS if key in args), SHARE_KEYS[0])
-    dtype = args.get("dtype")
-    return ServerRequest(
-        num_servers=plan.engine.num_managed,
-        gpus=tuple(gpus),
-        dtype=torch_dtype(
-            dtype if dtype in TORCH_NAMES else plan.config.train.precision
-        ),  # others, such as auto, are the model's own
-        num_shards=num_shards(args),
-        share_frac=args.get(share) or DEFAULT_SHARE,
-        share_key=f"engine.args.{share}",
+@dataclass(frozen=True)
+class Sizes:
+    """A model in numbers of weights, adapters included."""
+
+    num_weights: int
+    num_trained: int
+    largest_trained: int
+    block_weights: tuple[int, ...]  # of every block; empty where no list of blocks is found
+    first_trained_block: int  # earlier blocks keep no activations
+    trains_head: bool
+    has_tied_embeddings: bool
+    has_qk_norm: bool
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """`num_sequences` rows of `num_tokens` tokens, `num_scored` of which, of all rows, are scored."""
+
+    num_sequences: int
+    num_tokens: int
+    num_scored: int
+
+
+def sizes_of(request: MemoryRequest) -> Sizes:
+    """Count the weights of the model to train. Raises as `load_policy` does."""
+    config = request.plan.config
+    indices = config.train.train_layer_indices
+    model: Any = build_on_meta(request.model_config, config.model, train_layer_indices=indices)
+    bare: Any = unwrapped(model)
+    try:
+        blocks = list(blocks_of(bare, bare.config.get_text_config().num_hidden_layers)[1])
+    except ConfigError:
+        blocks = []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    embeddings, head = bare.get_input_embeddings().weight, bare.get_output_embeddings().weight
+    are_trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
+    return Sizes(
+        num_weights=sum(p.numel() for p in model.parameters()),
+        num_trained=sum(p.numel() for p in trained),
+        largest_trained=max((p.numel() for p in trained), default=0),
+        block_weights=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
+        first_trained_block=are_trained.index(True) if True in are_trained and not embeddings.requires_grad else 0,
+        trains_head=head.requires_grad,
+        has_tied_embeddings=head is embeddings,
+        has_qk_norm=any(name.endswith(("q_norm", "q_layernorm")) for name, _ in bare.named_modules()),
     )
+
+
+def num_weights(model_config: PretrainedConfig) -> int:
+    """Parameters of the bare model; tied ones once."""
+    return sum(p.numel() for p in build_on_meta(model_config).parameters())
+
+
+def predict(request: MemoryRequest, sizes: Sizes | None = None) -> list[DevicePlan]:
+    """A plan for every GPU that the run uses, in order, and then for the host, if it holds offloaded state.
+
+    Args:
+        sizes: of the model to train; None counts them.
+    """
+    plan, config = request.plan, request.plan.config
+    model, train, offload = config.model, config.train, is_offloaded(plan.optimizer)
+    shares_weights = plan.weight_sync.requires.shares_weights  # those of the first process are the server's memory
+    sizes = sizes or sizes_of(request)
+    dtype = request.dtype
+    of_model, smaller = f"model.train_id={model.train_id}", _smaller_model(request)
+    num_parts = len(request.trainers) if request.is_sharded else 1  # of which each process has one
+    has_fp32_parts = request.is_sharded and model.lora is None  # FSDP2 keeps whole models in fp32
+    num_trained = sizes.num_trained if model.lora is not None else ceil(sizes.num_trained / num_parts)
+    weights_bytes = ceil(sizes.num_weights * (4 if has_fp32_parts else dtype.itemsize) / num_parts)
+    needs_masters = dtype != torch.float32 or shares_weights or offload
+    masters_bytes = 4 * num_trained if needs_masters and not has_fp32_parts else 0
+    gradients_bytes = 4 * num_trained
+    state_bytes_per_weight, copies_per_step = STATES.get(type(plan.optimizer), STATES[AdamW])
+    state_bytes = int(state_bytes_per_weight * num_trained)
+
+    activations = _activations_bytes(request, sizes)
+    step_bytes = 4 * copies_per_step * sizes.largest_trained
+    if len(request.trainers) > 1 and not request.is_sharded:
+        step_bytes = max(step_bytes, 2 * gradients_bytes)  # all gradients as one message, and its copy
+    key = "tokens_per_microbatch" if train.tokens_per_microbatch is not None else "batch_size"
+    less_activations = "lower it, which changes no gradient" + (
+        "" if request.recompute else ", or set train.gradient_checkpointing=true"
+    )
+    reference_bytes = 0
+    if request.reference_config is not None:
+        reference_bytes = ceil(num_weights(request.reference_config) * dtype.itemsize / num_parts)
+    reference = Part(
+        "reference weights", reference_bytes, f"train.kl_coef={train.kl_coef:g}", "train.kl_coef=0 loads no reference"
+    )
+    masters, state = _optimizer_parts(request, masters_bytes, state_bytes, num_trained)
+    weights = Part("policy weights", weights_bytes, of_model, smaller)
+    others = [
+        *([] if offload else [masters, state]),
+        Part("gradients", gradients_bytes, of_model, smaller),
+        *([reference] if request.reference_gpu is None and model.ref_device != "cpu" else []),
+        Part(ACTIVATIONS, max(activations, step_bytes), f"train.{key}={getattr(train, key)}", less_activations),
+        _sampling_part(request, sizes, gradients_bytes + activations),
+        Part(CONTEXT, CONTEXT_BYTES, "model.device=cuda", "train on another GPU"),
+    ]
+    if request.is_sharded:
+        others.append(_gathered_part(request, sizes))
+
+    devices = []
+    of_reference = () if request.reference_gpu is None or not reference.num_bytes else (request.reference_gpu,)
+    for gpu in sorted({*request.trainers, *of_reference, *request.engine_gpus}):
+        processes = [process for process, trained_on in enumerate(request.trainers) if trained_on == gpu]
+        owners = [process for process in processes if process > 0 or not shares_weights]
+        trainer = tuple(part for part in [weights] * len(owners) + others * len(processes) if part.num_bytes > 0)
+        if gpu in of_reference:
+            trainer += (reference, Part(CONTEXT, CONTEXT_BYTES, f"model.ref_device=cuda:{gpu}", "use another GPU"))
+        num_servers = request.engine_gpus.count(gpu)
+        served = _server_parts(request, request.total_bytes[gpu], num_servers) if num_servers else ()
+        devices.append(DevicePlan(gpu, request.total_bytes[gpu], trainer, served, num_servers))
+    if offload:
+        num_processes, num_servers = len(request.trainers), plan.engine.num_managed if request.engine_gpus else 0
+        others_bytes = HOST_PROCESS_BYTES * (num_processes + 2 * num_servers)
+        held = [masters, state] * num_processes + [Part("processes", others_bytes, masters.setting, masters.fix)]
+        devices.append(DevicePlan(None, request.host_bytes, tuple(held), ()))
+    return devices
+
+
+def choose_share(request: MemoryRequest) -> tuple[float, list[DevicePlan]]:
+    """`train.gradient_checkpointing=auto`: the smallest of `SHARES` whose prediction fits, and that prediction; all
+    blocks, where none does.
+    """
+    sizes = sizes_of(request)
+    share, devices = SHARES[-1], []
+    for share in SHARES:
+        devices = predict(replace(request, recompute=share), sizes)
+        if all(map(_fits, devices)):
+            break
+    return share, devices
+
+
+def _fits(device: DevicePlan) -> bool:
+    activations = sum(part.num_bytes for part in device.trainer if part.name == ACTIVATIONS)
+    return device.needed_bytes + MARGIN * activations <= device.total_bytes
+
+
+def in_words(share: float) -> str:
+    """Which blocks are recomputed."""
+    return {0.0: "no block", 1.0: "every block"}.get(share, f"{share:.0%} of the blocks")
+
+
+def largest_microbatch(request: MemoryRequest) -> Microbatch:
+    """A process's largest microbatch if every sequence is as long as it may get.
+
+    Example: 100 sequences of 600 tokens per update and tokens_per_microbatch=2000 are microbatches of 4 rows of 500
+    tokens. Of these, 1,666 are scored if up to 500 tokens are sampled and the shortest prompts, which may come
+    together, have 100.
+    """
+    train, data = request.plan.config.train, request.plan.config.data
+    max_new_tokens = request.plan.sampling.max_new_tokens
+    sequence_tokens = _sequence_tokens(request, max_new_tokens)
+    num_sequences = data.problems_per_iteration * data.rollouts_per_problem
+    if train.grad_accum_steps is not None:
+        num_sequences = min(num_sequences, (train.batch_size or 1) * train.grad_accum_steps)
+    elif train.updates_per_iteration is not None:
+        num_sequences = ceil(num_sequences / train.updates_per_iteration)
+    of_process = ceil(num_sequences / len(request.trainers))
+    rows, row_tokens, limit = (
+        min(of_process, train.batch_size or of_process),
+        sequence_tokens,
+        train.tokens_per_microbatch,
+    )
+    if limit is not None and rows * sequence_tokens > limit:
+        rows = ceil(limit / sequence_tokens)
+        row_tokens = max(limit, sequence_tokens) // rows  # so that rows of any length add up to the limit
+    num_scored = rows * max(1, min(max_new_tokens, row_tokens - 1))
+    if limit is not None:
+        most = rows * row_tokens * max_new_tokens // (request.prompt_tokens[0] + max_new_tokens)
+        num_scored = min(most, of_process * max_new_tokens)
+    return Microbatch(rows, row_tokens, num_scored)
+
+
+def _activations_bytes(request: MemoryRequest, sizes: Sizes) -> int:
+    """What a microbatch holds beyond weights, masters, gradients and state when it holds most: in the loss head, or in
+    the backward pass of the last block.
+    """
+    microbatch, config = largest_microbatch(request), request.model_config.get_text_config()
+    num_tokens = microbatch.num_sequences * microbatch.num_tokens
+    itemsize = request.dtype.itemsize
+    hidden_size, vocab_size, num_blocks = config.hidden_size, config.vocab_size, config.num_hidden_layers
+    block = num_tokens * _block_bytes_per_token(request, sizes, microbatch.num_tokens)
+    active = num_blocks - sizes.first_trained_block
+    num_recomputed = round(active * request.recompute)
+    kept = block * (active - num_recomputed) + num_recomputed * num_tokens * hidden_size * itemsize
+
+    head_grad = itemsize * vocab_size * hidden_size if sizes.trains_head else 0
+    scored = microbatch.num_scored
+    keeps_tiles = request.dtype == torch.bfloat16 and request.plan.loss.entropy_coef == 0
+    kept_gib = getattr(request.plan.head, "kept_gib", 0) if keeps_tiles else 0  # a head from outside keeps nothing
+    kept_by_head = min(int(kept_gib * GIB), 2 * scored * vocab_size)
+    # In the backward pass of the head: the fp32 sum that becomes the gradient of the hidden states, and a product.
+    tiles = min(HEAD_TILES_BYTES, 8 * scored * vocab_size)
+    head = kept_by_head + max(tiles, head_grad + 10 * scored * hidden_size)
+    if not kept_by_head:
+        head += head_grad + tiles // 4
+    in_block = 3 * num_tokens * itemsize * _widths(config)[2]  # gradients inside the MLP
+    last_block = in_block + (block if num_recomputed else 0) + (head_grad if sizes.has_tied_embeddings else 0)
+    return int(kept + max(head, last_block))
+
+
+def _widths(config: Any) -> tuple[int, int, int, int]:
+    """Of queries, of keys (and values), of the MLP, and of what is routed to and from experts: for each token."""
+    hidden_size = config.hidden_size
+    heads = getattr(config, "num_attention_heads", None) or 1
+    head_dim = getattr(config, "head_dim", None) or hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    mlp, routed = getattr(config, "intermediate_size", None) or 4 * hidden_size, 0
+    experts = getattr(config, "num_experts_per_tok", None)
+    if isinstance(experts, int):
+        mlp = max(mlp, experts * (getattr(config, "moe_intermediate_size", None) or mlp))
+        routed = 2 * experts * hidden_size
+    return heads * head_dim, kv_heads * head_dim, mlp, routed
+
+
+def _block_bytes_per_token(request: MemoryRequest, sizes: Sizes, row_tokens: int) -> int:
+    """What a block keeps for its backward pass, for each token: the inputs and outputs of its matrix products and of
+    attention.
+
+    A norm that is not compiled keeps its input and its result in fp32 too, and the MLP its activations.
+    """
+    config: Any = request.model_config.get_text_config()
+    dtype = request.dtype
+    query, key, mlp, routed = _widths(config)
+    of_norm = (
+        1 if request.is_compiled else (4 if dtype.itemsize == 2 else 3)
+    )  # numbers, besides the compiled one's input
+    numbers = 2 * config.hidden_size * (of_norm + request.is_compiled) + 2 * (query + key) + routed
+    numbers += (3 if request.is_compiled else 4) * mlp
+    if sizes.has_qk_norm:
+        numbers += of_norm * (query + key)
+    heads = getattr(config, "num_attention_heads", None) or 0
+    scores_bytes = 0  # flash attention keeps none
+    if attention_of(request.model_config, request.plan.config.model.attn_implementation) == "eager":
+        scores_bytes = heads * row_tokens * (4 if dtype.itemsize == 4 else 4 + dtype.itemsize)
+    elif dtype == torch.float32 and query != key:  # sdpa has no other kernel for fp32 and fewer keys than queries
+        scores_bytes = 4 * heads * row_tokens
+    return numbers * dtype.itemsize + scores_bytes
+
+
+def _gathered_part(request: MemoryRequest, sizes: Sizes) -> Part:
+    """Whole weights: embeddings and head for the length of a pass, and two blocks, because the next one comes while one
+    computes. With their gradients, once in fp32 as well, where the weights are trained.
+    """
+    itemsize = request.dtype.itemsize
+    rest, largest = sizes.num_weights - sum(sizes.block_weights), max(sizes.block_weights, default=0)
+    num_bytes = (rest + 2 * largest) * itemsize
+    if request.plan.config.model.lora is None:
+        num_bytes += (rest + largest) * itemsize + 4 * largest
+    fix = "choose a model with smaller blocks, or train.sharding=none"
+    return Part("gathered embeddings and blocks", num_bytes, "train.sharding=fsdp2", fix)
+
+
+def _optimizer_parts(
+    request: MemoryRequest, masters_bytes: int, state_bytes: int, num_trained: int
+) -> tuple[Part, Part]:
+    """Masters and state, which may be in the host's memory."""
+    smaller = _smaller_model(request)
+    if is_offloaded(request.plan.optimizer):
+        setting, fix = "train.optimizer.offload=true", f"{smaller}, or a machine with more memory"
+        return Part("fp32 masters", masters_bytes, setting, fix), Part("optimizer state", state_bytes, setting, fix)
+    has_small_state = state_bytes < SMALL_STATE_BYTES * num_trained
+    less_state = "use model/lora=default" if has_small_state else "use train/optimizer=adamw_8bit or model/lora=default"
+    optimizer = request.plan.config.train.optimizer
+    if "offload" in optimizer:
+        less_state = f"use train.optimizer.offload=true, {less_state.removeprefix('use ')}"
+    return (
+        Part("fp32 masters", masters_bytes, f"model.train_id={request.plan.config.model.train_id}", smaller),
+        Part("optimizer state", state_bytes, f"train.optimizer._target_={optimizer['_target_']}", less_state),
+    )
+
+
+def _smaller_model(request: MemoryRequest) -> str:
+    has_lora = request.plan.config.model.lora is not None
+    return "choose a smaller model" if has_lora else "use model/lora=default or a smaller model"
+
+
+def _sampling_part(request: MemoryRequest, sizes: Sizes, free_bytes: int) -> Part:
+    """Sampling in process beyond `free_bytes`, which training has given back by then: gradients and activations."""
+    plan = request.plan
+    rows = 0 if plan.engine.needs_server else plan.engine.client_node.get("batch_size", 1)
+    setting, fix = f"generation.batch_size={rows}", "lower it, which changes no sample"
+    if not rows:
+        return Part(SAMPLING, 0, setting, fix)
+    config: Any = request.model_config.get_text_config()
+    itemsize = request.dtype.itemsize
+    sequence_tokens = _sequence_tokens(request, max(plan.sampling.max_new_tokens, plan.eval_sampling.max_new_tokens))
+    layer_bytes = 2 * rows * sequence_tokens * _widths(config)[1] * itemsize
+    needed = layer_bytes * (config.num_hidden_layers + 1)  # a layer's cache is copied when it grows
+    needed += LOGITS_COPIES * 4 * rows * config.vocab_size
+    if request.is_sharded:  # in process, from weights that are gathered for it
+        needed += sizes.num_weights * itemsize
+    return Part(SAMPLING, max(0, needed - free_bytes), setting, fix)
+
+
+def _server_parts(request: MemoryRequest, total_bytes: int, num_servers: int) -> tuple[Part, Part, Part]:
+    """Of all servers on the GPU, whose shares add up: weights, what their share leaves for KV cache and the rest (below
+    0 if too little), and CUDA contexts, which the share excludes.
+    """
+    args, dtype = request.plan.server_args, request.plan.server_args.get("dtype")
+    itemsize = (
+        torch_dtype(dtype).itemsize if dtype in TORCH_NAMES else request.dtype.itemsize
+    )  # auto is the model's own
+    weights = num_servers * (num_weights(request.model_config) * itemsize // num_shards(args))
+    key = next((key for key in SHARE_KEYS if key in args), SHARE_KEYS[0])
+    share_frac = args.get(key) or DEFAULT_SHARE
+    setting, fix = f"engine.args.{key}={share_frac:g}", "lower it"
+    who = "server" if num_servers == 1 else f"{num_servers} servers"
+    rest = int(num_servers * total_bytes * share_frac) - weights
+    return (
+        Part(f"{who}: weights", weights, setting, fix),
+        Part(f"{who}: KV cache and the rest", rest, setting, fix),
+        Part(f"{who}: CUDA context", num_servers * CONTEXT_BYTES, setting, fix),
+    )
+
+
+def _sequence_tokens(request: MemoryRequest, max_new_tokens: int) -> int:
+    """Tokens of the longest prompt and completion, or the model's context if that is less."""
+    num_tokens = request.prompt_tokens[1] + max_new_tokens
+    return min(num_tokens, context_length(request.model_config) or num_tokens)
+
+
+def available_bytes(cgroup: Path = CGROUP) -> int:
+    """What can be allocated without swapping: of the machine, or of the control group (a container) if that has less.
+
+    Args:
+        cgroup: of version 2, or the folder that has `memory/` of version 1.
+    """
+    available = psutil.virtual_memory().available
+    for folder, limit, used, cache in (
+        (cgroup, "memory.max", "memory.current", "inactive_file"),
+        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().strip().splitlines())
+            free = int(most) - int((folder / used).read_text()) + int(stat.get(cache, 0))  # file pages are given back
+            available = min(available, free)
+    return max(available, 0)

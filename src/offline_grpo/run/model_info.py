@@ -148,10 +148,9 @@ def _fits(weights: str, config: PretrainedConfig, quarter: Preset, trust: bool) 
     """What the memory plan says of a run with one GPU, for the longest sequences."""
 
     from offline_grpo.placement.device_plan import GIB, room_for_server
-    from offline_grpo.placement.memory import predict
     from offline_grpo.run import config as conf
     from offline_grpo.run.config import quoted
-    from offline_grpo.run.gpu_memory import memory_request
+    from offline_grpo.run.gpu_memory import memory_request, predict
     from offline_grpo.run.plan import make_plan
 
     conf.register()

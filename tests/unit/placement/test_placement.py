@@ -10,9 +10,8 @@ from transformers import Qwen2Config
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.placement.devices import Devices, check_devices, engine_gpus, reference_gpu, server_gpus, trainer_gpus
-from offline_grpo.placement.memory import in_words
 from offline_grpo.run.config import typed
-from offline_grpo.run.gpu_memory import check_memory
+from offline_grpo.run.gpu_memory import check_memory, in_words
 from offline_grpo.run.plan import make_plan
 
 TABLE = [
@@ -40,13 +39,15 @@ TABLE = [
 @pytest.mark.parametrize(("rule", "trainers", "num_gpus", "expected"), TABLE)
 def test_null_takes_the_gpu_that_the_strategy_needs(rule, trainers, num_gpus, expected):
     if expected is None:
-        with pytest.raises(
-            ConfigError,
-            match=r"placement.engine_devices=null: weight_sync=x needs a GPU .* all \d .*; use weight_sync=",
-        ):
+        with pytest.raises(ConfigError, match=r"^placement.engine_devices=null: weight_sync=x needs a GPU "):
             engine_gpus(None, rule, name="x", trainers=trainers, num_gpus=num_gpus)
     else:
         assert engine_gpus(None, rule, name="x", trainers=trainers, num_gpus=num_gpus) == expected
+
+
+def test_a_trainer_on_the_cpu_leaves_the_server_all_gpus_or_those_named():
+    assert engine_gpus(None, "any", name="x", trainers=[], num_gpus=2) is None
+    assert engine_gpus([1], "any", name="x", trainers=[], num_gpus=2) == [1]
 
 
 @pytest.mark.parametrize(
@@ -60,132 +61,65 @@ def test_a_list_is_used_as_it_is(rule, trainers, configured):
 @pytest.mark.parametrize(
     ("rule", "trainers", "configured", "num_gpus", "message"),
     [
-        ("any", [0], [1], 1, r"placement.engine_devices=\[1\]: this machine has 1 GPU; .*null"),
-        ("any", [0], [2], 2, r"placement.engine_devices=\[2\]: this machine has 2 GPUs, 0 to 1; "),
-        ("any", [0], [-1], 2, r"placement.engine_devices=\[-1\]: this machine has 2 GPUs"),
-        ("any", [], [0], 0, r"placement.engine_devices=\[0\]: this machine has 0 GPUs; "),
-        (
-            "same",
-            [0],
-            [1],
-            2,
-            r"placement.engine_devices=\[1\]: weight_sync=x needs the server on the trainer's GPU 0; use .*null",
-        ),
-        (
-            "other",
-            [0],
-            [0],
-            2,
-            r"placement.engine_devices=\[0\]: weight_sync=x needs other GPUs .* use placement.engine_devices=\[1\]",
-        ),
+        ("any", [0], [2], 2, "this machine has 2 GPUs"),
+        ("any", [0], [-1], 2, "this machine has 2 GPUs"),
+        ("same", [0], [1], 2, "on the trainer's GPU 0; use .*null"),
+        ("other", [0], [0], 2, r"needs other GPUs .* use placement.engine_devices=\[1\]"),
         ("other", [0, 1], [1, 2], 4, r"GPU 1 is trained on; use placement.engine_devices=\[2\]"),
-        ("other", [0], [0], 1, r"GPU 0 is trained on; use weight_sync=shared_vllm"),
+        ("other", [0], [0], 1, "GPU 0 is trained on; use weight_sync=shared_vllm"),
     ],
 )
 def test_what_cannot_be_is_refused(rule, trainers, configured, num_gpus, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=rf"^placement.engine_devices={re.escape(str(configured))}: .*{message}"):
         engine_gpus(configured, rule, name="x", trainers=trainers, num_gpus=num_gpus)
 
 
-NULL = "placement.engine_devices=null"
+def devices_of(monkeypatch, *, num_gpus, trainer="cuda", rule="any", strategy="x", needs_gpu=False, **others):
+    """Of a machine that seems to have so many GPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    defaults = {"reference": None, "num_processes": 1, "num_servers": 0, "gpus_per_server": 1, "engine_devices": None}
+    about = {"trainer": trainer, "rule": rule, "strategy": strategy, "needs_gpu": needs_gpu}
+    return Devices(**about, **defaults | others)
 
 
 @pytest.mark.parametrize(
     ("trainer", "num_servers", "each", "configured", "num_gpus", "expected"),
     [
-        ("cuda", 2, 1, [0, 0], 1, [[0], [0]]),  # several servers on one GPU
-        ("cuda", 4, 1, [0, 0, 2, 2], 3, [[0], [0], [2], [2]]),
+        ("cuda", 4, 1, [0, 0, 2, 2], 3, [[0], [0], [2], [2]]),  # several servers on one GPU
         ("cuda", 2, 2, [1, 2, 1, 2], 3, [[1, 2], [1, 2]]),
         ("cpu", 2, 1, [1, 1], 2, [[1], [1]]),
-        (
-            "cuda",
-            1,
-            1,
-            [1, 1],
-            2,
-            r"placement.engine_devices=\[1, 1\]: one server would have \[1, 1\]; name each GPU once for each server",
-        ),
-        ("cuda", 2, 2, [1, 1, 2, 2], 3, r"placement.engine_devices=\[1, 1, 2, 2\]: one server would have \[1, 1\]"),
+        ("cuda", 2, 2, [1, 1, 2, 2], 3, None),  # one server would have GPU 1 twice
         ("cpu", 0, 1, None, 0, []),
         ("cpu", 2, 1, None, 0, [None, None]),  # all on the CPU
         ("cpu", 1, 1, None, 4, [None]),
         ("cpu", 2, 1, None, 4, [[0], [1]]),
-        ("cuda", 1, 1, None, 4, [[1]]),
         ("cuda", 1, 2, None, 4, [[1, 2]]),
         ("cuda", 2, 1, None, 4, [[1], [2]]),
-        ("cuda", 2, 1, [3, 1], 4, [[3], [1]]),
         ("cuda", 2, 2, [2, 3, 4, 5], 8, [[2, 3], [4, 5]]),
         ("cuda", 2, 1, [1, 2, 3, 4], 8, [[1, 2], [3, 4]]),
-        (
-            "cuda",
-            3,
-            1,
-            None,
-            3,
-            rf"{NULL}: 2 GPUs cannot be .* placement.num_engines=3 servers with 1 each .* name 3, or start fewer",
-        ),
-        (
-            "cuda",
-            2,
-            1,
-            None,
-            1,
-            rf"{NULL}: 1 GPU cannot be shared out among placement.num_engines=2 .* several times has several servers",
-        ),
-        ("cuda", 2, 2, [1, 2], 4, r"placement.engine_devices=\[1, 2\]: 2 GPUs .* with 2 each .* name 4, or"),
-        ("cuda", 2, 1, [1, 2, 3], 4, r"placement.engine_devices=\[1, 2, 3\]: 3 GPUs cannot be shared out"),
-        ("cpu", 2, 1, None, 1, rf"{NULL}: 1 GPU cannot be shared out"),
+        ("cuda", 3, 1, None, 3, None),
+        ("cuda", 2, 1, None, 1, None),
+        ("cuda", 2, 2, [1, 2], 4, None),
+        ("cuda", 2, 1, [1, 2, 3], 4, None),
     ],
 )
 def test_gpus_are_shared_out_among_servers(trainer, num_servers, each, configured, num_gpus, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    devices = Devices(
-        trainer=trainer,
-        reference=None,
-        num_processes=1,
-        num_servers=num_servers,
-        gpus_per_server=each,
-        engine_devices=configured,
-        strategy="x",
-        rule="any",
-        needs_gpu=False,
-    )
-    if isinstance(expected, str):
-        with pytest.raises(ConfigError, match=f"^{expected}"):
+    about = {"num_servers": num_servers, "gpus_per_server": each, "engine_devices": configured}
+    devices = devices_of(monkeypatch, num_gpus=num_gpus, trainer=trainer, **about)
+    if expected is None:
+        with pytest.raises(ConfigError, match=r"^placement.engine_devices="):
             server_gpus(devices)
     else:
         assert server_gpus(devices) == expected
 
 
-@pytest.mark.parametrize(
-    ("configured", "expected"),
-    [
-        (None, [[1], [1]]),
-        ([1, 1], [[1], [1]]),
-        (
-            [1, 0],
-            r"placement.engine_devices=\[1, 0\]: weight_sync=ipc needs every server on the trainer's GPU 1; use .*=null, or .*nccl",
-        ),
-    ],
-)
-def test_servers_that_copy_on_the_trainers_gpu_are_all_there(configured, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    about = {
-        "num_processes": 1,
-        "num_servers": 2,
-        "gpus_per_server": 1,
-        "strategy": "ipc",
-        "rule": "same",
-        "needs_gpu": True,
-    }
-    devices = Devices(trainer="cuda:1", reference=None, engine_devices=configured, **about)
-    if isinstance(expected, str):
-        with pytest.raises(ConfigError, match=f"^{expected}"):
-            server_gpus(devices)
-    else:
-        assert server_gpus(devices) == expected
+def test_servers_that_copy_on_the_trainers_gpu_are_all_there(monkeypatch):
+    about = {"num_gpus": 2, "trainer": "cuda:1", "rule": "same", "strategy": "ipc", "num_servers": 2}
+    for configured in (None, [1, 1]):
+        assert server_gpus(devices_of(monkeypatch, **about, engine_devices=configured)) == [[1], [1]]
+    with pytest.raises(ConfigError, match=r"engine_devices=\[1, 0\]: weight_sync=ipc needs every server on .* GPU 1"):
+        server_gpus(devices_of(monkeypatch, **about, engine_devices=[1, 0]))
 
 
 @pytest.mark.parametrize(
@@ -195,79 +129,24 @@ def test_servers_that_copy_on_the_trainers_gpu_are_all_there(configured, expecte
         ("cuda:1", 1, 1),
         ("cuda:0", 1, None),  # the trainer's
         ("cpu", 1, None),
-        ("cuda:2", 1, r"model.ref_device=cuda:2: this machine has 2 CUDA devices; use cuda:0 to cuda:1"),
-        ("gpu", 1, r"model.ref_device=gpu: no device of that name"),
-        (
-            "cuda:1",
-            2,
-            r"model.ref_device=cuda:1: 2 processes train, and each has a reference .*; use model.ref_device=null, or",
-        ),
+        ("cuda:2", 1, "this machine has 2 CUDA devices"),
+        ("gpu", 1, "no device of that name"),
+        ("cuda:1", 2, "2 processes train"),
     ],
 )
 def test_the_reference_may_have_a_gpu_of_its_own(reference, num_processes, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    about = {
-        "num_servers": 0,
-        "gpus_per_server": 1,
-        "engine_devices": None,
-        "strategy": "x",
-        "rule": "any",
-        "needs_gpu": False,
-    }
-    devices = Devices(trainer="auto", reference=reference, num_processes=num_processes, **about)
+    devices = devices_of(monkeypatch, num_gpus=2, reference=reference, num_processes=num_processes)
     if isinstance(expected, str):
-        with pytest.raises(ConfigError, match=f"^{expected}"):
+        with pytest.raises(ConfigError, match=f"^model.ref_device={reference}: {expected}"):
             check_devices(devices)
     else:
         assert reference_gpu(devices) == expected
 
 
-def test_a_trainer_on_the_cpu_leaves_the_server_all_gpus_or_those_named():
-    assert engine_gpus(None, "any", name="x", trainers=[], num_gpus=2) is None
-    assert engine_gpus([1], "any", name="x", trainers=[], num_gpus=2) == [1]
-
-
-@pytest.mark.parametrize(
-    ("device", "num_processes", "expected"),
-    [("auto", 2, [0, 1]), ("cuda", 1, [0]), ("cuda:1", 1, [1]), ("cpu", 2, [])],
-)
-def test_every_training_process_has_a_gpu(device, num_processes, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert trainer_gpus(device, num_processes) == expected
-
-
-@pytest.mark.parametrize(
-    ("trainer", "reference", "engines", "allocation"),
-    [
-        ("cuda:0", None, [0], "GPUs: 0 training and servers, 1 free, 2 free"),
-        ("cuda:0", "cuda:1", [0], "GPUs: 0 training and servers, 1 reference, 2 free"),
-        ("auto", None, [1, 2], "GPUs: 0 training, 1 training and servers, 2 servers"),
-        ("auto", None, [2, 7], "GPUs: 0 training, 1 training, 2 servers, 7 servers (not there)"),
-    ],
-)
-def test_a_refusal_says_who_would_have_which_gpu(trainer, reference, engines, allocation, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    devices = Devices(
-        trainer=trainer,
-        reference=reference,
-        num_processes=1 if trainer != "auto" else 2,
-        num_servers=1,
-        gpus_per_server=1,
-        engine_devices=engines,
-        strategy="nccl",
-        rule="other",
-        needs_gpu=True,
-    )
-    with pytest.raises(ConfigError, match=rf"^placement\.engine_devices=.*\. {re.escape(allocation)}$"):
-        check_devices(devices)
-
-
-def test_more_training_processes_than_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def test_every_training_process_has_a_gpu(monkeypatch):
+    devices_of(monkeypatch, num_gpus=2)
+    for device, num_processes, expected in (("auto", 2, [0, 1]), ("cuda", 1, [0]), ("cuda:1", 1, [1]), ("cpu", 2, [])):
+        assert trainer_gpus(device, num_processes) == expected
     with pytest.raises(ConfigError, match="cuda:2: this machine has 2 CUDA devices"):
         trainer_gpus("auto", 3)
 
@@ -367,11 +246,8 @@ def test_nothing_is_predicted_for_cpus_and_found_servers_may_be_anywhere(two_sma
     checked(model_folder, *found, "placement.engine_devices=[5]")
 
 
-@pytest.mark.parametrize("option", ["ipc", "nccl"])
 @pytest.mark.parametrize("where", [(), ("generation.base_url=http://127.0.0.1:1",)])
-def test_what_travels_between_gpus_needs_one(where, option):
-    plan = make_plan(
-        typed(compose_config("generation=vllm_server", f"weight_sync={option}", "model.device=cpu", *where))
-    )
-    with pytest.raises(ConfigError, match=rf"^model\.device=cpu: weight_sync={option} moves weights from GPU to GPU, "):
+def test_what_travels_between_gpus_needs_one(where):
+    plan = make_plan(typed(compose_config("generation=vllm_server", "weight_sync=nccl", "model.device=cpu", *where)))
+    with pytest.raises(ConfigError, match=r"^model\.device=cpu: weight_sync=nccl moves weights from GPU to GPU, "):
         check_devices(plan.devices(1))
