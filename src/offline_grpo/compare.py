@@ -24,11 +24,12 @@ OWN = {
 EPILOG = f"""
 steps=N             iterations of each mode (default {OWN["steps"]})
 modes=A,B           options of weight_sync; those that begin with lora_ train adapters (default {OWN["modes"]})
-restart_interval=N  restart and lora_restart push every N steps (default {OWN["restart_interval"]}); the others push after each step
+restart_interval=N  restart and lora_restart push every N steps (default {OWN["restart_interval"]}); the others after each
 gpus=N              of each mode (default {OWN["gpus"]}); modes run at the same time where there are GPUs for it
 out=FOLDER          a new folder for everything (default {OWN["out"]})
 dry_run=true        print the commands, one a line, and end
-Every other word goes to every run, as in `run_grpo.py`: experiment=gsm8k_qwen2_5_1_5b. model.lora.KEY=VALUE goes to those with adapters.
+Every other word goes to every run, as in `run_grpo.py`: experiment=gsm8k_qwen2_5_1_5b. model.lora.KEY=VALUE goes to
+those with adapters.
 """
 
 

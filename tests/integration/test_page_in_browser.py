@@ -52,7 +52,7 @@ def opened(browser: Any, path: Path, *, width: int = 1600, dark: bool = False) -
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sweep")
     for number, (loss, solved) in enumerate([("grpo", 3), ("<b>dapo</b>", 1), ("gspo", 2)]):
-        make_run(folder / str(number), loss=loss, solved=solved, text="four" if number else HOSTILE, clip_frac=0.5)
+        make_run(folder / str(number), loss=loss, solved=solved, text="four" if number else HOSTILE, truncated_frac=0.5)
     return save_page([folder], folder / "report.html")
 
 
@@ -80,11 +80,12 @@ def test_the_pictures_are_there_and_fit(browser: Any, sweep: Path, width: int, d
 
 def test_tables_sort_by_number_and_back(page: Any) -> None:
     cells = page.locator("#results tbody td:nth-child(3)")
-    assert cells.all_inner_texts() == ["0.750", "0.500", "0.250"]
+    values = [f"{share:.3f} [{share - 0.01:.3f}, {share + 0.01:.3f}]" for share in (0.75, 0.5, 0.25)]
+    assert cells.all_inner_texts() == values
     page.get_by_role("button", name="pass@1 [95%]").first.press("Enter")
-    assert cells.all_inner_texts() == ["0.250", "0.500", "0.750"]
+    assert cells.all_inner_texts() == values[::-1]
     page.get_by_role("button", name="pass@1 [95%]").first.press("Enter")
-    assert cells.all_inner_texts() == ["0.750", "0.500", "0.250"]
+    assert cells.all_inner_texts() == values
 
 
 def test_differences_are_drawn_with_their_intervals(page: Any) -> None:
@@ -108,7 +109,7 @@ def test_held_out_problems_of_a_run_are_drawn(browser: Any, tmp_path: Path) -> N
     assert [looks["plot_bgcolor"], looks["xaxis"]["mirror"]] == ["#9aa2ab", True], (
         "grey behind problems that were not asked, and a frame around those that nobody solved"
     )
-    assert page.locator("#learning p").first.inner_text().startswith("Bands are 95% intervals over problems. Curves of")
+    assert page.locator("#learning p").first.inner_text().startswith("Bands are 95% intervals over problems;")
     assert page.wrong == []
     page.close()
 
@@ -128,7 +129,7 @@ def test_names_leave_room_for_their_pictures_on_a_phone(browser: Any, tmp_path: 
     for number in range(3):
         make_run(tmp_path / str(number), loss=f"a_loss_with_a_very_long_name_that_has_{number}_in_it", solved=number)
     page = opened(browser, save_page([tmp_path], tmp_path / "report.html"), width=400)
-    for picture in ("#forest", "#phases", "#solved"):
+    for picture in ("#forest", "[id='Time per iteration']", "#solved"):
         page.locator(picture).scroll_into_view_if_needed()
         page.wait_for_selector(f"{picture} .main-svg")
         plot, whole = page.locator(f"{picture} .nsewdrag").bounding_box(), page.locator(picture).bounding_box()
@@ -154,7 +155,7 @@ def test_names_leave_room_for_their_pictures_on_a_phone(browser: Any, tmp_path: 
 def test_what_is_printed_has_all_pictures(browser: Any, sweep: Path) -> None:
     page = opened(browser, sweep)
     page.set_viewport_size({"width": 1600, "height": 300})
-    assert page.locator("[id='train/entropy'] .main-svg, #phases .main-svg").count() < 4
+    assert page.locator("figure .main-svg").count() < 2 * page.locator("figure").count()
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert page.locator("figure:visible [role=img]:not(:has(.main-svg))").count() == 0
     page.close()
@@ -177,14 +178,14 @@ def test_a_sample_can_be_found(page: Any) -> None:
 
 
 def test_the_legend_and_the_links_of_findings(page: Any) -> None:
-    lines = page.locator("[id='eval/pass@1'] .scatterlayer .trace")
+    lines = page.locator("figure:has([id='eval/pass@1']) .scatterlayer .trace")
     before = lines.count()
     page.locator("#learning .legend button").first.click()
     page.wait_for_timeout(1000)
     assert 0 < lines.count() < before
     assert page.locator("#learning .legend button").nth(1).inner_text() == "train/loss=gspo"
     page.locator("#findings a").first.click()
-    assert page.evaluate("document.querySelector(':target').id") == "train/clip_frac"
+    assert page.evaluate("document.querySelector(':target').id") == "train/truncated_frac"
     page.locator("#all summary").click()
     page.get_by_label("Metric").select_option("train/time/train_s")
     page.wait_for_selector("#chosen .main-svg")
@@ -195,7 +196,7 @@ def test_findings_are_said_once(page: Any, browser: Any, tmp_path: Path) -> None
     assert (
         page.locator("#findings li")
         .all_inner_texts()[0]
-        .startswith("all 3 runs: 50% of the tokens are clipped at last. Try ")
+        .startswith("all 3 runs: 50% of the completions are cut off at last. Try ")
     )
     assert page.locator("#findings p").all_inner_texts() == [""]
     short = opened(browser, save_page([make_run(tmp_path / "run", iterations=2)], tmp_path / "report.html"))
@@ -204,13 +205,11 @@ def test_findings_are_said_once(page: Any, browser: Any, tmp_path: Path) -> None
 
 
 def test_a_phone_shows_results_and_all_findings(browser: Any, tmp_path: Path) -> None:
-    run = make_run(
-        tmp_path / "run", clip_frac=0.5, truncated_frac=0.5, **{"mismatch/ess_frac": 0.5, "scoring/num_failed": 1.0}
-    )
+    run = make_run(tmp_path / "run", truncated_frac=0.5, **{"mismatch/ess_frac": 0.5, "scoring/num_failed": 1.0})
     page = opened(browser, save_page([run], tmp_path / "report.html"), width=400)
     last = page.locator("#results tbody tr:first-child td:nth-child(3)").bounding_box()
     assert last["x"] + last["width"] <= 400
-    assert page.locator("#findings li").count() == 4
+    assert page.locator("#findings li").count() == 3
     assert (
         page.evaluate(
             "(({ scrollHeight, clientHeight }) => scrollHeight - clientHeight)(document.querySelector('#findings ul'))"
@@ -223,7 +222,7 @@ def test_a_phone_shows_results_and_all_findings(browser: Any, tmp_path: Path) ->
 def test_small_nats_have_no_letters_of_thousandths(browser: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", **{"alignment/diff_abs_mean": 3e-7})
     page = opened(browser, save_page([run], tmp_path / "report.html"))
-    figure = page.locator("[id='train/alignment/diff_abs_mean']")
+    figure = page.locator("figure:has([id='train/alignment/diff_abs_mean'])")
     figure.scroll_into_view_if_needed()
     ticks = figure.locator(".ytick text")
     ticks.first.wait_for()

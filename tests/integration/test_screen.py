@@ -110,40 +110,14 @@ def test_the_first_record_tells_what_the_start_took(run):
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_stopped_has_its_table_and_goes_on(cache, tmp_path):
-    """One run is done, one was stopped, and the third never began; then it is finished by the command that was printed."""
+def test_a_sweep_that_is_stopped_has_its_table(cache, tmp_path):
+    """One run is done, one was stopped, and the third never began."""
     stops = "+logger.stops={_target_:children.StopsRun,name:'1'}"
-    small = (*SMALL, cache, "train.iterations=2", "eval.interval=1", stops)
-    result = run_command(
-        tmp_path / "cwd", SCRIPT, "--multirun", f"hydra.sweep.dir={tmp_path}/sweep", *small, "seed=0,1,2"
-    )
+    words = (f"hydra.sweep.dir={tmp_path}/sweep", *SMALL, cache, "train.iterations=2", "eval.interval=1", stops)
+    result = run_command(tmp_path / "cwd", SCRIPT, "--multirun", *words, "seed=0,1,2")
     assert result.returncode == 143, result.stderr
     lines = result.stdout.splitlines()
     assert "1 configuration, 2 runs, best mean final pass@1 first" in lines
     assert "run 1: stopped at 1/2, not in the mean" in lines
-    assert {path.name for path in (tmp_path / "sweep").iterdir()} == {
-        "0",
-        "1",
-        "multirun.yaml",
-        "summary.csv",
-        "summary.md",
-        "sweep.png",
-    }
-    assert f"the sweep goes on with: uv run run_grpo.py resume={tmp_path}/sweep" in result.stderr.splitlines()
-    first = contents(tmp_path / "sweep" / "0")
-    again = run_command(tmp_path / "cwd", SCRIPT, f"resume={tmp_path}/sweep", "logger.stops.name=none")
-    assert again.returncode == 0, again.stderr
-    lines = again.stdout.splitlines()
-    assert f"run 0 of the sweep is finished: {tmp_path}/sweep/0" in lines
-    assert any(line.startswith("going on after iteration 1 of 2, from ") for line in lines)
-    assert "1 configuration, 3 runs, best mean final pass@1 first" in lines
-    assert not any("stopped at" in line for line in lines)
-    assert contents(tmp_path / "sweep" / "0") == first
-    assert all(len(list((tmp_path / "sweep" / name / "metrics").glob("train*"))) == 2 for name in "012")
-
-
-def contents(run_dir):
-    """Path -> content and time of all that a run has written by itself."""
-    paths = [path for path in run_dir.rglob("*") if path.is_file() and ".hydra" not in path.parts]
-    assert len(paths) > 10
-    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+    written = {path.name for path in (tmp_path / "sweep").iterdir()}
+    assert written >= {"0", "1", "summary.csv", "summary.md", "sweep.png"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,28 +29,28 @@ COMPARED = (
     "what is trained, so their completions drift apart: compare tokens/s where the numbers of tokens differ. Seconds "
     "leave the start out."
 )
-MEASURES = {
-    "num_steps": ("steps", ",.0f"),
-    "seconds_per_step": ("seconds per step", ",.2f"),
-    "seconds": ("seconds in all", ",.1f"),
-    "start_s": ("start, s", ",.1f"),
-    "num_syncs": ("syncs", ",.0f"),
-    "seconds_per_sync": ("seconds per sync", ",.3f"),
-    "sync_s": ("syncs in all, s", ",.2f"),
-    "data_wait_s_per_step": ("data wait per step, s", ",.2f"),
-    "data_wait_s": ("data wait in all, s", ",.1f"),
-    "train_s_per_step": ("training per step, s", ",.2f"),
-    "num_completion_tokens": ("tokens sampled", ",.0f"),
-    "generate_tokens_per_s": ("sampling, tokens/s", ",.0f"),
-    "train_tokens_per_s": ("training, tokens/s", ",.0f"),
-    "tokens_per_s": ("overall, tokens/s", ",.0f"),
-    "gpu_peak_gb": ("GPU memory, peak GB", ",.1f"),
-    "gpu_mean_gb": ("GPU memory, mean GB", ",.1f"),
-    "checkpoint_mb": ("checkpoint, MB", ",.1f"),
-    "reward_first": ("reward, first step", ".3f"),
-    "reward_last": ("reward, last step", ".3f"),
+MEASURES: dict[str, tuple[str, str, Callable[[Arm, Benchmark], float | None]]] = {
+    "num_steps": ("steps", ",.0f", lambda arm, cost: cost.num_steps),
+    "seconds_per_step": ("seconds per step", ",.2f", lambda arm, cost: cost.step_s()),
+    "seconds": ("seconds in all", ",.1f", lambda arm, cost: cost.total_s()),
+    "start_s": ("start, s", ",.1f", lambda arm, cost: arm.history.start_seconds().get("")),
+    "num_syncs": ("syncs", ",.0f", lambda arm, cost: cost.num_syncs),
+    "seconds_per_sync": ("seconds per sync", ",.3f", lambda arm, cost: cost.total_s("sync") / max(cost.num_syncs, 1)),
+    "sync_s": ("syncs in all, s", ",.2f", lambda arm, cost: cost.total_s("sync")),
+    "data_wait_s_per_step": ("data wait per step, s", ",.2f", lambda arm, cost: cost.step_s("generate")),
+    "data_wait_s": ("data wait in all, s", ",.1f", lambda arm, cost: cost.total_s("generate")),
+    "train_s_per_step": ("training per step, s", ",.2f", lambda arm, cost: cost.step_s("train")),
+    "num_completion_tokens": ("tokens sampled", ",.0f", lambda arm, cost: cost.num_completion_tokens),
+    "generate_tokens_per_s": ("sampling, tokens/s", ",.0f", lambda arm, cost: cost.tokens_per_s("generate")),
+    "train_tokens_per_s": ("training, tokens/s", ",.0f", lambda arm, cost: cost.tokens_per_s("train")),
+    "tokens_per_s": ("overall, tokens/s", ",.0f", lambda arm, cost: cost.tokens_per_s("iteration")),
+    "gpu_peak_gb": ("GPU memory, peak GB", ",.1f", lambda arm, cost: cost.peak_gb),
+    "gpu_mean_gb": ("GPU memory, mean GB", ",.1f", lambda arm, cost: cost.mean_gb),
+    "checkpoint_mb": ("checkpoint, MB", ",.1f", lambda arm, cost: arm.checkpoint_mb()),
+    "reward_first": ("reward, first step", ".3f", lambda arm, cost: arm.reward(0)),
+    "reward_last": ("reward, last step", ".3f", lambda arm, cost: arm.reward(-1)),
 }
-"""Figure -> how the table calls and writes it."""
+"""Name in comparison.json -> its name in the table, its format and its value, None where it was not measured."""
 RATES = {
     "generate_tokens_per_s": ("sampling", BLUE),
     "train_tokens_per_s": ("training", ORANGE),
@@ -72,33 +72,17 @@ class Arm:
 
     @property
     def figures(self) -> dict[str, float | None]:
-        """The values of MEASURES; None for what was not measured."""
-        found, reward = self.benchmark, self.history.series("train", "reward_mean").values
-        if not found.num_steps:
+        """The values of MEASURES."""
+        if not self.benchmark.num_steps:
             return dict.fromkeys(MEASURES)
-        return {
-            "num_steps": found.num_steps,
-            "seconds_per_step": found.step_s(),
-            "seconds": found.total_s(),
-            "start_s": self.history.start_seconds().get(""),
-            "num_syncs": found.num_syncs,
-            "seconds_per_sync": found.total_s("sync") / max(found.num_syncs, 1),
-            "sync_s": found.total_s("sync"),
-            "data_wait_s_per_step": found.step_s("generate"),
-            "data_wait_s": found.total_s("generate"),
-            "train_s_per_step": found.step_s("train"),
-            "num_completion_tokens": found.num_completion_tokens,
-            "generate_tokens_per_s": found.tokens_per_s("generate"),
-            "train_tokens_per_s": found.tokens_per_s("train"),
-            "tokens_per_s": found.tokens_per_s("iteration"),
-            "gpu_peak_gb": found.peak_gb,
-            "gpu_mean_gb": found.mean_gb,
-            "checkpoint_mb": self._checkpoint_mb(),
-            "reward_first": float(reward[0]) if len(reward) else None,
-            "reward_last": float(reward[-1]) if len(reward) else None,
-        }
+        return {name: value(self, self.benchmark) for name, (_, _, value) in MEASURES.items()}
 
-    def _checkpoint_mb(self) -> float | None:
+    def reward(self, index: int) -> float | None:
+        """The mean reward of a step, counted from 0."""
+        values = self.history.series("train", "reward_mean").values
+        return float(values[index]) if len(values) else None
+
+    def checkpoint_mb(self) -> float | None:
         """Of the newest checkpoint's weights: of adapters alone, where only they are trained."""
         found = (self.history.run_dir / "checkpoints").glob("iter_*")
         newest = max(found, key=lambda path: by_number(path.name), default=None)
@@ -142,7 +126,7 @@ def comparison_table(arms: Sequence[Arm]) -> Table:
     """A row for each measure and a column for each mode; a dash for what was not measured."""
     figures = [arm.figures for arm in arms]
     rows = [
-        [text, *(number(each[name], form, empty="-") for each in figures)] for name, (text, form) in MEASURES.items()
+        [text, *(number(each[name], form, empty="-") for each in figures)] for name, (text, form, _) in MEASURES.items()
     ]
     return Table(["", *(arm.name for arm in arms)], rows)
 

@@ -53,7 +53,8 @@ def _held_out(histories: Sequence[History]) -> Figure:
     """Of a mixture of tasks, pass@1 alone, with that of each task."""
     tasks = sorted({task for history in histories for task in history.tasks()})[: len(COLORS) - 1]
     ks = sorted({k for history in histories for k in history.eval_ks()})[: 1 if tasks else len(COLORS)]
-    title = "Held-out pass@1 of all and of each task" if tasks else "Held-out pass@k with 95% interval"
+    measured = "pass@k" if len(ks) != 1 else f"pass@{ks[0]}"
+    title = "Held-out pass@1 of all and of each task" if tasks else f"Held-out {measured} with 95% interval"
     curves = {f"eval/pass@{k}": f"pass@{k}" for k in ks}
     curves |= {f"eval/task/{task}/pass@1": short(task, MAX_NAME) for task in tasks}
     return Figure("learning", title, "share of problems", curves, from_zero=False)

@@ -10,6 +10,7 @@ import yaml
 
 from offline_grpo.redaction import redacted
 from offline_grpo.report.history import History
+from offline_grpo.report.tables import Table, with_interval
 from offline_grpo.types import Metrics
 
 
@@ -42,15 +43,8 @@ def model_card(
     parts += ["## Data", _data(config)]
     if history is not None and history.evals:
         parts += ["## Evaluation", _evaluation(history, state["iteration"], config)]
-    parts += [
-        "## Licence",
-        "Not stated yet: add `license:` to the header. The terms of the base model and of the data apply.",
-    ]
-    parts += ["## Software", ", ".join(versions) + "."]
-    parts += [
-        "## Configuration",
-        f"```yaml\n{yaml.safe_dump(config, sort_keys=False, allow_unicode=True).rstrip()}\n```",
-    ]
+    licence = "Not stated yet: add `license:` to the header. The terms of the base model and of the data apply."
+    parts += ["## Licence", licence, "## Software", ", ".join(versions) + ".", "## Configuration", _yaml(config)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -68,31 +62,31 @@ def _header(base: str | None, *, is_adapter: bool) -> str:
 def _data(config: Mapping[str, Any]) -> str:
     task = {name: value for name, value in config["task"].items() if name != "_target_"}
     name = config["task"]["_target_"].rpartition(".")[2]
-    lines = [f"Task `{name}`, {config['data']['problems_per_iteration']} problems per iteration with "]
-    lines[0] += f"{config['data']['rollouts_per_problem']} completions each:"
-    return "\n".join([*lines, "", "```yaml", yaml.safe_dump(task, sort_keys=False, allow_unicode=True).rstrip(), "```"])
+    data = config["data"]
+    size = (
+        f"{data['problems_per_iteration']} problems per iteration with {data['rollouts_per_problem']} completions each"
+    )
+    return f"Task `{name}`, {size}:\n\n{_yaml(task)}"
+
+
+def _yaml(content: Mapping[str, Any]) -> str:
+    return f"```yaml\n{yaml.safe_dump(content, sort_keys=False, allow_unicode=True).rstrip()}\n```"
 
 
 def _evaluation(history: History, iteration: int, config: Mapping[str, Any]) -> str:
     """A table of the evaluations before training and at this checkpoint."""
-    measured = {
-        name: history.evals[i]
-        for name, i in (("before training", -1), ("this checkpoint", iteration))
-        if i in history.evals
-    }
+    evaluations = {"before training": -1, "this checkpoint": iteration}
+    measured = {name: history.evals[i] for name, i in evaluations.items() if i in history.evals}
     if not measured:
         return "This checkpoint was not evaluated by its run."
     keys = [f"pass@{k}" for k in history.eval_ks()] + ["reward_mean_all", "completion_tokens_mean"]
+    rows = [[key, *(_cell(metrics, key) for metrics in measured.values())] for key in keys]
     some = next(iter(measured.values()))
-    lines = [
+    head = (
         f"{some['tasks']:.0f} held-out problems, {some['replicates']:.0f} completions each at temperature "
-        f"{config['eval']['temperature']:g}; in brackets 95% bootstrap intervals over problems.",
-        "",
-        "| | " + " | ".join(measured) + " |",
-        "|---|" + "---|" * len(measured),
-    ]
-    lines += [f"| {key} | " + " | ".join(_cell(metrics, key) for metrics in measured.values()) + " |" for key in keys]
-    return "\n".join(lines)
+        f"{config['eval']['temperature']:g}; in brackets 95% bootstrap intervals over problems."
+    )
+    return f"{head}\n\n{Table(['', *measured], rows).markdown()}".rstrip()
 
 
 def _public(value: Any) -> Any:
@@ -106,7 +100,5 @@ def _public(value: Any) -> Any:
 
 
 def _cell(metrics: Metrics, key: str) -> str:
-    if key not in metrics:
-        return ""
     low, high = metrics.get(f"{key}_low"), metrics.get(f"{key}_high")
-    return f"{metrics[key]:.3f}" + (f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else "")
+    return with_interval(metrics.get(key), None if low is None or high is None else (low, high))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -124,8 +123,3 @@ def rows(axes: Axes, names: list[str], unit: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
     axes.xaxis.set_major_formatter(NUMBER)
     axes.set_xlabel(unit, fontsize=9, color=TEXT)
-
-
-def columns_of(num_curves: int) -> int:
-    """Of a legend: wide names in at most two rows."""
-    return 4 if num_curves <= 4 else int(np.ceil(num_curves / 2))

@@ -153,9 +153,8 @@ def draw_sweep(measured: Sequence[Configuration], title: str) -> Figure:
     for axes in (curves, ends):
         style(axes)
     label(curves, "Held-out pass@1, mean over seeds", "share of problems", legend_rows=0)
-    means = [mean_curve([run.pass_at_1 for run in each.counted])[1].mean(0).tolist() for each in measured]
     for i, each in reversed(list(enumerate(measured))):  # the best on top
-        _curve(curves, each, colors[i], num_hidden=means[i + 1 : len(BEST_COLORS)].count(means[i]))
+        _curve(curves, each, colors[i])
     fit(curves, "share")
     left, right = curves.dataLim.intervalx
     curves.set_xlim(left - 0.03 * (right - left or 1), right + 0.03 * (right - left or 1))
@@ -164,8 +163,8 @@ def draw_sweep(measured: Sequence[Configuration], title: str) -> Figure:
     return figure
 
 
-def _curve(axes: Axes, each: Configuration, color: str, *, num_hidden: int) -> None:
-    """The mean, dashed where `num_hidden` equal ones of the best lie below it, so that all of them show."""
+def _curve(axes: Axes, each: Configuration, color: str) -> None:
+    """The mean, with the runs or their interval."""
     steps, values = mean_curve([run.pass_at_1 for run in each.counted])
     if not len(steps):
         return
@@ -176,8 +175,7 @@ def _curve(axes: Axes, each: Configuration, color: str, *, num_hidden: int) -> N
         band(axes, steps, *share_interval(values), color)
     elif len(values) > 1:
         axes.plot(steps, values.T, color=color, linewidth=0.8, alpha=0.4)
-    dashes = (0, (4, 4 * num_hidden)) if num_hidden else "solid"
-    axes.plot(steps, values.mean(0), color=color, linewidth=1.8, linestyle=dashes, marker="o", markersize=3.5)
+    axes.plot(steps, values.mean(0), color=color, linewidth=1.8, marker="o", markersize=3.5)
 
 
 def _ends(axes: Axes, measured: Sequence[Configuration], labels: list[str], colors: Sequence[str]) -> None:

@@ -12,17 +12,13 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from offline_grpo.disk import require_new
 from offline_grpo.engine.command_line import visible
@@ -30,9 +26,10 @@ from offline_grpo.engine.ports import choose_port
 from offline_grpo.engine.process import ServerProcess, last_line, last_lines
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested
 from offline_grpo.logger import output_console
-from offline_grpo.logger.console import clock
+from offline_grpo.logger.console import SILENCE_S, clock
 from offline_grpo.redaction import redacted_text
 from offline_grpo.report.comparison import DONE, print_comparison, save_comparison
+from offline_grpo.report.tables import say
 from offline_grpo.run import config as conf
 from offline_grpo.run.config import key_of, quoted
 from offline_grpo.run.environment import this_start
@@ -60,7 +57,6 @@ LINKS = {
 }
 """What the Atropos scripts call a file, and which one of the run's it is."""
 POLL_S = 0.5
-TELL_S = 30.0  # between lines where there is no terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +78,7 @@ class Comparison:
 
 
 @dataclass
-class Child:
+class Job:
     """The run of a mode."""
 
     name: str
@@ -91,6 +87,33 @@ class Child:
     gpus: list[int] | None = None
     process: ServerProcess | None = field(default=None, repr=False)
     began_s: float = 0.0
+
+    def start(self, gpus: list[int] | None, out: Path) -> None:
+        """Run it on these GPUs, None: on those that there are."""
+        env = {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": visible(gpus)})}
+        self.process = ServerProcess(self.command, env=env, log_path=out / f"trainer_{self.name}.log")
+        self.status, self.gpus, self.began_s = "running", gpus, time.monotonic()
+
+    def look(self) -> None:
+        """Notice its end."""
+        if self.process is not None and self.status == "running" and (code := self.process.exit_code) is not None:
+            words = last_lines(self.process.log_path, count=1)
+            self.status = DONE if code == 0 else f"failed with exit code {code}; {words}"
+
+    def stop(self) -> None:
+        """End it, if it still runs."""
+        if self.process is not None:
+            self.process.stop()
+        if self.status in ("waiting", "running"):
+            self.status = "not started" if self.process is None else "stopped"
+
+    def line(self) -> str:
+        """How far it is."""
+        text = self.status
+        if self.process is not None and self.status == "running":
+            last = last_line(self.process.log_path)
+            text = f"{clock(time.monotonic() - self.began_s)}  {'starts' if last.startswith('$ ') else last.strip()}"
+        return f"{self.name:<14}{text}"
 
 
 def run_comparison(asked: Comparison, *, dry_run: bool) -> None:
@@ -101,29 +124,31 @@ def run_comparison(asked: Comparison, *, dry_run: bool) -> None:
         GrpoError: some modes failed. The others are in the table.
         StopRequested: a signal came; what was measured is in the table.
     """
-    children = [Child(name, _command(name, asked)) for name in _checked(asked)]
+    jobs = [Job(name, _command(name, asked)) for name in _checked(asked)]
     if dry_run:
-        for child in children:
-            print(shlex.join(child.command))
+        for job in jobs:
+            print(shlex.join(job.command))
         return
     slots = gpu_sets(_num_gpus(), asked)
     asked.out.mkdir(parents=True, exist_ok=True)
-    console = output_console()
     with StopSignal.listening() as stop:
         try:
-            _run_all(children, slots, asked.out, console)
+            _run_all(jobs, slots, asked.out)
         except StopRequested as signal:
             signal.is_reported = True
             raise
         finally:
             stop.hold("the table")
-            _stop_all(children, asked.out)
-            save_comparison(asked.out, _about(asked, slots), {child.name: child.status for child in children})
-            print_comparison(asked.out, console)
-    failed = [child.name for child in children if child.status != DONE]
+            with ThreadPoolExecutor(max_workers=len(jobs)) as pool:  # each may take seconds
+                list(pool.map(Job.stop, jobs))
+            for job in jobs:
+                _link(job.name, asked.out)
+            save_comparison(asked.out, _about(asked, slots), {job.name: job.status for job in jobs})
+            print_comparison(asked.out, output_console())
+    failed = [job.name for job in jobs if job.status != DONE]
     if failed:
         raise GrpoError(
-            f"{len(failed)} of {len(children)} modes failed: {', '.join(failed)}; see trainer_MODE.log in {asked.out}"
+            f"{len(failed)} of {len(jobs)} modes failed: {', '.join(failed)}; see trainer_MODE.log in {asked.out}"
         )
 
 
@@ -185,34 +210,29 @@ def gpu_sets(num_gpus: int, asked: Comparison) -> list[list[int] | None]:
     return [list(range(asked.gpus * place, asked.gpus * (place + 1))) for place in range(places)]
 
 
-def _run_all(children: Sequence[Child], slots: Sequence[list[int] | None], out: Path, console: Console) -> None:
-    """Start each when there is room for it, and wait until all have ended."""
-    free, pids = list(slots), dict[str, int | None]()
-    with _display(children, console) as show:
-        while any(child.status in ("waiting", "running") for child in children):
-            for child in children:
-                if child.status == "waiting" and free:
-                    _start(child, free.pop(0), out)
-                elif child.process is not None and child.status == "running":
-                    pids[child.name] = pids.get(child.name) or _pid_of_run(child.process)
-                    code = child.process.exit_code
-                    if code is not None:
-                        child.status = (
-                            DONE
-                            if code == 0
-                            else f"failed with exit code {code}; {last_lines(child.process.log_path, count=1)}"
-                        )
-                        free.append(child.gpus)
-                        _link(child.name, out)
-            (out / "pids.txt").write_text("".join(f"{name} {pid}\n" for name, pid in pids.items() if pid))
-            show()
-            time.sleep(POLL_S)
-
-
-def _start(child: Child, gpus: list[int] | None, out: Path) -> None:
-    env = {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": visible(gpus)})}
-    child.process = ServerProcess(child.command, env=env, log_path=out / f"trainer_{child.name}.log")
-    child.status, child.gpus, child.began_s = "running", gpus, time.monotonic()
+def _run_all(jobs: Sequence[Job], slots: Sequence[list[int] | None], out: Path) -> None:
+    """Start each when there is room for it, and wait until all have ended. A line when one starts or ends, and now and
+    then between."""
+    free, pids, shown = list(slots), dict[str, int | None](), dict[str, str]()
+    said_s = time.monotonic()
+    while any(job.status in ("waiting", "running") for job in jobs):
+        for job in jobs:
+            if job.status == "waiting" and free:
+                job.start(free.pop(0), out)
+            elif job.status == "running":
+                assert job.process is not None
+                pids[job.name] = pids.get(job.name) or _pid_of_run(job.process)
+                job.look()
+                if job.status != "running":
+                    free.append(job.gpus)
+        (out / "pids.txt").write_text("".join(f"{name} {pid}\n" for name, pid in pids.items() if pid))
+        is_time = time.monotonic() - said_s > SILENCE_S
+        said_s = time.monotonic() if is_time else said_s
+        for job in jobs:
+            if job.status != shown.get(job.name, "waiting") or (is_time and job.status == "running"):
+                shown[job.name] = job.status
+                say(output_console(), [job.line()])
+        time.sleep(POLL_S)
 
 
 def _pid_of_run(process: ServerProcess) -> int | None:
@@ -223,53 +243,11 @@ def _pid_of_run(process: ServerProcess) -> int | None:
         return None
 
 
-def _stop_all(children: Sequence[Child], out: Path) -> None:
-    """End what still runs, all at once: each may take seconds."""
-    with ThreadPoolExecutor(max_workers=len(children)) as pool:
-        list(pool.map(lambda child: child.process.stop() if child.process is not None else None, children))
-    for child in children:
-        if child.status in ("waiting", "running"):
-            child.status = "stopped" if child.process is not None else "not started"
-            _link(child.name, out)
-
-
 def _link(name: str, out: Path) -> None:
     for link, pattern in LINKS.items():
         found = max((out / name).glob(pattern), key=lambda path: path.stat().st_mtime, default=None)
         if found is not None:
             (out / link.format(name)).symlink_to(found.relative_to(out))
-
-
-@contextmanager
-def _display(children: Sequence[Child], console: Console) -> Iterator[Any]:
-    """Yields what shows how far all are: a line a mode on a terminal; else a line when one starts or ends, and now and
-    then between.
-    """
-    if console.is_terminal:
-        with Live(console=console, transient=True) as live:
-            yield lambda: live.update(Text("\n".join(_line(child, console.width) for child in children)))
-        return
-    told: dict[str, str] = {}
-    told_s = time.monotonic()
-
-    def tell() -> None:
-        nonlocal told_s
-        is_time = time.monotonic() - told_s > TELL_S
-        told_s = time.monotonic() if is_time else told_s
-        for child in children:
-            if child.status != told.get(child.name, "waiting") or (is_time and child.status == "running"):
-                told[child.name] = child.status
-                console.print(_line(child, console.width), markup=False, highlight=False, soft_wrap=True)
-
-    yield tell
-
-
-def _line(child: Child, width: int) -> str:
-    text = child.status
-    if child.process is not None and child.status == "running":
-        line = last_line(child.process.log_path)
-        text = f"{clock(time.monotonic() - child.began_s)}  {'starts' if line.startswith('$ ') else line.strip()}"
-    return f"{child.name:<14}{text}"[:width]
 
 
 def _about(asked: Comparison, slots: Sequence[list[int] | None]) -> Mapping[str, Any]:

@@ -133,7 +133,8 @@ for name in ("metrics", "checkpoints"):
 for name in ("server_0.log", "server_1.log", "api.log", "env_0.log", "vllm_bridge_config.json"):
     (folder / name).write_text(name)
     os.utime(folder / name, (1, 1 + (name == "server_1.log")))
-step = {"time/generate_s": 1.0, "time/train_s": 1.0, "time/iteration_s": 2.0, "num_completion_tokens": 10.0, "reward_mean": 0.5}
+step = {"time/generate_s": 1.0, "time/train_s": 1.0, "time/iteration_s": 2.0}
+step |= {"num_completion_tokens": 10.0, "reward_mean": 0.5}
 (folder / "metrics" / "train_iter_000.json").write_text(json.dumps(step))
 print("gpus", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 """

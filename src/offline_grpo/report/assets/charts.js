@@ -122,7 +122,7 @@ function problems() {
 
 function showCharts() {
   const rows = page.num_runs > 1 ? page.groups.length : 0;
-  for (const figure of page.figures) {
+  for (const figure of page.figures.sort((a, b) => !!b.stacked - !!a.stacked)) {  // those that are wide first
     const { section, title, parts } = figure, shown = Object.entries(figure.curves).filter(([metric]) => page.curves[metric]);
     const isZero = shown.every(([metric]) => page.curves[metric].every(({ runs }) => runs.every(({ y }) => y.every((value) => !value))));
     if (figure.stacked && parts) {
