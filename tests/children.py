@@ -283,7 +283,8 @@ def _child(
     if not draws:
         _leave_out_drawing()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, whoever started the tests
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
     Path(output_dir).parent.mkdir(parents=True, exist_ok=True)
     with open(f"{output_dir}.txt", "a", buffering=1) as output:
         sys.stdout = sys.stderr = output

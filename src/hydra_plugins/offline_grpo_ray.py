@@ -75,60 +75,38 @@ class RayLauncher(Launcher):
         import ray
 
         from offline_grpo.engine.ray_cluster import room_for, shown
-        from offline_grpo.errors import ConfigError
+        from offline_grpo.errors import ConfigError, StopRequested
+        from offline_grpo.run import main
+        from offline_grpo.run.signals import StopSignal
 
         num_gpus = self._num_gpus
         if num_gpus is None:
             num_gpus = 1 if ray.cluster_resources().get("GPU") else 0
-        size = {"num_cpus": self._num_cpus, "num_gpus": num_gpus}
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         if not any(room_for(machine, {"CPU": self._num_cpus, "GPU": num_gpus}) for machine in machines):
             have = ", ".join(shown(machine) for machine in machines)
             asked = f"hydra.launcher.num_cpus={self._num_cpus:g} hydra.launcher.num_gpus={num_gpus:g}"
             raise ConfigError(f"{asked}: no machine of the Ray cluster has as many for a run (there are {have})")
-        task = ray.remote(**size, max_calls=1, max_retries=0)(
-            _run_there
-        )  # a process for each run: CUDA and signal handlers are its own
-        common = (str(Path.cwd()), sys.path, self._config, self._context, self._function, Singleton.get_state())
+        # a process for each run: CUDA and signal handlers are its own
+        task = ray.remote(num_cpus=self._num_cpus, num_gpus=num_gpus, max_calls=1, max_retries=0)(_run_there)
         log.info("%d runs as Ray tasks, each with %g CPU cores and %g GPUs", len(jobs), self._num_cpus, num_gpus)
         for number, overrides in enumerate(jobs, first):
             log.info("\t#%d : %s", number, " ".join(filter_overrides(overrides)))
-        common = ray.put(common)
-        running = [
-            task.options(name=f"run {number}").remote(common, overrides, number)
-            for number, overrides in enumerate(jobs, first)
-        ]
+        state = Singleton.get_state()
+        common = ray.put((str(Path.cwd()), sys.path, self._config, self._context, self._function, state))
+        running = [task.options(name=f"run {n}").remote(common, words, n) for n, words in enumerate(jobs, first)]
         try:
-            _wait(running)
+            with StopSignal.listening() as stop, stop.held("the runs have saved"):
+                while len(ray.wait(running, num_returns=len(running), timeout=POLL_S)[0]) < len(running):
+                    stop.check()
         except BaseException as error:
             for reference in running:
                 ray.cancel(reference)  # acts as a Ctrl-C there
             ray.wait(running, num_returns=len(running), timeout=STOP_S)
-            _say_how_it_goes_on(error, Path(self._config.hydra.sweep.dir))
+            if isinstance(error, StopRequested):
+                main.say_how_to_resume_sweep(error, Path(self._config.hydra.sweep.dir))
             raise
         return [_result(reference, overrides) for reference, overrides in zip(running, jobs, strict=True)]
-
-
-def _wait(running: list[Any]) -> None:
-    """Until all have ended. Raises StopRequested when a signal has arrived."""
-    import ray
-
-    from offline_grpo.run.signals import StopSignal
-
-    with (
-        StopSignal.listening() as stop,
-        stop.held("the runs have saved"),
-    ):  # Ray would lose what is raised while it waits
-        while len(ray.wait(running, num_returns=len(running), timeout=POLL_S)[0]) < len(running):
-            stop.check()
-
-
-def _say_how_it_goes_on(error: BaseException, folder: Path) -> None:
-    from offline_grpo.errors import StopRequested
-    from offline_grpo.run import main
-
-    if isinstance(error, StopRequested):
-        main.say_how_to_resume_sweep(error, folder)
 
 
 def _result(reference: Any, overrides: list[str]) -> JobReturn:

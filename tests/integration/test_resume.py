@@ -148,10 +148,11 @@ STOPS = {
 )
 def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(under_way, uninterrupted, cache, tmp_path):
     kill, num_complete, line = STOPS[under_way]
+    number = signal.SIGUSR1 if under_way == "in the second update of the third" else signal.SIGINT
     stopped, fresh = tmp_path / "stopped", tmp_path / "fresh"
-    assert run_in_child(stopped, cache, *SMALL, kill=replace(kill, number=signal.SIGINT)) == 130, printed(stopped)
-    assert re.search(f"Ctrl-C: {line}", printed(stopped))
-    assert f"stopped by SIGINT; go on with: uv run run_grpo.py resume={stopped}" in printed(stopped)
+    assert run_in_child(stopped, cache, *SMALL, kill=replace(kill, number=number)) == 128 + number, printed(stopped)
+    assert re.search(f"{'Ctrl-C' if number == signal.SIGINT else number.name}: {line}", printed(stopped))
+    assert f"stopped by {number.name}; go on with: uv run run_grpo.py resume={stopped}" in printed(stopped)
     assert latest_checkpoint(stopped / "checkpoints").name == f"iter_{num_complete - 1:03d}"
     assert len(list(stopped.glob("metrics/train*"))) == num_complete
     assert run_in_child(fresh, cache, f"resume={stopped}", *SMALL) == 0, printed(fresh)

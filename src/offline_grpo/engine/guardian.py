@@ -40,8 +40,8 @@ def main(arguments: list[str]) -> int:
     command = arguments[4:]
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # processes that the server leaves behind become our children
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the pipe alone says when to stop
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # the pipe alone says when to stop; Slurm sends USR1 to the server too
     run_started = _start_time(parent)
     pids: set[int] = set()
     shared: set[str] = set()

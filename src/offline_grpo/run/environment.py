@@ -1,4 +1,4 @@
-"""What a run was started by, and with: its `environment.json` has an entry for each start, the resumed ones included."""
+"""`environment.json` of a run: command, commit and versions of each start, the resumed ones included."""
 
 from __future__ import annotations
 
@@ -14,29 +14,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.disk import parse_json, write_whole
-from offline_grpo.errors import GrpoError, reason_of
+from offline_grpo.disk import write_whole
 from offline_grpo.redaction import redacted_text
 
 FILE = "environment.json"
 
 
-def record_start(run_folder: Path) -> int:
-    """Add this start to the file in the run's folder: command, working directory, git commit and versions. Returns its
-    number.
-
-    Raises:
-        GrpoError: what earlier starts wrote there is damaged.
-    """
+def record_start(run_folder: Path) -> None:
+    """Add this start to the file in the run's folder: command, working directory, git commit and versions."""
     path = run_folder / FILE
-    try:
-        starts = parse_json(list[dict[str, Any]], path.read_bytes()) if path.exists() else []
-    except ValueError as error:
-        raise GrpoError(
-            f"{path}: has no list of this run's starts ({reason_of(error)}); bring it back, or write [] in it"
-        ) from error
+    starts = json.loads(path.read_text()) if path.exists() else []
     write_whole(path, json.dumps([*starts, this_start()], indent=2) + "\n")
-    return len(starts) + 1
 
 
 def this_start() -> dict[str, Any]:

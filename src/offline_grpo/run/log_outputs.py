@@ -1,11 +1,10 @@
-"""Where log lines go: the terminal, `run.log`."""
+"""Log lines to the terminal and to `run.log`."""
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from textwrap import wrap
@@ -38,32 +37,12 @@ class ToTerminal(logging.Handler):
         console.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
 
-class ToFile(logging.FileHandler):
-    """run.log. A disk that is full does not end a run whose results are elsewhere: it is said once."""
-
-    _is_told = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not self._is_told:
-            print(
-                f"{self.baseFilename}: cannot be written ({sys.exc_info()[1]}); messages are lost, the run goes on",
-                file=sys.stderr,
-            )
-        self._is_told = True
-
-    def close(self) -> None:
-        with suppress(OSError):  # what is left in the buffer
-            super().close()
-
-
 _early = MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
 
 
 @contextmanager
 def kept_for_log() -> Iterator[None]:
-    """Keep messages until `log_to` knows the run's folder. Those of a start that is refused are forgotten: its error
-    says enough.
-    """
+    """Keep messages until `log_to` knows the run's folder; those of a refused start are dropped."""
     package = logging.getLogger("offline_grpo")
     package.setLevel(logging.INFO)
     package.propagate = False
@@ -85,10 +64,9 @@ def log_to(folder: Path, ranks: Ranks) -> Iterator[None]:
     handlers: list[logging.Handler] = [logging.NullHandler()]
     if ranks.is_main:
         folder.mkdir(parents=True, exist_ok=True)
-        to_terminal = ToTerminal()
-        to_file = ToFile(folder / "run.log")
+        to_file = logging.FileHandler(folder / "run.log")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        handlers = [to_terminal, to_file]
+        handlers = [ToTerminal(), to_file]
     package.removeHandler(_early)
     for handler in handlers:
         package.addHandler(handler)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,9 +13,6 @@ from offline_grpo.errors import ConfigError, require
 from offline_grpo.task.messages import check_system_prompt, prompt_key
 from offline_grpo.task.rows import Row, check_spec, held_out_split, read_split
 from offline_grpo.types import Message, Problem, Split
-
-FINGERPRINTED = 10_000
-"""Problems of a split: all of a million would take ten seconds of a start."""
 
 log = logging.getLogger(__name__)
 
@@ -80,21 +76,6 @@ class RowTask(ABC):
                 f"task.system_prompt={self.system_prompt!r}: {row.where} has a system message of its own; set it to null"
             )
         return ({"role": "system", "content": self.system_prompt}, *prompt)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash by which other rows in the same place show: of their number, and of up to `FINGERPRINTED` of each
-        split, evenly spread.
-        """
-        found = hashlib.sha256()
-        for problems in map(self.problems, Split):
-            found.update(f"{len(problems)}:".encode())
-            for index in range(0, len(problems), -(-len(problems) // FINGERPRINTED) or 1):
-                content = (problems[index].messages, problems[index].answer, problems[index].fields)
-                found.update(
-                    json.dumps(content, default=lambda value: type(value).__name__, skipkeys=True).encode()
-                )  # of what JSON lacks
-        return found.hexdigest()
 
     @cached_property
     def _splits(self) -> Mapping[Split, Sequence[Problem]]:
