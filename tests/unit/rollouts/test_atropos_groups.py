@@ -9,25 +9,19 @@ import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import compress
 from pathlib import Path
-from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from atropos_api import group, pair
-from attacks import damaged, mutated
 from factories import make_updater
 
-from offline_grpo.engine.http import Answer
 from offline_grpo.logger.samples import record
-from offline_grpo.rollouts.atropos import Atropos
-from offline_grpo.rollouts.atropos.groups import Dropped, GroupReader, MissingLogprobs
+from offline_grpo.rollouts.atropos.groups import GroupReader, MissingLogprobs
 from offline_grpo.train.batch import build_batch
 from offline_grpo.train.experience import prepare_batch
-from offline_grpo.types import RolloutGroup
+from offline_grpo.types import UnusableGroup
 
 VOCAB = 30
 MAX_TOKENS = 12
@@ -160,34 +154,25 @@ def test_reference_logprobs_that_come_with_all_rollouts_replace_a_pass(tmp_path:
 LONG = [-0.5] * 5
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "no tokens": ("malformed", {"tokens": []}),
-    "an empty sequence": ("malformed", {"tokens": [[], []], "masks": [[], []], "inference_logprobs": [[], []]}),
     "more masks": ("malformed", {"masks": [[-100, -100, 7, 2, 2], [-100, -100, 8, 1, 2]]}),
     "fewer scores": ("malformed", {"scores": [1.0]}),
     "fewer logprobs": ("malformed", {"inference_logprobs": [[-0.5] * 4]}),
     "longer advantages": ("malformed", {"advantages": [LONG, LONG]}),
     "fewer overrides": ("malformed", {"overrides": [{}]}),
-    "a string": ("malformed", {"tokens": [["5", 6, 7, 2], [5, 6, 8, 1, 2]]}),
-    "a boolean": ("malformed", {"tokens": [[True, 6, 7, 2], [5, 6, 8, 1, 2]]}),
+    "a word": ("malformed", {"tokens": [["x", 6, 7, 2], [5, 6, 8, 1, 2]]}),
     "half a token": ("malformed", {"tokens": [[5.5, 6, 7, 2], [5, 6, 8, 1, 2]]}),
     "another mask": ("malformed", {"masks": [[-100, -100, 7, 3], [-100, -100, 8, 1, 2]]}),
     "masks of ones": ("malformed", {"masks": [[0, 0, 1, 1], [0, 0, 1, 1, 1]]}),
     "a dict": ("malformed", {"tokens": {"0": [1, 2]}}),
-    "a boolean score": ("malformed", {"scores": [True, False]}),
     "NaN": ("numbers", {"scores": [math.nan, 0.0]}),
     "infinity": ("numbers", {"scores": [json.loads("1e999"), 0.0]}),
-    "a huge integer": ("malformed", {"scores": [10**400, 0]}),
-    "a huge score": ("numbers", {"scores": [1e300, 0]}),
     "a NaN logprob": ("numbers", {"inference_logprobs": [[1.0, 1.0, math.nan, -0.5], LONG]}),
     "an infinite logprob": ("numbers", {"inference_logprobs": [[1.0, 1.0, -math.inf, -0.5], LONG]}),
     "a logprob above 0": ("numbers", {"inference_logprobs": [[1.0, 1.0, -0.5, 1.0], LONG]}),
-    "a logprob far below 0": ("numbers", {"inference_logprobs": [[1.0, 1.0, -0.5, -31], LONG]}),
-    "a huge integer for a logprob": ("malformed", {"inference_logprobs": [[1.0, 1.0, -0.5, -(10**400)], LONG]}),
     "a temperature of 0": ("numbers", {"generation_params": {"temperature": 0}}),
     "a temperature of infinity": ("numbers", {"overrides": [{"temperature": math.inf}, {}]}),
-    "a huge advantage": ("numbers", {"advantages": [[0.0, 0.0, 1e30, 0.0], LONG]}),
     "another vocabulary": ("vocabulary", {"tokens": [[VOCAB, 6, 7, 2], [5, 6, 8, 1, 2]]}),
     "a negative token": ("vocabulary", {"tokens": [[-1, 6, 7, 2], [5, 6, 8, 1, 2]]}),
-    "a huge token": ("vocabulary", {"tokens": [[10**400, 6, 7, 2], [5, 6, 8, 1, 2]]}),
     "nothing to train on": ("masks", {"masks": [[-100] * 4, [-100] * 5]}),
     "a first token": ("masks", {"masks": [[5, 6, 7, 2], [-100, -100, 8, 1, 2]]}),
     "images": ("images", {"images": [["data:image/png;base64,"], None]}),
@@ -197,29 +182,27 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_nothing_can_be_learnt_from_is_dropped(name: str) -> None:
     reason, fields = WRONG[name]
-    with pytest.raises(Dropped) as caught:
+    with pytest.raises(UnusableGroup) as caught:
         read({**pair(1), **fields})
     assert caught.value.reason == reason
     assert len(str(caught.value)) < 250
 
 
 def test_too_many_members_and_too_many_tokens() -> None:
-    with pytest.raises(Dropped, match="5 sequences, where a batch has 4") as many:
+    with pytest.raises(UnusableGroup, match="5 sequences, where a batch has 4") as many:
         read(group(*[([1], [2])] * 5))
-    with pytest.raises(Dropped, match=r"a sequence of 13 tokens, and rollouts.max_token_len=12") as long:
+    with pytest.raises(UnusableGroup, match="a sequence of 13 tokens") as long:
         read(group(([1] * 6, [2] * 7), ([1], [2])))
     assert [many.value.reason, long.value.reason] == ["too_many", "too_long"]
     assert len(read(group(([1] * 6, [2] * 6), ([1], [2]))).rollouts[0].token_ids) == 12
 
 
-def test_missing_logprobs_are_told_from_a_malformed_group() -> None:
+def test_missing_logprobs_end_the_run() -> None:
     with pytest.raises(
         MissingLogprobs,
         match="GRPO requires inference_logprobs for importance sampling! The groups of environment 7 have none",
     ):
         read(pair(1, inference_logprobs=None, env_id=7))
-    with pytest.raises(Dropped, match="masks and tokens differ in length"):
-        read({**pair(1, inference_logprobs=None), "masks": [[-100], [-100]]})
 
 
 @pytest.mark.parametrize("empty", [[], [[], []]])
@@ -232,95 +215,3 @@ def test_empty_fields_are_missing(empty: list[list[float]]) -> None:
     assert [rollout.ref_logprobs for rollout in found.rollouts] == [None, None]
     with pytest.raises(MissingLogprobs):
         read(pair(1, advantages=[], inference_logprobs=empty))
-
-
-@pytest.mark.parametrize("ratio_reference", ["old", "rollout"])
-def test_the_worst_numbers_that_are_let_through_leave_updates_finite(ratio_reference: str, tmp_path: Path) -> None:
-    updater = make_updater(tmp_path, updates_per_iteration=1, max_bad_updates=1)
-    object.__setattr__(updater.loss, "ratio_reference", ratio_reference)
-    rollouts = {"scores": [1e4, -1e4], "generation_params": {"temperature": 0.01}, "logprob": -30.0}
-    groups = [read(pair(1, **rollouts)), read(pair(2, **rollouts, advantages=[[1e4] * 4, [-1e4] * 5]))]
-    batch, _, _ = prepare_batch(groups, updater, updater.config)
-    assert batch is not None
-    assert updater.run(batch, iteration=0)["num_updates"] == 1
-
-
-def make_source() -> Atropos:
-    settings: dict[str, Any] = {
-        "problems_per_iteration": 2,
-        "group_size": 2,
-        "max_token_len": MAX_TOKENS,
-        "vocab_size": VOCAB,
-        "rank": 0,
-    }
-    others = (
-        "url",
-        "num_steps",
-        "save_checkpoint_interval",
-        "wandb_project",
-        "poll_s",
-        "connect_timeout_s",
-        "restart_timeout_s",
-        "take_over",
-    )
-    others += ("correct_threshold", "start_api", "environment", "model_id", "sampling", "context")
-    places = {"client": None, "codec": SimpleNamespace(decode=str), "run_folder": Path()}
-    return Atropos(**settings, **places, **dict.fromkeys(others, 0))  # type: ignore[arg-type]
-
-
-def check(groups: list[RolloutGroup]) -> None:
-    """A run can learn from them."""
-    for found in groups:
-        assert 1 <= len(found.rollouts) <= 4
-        assert any(any(rollout.is_sampled) for rollout in found.rollouts)
-        for rollout in found.rollouts:
-            assert 1 <= len(rollout.token_ids) <= MAX_TOKENS
-            assert all(type(token) is int and 0 <= token < VOCAB for token in rollout.token_ids)
-            assert all(-30 <= logprob <= 1e-3 for logprob in compress(rollout.logprobs, rollout.is_sampled))
-            assert 0.01 <= rollout.temperature <= 100
-            assert abs(rollout.score.reward) <= 1e4
-    batch = build_batch([rollout for found in groups for rollout in found.rollouts], mask_truncated=False)
-    assert bool(torch.isfinite(batch.rollout_logprobs).all())
-
-
-FULL = {
-    "advantages": [[0.0, 0.0, 1.0, -1.0], [0.0, 0.0, 0.5, 1.0, 2.0]],
-    "ref_logprobs": [[1.0, 1.0, -0.5, -0.5], [1.0, 1.0, -0.5, -0.5, -0.5]],
-    "generation_params": {"temperature": 0.7},
-    "overrides": [{"set_advantage_to_zero": True}, {"temperature": 1.5}],
-    "group_overrides": {"temperature": 1.0},
-    "images": None,
-    "env_id": 0,
-}
-
-
-@pytest.mark.parametrize(("count", "seed"), [(500, 0), pytest.param(10_000, 1, marks=pytest.mark.slow)])
-def test_malformed_bodies_leave_it_training(count: int, seed: int) -> None:
-    random = Random(seed)
-    source, lost = make_source(), []
-    feed: Any = SimpleNamespace(lose=lost.append)
-    body = {"batch": [pair(1, **FULL), pair(2)]}
-    num_read = num_missing = num_dropped = 0
-    for number in range(count):
-        if number % 3 == 0:
-            content = damaged(json.dumps(body).encode(), random)
-        else:
-            changed = mutated(body, random)
-            content = json.dumps(mutated(changed, random) if number % 3 == 2 else changed).encode()
-        try:
-            source._read(feed, Answer("url", 200, bytearray(content)))
-        except MissingLogprobs:
-            num_missing += 1
-            sent = [
-                group.get("inference_logprobs") for group in json.loads(content)["batch"] if isinstance(group, dict)
-            ]
-            assert any(not rows or (isinstance(rows, list) and not any(rows)) for rows in sent)
-        num_read += len(source._groups)
-        num_dropped += source._num_dropped.total()
-        if source._groups:
-            check(list(source._groups))
-        source._groups.clear()
-        source._num_dropped.clear()
-    assert num_missing < count // 20
-    assert min(num_read, num_dropped, len(lost)) > count // 20
-    assert len(source._told) >= 4

@@ -8,27 +8,21 @@ and lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from offline_grpo.engine.http import SAFE_TO_RETRY_STATUS, Answer, Refused, ServerApi, TooLarge, Unreachable, text_of
+import httpx
+from pydantic_core import from_json
+
 from offline_grpo.errors import EngineError
 
-T = TypeVar("T")
-
 TIMEOUT_S = 30.0
-"""For an answer. The API does nothing else while it reads or writes a large group."""
+"""Between two parts of an answer. The API does nothing else while it reads or writes a large group."""
 BATCH_TIMEOUT_S = 300.0
-"""For a whole batch."""
-MAX_BYTES_PER_TOKEN = 128
-"""Of a batch: two ids, at most three numbers of 20 digits, and the text, which the API repeats where an environment
-sends messages.
-"""
-MAX_BYTES_PER_SEQUENCE = 2**16
-"""Of a batch, beside its tokens."""
-MAX_ENVIRONMENTS = 1000
-"""That are counted."""
+AWAY_STATUS = (429, 502, 503, 504)
+"""A proxy's answers for an API that is away."""
+SMALL_BYTES = 2**16
+"""Larger answers to `/batch` have a batch; they are not parsed before they are trained on."""
 
 
 @dataclass(frozen=True)
@@ -66,27 +60,23 @@ class NotRegistered(EngineError):
     """The API knows no trainer: it was started anew, or reset."""
 
 
-class _Http(ServerApi):
-    """What a proxy says for an API that is away is no answer of the API's."""
-
-    def _call(self, *args: Any, **options: Any) -> Answer:
-        answer = super()._call(*args, **options)
-        if answer.status in SAFE_TO_RETRY_STATUS:
-            raise Unreachable(f"{answer.url}: status {answer.status} from a proxy; is run-api running behind it?")
-        return answer
+class Unreachable(EngineError):
+    """The API does not answer."""
 
 
 class AtroposApi:
-    """Calls to the API at `url`. Each raises what `ServerApi.get` does."""
+    """Calls to the API at `url`. Each raises Unreachable, or EngineError for a status other than 200."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._http = _Http(self.url, None, timeout_s=TIMEOUT_S, keep_alive_s=0)
+        # it closes a connection after an error, at which the next request would break
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(base_url=self.url, limits=limits, trust_env=False)
 
     def answers(self) -> bool:
         """Whether something answers."""
         try:
-            self._http.get("/info")
+            self._call("GET", "/info")
         except Unreachable:
             return False
         except EngineError:
@@ -95,75 +85,66 @@ class AtroposApi:
 
     def owner(self) -> Owner:
         """Whose registration it has."""
-        group = self._http.get("/wandb_info").read(
-            lambda found: None if found["group"] is None else text_of(found["group"])
-        )
-        sizes = self._http.get("/info").read(
-            lambda found: (_count(found["batch_size"]), _count(found["max_token_len"]))
-        )
-        return Owner(group, *sizes)
+        group, info = self._get("/wandb_info")["group"], self._get("/info")
+        return Owner(group, info["batch_size"], info["max_token_len"])
 
     def register(self, registration: Registration) -> None:
         """Register. It does nothing where another trainer has; `owner` tells."""
-        self._http.post("/register", asdict(registration)).read(lambda found: found["uuid"])
+        self._call("POST", "/register", asdict(registration))
 
     def reset(self) -> None:
         """Make it forget trainer, environments and groups."""
-        self._http.get("/reset_data")
+        self._call("GET", "/reset_data")
 
-    def batch(self, *, max_tokens: int, num_sequences: int) -> Answer | None:
-        """The newest of the batches that are complete, None if there is none. The groups are not read yet.
+    def batch(self) -> bytes | None:
+        """The newest of the batches that are complete, as JSON: `{"batch": [group, ...]}`. None if there is none.
 
         Raises:
             NotRegistered: the API has no trainer.
-            EngineError: also where the batch is lost: see the top of this file, or larger than `max_tokens` can make
-            it.
+            EngineError: also where the batch is lost: see the top of this file.
         """
-        limit = max_tokens * MAX_BYTES_PER_TOKEN + (num_sequences + 1) * MAX_BYTES_PER_SEQUENCE
-        try:
-            answer = self._http.get("/batch", timeout_s=BATCH_TIMEOUT_S, max_bytes=limit)
-        except TooLarge as error:
-            raise EngineError(
-                f"{error} If it is: environments must not send distill_* or other long fields, which are not read"
-            ) from error
-        if len(answer.body) > MAX_BYTES_PER_SEQUENCE:
-            return answer
-        found: Any = answer.read(lambda found: (found["batch"], found.get("status")))
-        batch, status = found
-        if status == "error":
-            raise NotRegistered(f"{answer.url}: no trainer is registered")
-        return None if not batch else answer
+        body = self._call("GET", "/batch", timeout_s=BATCH_TIMEOUT_S)
+        if len(body) > SMALL_BYTES:
+            return body
+        found = from_json(body)
+        if found.get("status") == "error":
+            raise NotRegistered(f"{self.url}: no trainer is registered")
+        return body if found["batch"] else None
 
     def status(self) -> tuple[int, int]:
         """How many batches were formed since it was started, and how many groups are in the queue."""
-        return self._http.get("/status").read(
-            lambda found: (_count(found["current_step"]), _count(found["queue_size"]))
-        )
+        found = self._get("/status")
+        return found["current_step"], found["queue_size"]
 
     def num_environments(self, at_least: int = 0) -> int:
         """How many environments have registered; `at_least` of them have, as an earlier call said.
 
         Nothing but the error about the first one that has not tells, and the API prints a traceback with it.
         """
-        while at_least < MAX_ENVIRONMENTS and self._of_environment(at_least, lambda _: True):
-            at_least += 1
-        return at_least
-
-    def largest_group(self) -> int | None:
-        """The number of sequences of the largest group in the queue; of the newest one where no environment has
-        registered.
-        """
-        size = self._of_environment(0, lambda found: _count(found["max_group_size"]))
-        return self._http.get("/latest_example").read(lambda found: len(found["tokens"])) if size is None else size
-
-    def _of_environment(self, number: int, reader: Callable[[Any], T]) -> T | None:
         try:
-            return self._http.get("/status-env", {"env_id": number}).read(reader)
-        except Refused:  # there is no such environment
-            return None
+            while True:
+                self._call("GET", "/status-env", {"env_id": at_least})
+                at_least += 1
+        except Unreachable:
+            raise
+        except EngineError:
+            return at_least
 
+    def newest_size(self) -> int:
+        """The number of sequences of the group that came last, 0 without one."""
+        return len(self._get("/latest_example")["tokens"])
 
-def _count(value: Any) -> int:
-    if type(value) is not int or not -1 <= value <= 2**53:
-        raise TypeError(f"a count belongs where {str(value)[:60]} is")
-    return value
+    def _get(self, path: str) -> Any:
+        return from_json(self._call("GET", path))
+
+    def _call(self, method: str, path: str, body: Any = None, *, timeout_s: float = TIMEOUT_S) -> bytes:
+        where = f"{self.url}{path}"
+        try:
+            answer = self._http.request(method, path, json=body, timeout=timeout_s)
+        except httpx.TransportError as error:
+            raise Unreachable(f"{where}: {type(error).__name__}: {error}.") from error
+        if answer.status_code in AWAY_STATUS:
+            raise Unreachable(f"{where}: status {answer.status_code} from a proxy; is run-api running behind it?")
+        if answer.status_code != 200:
+            raise EngineError(f"{where}: status {answer.status_code}: {answer.text[:300]}")
+        return answer.content

@@ -7,12 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 
 from offline_grpo import progress
-from offline_grpo.engine.http import Answer, Unreachable
 from offline_grpo.errors import ConfigError, EngineError
-from offline_grpo.rollouts.atropos.api import AtroposApi, NotRegistered, Owner, Registration
+from offline_grpo.rollouts.atropos.api import AtroposApi, NotRegistered, Owner, Registration, Unreachable
 
 FIRST_PAUSE_S = 0.05
 HEALTH_INTERVAL_S = 2.0
@@ -50,15 +48,14 @@ class Feed:
         self._registration = registration
         self._poll_s = poll_s
         self._restart_timeout_s = restart_timeout_s
-        self._look_after_others = look_after
+        self._look_after = look_after
         self._is_registered = False
         self._step = 0  # batches formed, as the API counts them
-        self._held: deque[Answer] = deque()
-        self._told: set[str] = set()
+        self._held: deque[bytes] = deque()
         self._num_environments = 0
         self._last_check_s = self._last_report_s = self._since_s = self._count_after_s = 0.0
         self.num_polls = self.num_lost = self.queue_size = 0
-        self.was_known = True
+        self.was_known = True  # whether the API had this run's registration at the start
 
     def connect(self, timeout_s: float, *, take_over: bool) -> None:
         """Wait for the API, register, and begin to poll, which lets environments register.
@@ -75,12 +72,10 @@ class Feed:
         try:
             self._register(take_over=take_over)
             self._poll()
-        except EngineError as error:
-            raise ConfigError(
-                f"rollouts.url={self._api.url}: no Atropos API that works ({error}); start one with run-api"
-            ) from error
+        except (EngineError, ValueError, LookupError) as error:
+            raise ConfigError(f"rollouts.url={self._api.url}: no Atropos API that works ({error})") from error
 
-    def next(self, iteration: int) -> Answer:
+    def next(self, iteration: int) -> bytes:
         """The oldest batch; waits for one as long as it takes.
 
         Args:
@@ -89,8 +84,7 @@ class Feed:
         Raises:
             EngineDied: see `look_after`.
             EngineError: the API stayed away.
-            ConfigError: another trainer has taken the API over, or groups in its queue are of a size that no batch can
-            be made of.
+            ConfigError: another trainer has taken the API over, or no batch can be made of groups of this size.
         """
         self._begin_to_wait()
         self._registration = replace(self._registration, starting_step=iteration)
@@ -101,12 +95,10 @@ class Feed:
                     self._register(take_over=False)
                 self._poll()
                 if not self._held:
-                    self._look_after()
+                    self._while_waiting()
             except NotRegistered as error:
-                log.warning(
-                    "%s any more: it was started anew or reset; registering again. Environments that it knew must be restarted",
-                    error,
-                )
+                again = "it was started anew or reset; registering again. Environments that it knew must be restarted"
+                log.warning("%s any more: %s", error, again)
                 self._is_registered = False
             except Unreachable as error:
                 log.warning("%s Waiting for it for up to %g s", error, self._restart_timeout_s)
@@ -116,13 +108,6 @@ class Feed:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, self._poll_s)
         return self._held.popleft()
-
-    def lose(self, why: str) -> None:
-        """Count a batch that nothing can be learnt from."""
-        self.num_lost += 1
-        if why not in self._told:
-            self._told.add(why)
-            log.warning("lost a batch, and go on (rollouts/num_lost_batches counts, this is said once): %s", why)
 
     def _begin_to_wait(self) -> None:
         self._since_s = self._last_report_s = self._last_check_s = time.monotonic()
@@ -146,22 +131,22 @@ class Feed:
         lost.
         """
         self.num_polls += 1
-        ours = self._registration
         try:
-            answer = self._api.batch(max_tokens=ours.batch_size * ours.max_token_len, num_sequences=ours.batch_size)
+            batch = self._api.batch()
         except (NotRegistered, Unreachable):
             raise
         except EngineError as error:
             if self._api.owner().is_nobody:
                 raise NotRegistered(f"{self._api.url}: no trainer is registered") from error
-            self.lose(str(error))
+            self.num_lost += 1
+            log.warning("lost a batch, and go on (rollouts/num_lost_batches): %s", error)
             return True
-        if answer is not None:
-            self._held.appendleft(answer)
-        return answer is not None
+        if batch is not None:
+            self._held.appendleft(batch)
+        return batch is not None
 
     def _register(self, *, take_over: bool) -> None:
-        for attempt in count():
+        for _ in range(MAX_RESETS):
             owner = self._api.owner()
             if owner.is_nobody:
                 self._api.register(self._registration)
@@ -170,9 +155,9 @@ class Feed:
                 break
             if not owner.is_nobody and not take_over:
                 raise self._foreign(owner)
-            if attempt == MAX_RESETS:
-                raise EngineError(f"{self._api.url}: it does not keep a registration, and has {owner}")
             self._api.reset()  # where it belongs to nobody, groups came first: it would ignore every registration
+        else:
+            raise EngineError(f"{self._api.url}: it does not keep a registration")
         self._is_registered = True
         self._num_environments = 0
         self._step, self.queue_size = self._api.status()
@@ -183,16 +168,12 @@ class Feed:
         return owner == Owner(ours.wandb_group, ours.batch_size, ours.max_token_len)
 
     def _foreign(self, owner: Owner) -> ConfigError:
-        ours, at = self._registration, f"rollouts.url={self._api.url}"
-        has = f"batch_size={owner.batch_size}, max_token_len={owner.max_token_len}"
-        forget = "restart run-api, or set rollouts.take_over=true, which makes it forget that trainer, its environments and their groups"
-        if owner.group == ours.wandb_group:
-            return ConfigError(
-                f"{at}: this run registered there with {has}, and has {ours.batch_size} (data.problems_per_iteration x "
-                f"data.rollouts_per_problem) and {ours.max_token_len} (rollouts.max_token_len) now; take the old values, or {forget}"
-            )
+        ours = self._registration
+        has = f"{owner.group}, batch_size={owner.batch_size}, max_token_len={owner.max_token_len}"
+        want = f"{ours.wandb_group}, batch_size={ours.batch_size}, max_token_len={ours.max_token_len}"
         return ConfigError(
-            f"{at}: another trainer owns this API ({owner.group}, {has}); use another API; or, if that trainer is gone, {forget}"
+            f"rollouts.url={self._api.url}: another trainer owns this API ({has}; this run is {want}); use another API, or, if that "
+            "trainer is gone, restart run-api, or set rollouts.take_over=true, which makes it forget that trainer and its groups"
         )
 
     def _wait_for_api(self, timeout_s: float, key: str) -> None:
@@ -206,18 +187,19 @@ class Feed:
             self._check_now_and_then()
             time.sleep(min(self._poll_s, 0.5))
 
-    def _look_after(self) -> None:
-        """While there is no batch: see that there can be one, and tell what is waited for."""
+    def _while_waiting(self) -> None:
+        """Say what is waited for; see that it can come."""
         _, self.queue_size = self._api.status()
-        progress.report(self.queue_size, 0, "groups queued")
-        progress.report(self._num_environments, 0, "environments")
-        progress.report(self.num_polls, 0, "polls")
+        counts = {"groups queued": self.queue_size, "environments": self._num_environments, "polls": self.num_polls}
+        for unit, number in counts.items():
+            progress.report(number, 0, unit)
+        waited_s = time.monotonic() - self._since_s
         if self._check_now_and_then():
             self._check_owner()
-        if time.monotonic() - self._since_s > STUCK_S and self.queue_size:
+        if waited_s > STUCK_S and self.queue_size:
             self._check_sizes()
         if time.monotonic() - self._last_report_s > REPORT_INTERVAL_S:
-            self._last_report_s, waited_s = time.monotonic(), time.monotonic() - self._since_s
+            self._last_report_s = time.monotonic()
             if waited_s > self._count_after_s:  # less and less often, see `num_environments`
                 self._num_environments = self._api.num_environments(self._num_environments)
                 self._count_after_s = 2 * waited_s
@@ -235,31 +217,18 @@ class Feed:
             raise self._foreign(owner)
 
     def _check_sizes(self) -> None:
-        """Sizes that can never fill a batch end the run; of those that may not, which it cannot see, it warns."""
-        size, batch_size = self._api.largest_group(), self._registration.batch_size
+        size, batch_size = self._api.newest_size(), self._registration.batch_size
         if size and batch_size % size != 0:
             raise ConfigError(
                 f"data.rollouts_per_problem: the queue of {self._api.url} has a group of {size} sequences, and no batch of {batch_size} "
                 f"(data.problems_per_iteration x data.rollouts_per_problem) can be made of those; make it a multiple of the environments' "
                 "group_size, and restart run-api, whose queue keeps the group"
             )
-        if (
-            size and 2 * self.queue_size >= batch_size and "sizes" not in self._told
-        ):  # a group has two sequences at least
-            self._told.add("sizes")
-            log.warning(
-                "the queue of %s has %d groups, and no batch of %d sequences came of them. If this lasts, their sizes are the reason: "
-                "smaller groups wait until they add up to the largest one exactly; give all environments the same group_size, and "
-                "restart run-api",
-                self._api.url,
-                self.queue_size,
-                batch_size,
-            )
 
     def _check_now_and_then(self) -> bool:
-        """Whether it was time to look after what else is there."""
+        """Call `look_after`, where it is time. Returns whether it was."""
         is_due = time.monotonic() - self._last_check_s > HEALTH_INTERVAL_S
         if is_due:
             self._last_check_s = time.monotonic()
-            self._look_after_others()
+            self._look_after()
         return is_due

@@ -13,18 +13,19 @@ from typing import Any, ClassVar
 
 from pydantic_core import from_json
 
-from offline_grpo.engine.http import Answer, printable
 from offline_grpo.errors import require
 from offline_grpo.interfaces import RolloutClient, Source, TextCodec
 from offline_grpo.rollouts.atropos.api import AtroposApi, Registration
 from offline_grpo.rollouts.atropos.feed import Feed
-from offline_grpo.rollouts.atropos.groups import Dropped, GroupReader, Reason
+from offline_grpo.rollouts.atropos.groups import GroupReader
 from offline_grpo.rollouts.atropos.processes import Processes, Surroundings
 from offline_grpo.settings import RunConfig
-from offline_grpo.types import Metrics, RolloutGroup, SamplingParams
+from offline_grpo.types import Metrics, RolloutGroup, SamplingParams, UnusableGroup
 
 USELESS = 10
 """Batches in a row without a group that can be trained on, after which it is said, and said again."""
+REASONS = ("malformed", "numbers", "vocabulary", "masks", "too_long", "too_many", "images")
+"""Of `UnusableGroup`."""
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +74,10 @@ class Atropos(Source):
     _processes: Processes | None = field(default=None, init=False)
     _name: str = field(default="", init=False)
     _groups: deque[RolloutGroup] = field(default_factory=deque, init=False)  # that no iteration has had yet
-    _num_dropped: Counter[Reason] = field(default_factory=Counter, init=False)
+    _num_dropped: Counter[str] = field(default_factory=Counter, init=False)
     _wait_s: float = field(default=0.0, init=False)
-    _told: set[Reason] = field(default_factory=set, init=False)
+    _told: set[str] = field(default_factory=set, init=False)
     _told_num_steps: int = field(default=0, init=False)
-    _num_useless: int = field(default=0, init=False)  # batches in a row
 
     needs_problems: ClassVar[bool] = False
 
@@ -117,9 +117,7 @@ class Atropos(Source):
         if self.rank != 0:
             return
         folder = self.run_folder
-        own_name = printable(
-            f"{folder.parent.name}-{folder.name}-{secrets.token_hex(4)}"[-128:]
-        )  # as the API's answers are read
+        own_name = f"{folder.parent.name}-{folder.name}-{secrets.token_hex(4)}"[-128:]
         self._name = (state or {}).get("registration") or own_name
         if self.client.engine_name is None:
             log.warning(
@@ -149,36 +147,35 @@ class Atropos(Source):
             look_after=lambda: self._look_after(api),
         )
         self._feed.connect(self.connect_timeout_s, take_over=self.take_over)
-        told = (state or {}).get("num_steps", self.num_steps)
-        if self._feed.was_known and told != self.num_steps:
-            fix = "restart run-api and its environments where they end at that step"
+        self._told_num_steps = (state or {}).get("num_steps", self.num_steps)
+        if self._feed.was_known and self._told_num_steps != self.num_steps:
             log.warning(
-                "the API still tells environments num_steps=%d, and rollouts.num_steps is %d now; %s",
-                told,
+                "the API still tells environments num_steps=%d, and rollouts.num_steps is %d now; restart run-api and its "
+                "environments where they end at that step",
+                self._told_num_steps,
                 self.num_steps,
-                fix,
             )
-        self._told_num_steps = told
         if self.environment is not None:
             self._processes.start_environment(self._surroundings())
 
     def next(self, iteration: int) -> list[RolloutGroup]:
-        """
-
-        Raises:
-            MissingLogprobs: a group that is well-formed otherwise has none.
-            ConfigError, EngineError: see `Feed.next`.
-        """
+        """Raises MissingLogprobs, and what `Feed.next` does."""
         if self._feed is None:
             return []
         self._num_dropped.clear()
         self._feed.num_polls = self._feed.num_lost = 0
         self._wait_s = 0.0
+        num_useless = 0
         while sum(len(group.rollouts) for group in self._groups) < self._batch_size:
             began = time.perf_counter()
-            answer = self._feed.next(iteration)
+            body = self._feed.next(iteration)
             self._wait_s += time.perf_counter() - began
-            self._see(self._read(self._feed, answer))
+            num_useless = 0 if self._read(body) else num_useless + 1
+            if num_useless and num_useless % USELESS == 0:  # the run waits, and may look busy
+                dropped = ", ".join(
+                    f"{count} groups dropped as {reason}" for reason, count in self._num_dropped.items()
+                )
+                log.warning("nothing in the last %d batches can be trained on (%s)", num_useless, dropped)
         chosen: list[RolloutGroup] = []
         room = self._batch_size
         while self._groups and len(self._groups[0].rollouts) <= room:
@@ -190,7 +187,7 @@ class Atropos(Source):
         if self._feed is None:
             return {}
         return {
-            **{f"rollouts/num_dropped_{reason}": float(self._num_dropped[reason]) for reason in Reason},
+            **{f"rollouts/num_dropped_{reason}": float(self._num_dropped[reason]) for reason in REASONS},
             "rollouts/num_lost_batches": float(self._feed.num_lost),
             "time/rollouts_wait_s": self._wait_s,
             "perf/rollouts_polls": float(self._feed.num_polls),
@@ -198,16 +195,12 @@ class Atropos(Source):
         }
 
     def state_dict(self) -> Mapping[str, Any]:
-        """the name by which the API knows the run, and what environments are told of
-        its length.
-        """
+        """The name by which the API knows the run, and the number of steps that environments are told."""
         is_old = self._feed is not None and self._feed.was_known
         return {"registration": self._name, "num_steps": self._told_num_steps if is_old else self.num_steps}
 
     def close(self) -> None:
-        """An API that the run found keeps the registration, for the run that goes on from
-        its checkpoint.
-        """
+        """An API that the run found keeps the registration, for a run that resumes from its checkpoint."""
         if self._processes is not None:
             self._processes.close()
 
@@ -239,16 +232,7 @@ class Atropos(Source):
             max_new_tokens=self.sampling.max_new_tokens,
         )
 
-    def _see(self, num_usable: int) -> None:
-        """Warn again and again while nothing comes that can be trained on: the run waits, and may look busy."""
-        self._num_useless = 0 if num_usable else self._num_useless + 1
-        if self._num_useless and self._num_useless % USELESS == 0:
-            dropped = ", ".join(f"{count} groups dropped as {reason}" for reason, count in self._num_dropped.items())
-            log.warning(
-                "nothing in the last %d batches can be trained on (%s)", self._num_useless, dropped or "all were lost"
-            )
-
-    def _read(self, feed: Feed, answer: Answer) -> int:
+    def _read(self, body: bytes) -> int:
         """Add the usable groups of a batch to those that are held. Returns how many there were."""
         before = len(self._groups)
         reader = GroupReader(
@@ -258,25 +242,15 @@ class Atropos(Source):
             max_token_len=self._max_token_len,
             correct_threshold=self.correct_threshold,
         )
-        try:
-            groups = from_json(answer.body)["batch"]
-            if not isinstance(groups, list):
-                raise TypeError("no list of groups")
-        except (ValueError, TypeError, LookupError) as error:
-            feed.lose(f"{answer.url}: a malformed answer ({str(error)[:200]})")
-            return 0
+        groups = from_json(body)["batch"]
         groups.reverse()
         while groups:  # so that each is freed when it has been read
-            raw = groups.pop()
             try:
-                self._groups.append(reader(raw))
-            except Dropped as dropped:
-                self._num_dropped[dropped.reason] += 1
-                if dropped.reason not in self._told:
-                    self._told.add(dropped.reason)
-                    log.warning(
-                        "dropped a group (rollouts/num_dropped_%s counts, this is said once): %s",
-                        dropped.reason,
-                        dropped,
-                    )
+                self._groups.append(reader(groups.pop()))
+            except UnusableGroup as error:
+                self._num_dropped[error.reason] += 1
+                if error.reason not in self._told:
+                    self._told.add(error.reason)
+                    counter = f"rollouts/num_dropped_{error.reason}"
+                    log.warning("dropped a group (%s counts, this is said once): %s", counter, error)
         return len(self._groups) - before

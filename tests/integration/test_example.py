@@ -1,0 +1,15 @@
+"""The algorithm in one file."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from statistics import fmean
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_in_one_file.py"
+
+
+def test_the_reward_rises(cache: str) -> None:
+    rewards = runpy.run_path(str(EXAMPLE))["main"](12, Path(cache.removeprefix("cache_dir=")))
+    assert fmean(rewards[-4:]) > fmean(rewards[:2]) + 0.2
+    assert len(EXAMPLE.read_text().splitlines()) <= 200
