@@ -77,9 +77,6 @@ class ModelConfig:
         require(
             self.compile in ("auto", True, False), "model.compile", self.compile, "must be one of auto, true, false"
         )
-        fix = "under LoRA the reference is the trained model without its adapters; leave it null"
-        has_copy = self.lora is None or self.ref_id not in (None, self.train_id)
-        require(self.ref_device is None or has_copy, "model.ref_device", self.ref_device, fix)
 
 
 @dataclass

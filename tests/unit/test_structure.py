@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "offline_grpo"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -58,32 +56,51 @@ def test_every_room_is_in_the_table_of_imports():
     assert table().keys() == rooms - {"run"}
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parent != SOURCE], ids=relative)
-def test_rooms_import_what_the_table_allows(path):
-    room = path.relative_to(SOURCE).parts[0]
-    found = {name.split(".")[0] for name in ours(path)} - ROOT_MODULES - {room}
-    if room != "run":
-        assert found <= table()[room], f"{relative(path)} imports {found - table()[room]}"
+def test_rooms_import_what_the_table_allows():
+    for path in FILES:
+        room = path.relative_to(SOURCE).parts[0]
+        if path.parent != SOURCE and room != "run":
+            found = {name.split(".")[0] for name in ours(path)} - ROOT_MODULES - {room}
+            assert found <= table()[room], f"{relative(path)} imports {found - table()[room]}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_hydra_stops_at_the_door(path):
-    if not relative(path).startswith(KNOWS_HYDRA):
-        assert not {name for name in imports(nodes_of(path)) if name.split(".")[0] in ("hydra", "omegaconf")}
+def test_hydra_stops_at_the_door():
+    outside = [path for path in FILES if not relative(path).startswith(KNOWS_HYDRA)]
+    hydra = {"hydra", "omegaconf"}
+    assert not [path for path in outside if {name.split(".")[0] for name in imports(nodes_of(path))} & hydra]
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_what_takes_seconds_is_imported_where_it_is_needed(path):
+def test_slow_packages_are_imported_where_they_are_needed():
     """A default run needs none of these, and each of its starts would wait for them."""
-    at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    names = {name.split(".")[0] for name in imports(at_import)}
-    of_vllm = (
-        f"engine/inside_vllm/offline_grpo_{name}.py" for name in ("generate", "scheduler")
-    )  # only vLLM's own processes import them
-    allowed = {module: {"vllm"} for module in of_vllm} | {
-        "model/lora_layer.py": {"peft"}
-    }  # the latter is for models with adapters
-    assert names & {"peft", "bitsandbytes", "wandb", "tensorboard", "vllm"} <= allowed.get(relative(path), set())
+    of_vllm = (f"engine/inside_vllm/offline_grpo_{name}.py" for name in ("generate", "scheduler"))
+    allowed = {module: {"vllm"} for module in of_vllm}  # only vLLM's own processes import them
+    allowed["model/lora_layer.py"] = {"peft"}  # for models with adapters
+    slow = {"peft", "bitsandbytes", "wandb", "tensorboard", "vllm"}
+    for path in FILES:
+        at_import = [
+            node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))
+        ]
+        names = {name.split(".")[0] for name in imports(at_import)}
+        assert names & slow <= allowed.get(relative(path), set()), relative(path)
+
+
+def test_run_has_no_circle_of_imports():
+    graph = {path.stem: dependencies(path) for path in (SOURCE / "run").glob("*.py")}
+    while free := [name for name, needed in graph.items() if not needed & graph.keys()]:
+        for name in free:
+            del graph[name]
+    assert not graph
+
+
+def dependencies(path):
+    """The modules of `run/` that a file imports, also in functions; not those that only a type checker reads."""
+    body = [
+        node
+        for node in ast.parse(path.read_text()).body
+        if not (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING")
+    ]
+    names = imports(child for node in body for child in ast.walk(node))
+    return {name.split(".")[2] for name in names if name.startswith("offline_grpo.run.")} - {path.stem}
 
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
@@ -110,17 +127,15 @@ def test_the_algorithm_is_told_in_forty_lines():
     assert len(code) <= 40
 
 
-@pytest.mark.parametrize(("code", "file", "name"), STEPS)
-def test_the_algorithm_names_functions_that_exist(code, file, name):
-    assert name in defined(SOURCE / file), f"{file} has no {name}"
-    called = name.rpartition(".")[2].lstrip("_").removeprefix("iterate") or "iterate"
-    assert called in code or name == "MasterWeights", f"{called} is not what the line calls: {code.strip()}"
+def test_the_algorithm_names_functions_that_exist():
+    for code, file, name in STEPS:
+        assert name in defined(SOURCE / file), f"{file} has no {name}"
+        called = name.rpartition(".")[2].lstrip("_").removeprefix("iterate") or "iterate"
+        assert called in code or name == "MasterWeights", f"{called} is not what the line calls: {code.strip()}"
 
 
-@pytest.mark.parametrize(
-    "room", sorted(path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__")
-)
-def test_every_file_has_its_place_on_the_page(room):
-    row = next(line for line in ARCHITECTURE.splitlines() if line.startswith(f"| `{room}/` |"))
-    for path in (SOURCE / room).glob("*.py"):
-        assert path.stem == "__init__" or path.stem in row, f"{room}/{path.name} is missing"
+def test_every_file_has_its_place_on_the_page():
+    for path in FILES:
+        if path.parent.parent == SOURCE and path.stem != "__init__":
+            row = next(line for line in ARCHITECTURE.splitlines() if line.startswith(f"| `{path.parent.name}/` |"))
+            assert path.stem in row, f"{relative(path)} is missing"

@@ -33,6 +33,10 @@ def problems(plan: Plan) -> Iterator[str]:
     client, url = plan.engine.client_class, plan.engine.base_url
     check_requirements(sync.name, sync.requires, client, lora_rank=plan.lora_rank, base_url=url)
     check_in_flight(sync.name, sync.requires, config.rollouts.get("in_flight"))
+    adapted = config.model.lora is not None and config.model.ref_id in (None, config.model.train_id)
+    if adapted and config.model.ref_device is not None:
+        fix = "under LoRA the reference is the trained model without its adapters; leave it null"
+        yield f"model.ref_device={config.model.ref_device}: {fix}"
     for is_wrong, key, value, fix in (*_of_servers(plan), *_of_cluster(plan), *_of_sharding(plan), *_of_metrics(plan)):
         if is_wrong:
             yield f"{key}={value}: {fix}"
