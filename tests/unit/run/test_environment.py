@@ -1,12 +1,14 @@
 """The record of what a run was started by."""
 
 import json
+import re
 import subprocess
 import sys
 from importlib import metadata
 
 import torch
 
+from offline_grpo.run import environment
 from offline_grpo.run.environment import git_state, record_start, versions
 
 
@@ -57,3 +59,11 @@ def test_versions_are_those_that_the_library_reads(tmp_path, monkeypatch):
             assert found == {
                 package.metadata["Name"]: package.version for package in reversed(list(metadata.distributions()))
             }
+
+
+def test_a_version_that_is_newer_than_tested_is_named(monkeypatch):
+    assert environment.describe_untested() is None
+    monkeypatch.setattr(environment, "versions", lambda: {"transformers": "99.0", "torch": "2.11.0+cu130"})
+    assert re.fullmatch(
+        r"not tested with these versions: transformers 99.0 \(tested: .*<\d.*\)", str(environment.describe_untested())
+    )
