@@ -45,7 +45,7 @@ def arguments(words: Sequence[str]) -> list[str]:
     """The command line with what it needs of the run or sweep that is resumed; any other one as it is."""
     launch.typed[:] = words
     # the flag first: argparse needs all overrides in one place
-    words = sorted(map(_readable, words), key=lambda word: word not in ("-m", "--multirun"))
+    words = sorted(words, key=lambda word: word not in ("-m", "--multirun"))
     typed = [word for word in words if OVERRIDE.match(word)]
     options = [word for word in words if word not in typed]
     is_sweep = bool({"-m", "--multirun"} & set(words))
@@ -63,13 +63,13 @@ def arguments(words: Sequence[str]) -> list[str]:
     run = run_folder(named)
     if is_sweep:
         raise ConfigError(f"resume={named}: is one run, whose folder all jobs of --multirun would share; leave it out")
-    if run is None and not Path(named).name.startswith("iter_"):  # all about a damaged one is said later
-        raise no_checkpoint(named)
+    typed = [word for word in typed if key_of(word) != "resume"] + [f"resume={quoted(named)}"]
+    if run is None and Path(named).name.startswith("iter_"):  # a damaged one, of which more is said later
+        return [*options, *typed]
     if run is None:
-        return words
+        raise no_checkpoint(named)
     _refuse_other_groups(run, typed)
     own, record = own_overrides(run), _hydra_record(run)
-    typed = [word for word in typed if key_of(word) != "resume"] + [f"resume={quoted(named)}"]
     path = Path(named).expanduser().resolve()
     is_older = path != run and path != latest_checkpoint(run / "checkpoints")
     typed += [] if is_older else [f"hydra.run.dir={quoted(run)}"]
@@ -196,22 +196,17 @@ def _plain(cfg: DictConfig) -> dict[str, Any]:
     return plain  # type: ignore[return-value]
 
 
-def _readable(word: str) -> str:
-    """`resume=PATH` as Hydra reads it, which needs quotes around letters beyond ASCII; any other word as it is."""
-    key, _, path = word.partition("=")
-    try:
-        if key == "resume":
-            OverridesParser.create().parse_override(word)
-    except HydraException:
-        return f"resume={quoted(path)}"
-    return word
-
-
 def _value(key: str, typed: Sequence[str]) -> str | None:
-    """What the overrides set a key to."""
-    parse = OverridesParser.create().parse_override
-    values = [parse(word).value() for word in typed if word.startswith(f"{key}=")]
-    return str(values[-1]) if values and values[-1] is not None else None
+    """The value of a key on the command line; quotes of Hydra's are needed neither for letters beyond ASCII nor for =."""
+    for word in reversed(typed):
+        if not word.startswith(f"{key}="):
+            continue
+        try:
+            value = OverridesParser.create().parse_override(word).value()
+        except HydraException:
+            value = word.partition("=")[2]
+        return None if value is None else str(value)
+    return None
 
 
 def _without(own: Sequence[str], typed: Sequence[str]) -> list[str]:

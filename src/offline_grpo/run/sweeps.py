@@ -274,6 +274,7 @@ def working() -> Iterator[None]:
         yield
         return
     if StopSignal.current() is None:  # the worker's first job
+        os.setpgid(0, 0)  # a terminal's Ctrl-C comes from the sweep's process alone, once
         _of_this_worker.enter_context(StopSignal.listening()).hold("this step of the sweep")
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     prctl = ctypes.CDLL(None).prctl
