@@ -114,17 +114,6 @@ def test_held_out_problems_of_a_run_are_drawn(browser: Any, tmp_path: Path) -> N
     page.close()
 
 
-def test_held_out_problems_of_a_sweep_are_drawn(page: Any) -> None:
-    page.locator("#solved").scroll_into_view_if_needed()
-    page.wait_for_selector("#solved .hm image")
-    assert page.locator("#solved .xtick text").all_text_contents() == [
-        "train/loss=grpo",
-        "train/loss=gspo",
-        "train/loss=<b>dapo</b>",
-    ]
-    assert "of each configuration, over all its seeds" in page.locator("#problems p").inner_text()
-
-
 def test_names_leave_room_for_their_pictures_on_a_phone(browser: Any, tmp_path: Path) -> None:
     for number in range(3):
         make_run(tmp_path / str(number), loss=f"a_loss_with_a_very_long_name_that_has_{number}_in_it", solved=number)
@@ -150,15 +139,6 @@ def test_names_leave_room_for_their_pictures_on_a_phone(browser: Any, tmp_path: 
         .startswith("train/loss=a_loss_with_a_very_long_name_that_has_")
     )
     wide.close()
-
-
-def test_what_is_printed_has_all_pictures(browser: Any, sweep: Path) -> None:
-    page = opened(browser, sweep)
-    page.set_viewport_size({"width": 1600, "height": 300})
-    assert page.locator("figure .main-svg").count() < 2 * page.locator("figure").count()
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert page.locator("figure:visible [role=img]:not(:has(.main-svg))").count() == 0
-    page.close()
 
 
 def test_a_sample_can_be_found(page: Any) -> None:
@@ -202,32 +182,6 @@ def test_findings_are_said_once(page: Any, browser: Any, tmp_path: Path) -> None
     short = opened(browser, save_page([make_run(tmp_path / "run", iterations=2)], tmp_path / "report.html"))
     assert short.locator("#findings p").inner_text().startswith("The run has fewer than 10 iterations")
     short.close()
-
-
-def test_a_phone_shows_results_and_all_findings(browser: Any, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", truncated_frac=0.5, **{"mismatch/ess_frac": 0.5, "scoring/num_failed": 1.0})
-    page = opened(browser, save_page([run], tmp_path / "report.html"), width=400)
-    last = page.locator("#results tbody tr:first-child td:nth-child(3)").bounding_box()
-    assert last["x"] + last["width"] <= 400
-    assert page.locator("#findings li").count() == 3
-    assert (
-        page.evaluate(
-            "(({ scrollHeight, clientHeight }) => scrollHeight - clientHeight)(document.querySelector('#findings ul'))"
-        )
-        == 0
-    )
-    page.close()
-
-
-def test_small_nats_have_no_letters_of_thousandths(browser: Any, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", **{"alignment/diff_abs_mean": 3e-7})
-    page = opened(browser, save_page([run], tmp_path / "report.html"))
-    figure = page.locator("figure:has([id='train/alignment/diff_abs_mean'])")
-    figure.scroll_into_view_if_needed()
-    ticks = figure.locator(".ytick text")
-    ticks.first.wait_for()
-    assert not [text for text in ticks.all_text_contents() if text.endswith(("n", "\u03bc", "\u00b5"))]
-    page.close()
 
 
 def test_hostile_text_is_shown_as_it_is(page: Any) -> None:

@@ -14,16 +14,6 @@ def found(*ks: int) -> Metrics:
     return {"tasks": 4.0, "truncated_frac": 1.0, **values}
 
 
-def test_sets_without_a_k_have_a_blank_cell() -> None:
-    metrics = {("A", "both"): found(1, 4), ("A", "one"): found(1)}
-    lines = results_table({"A": "m"}, metrics, {"both": [1, 4], "one": [1]})
-    assert re.findall(r"pass@\d", lines[2]) == ["pass@1", "pass@4"]
-    assert lines[3].split()[:3] == ["both", "4", "A"]
-    assert re.findall(r"(\d\.\d+) \[", lines[3]) == ["0.100", "0.400"]
-    assert re.findall(r"(\d\.\d+) \[", lines[4]) == ["0.100"]
-    assert len(lines) == 5
-
-
 def test_many_k_are_told_two_at_a_time() -> None:
     metrics = {("A", "few"): found(1, 2), ("A", "many"): found(1, 2, 4, 8)}
     lines = results_table({"A": "m"}, metrics, {"few": [1, 2], "many": [8, 4, 2, 1]})
@@ -33,13 +23,6 @@ def test_many_k_are_told_two_at_a_time() -> None:
     ]
     assert [line.split()[0] for line in lines if "[0" in line] == ["few", "many", "many"]
     assert max(map(len, lines)) <= 80
-
-
-def test_sets_of_the_same_short_name_are_numbered() -> None:
-    names = [f"{task} eval.temperature=0.5" for task in ("gsm8k", "math")]
-    lines = results_table({"A": "m"}, {("A", name): found(1) for name in names}, {name: [1] for name in names})
-    assert [line.split()[0] for line in lines[3:5]] == ["1", "2"]
-    assert lines[5:] == ["", "1  gsm8k eval.temperature=0.5", "2  math eval.temperature=0.5"]
 
 
 def test_long_names_are_wrapped() -> None:

@@ -1,14 +1,11 @@
 import io
 import logging
-import re
 import time
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from offline_grpo import progress
-from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import console
 from offline_grpo.logger.console import ConsoleLogger
@@ -153,16 +150,6 @@ def test_loading_is_shown_before_the_run_starts_and_vanishes_if_it_never_does() 
     assert stream.getvalue().count(HIDE_CURSOR) == stream.getvalue().count(SHOW_CURSOR) == 1
 
 
-def test_elapsed_time_counts_from_the_command_on() -> None:
-    with progress.followed():
-        logger, _ = logger_on(terminal=True)
-        logger.start({}, 10)
-        logger.phase("generate", 0)
-        logger._began_s -= 3600
-        assert re.search(r"[1-9]:\d\d:\d\d elapsed", drawn(logger)[0])
-        logger.close()
-
-
 @pytest.mark.parametrize(
     ("iteration", "early", "last_word"), [(1, {}, "done"), (0, {}, "stopped"), (0, {"stopped_early": 1.0}, "done")]
 )
@@ -175,12 +162,6 @@ def test_the_cursor_comes_back_however_the_run_ends(iteration: int, early: dict[
     output = stream.getvalue()
     assert output.count(HIDE_CURSOR) == output.count(SHOW_CURSOR) == 1
     assert output.rindex(SHOW_CURSOR) > output.rindex(last_word)
-
-
-def test_close_before_start_is_harmless() -> None:
-    logger, stream = logger_on(terminal=True)
-    logger.close()
-    assert stream.getvalue() == ""
 
 
 def test_time_left_is_that_of_recent_iterations(clock: Clock) -> None:
@@ -226,8 +207,3 @@ def test_records_are_in_the_log_too_and_only_there(caplog: pytest.LogCaptureFixt
     record, *lines = stream.getvalue().splitlines()
     assert "reward" in record
     assert [line[:6] for line in lines] == ["a long", "line a"], "no record twice, and no word is broken"
-
-
-def test_a_refresh_rate_of_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"logger\.console\.refresh_per_s=0"):
-        ConsoleLogger(refresh_per_s=0, names="default")

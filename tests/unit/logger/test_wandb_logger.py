@@ -32,12 +32,6 @@ def make(output_dir: Path, **changes: Any) -> WandbLogger:
     return WandbLogger(output_dir=output_dir, **(settings | changes))
 
 
-@pytest.mark.parametrize("project", [None, ""])
-def test_a_missing_project_is_refused(tmp_path: Path, project: str | None) -> None:
-    with pytest.raises(ConfigError, match=r"logger\.wandb\.project"):
-        make(tmp_path, project=project)
-
-
 def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"logger\.wandb\.mode=on: must be one of online, offline, disabled$"):
         make(tmp_path, mode="on")

@@ -179,14 +179,6 @@ def test_a_finding_is_said_once_with_its_runs_and_the_range_of_its_numbers(tmp_p
     assert where == "15 of 16 runs (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 3 more)"
 
 
-def test_runs_too_short_for_findings_are_not_called_healthy(tmp_path: Path) -> None:
-    make_run(tmp_path / "0", iterations=6, truncated_frac=0.9)
-    assert data_of(tmp_path / "0")["not_judged"].startswith("The run has fewer than 10 iterations")
-    make_run(tmp_path / "1", seed=1)
-    assert data_of(tmp_path)["not_judged"].startswith("1 of 2 runs has fewer than 10 iterations")
-    assert data_of(tmp_path / "1")["not_judged"] == ""
-
-
 def test_tasks_of_a_mixture_have_results_and_curves(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     for name, value in (("init", 0.25), ("iter_011", 0.5)):
@@ -212,24 +204,6 @@ def test_three_seeds_have_a_band(tmp_path: Path) -> None:
     half = 4.30265 / 3**0.5  # t with two degrees of freedom; the standard deviation of 1, 2, 3 is 1
     assert curve["y"][0] == 2.0
     assert (curve["low"][0], curve["high"][0]) == (pytest.approx(2 - half, abs=1e-3), pytest.approx(2 + half, abs=1e-3))
-
-
-def test_repetitions_of_a_seed_have_no_band(tmp_path: Path) -> None:
-    for number in range(3):
-        make_run(tmp_path / str(number), seed=0, solved=number)
-    data = data_of(tmp_path)
-    assert not any("low" in curve for curve in data["curves"]["eval/pass@1"])
-
-
-def test_an_interval_is_smoothed_with_its_curve(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    for index in range(200):
-        share = 0.9 if index == 100 else 0.1
-        metrics = {"pass@1": share, "pass@1_low": share - 0.05, "pass@1_high": share + 0.05}
-        (run / "metrics" / f"eval_iter_{index:03d}.json").write_text(json.dumps(metrics))
-    [line] = data_of(run)["curves"]["eval/pass@1"]
-    assert max(line["y"]) < 0.5
-    assert all(low < y < high for low, y, high in zip(line["low"], line["y"], line["high"], strict=True))
 
 
 def test_a_sweep_tells_its_settings(tmp_path: Path) -> None:

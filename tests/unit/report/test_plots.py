@@ -78,11 +78,6 @@ def test_training_and_evaluation_share_the_axis(tmp_path: Path) -> None:
     assert len({axes.get_xlim() for axes in drawn.values()}) == 1
 
 
-def test_time_bars_stand_on_each_other(tmp_path: Path) -> None:
-    bars = panels(synthetic(tmp_path, 2))["Time per iteration"].patches
-    assert [(bar.get_y(), bar.get_height()) for bar in bars] == [(0, 8), (0, 8), (8, 4), (8, 4), (12, 2), (12, 2)]
-
-
 def test_what_was_not_recorded_is_said(tmp_path: Path) -> None:
     drawn = panels(synthetic(tmp_path, 3, with_extras=False))
     silent = {title for title, axes in drawn.items() if texts(axes) == ["not recorded"]}
@@ -99,10 +94,6 @@ def test_a_mixtures_tasks_are_drawn(tmp_path: Path) -> None:
     axes = panels(History(tmp_path, history.train, evals))["Held-out pass@1 of all and of each task"]
     assert texts(axes) == ["pass@1", "a_task_of_a_…", "countdown"]
     assert axes.lines[-1].get_ydata().tolist() == pytest.approx([0.1 * i for i in history.evals])
-
-
-def test_groups_without_signal_are_a_share(tmp_path: Path) -> None:
-    assert panels(synthetic(tmp_path, 2))["Groups without signal"].lines[0].get_ydata().tolist() == [0.25, 0.25]
 
 
 def extent(axes: Axes) -> tuple[float, float]:

@@ -70,12 +70,6 @@ def test_modes_differ_in_weight_sync_and_adapters_alone(capsys: pytest.CaptureFi
     assert not (tmp_path / "x, y").exists()
 
 
-def test_without_a_server_there_is_no_vllm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found = commands(capsys, "modes=in_process,restart", "restart_interval=10", f"out={tmp_path / 'new'}")
-    assert "generation=transformers" in found["in_process"]
-    assert "weight_sync.interval=10" in found["restart"]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -99,13 +93,6 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=message):
         compare.run([*words, f"out={tmp_path / 'new'}"])
     assert not (tmp_path / "new").exists()
-
-
-def test_a_folder_that_is_in_use_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for place in (tmp_path, tmp_path / "file"):
-        with pytest.raises(ConfigError, match=r"out=.*: is there already and not empty"):
-            compare.run([f"out={place}"])
 
 
 @pytest.mark.parametrize(
