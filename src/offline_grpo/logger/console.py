@@ -149,14 +149,15 @@ class ConsoleLogger(RunListener):
         """In a thread: a long phase, which may be a wait for others, would look like a hang."""
         while not ends.wait(1.0):
             if time.monotonic() - self._last_line_s >= SILENCE_S:
-                self._print([GAP.join([self._at(), self._phase, *self._parts(), self._took()])])
+                at = [self._at()] if self._num_iterations else []
+                self._print([GAP.join([*at, self._phase, *self._parts(), self._took()])])
 
     def _print(self, lines: Iterable[str]) -> None:
         self._last_line_s = time.monotonic()
         self.console.print("\n".join(lines), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def _at(self) -> str:
-        return f"{self._num_done:>{len(str(self._num_iterations))}}/{self._num_iterations or '-'}"
+        return f"{self._num_done:>{len(str(self._num_iterations))}}/{self._num_iterations}"
 
     def _mark_time(self, name: str, iteration: int) -> None:
         """Record the duration of an iteration, including its evaluation; the evaluation before training belongs to no

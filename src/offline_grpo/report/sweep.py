@@ -158,7 +158,7 @@ def draw_sweep(measured: Sequence[Configuration], title: str) -> Figure:
     fit(curves, "share")
     left, right = curves.dataLim.intervalx
     curves.set_xlim(left - 0.03 * (right - left or 1), right + 0.03 * (right - left or 1))
-    label(ends, "At the end, with 95% interval over seeds", "", legend_rows=0)
+    label(ends, "At the end, with 95% interval", "", legend_rows=0)
     _ends(ends, measured, labels, colors)
     return figure
 

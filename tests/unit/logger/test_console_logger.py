@@ -180,6 +180,7 @@ def test_time_left_is_that_of_recent_iterations(clock: Clock) -> None:
 
 def test_a_long_phase_says_every_half_minute_how_far_it_is(clock: Clock) -> None:
     logger, stream = logger_on(terminal=False)
+    logger.start({}, 10)
     logger.phase("generate", 2)
     logger.progress(12, 64, "completions")
     clock.now_s += 29
@@ -187,7 +188,7 @@ def test_a_long_phase_says_every_half_minute_how_far_it_is(clock: Clock) -> None
     while not stream.getvalue():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert stream.getvalue() == "2/-  generate  12/64 completions  0:00:29\n"
+    assert stream.getvalue() == " 2/10  generate  12/64 completions  0:00:29\n"
     logger.close()
 
 
@@ -203,7 +204,7 @@ def test_records_are_in_the_log_too_and_only_there(caplog: pytest.LogCaptureFixt
             package.warning("a long line " * 10)
     finally:
         package.removeHandler(handler)
-    assert caplog.messages[0].lstrip().startswith("3/- ")
+    assert caplog.messages[0].lstrip().startswith("3/0 ")
     record, *lines = stream.getvalue().splitlines()
     assert "reward" in record
     assert [line[:6] for line in lines] == ["a long", "line a"], "no record twice, and no word is broken"
