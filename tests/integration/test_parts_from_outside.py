@@ -158,7 +158,7 @@ FILES = {
 
         from offline_grpo.generation.transformers_client import TransformersClient
         from offline_grpo.weight_sync.requirements import SyncRequirements
-        from offline_grpo.weight_sync.strategy import Staged
+        from offline_grpo.weight_sync.strategy import Staged, WeightSync
 
 
         class CopyClient(TransformersClient):
@@ -171,20 +171,12 @@ FILES = {
             weights: Any
 
 
-        class Copying:
+        class Copying(WeightSync):
             name = "copying"
             requires = SyncRequirements(engines=(), moves="any")
 
             def __init__(self, interval: int) -> None:
                 self.interval = interval
-
-            def start_model(self, snapshot): ...
-            def recovery_model(self, snapshot): ...
-            def start_args(self, snapshot): ...
-            def attach(self, engine, snapshot): ...
-            def reattach(self, engine, snapshot): ...
-            def detach(self, engine): ...
-            def check_served(self, engine, version): ...
 
             @contextmanager
             def staged(self, snapshot, version):

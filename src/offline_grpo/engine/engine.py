@@ -93,10 +93,6 @@ class ServerEngine(Engine):
         super().__init__(client, sampling)
         self.control: Any = client.control(client.server)
         """A `ServerControl`; a strategy for one kind of server may use all that this kind's control can do."""
-        self.probe_room: int | None = None
-        """How many tokens the prompts of a probe may have, once the server has refused longer ones; see
-        `weight_sync/proof.py`.
-        """
 
     @property
     def server(self) -> Server:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from offline_grpo.engine.engine import ServerEngine
-from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.snapshot import Snapshot
-from offline_grpo.weight_sync.strategy import Staged
+from offline_grpo.weight_sync.strategy import Staged, WeightSync
 
 log = logging.getLogger(__name__)
 
 
-class Frozen:
+class Frozen(WeightSync):
     """A `WeightSync` for servers that nobody may touch: it asks them for completions and changes nothing.
 
     Nothing is proven: the server may serve any model. `alignment/*` says how far its logprobs are from the policy's.
@@ -28,13 +25,7 @@ class Frozen:
 
     def start_model(self, snapshot: Snapshot) -> str:
         """See `WeightSync.start_model`. The model before training, in a resumed run too."""
-        return snapshot.policy.tokenizer.name_or_path
-
-    recovery_model = start_model
-
-    def start_args(self, snapshot: Snapshot) -> Mapping[str, Any]:
-        """See `WeightSync.start_args`."""
-        return {}
+        return self.recovery_model(snapshot)
 
     def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`. Says once what every later line of the run means."""
@@ -50,17 +41,3 @@ class Frozen:
     def staged(self, snapshot: Snapshot, version: int) -> AbstractContextManager[Staged]:
         """See `WeightSync.staged`. The version stays that of the weights that no update has changed."""
         return nullcontext(Staged(version=0, num_tensors=0, num_bytes=0))
-
-    def deliver(self, engines: Sequence[ServerEngine], staged: Staged) -> float:
-        """See `WeightSync.deliver`."""
-        return 0.0
-
-    def verify(self, engines: Sequence[ServerEngine], snapshot: Snapshot, version: int) -> list[Proof]:
-        """See `WeightSync.verify`."""
-        return []
-
-    def check_served(self, engine: ServerEngine, version: int) -> None:
-        """See `WeightSync.check_served`. A server that is started anew has the same weights."""
-
-    def detach(self, engine: ServerEngine) -> None:
-        """See `WeightSync.detach`."""

@@ -25,9 +25,8 @@ from offline_grpo.errors import EngineDied, EngineError, reason_of
 from offline_grpo.weight_sync.proof import prove_base
 from offline_grpo.weight_sync.reload import StagedFolder
 from offline_grpo.weight_sync.requirements import SyncRequirements
-from offline_grpo.weight_sync.saving import save_weights
-from offline_grpo.weight_sync.server_sync import STARTED_ANEW, ServerSync, foreign_write
-from offline_grpo.weight_sync.snapshot import Snapshot
+from offline_grpo.weight_sync.snapshot import Snapshot, save_weights
+from offline_grpo.weight_sync.strategy import STARTED_ANEW, ServerSync, foreign_write
 
 MANY_FOLDERS = 8
 

@@ -11,7 +11,6 @@ from transformers import LogitsProcessorList
 
 from offline_grpo.engine.control import ServedBits
 from offline_grpo.engine.engine import AsksServer, ServerEngine
-from offline_grpo.engine.http import Refused
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import sums
 from offline_grpo.engine.inside_vllm.offline_grpo_layout import plain_name
 from offline_grpo.errors import ConfigError, EngineError
@@ -72,25 +71,7 @@ def ask(engine: ServerEngine, prompts: Sequence[Sequence[int]], *, is_tagged: bo
         is_tagged: see `ServerSync.is_tagged`.
     """
     tag, bits = (engine.control.served_tag(), engine.control.served_bits()) if is_tagged else (None, None)
-    prompts = [prompt[: engine.probe_room] for prompt in prompts]
-    try:
-        return Answers(tag, bits, *sample_probe(engine.client, prompts, engine.sampling))
-    except Refused:  # maybe as too long: a server that was found may take fewer tokens than the model
-        room = _longest(engine) - PROBE_TOKENS
-        if not 0 < room < max(map(len, prompts)):
-            raise
-    engine.probe_room = room
-    return Answers(tag, bits, *sample_probe(engine.client, [prompt[:room] for prompt in prompts], engine.sampling))
-
-
-def _longest(engine: ServerEngine) -> int:
-    """How many tokens a sequence may have in the server; 0 where it does not say."""
-    try:
-        return engine.control.get("/v1/models").read(
-            lambda answer: max(int(model.get("max_model_len") or 0) for model in answer["data"])
-        )
-    except EngineError:  # the refusal says more
-        return 0
+    return Answers(tag, bits, *sample_probe(engine.client, prompts, engine.sampling))
 
 
 def compare(

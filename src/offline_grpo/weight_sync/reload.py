@@ -15,10 +15,8 @@ from offline_grpo.engine.background import at_once
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.errors import ConfigError
 from offline_grpo.weight_sync.requirements import SyncRequirements
-from offline_grpo.weight_sync.saving import save_weights
-from offline_grpo.weight_sync.server_sync import PausingSync
-from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
-from offline_grpo.weight_sync.strategy import Staged
+from offline_grpo.weight_sync.snapshot import Snapshot, save_weights, weights_tag
+from offline_grpo.weight_sync.strategy import PausingSync, Staged
 
 LOCATIONS = ("memory", "disk")
 

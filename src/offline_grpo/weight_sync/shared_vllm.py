@@ -28,11 +28,9 @@ from offline_grpo.engine.guardian import remove_cuda_driver_files
 from offline_grpo.errors import ConfigError, EngineDied
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.bridge import Bridge
-from offline_grpo.weight_sync.gpus import gpu_uuid
 from offline_grpo.weight_sync.requirements import SyncRequirements
-from offline_grpo.weight_sync.server_sync import PausingSync, foreign_write
-from offline_grpo.weight_sync.snapshot import Snapshot, this_run, weights_tag
-from offline_grpo.weight_sync.strategy import Staged
+from offline_grpo.weight_sync.snapshot import Snapshot, gpu_uuid, this_run, weights_tag
+from offline_grpo.weight_sync.strategy import PausingSync, Staged, foreign_write
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +171,7 @@ class SharedVllm(PausingSync):
         log.info(
             "opened %d storages (%.0f MiB) of the server as %d parameters in %.2f s",
             len(bridge.storages),
-            sum(storage.num_bytes for storage in bridge.storages) / 2**20,
+            sum(storage["num_bytes"] for storage in bridge.storages) / 2**20,
             len(views),
             time.perf_counter() - started,
         )

@@ -1,18 +1,24 @@
-"""What a push delivers: the policy's weights as they are, and the tag that they leave in a server."""
+"""The policy's weights as a push reads them, and the tag that they leave in a server."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
+from offline_grpo.errors import EngineError, reason_of
 from offline_grpo.model.policy import Policy
+from offline_grpo.model.saving import save_adapter, save_policy
 
 Named = tuple[str, Tensor]
 BUCKET_BYTES = 2**30
@@ -71,3 +77,27 @@ def this_run() -> str:
 def weights_tag(version: int) -> str:
     """What a push leaves in a server: the version of the weights, and whose they are."""
     return f"{version} of run {this_run()}"
+
+
+def save_weights(snapshot: Snapshot, folder: Path) -> int:
+    """Write the model with its tokenizer, or its adapter alone, for servers to load. Returns the size in bytes.
+
+    Raises:
+        EngineError: no room, or no permission; nothing is left behind.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    save = save_policy if snapshot.policy.lora_rank is None else save_adapter
+    try:
+        save(snapshot.policy, snapshot.weights(), folder)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise EngineError(
+            f"the weights cannot be saved to {folder} ({reason_of(error)}); make room there: /dev/shm is as large as the container's "
+            "--shm-size, and weight_sync.location=disk (reload; eval.location for a server of evaluations) does without it"
+        ) from error
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """The physical GPU behind a device, None for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None

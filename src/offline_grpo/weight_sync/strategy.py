@@ -1,27 +1,31 @@
-"""What a weight-sync strategy is: how the policy's weights get into an engine. `deployment.py` says when, and for which
-engines.
-"""
+"""A weight-sync strategy: how the policy's weights get into an engine. `deployment.py` says when, and for which engines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
-from offline_grpo.weight_sync.proof import Proof
+from offline_grpo.engine.background import at_once
+from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.errors import ConfigError, EngineDied, EngineError
+from offline_grpo.weight_sync.proof import Proof, ask, compare, probe_prompts
 from offline_grpo.weight_sync.requirements import SyncRequirements
-from offline_grpo.weight_sync.snapshot import Snapshot
+from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
+
+PAUSE_MODES = ("keep", "wait", "abort")
+STARTED_ANEW = "the server was started anew and has none of the weights pushed to it."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """What a push delivers to every engine; a strategy's own class adds where the staged weights are: a folder,
-    buffers.
+    """The weights that a push delivers to every engine; a strategy's own class adds where they are: a folder, buffers.
 
     Args:
         version: that the engines serve afterwards.
-        name: what requests must call the weights ("": the engine's base model).
+        name: of the weights in requests ("": the engine's base model).
         num_bytes: copied to an engine, or written once for all of them.
         replaces: the version that an engine must still have when it is paused, for those that have requests under
             way. See `check_served`.
@@ -34,58 +38,51 @@ class Staged:
     replaces: Mapping[Any, int] = field(default_factory=dict)
 
 
-@runtime_checkable
-class WeightSync(Protocol):
+class WeightSync(ABC):
     """A component of the group `weight_sync`. Inherit from `ServerSync`, unless no weights are copied.
 
-    Args of its methods: `engine` is an `Engine` that `requires` allows, hence a `ServerEngine` for strategies with
-    `requires.engines`.
+    Its methods get an `Engine` that `requires` allows, hence a `ServerEngine` for strategies with `requires.engines`.
+
+    Attributes:
+        name: the option's name in conf/weight_sync.
+        interval: push every N iterations; the training loop counts.
+        requires: of the rest of the run.
     """
 
-    @property
-    def name(self) -> str:
-        """The option's name in conf/weight_sync."""
-        ...
-
-    @property
-    def interval(self) -> int:
-        """Push every N iterations; the training loop counts."""
-        ...
-
-    @property
-    def requires(self) -> SyncRequirements:
-        """What the rest of the run must have, or do."""
-        ...
+    name: ClassVar[str]
+    interval: Any
+    requires: Any
 
     def start_model(self, snapshot: Snapshot) -> str:
-        """The folder or hub id that engines start from when the run connects."""
-        ...
+        """The folder or hub id that engines start from when the run connects: what the policy was loaded from."""
+        return str(snapshot.policy.causal_lm.name_or_path)
 
     def recovery_model(self, snapshot: Snapshot) -> str:
-        """The folder or hub id that an engine starts from after its death; a push follows."""
-        ...
+        """The folder or hub id that an engine starts from after its death; a push follows. The model before training:
+        the checkpoint that the run resumed from may be deleted by then.
+        """
+        return snapshot.policy.tokenizer.name_or_path
 
     def start_args(self, snapshot: Snapshot) -> Mapping[str, Any]:
         """Arguments of an engine's command line for its next start alone."""
-        ...
+        return {}
 
-    def attach(self, engine: Any, snapshot: Snapshot) -> None:
+    def attach(self, engine: Any, snapshot: Snapshot) -> None:  # noqa: B027 - most strategies need nothing here
         """Prepare the path to an engine that has just started, before masters and optimizer exist.
 
         Raises:
             ConfigError: an engine or a policy that this strategy cannot work with; nothing has been changed.
         """
-        ...
 
     def reattach(self, engine: Any, snapshot: Snapshot) -> None:
         """Prepare the path again, to an engine that was started anew in the middle of a run."""
-        ...
+        self.attach(engine, snapshot)
 
+    @abstractmethod
     def staged(self, snapshot: Snapshot, version: int) -> AbstractContextManager[Any]:
-        """What a push does once for all engines: yields a `Staged` for `deliver`, and cleans up when all engines have
-        it.
+        """The part of a push that is done once for all engines: yields a `Staged` for `deliver`, and cleans up when all
+        engines have it.
         """
-        ...
 
     def deliver(self, engines: Sequence[Any], staged: Any) -> float:
         """Give all engines what was staged, at the same time. Idempotent.
@@ -95,7 +92,7 @@ class WeightSync(Protocol):
 
         Returns the longest pause of any engine, in seconds.
         """
-        ...
+        return 0.0
 
     def verify(self, engines: Sequence[Any], snapshot: Snapshot, version: int) -> list[Proof]:
         """Prove that the engines serve the snapshot, a proof for each; none where there is nothing to compare.
@@ -103,17 +100,111 @@ class WeightSync(Protocol):
         Raises:
             EngineError: one serves something else.
         """
-        ...
+        return []
 
-    def check_served(self, engine: Any, version: int) -> None:
+    def check_served(self, engine: Any, version: int) -> None:  # noqa: B027 - see the subclasses
         """See that the engine still has the weights of the last push.
 
         Raises:
             EngineDied: it has none since it was started anew.
             EngineError: it has others.
         """
-        ...
 
-    def detach(self, engine: Any) -> None:
+    def detach(self, engine: Any) -> None:  # noqa: B027 - most strategies leave nothing behind
         """Leave an engine behind, before it is stopped; also one that was never attached."""
-        ...
+
+
+@dataclass(kw_only=True)
+class ServerSync(WeightSync):
+    """A `WeightSync` to servers. Subclasses say how the weights travel, in `staged` and `deliver`.
+
+    Args:
+        interval: push at every N-th opportunity, and always before an evaluation. In between the server samples
+            from an older policy.
+        tolerance_nats: largest mean difference |trainer - server| of the probe's logprobs; above it the run stops.
+        server_args: options that the server needs for this strategy, added to `engine.args`.
+    """
+
+    interval: int
+    tolerance_nats: float
+    server_args: Any
+
+    name: ClassVar[str]
+    is_tagged: ClassVar[bool] = True
+    """The server notes the tags of pushes; False where requests name the version themselves."""
+
+    def __post_init__(self) -> None:
+        if self.interval < 1:
+            raise ConfigError(f"weight_sync.interval={self.interval}: must be at least 1")
+        if self.tolerance_nats <= 0:
+            raise ConfigError(f"weight_sync.tolerance_nats={self.tolerance_nats}: must be above 0")
+
+    @property
+    def requires(self) -> SyncRequirements:  # type: ignore[override]
+        """See `WeightSync.requires`. Most strategies use what vLLM alone can do."""
+        return SyncRequirements(engines=("vLLM",), server_args=self.server_args)
+
+    @abstractmethod
+    def deliver(self, engines: Sequence[ServerEngine], staged: Any) -> float:
+        """See `WeightSync.deliver`."""
+
+    def verify(self, engines: Sequence[ServerEngine], snapshot: Snapshot, version: int) -> list[Proof]:
+        """See `WeightSync.verify`. All servers are asked at the same time; the policy then scores what one after the
+        other has sampled.
+        """
+        prompts, is_tagged = probe_prompts(snapshot.policy), self.is_tagged
+        answers = at_once(lambda engine: ask(engine, prompts, is_tagged=is_tagged), engines)
+        settings: dict[str, Any] = {"version": version, "tolerance_nats": self.tolerance_nats, "is_tagged": is_tagged}
+        return [compare(snapshot, engine, answer, **settings) for engine, answer in zip(engines, answers, strict=True)]
+
+    def check_served(self, engine: ServerEngine, version: int) -> None:
+        """See `WeightSync.check_served`."""
+        url, found, pushed = engine.server.base_url, engine.control.served_tag(), weights_tag(version)
+        if found is None:
+            raise EngineDied(f"{url}: {STARTED_ANEW}")
+        if found != pushed:
+            raise foreign_write(url, f"has {f'version {found}' if found else 'others'}, where {pushed} was pushed")
+
+
+def foreign_write(url: str, found: str) -> EngineError:
+    """The error about a server whose weights something else than this run has changed."""
+    return EngineError(
+        f"{url}: somebody else has loaded weights into the server: it {found}. Nothing was learnt from its samples; give each run a "
+        "server of its own (generation.base_url=null starts one that obeys nobody else), and resume with resume=auto"
+    )
+
+
+@dataclass(kw_only=True)
+class PausingSync(ServerSync):
+    """A strategy that stops the server's sampling while weights change.
+
+    Args:
+        pause_mode: what happens to requests in flight during a push: "keep" goes on with them under the new
+            weights, their KV cache computed again; "wait" lets them end first; "abort" ends them, and the client sends
+            them again.
+    """
+
+    pause_mode: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pause_mode not in PAUSE_MODES:
+            raise ConfigError(f"weight_sync.pause_mode={self.pause_mode}: must be one of {', '.join(PAUSE_MODES)}")
+
+    @property
+    def requires(self) -> SyncRequirements:  # type: ignore[override]
+        """See `WeightSync.requires`."""
+        return replace(super().requires, in_flight=(self.pause_mode,))
+
+    def check_replaced(self, engine: ServerEngine, staged: Staged) -> Callable[[], None] | None:
+        """For a pause: has the engine what the requests that are under way were sampled from? The push overwrites what
+        others loaded.
+        """
+        if engine not in staged.replaces:
+            return None
+
+        def check() -> None:
+            if engine.control.served_tag() != weights_tag(staged.version):  # else another engine died in this push
+                self.check_served(engine, staged.replaces[engine])
+
+        return check

@@ -19,9 +19,8 @@ from typing import Any
 from offline_grpo.engine.background import at_once
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.errors import ConfigError
-from offline_grpo.weight_sync.server_sync import PausingSync
 from offline_grpo.weight_sync.snapshot import Named, Snapshot, buckets, weights_tag
-from offline_grpo.weight_sync.strategy import Staged
+from offline_grpo.weight_sync.strategy import PausingSync, Staged
 
 
 @dataclass(frozen=True, kw_only=True)

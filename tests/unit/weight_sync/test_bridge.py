@@ -1,16 +1,12 @@
-"""The bridge file: the server's memory as tensors of ours, and nothing but an error from a file that says something
-else.
-"""
+"""The bridge file: the server's memory as tensors of ours."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
-import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -155,222 +151,42 @@ def test_memory_goes_with_its_last_user(worker: Any, model: FusedModel, bridge: 
 # Files
 
 
-@pytest.mark.parametrize("interrupted", ["write", "replace"])
-def test_an_interrupted_write_leaves_the_old_file(
-    interrupted: str, bridge: Bridge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "vllm_bridge_config.json"
-    bridge.write(path)
-    old = path.read_bytes()
-    assert path.stat().st_mode & 0o777 == 0o600, "it says how to write to the weights"
-
-    def fail(*_: Any) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(os, "fsync" if interrupted == "write" else "replace", fail)
-    with pytest.raises(OSError, match="no space"):
-        bridge.write(path)
-    assert path.read_bytes() == old
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "no readable bridge file"),
-        (b"", "no readable bridge file"),
-        (b"\xff\xfe", "no readable bridge file"),
-        (b'{"format": 1,', "no readable bridge file"),
-        (pickle.dumps({"format": 1}), "no readable bridge file"),
-        (b"[]", "is no bridge file of format 1"),
-        (b"7", "is no bridge file of format 1"),
-        (b"{}", "is no bridge file of format 1"),
-        (b'{"format": 2}', "is no bridge file of format 1"),
-        (b'{"format": 1}', "storages must be a list"),
-    ],
-)
-def test_what_is_no_bridge_file(content: bytes | None, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"format": 2}', '{"format": 1}'])
+def test_what_is_no_bridge_file(content: str | None, tmp_path: Path) -> None:
     path = tmp_path / "bridge.json"
     if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(EngineError, match=f"^{path}: {message}"):
+        path.write_text(content)
+    with pytest.raises(EngineError, match=f"^weight_sync.bridge_config={path}: no bridge file"):
         Bridge.read(path)
-
-
-def with_(*keys: Any, value: Any) -> Callable[[Any], None]:
-    """Replaces one value in a record."""
-
-    def change(record: Any) -> None:
-        for key in keys[:-1]:
-            record = record[key]
-        record[keys[-1]] = value
-
-    return change
-
-
-def without(*keys: Any) -> Callable[[Any], None]:
-    def change(record: Any) -> None:
-        for key in keys[:-1]:
-            record = record[key]
-        del record[keys[-1]]
-
-    return change
-
-
-def both(*changes: Callable[[Any], None]) -> Callable[[Any], None]:
-    def change(record: Any) -> None:
-        for each in changes:
-            each(record)
-
-    return change
-
-
-QKV = 1
-"""Place of a tensor of shape [32, 8] in the file."""
-
-HOSTILE = {
-    "pid is text": (with_("pid", value="1; rm -rf"), "pid must be int"),
-    "pid is true": (with_("pid", value=True), "pid must be int"),
-    "run_id is a list": (with_("run_id", value=[]), "run_id must be str"),
-    "no model": (without("model"), "missing .*'model'"),
-    "gpu is a number": (with_("gpu_uuid", value=3), "gpu_uuid must be str"),
-    "no storages": (without("storages"), "storages must be a list"),
-    "storages are a record": (with_("storages", value={}), "storages must be a list"),
-    "a storage is text": (with_("storages", 0, value="/etc/passwd"), r"storages\[0\]: must be a record"),
-    "a file is named by a path": (with_("storages", 0, "fd", value="../../../etc/passwd"), r"storages\[0\]: fd must be int"),
-    "a handle is bytes": (with_("storages", 0, "handle", value=[128, 4, 149]), r"storages\[0\]: handle must be str"),
-    "no size": (without("storages", 0, "num_bytes"), "missing .*'num_bytes'"),
-    "a tensor is null": (with_("tensors", 0, value=None), r"tensors\[0\]: must be a record"),
-    "no dtype": (without("tensors", QKV, "dtype"), "missing .*'dtype'"),
-    "unknown dtype": (with_("tensors", QKV, "dtype", value="float8"), "is no tensor that can be shared"),
-    "dtype of an object": (with_("tensors", QKV, "dtype", value="object"), "is no tensor that can be shared"),
-    "negative storage": (with_("tensors", QKV, "storage", value=-1), "is no tensor that can be shared"),
-    "storage that is not there": (with_("tensors", QKV, "storage", value=99), "is no tensor that can be shared"),
-    "negative offset": (with_("tensors", QKV, "offset", value=-8), "is no tensor that can be shared"),
-    "negative size": (with_("tensors", QKV, "shape", value=[-32, 8]), "is no tensor that can be shared"),
-    "negative stride": (with_("tensors", QKV, "stride", value=[-8, 1]), "is no tensor that can be shared"),
-    "size is text": (with_("tensors", QKV, "shape", value=["32", 8]), "is no tensor that can be shared"),
-    "size is a fraction": (with_("tensors", QKV, "shape", value=[32.0, 8]), "is no tensor that can be shared"),
-    "size is true": (with_("tensors", QKV, "shape", value=[True, 8]), "is no tensor that can be shared"),
-    "more strides than sizes": (with_("tensors", QKV, "stride", value=[8, 1, 1]), "is no tensor that can be shared"),
-    "offset beyond the memory": (with_("tensors", QKV, "offset", value=8), "reaches beyond its memory"),
-    "one element too many": (with_("tensors", QKV, "offset", value=1), "reaches beyond its memory"),
-    "one row too many": (with_("tensors", QKV, "shape", value=[33, 8]), "reaches beyond its memory"),
-    "stride too long": (with_("tensors", QKV, "stride", value=[9, 1]), "reaches beyond its memory"),
-    "huge": (with_("tensors", QKV, "shape", value=[2**40, 2**40]), "is no tensor that can be shared"),
-    "beyond 64 bits": (with_("tensors", QKV, "offset", value=2**70), "offset must be int"),
-    "empty but far away": (
-        both(with_("tensors", QKV, "shape", value=[32, 0]), with_("tensors", QKV, "stride", value=[1, 2**70])),
-        "is no tensor that can be shared",
-    ),
-    "wider elements": (with_("tensors", QKV, "dtype", value="float64"), "is no tensor that can be shared"),
-    "negative row": (with_("param_mappings", 1, "row", value=-1), "is not inside"),
-    "no rows": (with_("param_mappings", 1, "rows", value=0), "is not inside"),
-    "rows beyond the tensor": (with_("param_mappings", 1, "rows", value=33), "is not inside"),
-    "row is text": (with_("param_mappings", 1, "row", value="0"), "row must be int"),
-    "a tensor that is not there": (with_("param_mappings", 1, "tensor", value="nothing"), "is not inside nothing"),
-    "kind that is not there": (with_("storages", 0, "kind", value="pickle"), "storages of kind 'pickle' are unknown"),
-}  # fmt: skip
 
 
 def record_of(bridge: Bridge, path: Path) -> dict[str, Any]:
     bridge.write(path)
-    record = json.loads(path.read_text())
-    assert record["tensors"][QKV]["shape"] == [32, 8]
-    return record
+    assert path.stat().st_mode & 0o777 == 0o600, "it says how to write to the weights"
+    return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_file_is_refused_before_anything_is_opened(
-    case: str, bridge: Bridge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("change", [{"shape": [33, 8]}, {"offset": 1}, {"stride": [9, 1]}])
+def test_a_tensor_beyond_its_memory_is_not_opened(change: dict[str, Any], bridge: Bridge, tmp_path: Path) -> None:
     path = tmp_path / "bridge.json"
     record = record_of(bridge, path)
-    change, message = HOSTILE[case]
-    change(record)
+    assert record["tensors"][1]["shape"] == [32, 8]
+    record["tensors"][1] |= change
     path.write_text(json.dumps(record))
-    with pytest.raises(EngineError, match=f"^{path}: .*{message}") as error:
-        Bridge.read(path)
-    assert len(str(error.value)) < 600
-
-
-def refuse_to_open(record: dict[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(record))
-    bridge = Bridge.read(path)
-    with pytest.raises(EngineError, match=r"^memory of the server \(pid \d+\) cannot be opened"):
-        bridge.open(CPU)
-
-
-@pytest.mark.parametrize("num_bytes", [1025, 2**40, 2**62])
-def test_memory_is_never_made_larger(num_bytes: int, bridge: Bridge, tmp_path: Path) -> None:
-    """To map a file beyond its end would extend it."""
-    record = record_of(bridge, tmp_path / "bridge.json")
-    storage = record["storages"][record["tensors"][QKV]["storage"]]
-    assert storage["num_bytes"] == 1024
-    storage["num_bytes"] = num_bytes
-    refuse_to_open(record, tmp_path / "bridge.json")
-    assert os.stat(f"/proc/self/fd/{storage['fd']}").st_size == 1024
-
-
-def test_only_memory_is_opened(bridge: Bridge, tmp_path: Path) -> None:
-    """A descriptor of a file on disk would let training write into it."""
-    victim = tmp_path / "thesis.tex"
-    victim.write_bytes(b"x" * 4096)
-    record = record_of(bridge, tmp_path / "bridge.json")
-    with victim.open("r+b") as file:
-        record["storages"][0]["fd"] = file.fileno()
-        refuse_to_open(record, tmp_path / "bridge.json")
-    record["storages"][0]["fd"] = 99999
-    refuse_to_open(record, tmp_path / "bridge.json")
-    record["storages"][0]["fd"] = -1
-    refuse_to_open(record, tmp_path / "bridge.json")
-
-
-class Bomb:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.path,))
-
-
-@pytest.mark.parametrize("kind", ["file", "cuda"])
-def test_a_pickle_in_place_of_a_handle_is_never_executed(kind: str, bridge: Bridge, tmp_path: Path) -> None:
-    exploded = tmp_path / "exploded"
-    bomb = base64.b64encode(pickle.dumps(Bomb(exploded))).decode()
-    record = record_of(bridge, tmp_path / "bridge.json")
-    for storage in record["storages"]:
-        storage |= {
-            "kind": kind,
-            "handle": bomb,
-            "counter_handle": bomb,
-            "event_handle": bomb,
-            "fd": storage["fd"] if kind == "file" else 0,
-        }
-    path = tmp_path / "bridge.json"
-    if kind == "file":  # where handles have no meaning
-        path.write_text(json.dumps(record))
+    with pytest.raises(RuntimeError, match=r"resiz|out of bounds"):
         Bridge.read(path).open(CPU)
-    else:
-        refuse_to_open(record, path)
-    assert not exploded.exists()
-    pickle.loads(base64.b64decode(bomb))
-    assert exploded.exists()  # it would have
 
 
-def test_a_handle_that_is_no_base64(bridge: Bridge, tmp_path: Path) -> None:
-    record = record_of(bridge, tmp_path / "bridge.json")
-    record["storages"][0] |= {"kind": "cuda", "handle": "a", "event_handle": "\u00e9"}
-    refuse_to_open(record, tmp_path / "bridge.json")
-
-
-def test_extra_fields_are_ignored(bridge: Bridge, tmp_path: Path) -> None:
+def test_memory_is_never_made_larger(bridge: Bridge, tmp_path: Path) -> None:
+    """To map a file beyond its end would extend it."""
     path = tmp_path / "bridge.json"
     record = record_of(bridge, path)
-    for part in (record, record["storages"][0], record["tensors"][0], record["param_mappings"][0]):
-        part |= {"__class__": "os.system", "_target_": "x", "note": {"a": 1}}
+    storage = record["storages"][record["tensors"][1]["storage"]]
+    storage["num_bytes"] += 1
     path.write_text(json.dumps(record))
-    assert Bridge.read(path) == bridge
+    with pytest.raises(EngineError, match=r"^memory of the server \(pid \d+\) cannot be opened"):
+        Bridge.read(path).open(CPU)
+    assert os.stat(f"/proc/self/fd/{storage['fd']}").st_size == storage["num_bytes"] - 1
 
 
 def test_a_file_that_outlived_its_server(bridge: Bridge, tmp_path: Path) -> None:
@@ -380,30 +196,9 @@ def test_a_file_that_outlived_its_server(bridge: Bridge, tmp_path: Path) -> None
         pass
     own_start = start_time_of(os.getpid())
     assert own_start is not None
-    for pid, start_time in (
-        (ended.pid, own_start),
-        (os.getpid(), own_start + 1),
-        (1, own_start),
-        (-1, own_start),
-        (2**40, own_start),
-    ):
+    for pid, start_time in ((ended.pid, own_start), (os.getpid(), own_start + 1)):
         path.write_text(json.dumps(record | {"pid": pid, "start_time": start_time}))
         with pytest.raises(
-            EngineError, match=rf"^{path}: is stale: the server that wrote it \(pid {pid}, run run-1\) has ended$"
+            EngineError, match=rf"is stale: the server that wrote it \(pid {pid}, run run-1\) has ended$"
         ):
             Bridge.read(path)
-
-
-def test_start_times_tell_processes_with_odd_names_apart() -> None:
-    code = "import time; open('/proc/self/comm', 'w').write('a ) 1 2 ('); print('up', flush=True); time.sleep(100)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
-        try:
-            assert other.stdout is not None
-            other.stdout.readline()
-            ours, theirs = start_time_of(os.getpid()), start_time_of(other.pid)
-            assert ours is not None
-            assert theirs is not None
-            assert 0 < ours <= theirs
-        finally:
-            other.kill()
-    assert start_time_of(other.pid) is None

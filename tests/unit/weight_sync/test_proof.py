@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,16 +10,13 @@ import pytest
 import torch
 from factories import make_policy, make_qwen2
 
-from offline_grpo.engine.http import Answer, Refused
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.types import Completion, FinishReason, Rollout, SamplingParams, SamplingRequest, Score
 from offline_grpo.weight_sync.proof import (
-    PROBE_PROMPT_TOKENS,
     PROBE_TOKENS,
-    ask,
     filtered_logprobs,
     probe_difference,
     probe_prompts,
@@ -115,42 +110,6 @@ def test_a_probe_asks_for_what_the_run_asks_for(sampling: SamplingParams, policy
     assert (asked.max_new_tokens, asked.stop) == (PROBE_TOKENS, ())
     is_changed = [getattr(sampling, name) for name in names] != [1.0, 1.0, 0, 1.0]
     assert (probe(policy, raw, sampling).abs().mean().item() > 1e-3) is is_changed
-
-
-class Short(Processed):
-    """A server that takes sequences of fewer tokens than the model does."""
-
-    num_refused = 0
-
-    def __init__(self, policy: Policy, limit: int) -> None:
-        super().__init__(policy)
-        self.limit = limit
-
-    def generate_now(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> list[list[Completion]]:
-        if any(len(request.prompt_ids) + sampling.max_new_tokens > self.limit for request in requests):
-            self.num_refused += 1
-            raise Refused("status 400: The decoder prompt is longer")
-        return super().generate_now(requests, sampling)
-
-
-@pytest.mark.parametrize(
-    "model", [{"max_model_len": 64}, {"max_model_len": None}, {"max_model_len": 4096}, {"max_model_len": PROBE_TOKENS}]
-)
-def test_a_probe_is_no_longer_than_a_found_server_takes(model: dict[str, Any], policy: Policy) -> None:
-    body = bytearray(json.dumps({"data": [model, {"id": "adapter"}]}).encode())
-    control = SimpleNamespace(get=lambda path: Answer(path, 200, body))
-    engine: Any = SimpleNamespace(
-        client=Short(policy, 64), control=control, sampling=SamplingParams(500), probe_room=None
-    )
-    prompts = [[5] * PROBE_PROMPT_TOKENS] * 2
-    if model["max_model_len"] == 64:
-        for _push in range(2):
-            answers = ask(engine, prompts, is_tagged=False)
-            assert [len(rollout.token_ids) - len(SAMPLED) for rollout in answers.sampled] == [64 - PROBE_TOKENS] * 2
-        assert engine.client.num_refused == 1, "the second push knows the limit"
-        return
-    with pytest.raises(Refused, match="The decoder prompt is longer"):  # for another reason than its limit
-        ask(engine, prompts, is_tagged=False)
 
 
 def test_filters_are_left_out_where_logprobs_do_not_show_them(policy: Policy) -> None:

@@ -20,8 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from offline_grpo.errors import EngineError
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.saving import save_adapter, save_policy
-from offline_grpo.weight_sync.saving import save_weights
-from offline_grpo.weight_sync.snapshot import Snapshot
+from offline_grpo.weight_sync.snapshot import Snapshot, save_weights
 
 
 def test_adapters_are_saved_without_asking_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,8 @@ from offline_grpo.weight_sync import lora_hotswap
 from offline_grpo.weight_sync.lora_hotswap import LoraHotswap, lora_requirements, room_for
 from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.requirements import check_requirements
-from offline_grpo.weight_sync.server_sync import ServerSync
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
-from offline_grpo.weight_sync.strategy import Staged
+from offline_grpo.weight_sync.strategy import ServerSync, Staged
 
 FULL = ["reload", "restart", "shared_vllm", "ipc", "nccl"]
 LORA = ["lora_hotswap", "lora_restart"]
