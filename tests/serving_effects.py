@@ -1,50 +1,33 @@
-"""What settings of engines, clients of servers and weight-sync strategies do, seen where the parts are built: no real
+"""What settings of clients of servers do, seen where the parts are built: no real
 server runs.
 """
 
 from __future__ import annotations
 
-import copy
-import os
-import re
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from engines import deploy
 from factories import compose_config, generate, make_qwen2, make_scoring
-from inside_vllm import make_worker
 from peft import LoraConfig, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
 
-from offline_grpo.engine import server as server_module
-from offline_grpo.engine.command_line import flags
-from offline_grpo.engine.http import authorization
-from offline_grpo.engine.server import Server
 from offline_grpo.errors import GrpoError
 from offline_grpo.generation import server_client
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.run import serving
 from offline_grpo.run.config import typed
 from offline_grpo.run.plan import Plan, make_plan
 from offline_grpo.train.sharding import Replicas
-from offline_grpo.weight_sync import ipc, nccl, proof
-
-PORT = 1111
-OF_ITS_FOLDER = ("TMPDIR", "VLLM_RPC_BASE_PATH", "OFFLINE_GRPO_HAS_MEMORY")
-"""Variables of a server that name the folder which it alone has."""
 
 
 def make_policy(*, with_adapters: bool = False, vocab_size: int = 100) -> Policy:
@@ -53,34 +36,6 @@ def make_policy(*, with_adapters: bool = False, vocab_size: int = 100) -> Policy
         torch.manual_seed(0)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
     return Policy(make_scoring(model), build_char_tokenizer(64))
-
-
-# Engines
-
-
-def engine_effect(engine: Any) -> Any:
-    """What is started, how long it is waited for, where it is, and what requests to it carry."""
-    seen: list[Any] = []
-
-    class Process:
-        log_path = Path("server.log")
-
-        def __init__(self, command: Any, *, env: Mapping[str, str], **_: Any) -> None:
-            own = set(env.items()) - set(os.environ.items())
-            seen.append((command, sorted((name, value) for name, value in own if name not in OF_ITS_FOLDER)))
-
-        def wait_until(self, _: Any, *, timeout_s: float, what: str, since_s: float) -> None:
-            seen.append(timeout_s)
-
-        def stop(self) -> None: ...
-
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(server_module, "ServerProcess", Process)
-        patch.setattr(server_module, "choose_port", lambda _, port, *, key: port or PORT)
-        server = Server(base_url=None, api_key=None, launcher=engine, log_dir=Path(folder))
-        server.start("some/model")
-        server.stop()
-    return seen, server.base_url, authorization(server.api_key)
 
 
 # Clients
@@ -194,98 +149,3 @@ def _settings(body: Any) -> Any:
     """The sampling settings of a request, without what tells it from others of its run."""
     settings = body["sampling_params"][0] if "sampling_params" in body else body
     return {name: value for name, value in settings.items() if name not in ("prompt", "seed", "sampling_seed")}
-
-
-# Weight sync
-
-
-def sync_effect(sync: Any) -> Any:
-    """What a strategy asks of server and process group, over a connection and the pushes of three iterations."""
-    seen: list[Any] = [flags(sync.server_args)]
-    sent: list[Any] = []  # between processes, while requests are under way
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _server_of_the_policy(sync, seen, sent, Path(folder)) as (policy, client),
-    ):
-        deployment = deploy(sync, client)
-        try:
-            deployment.connect(policy)
-            policy.make_masters()
-            for version in range(1, 4):
-                if version % sync.interval == 0:
-                    deployment.push(policy, version=version)
-                    seen.append(version)
-        except GrpoError as error:
-            seen.append(str(error))
-        deployment.close()
-        scratch = str(client.scratch_path or "/nowhere")
-        text = repr([*seen, *sent]).replace(scratch, "SCRATCH").replace(folder, "LOGS")
-    return re.sub(r"policy-\d+-[0-9a-f]{6}-", "policy-", text)
-
-
-class Client(VllmClient):
-    """Remembers the scratch folder of its server."""
-
-    scratch_path: Path | None = None
-
-
-class OurServer(Server):
-    """A server of our own, as far as a strategy can tell; starting it is written down."""
-
-    is_managed = True
-    seen: list[Any]
-
-    def start(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
-        self.seen.append(("start", model, dict(args or {})))
-
-    def stop(self) -> None: ...
-
-
-@contextmanager
-def _server_of_the_policy(sync: Any, seen: list[Any], sent: list[Any], folder: Path) -> Iterator[tuple[Policy, Client]]:
-    """A policy, and a client of a server that has a worker with the same weights in this process."""
-    policy = make_policy(with_adapters=sync.requires.moves == "lora", vocab_size=20_000)  # more than one MiB
-    worker = make_worker(copy.deepcopy(policy.causal_lm))
-    gpu = {"ipc": "GPU-1", "nccl": "GPU-2"}.get(sync.name)
-
-    def script(request: Request) -> Reply:
-        seen.append((request.path, request.query, request.body))
-        if request.path == "/collective_rpc" and request.method == "POST":
-            method, kwargs = request.body["method"], request.body["kwargs"]
-            if method == "reload_weights":
-                return Reply({"results": [None]})
-            result = getattr(worker, method)(**kwargs)
-            return Reply({"results": [result | {"gpu_uuid": gpu} if method == "grpo_describe" else result]})
-        return Reply({"version": "0.32.0", "world_size": 1})
-
-    with ScriptedServer(script) as web, pytest.MonkeyPatch.context() as patch:
-        server = OurServer(base_url=web.base_url, api_key=None, launcher=None, log_dir=folder)
-        server.seen = seen
-        client = Client(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
-        client.scratch_path = server.scratch
-        patch.setattr(proof, "sample_probe", lambda client, prompts, sampling: ([], sampling))
-        patch.setattr(proof, "probe_difference", lambda *_: torch.tensor([0.05]))
-        _pretend_to_have_gpus(patch, sent)
-        yield policy, client
-        Server.stop(server)
-        for file in getattr(worker, "_grpo_files", []):
-            os.close(file)
-
-
-def _pretend_to_have_gpus(patch: pytest.MonkeyPatch, sent: list[Any]) -> None:
-    group = SimpleNamespace(broadcast=lambda tensor, src, stream: sent.append(("broadcast", tuple(tensor.shape))))
-    create: Callable[..., None] = lambda **settings: sent.append(("group", settings))  # noqa: E731
-    modules = {
-        "vllm.distributed.device_communicators.pynccl": {"PyNcclCommunicator": lambda *_, **__: group},
-        "vllm.distributed.utils": {"StatelessProcessGroup": SimpleNamespace(create=create)},
-    }
-    for name, members in modules.items():
-        module = ModuleType(name)
-        vars(module).update(members)
-        patch.setitem(sys.modules, name, module)
-    for owner in (ipc, nccl):
-        patch.setattr(owner, "gpu_uuid", lambda _: "GPU-1")
-    patch.setattr(ipc, "reduce_tensor", lambda tensor: (None, tuple(tensor.shape)))
-    patch.setattr(nccl, "choose_port", lambda host, port, *, key: PORT)
-    for name in ("synchronize", "current_stream"):
-        patch.setattr(torch.cuda, name, lambda *_: None)

@@ -1,18 +1,15 @@
-"""No key is inert: every leaf of the configuration stands in one of the tables below, with a changed value and what
-that must change.
+"""No key is inert: some code reads every leaf of the configuration, and most of those that change the numbers or the
+files of a run stand in one of the tables below, with a changed value and the change that it must make.
 
-A key that is new in `conf/` fails `test_every_key_is_in_exactly_one_table` until it has a row. Keys of the default
-configuration, and of LoRA, are changed in small runs of the whole application; those of the other components where the
-components are built; those that only act beside a server, or on a machine with GPUs, where such a run is put together.
+Keys of the default configuration, and of LoRA, are changed in small runs of the whole application; those that only act
+beside a server, or on a machine with GPUs, where such a run is put together.
 """
 
 from __future__ import annotations
 
-import copy
-import io
-import json
+import inspect
+import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
@@ -22,39 +19,32 @@ from types import SimpleNamespace
 from typing import Any
 
 import bad_rewards
-import bitsandbytes.optim.adamw
 import pytest
-import rich.console
 import torch
-import wandb
 import yaml
 from atropos_api import settings_effect as atropos_effect
-from factories import CONF, compose_config, make_batch, make_group, prompt_of, sampled
+from factories import CONF, compose_config, make_group, prompt_of, sampled
 from laboratory import Laboratory, Trace
-from omegaconf import OmegaConf
 from recorded import ORIGIN, replay_effect, write_store
-from serving_effects import Asked, ask, assembled, engine_effect, make_policy, sync_effect
-from torch import nn
-from torch.utils.tensorboard import writer as tensorboard_writer
+from serving_effects import Asked, ask, assembled, make_policy
 from transformers import Qwen2Config
 
-from hydra_plugins import offline_grpo_ray
 from offline_grpo.engine import ray_cluster
 from offline_grpo.errors import ConfigError
-from offline_grpo.generation.scoring import cluster, scorers
-from offline_grpo.logger import console, output_console
+from offline_grpo.generation.scoring import cluster, pool
+from offline_grpo.logger import output_console
 from offline_grpo.logger.samples import Samples
-from offline_grpo.loss.base import reward_penalty
 from offline_grpo.placement.devices import server_gpus
 from offline_grpo.run import gpu_memory, ray_trainers, serving
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain, typed
+from offline_grpo.run.build import build, resolve
+from offline_grpo.run.config import typed
 from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.isolate import isolated
 from offline_grpo.run.plan import listeners, make_plan
-from offline_grpo.run.task_data import SOURCE_RUNTIME, build_task, source_node
-from offline_grpo.task import countdown
-from offline_grpo.types import BatchTotals, Split, TokenStats
+from offline_grpo.run.task_data import SourceRuntime, source_node
+from offline_grpo.types import SamplingParams
+
+SOURCE = CONF.parent / "src"
 
 LAST = "train_iter_001.json"
 
@@ -154,18 +144,12 @@ RUNS: dict[str, Acts] = {
     "model.train_id": Acts("model.train_id=@model", lambda run: run.model_dir.name),
     "model.ref_id": Acts("model.ref_id=@model", metric("kl_divergence"), keeps=samples),
     "model.ref_device": Acts("model.ref_device=cuda:99", error),
-    "model.device": Acts("model.device=cuda:99", error),
     "model.attn_implementation": Acts("model.attn_implementation=eager", calls("sdpa"), to=0),
-    "model.layout": Acts("model.layout=varlen", error),
     "model.compile": Acts("model.compile=true", calls("compile"), base=BRIEF, to=4),  # blocks of policy and reference
     "model.head.tile_width": Acts("model.head.tile_width=1", calls("product")),
     "model.lora": Acts("model/lora=default", lambda run: "checkpoints/iter_001/adapter_config.json" in run.files, to=True),
     "model.tiny": Acts("model.tiny=null", error, to="model.train_id=None: name a Hugging Face id or a local folder"),
-    "model.tiny.hidden_size": Acts("model.tiny.hidden_size=16", weights, base=QUICK),
-    "model.tiny.intermediate_size": Acts("model.tiny.intermediate_size=16", weights, base=QUICK),
     "model.tiny.num_layers": Acts("model.tiny.num_layers=1", weights, base=QUICK),
-    "model.tiny.num_heads": Acts("model.tiny.num_heads=8", weights, base=QUICK + " model.tiny.num_key_value_heads=2"),
-    "model.tiny.num_key_value_heads": Acts("model.tiny.num_key_value_heads=1", weights, base=QUICK),
     "model.tiny.max_position_embeddings": Acts(
         "model.tiny.max_position_embeddings=12",
         error,
@@ -173,16 +157,8 @@ RUNS: dict[str, Acts] = {
         to="generation.max_new_tokens=8: with the longest prompt of 7 tokens that is beyond the model's context of 12; "
         "use generation.max_new_tokens=5 or less",
     ),
-    "model.tiny.rope_theta": Acts("model.tiny.rope_theta=10", weights, base=QUICK),
-    "model.tiny.initializer_range": Acts("model.tiny.initializer_range=0.1", weights, base=QUICK),
-    "model.tiny.warm_start_steps": Acts("model.tiny.warm_start_steps=3", weights, base=QUICK),
-    "model.tiny.warm_start_batch_size": Acts("model.tiny.warm_start_batch_size=5", weights, base=QUICK),
-    "model.tiny.warm_start_lr": Acts("model.tiny.warm_start_lr=0.01", weights, base=QUICK),
-    "model.tiny.noise_frac": Acts("model.tiny.noise_frac=1", weights, base=QUICK),
     "model.tiny.seed": Acts("model.tiny.seed=1", weights, base=QUICK),
-    "task.max_operand": Acts("task.max_operand=9", prompts, base="model.train_id=@model data.num_train_seeds=null"),
     "task.operations": Acts('task.operations=["-"]', prompts, base="model.train_id=@model"),
-    "task.eval_frac": Acts("task.eval_frac=0.5", prompts, base="model.train_id=@model"),
     "task.prompt_template": Acts('task.prompt_template="{a}{op}{b}=?"', prompts, base="model.train_id=@model"),
     "task.format_weight": Acts("task.format_weight=0.25", metric("reward_mean", "train_iter_000.json"), keeps=samples),
     "scoring.workers": Acts("scoring.workers=0", error, base=SCORED),
@@ -199,22 +175,10 @@ RUNS: dict[str, Acts] = {
     "data.max_resamples": Acts("data.max_resamples=1", metric("num_groups_replaced"), base=f"task.format_weight=0 {RESAMPLED}"),
     "data.penalize_length_if_solved": Acts("data.penalize_length_if_solved=true", metric("reward/length", FIRST), SOLVED, keeps=prompts),
     "data.soft_overlong_tokens": Acts("data.soft_overlong_tokens=7", metric("reward/overlong"), keeps=prompts),
-    "rollouts.resample_zero_signal": Acts("rollouts.resample_zero_signal=true", metric("num_groups_replaced"), base="task.format_weight=0"),
-    "rollouts.max_resamples": Acts("rollouts.max_resamples=1", metric("num_groups_replaced"), base=f"task.format_weight=0 {RESAMPLED}"),
-    "rollouts.penalize_length_if_solved": Acts(
-        "rollouts.penalize_length_if_solved=true", metric("reward/length", FIRST), base=SOLVED, keeps=prompts
-    ),
-    "rollouts.soft_overlong_tokens": Acts("rollouts.soft_overlong_tokens=7", metric("reward/overlong"), keeps=prompts),
-    "rollouts.problems_per_iteration": Acts("rollouts.problems_per_iteration=6", lambda run: len(run.groups[0]), to=6),
-    "rollouts.group_size": Acts("rollouts.group_size=3", lambda run: len(run.groups[0][0].rollouts), to=3),
-    "rollouts.shuffle": Acts("rollouts.shuffle=false", prompts),
-    "rollouts.seed": Acts("rollouts.seed=1", samples),
     "generation.batch_size": Acts("generation.batch_size=3", calls("decode"), keeps=samples),
     "generation.max_new_tokens": Acts("generation.max_new_tokens=1", lambda run: max(len(ids) for _, ids in samples(run)), to=1),
     "generation.temperature": Acts("generation.temperature=0.3", samples, keeps=prompts),
     "generation.top_p": Acts("generation.top_p=0.5", samples, base=LENIENT),
-    "generation.top_k": Acts("generation.top_k=1", samples, base=LENIENT),
-    "generation.repetition_penalty": Acts("generation.repetition_penalty=3", samples, base=LENIENT),
     "generation.stop": Acts('generation.stop=["1"]', samples, keeps=prompts),
     "generation.allow_truncated_sampling": Acts(LENIENT, error, base="generation.top_k=2", to=""),
     "train.iterations": Acts("train.iterations=1", lambda run: run.iterations, to=[0]),
@@ -255,23 +219,14 @@ RUNS: dict[str, Acts] = {
     "train.profile": Acts("train.profile=1", lambda run: "profile/iter_000.json.gz" in run.files, to=True, keeps=weights),
     "train.loss.clip_low": Acts("train.loss.clip_low=0", metric("clip_low_frac"), base="train.epochs=2"),
     "train.loss.clip_high": Acts("train.loss.clip_high=0", metric("clip_high_frac")),
-    "train.loss.dual_clip": Acts("train.loss.dual_clip=1.21", weights, base="train.epochs=3"),
     "train.loss.ratio_reference": Acts(
         "train.loss.ratio_reference=rollout", metric("ratio_mean"), base=f"{FILTERED} train.loss.importance_correction=none"
     ),
-    "train.loss.kl_coef": Acts("train.loss.kl_coef=0.5", metric("loss_kl")),
     "train.loss.kl_estimator": Acts("train.loss.kl_estimator=k1", metric("kl_divergence")),
-    "train.loss.kl_placement": Acts("train.loss.kl_placement=reward", metric("kl_penalty_mean")),
     "train.loss.kl_importance_weight": Acts("train.loss.kl_importance_weight=false", metric("loss_kl")),
-    "train.loss.entropy_coef": Acts("train.loss.entropy_coef=0.1", metric("loss_entropy")),
     "train.loss.importance_correction": Acts("train.loss.importance_correction=none", metric("importance_weight_mean"), FILTERED, to=1),
     "train.loss.importance_cap": Acts("train.loss.importance_cap=1.01", metric("importance_weight_mean"), FILTERED),
-    "train.loss.importance_floor": Acts("train.loss.importance_floor=0.99", metric("importance_weight_mean"), FILTERED),
     "train.optimizer.lr": Acts("train.optimizer.lr=0.001", metric("lr")),
-    "train.optimizer.weight_decay": Acts("train.optimizer.weight_decay=0.5", weights),
-    "train.optimizer.beta1": Acts("train.optimizer.beta1=0.5", weights),
-    "train.optimizer.beta2": Acts("train.optimizer.beta2=0.5", weights),
-    "train.optimizer.eps": Acts("train.optimizer.eps=1", weights),
     "train.optimizer.offload": Acts("train.optimizer.offload=true", calls("host"), keeps=weights),
     "eval.enabled": Acts("eval.enabled=false", evaluated, to=set()),
     "eval.eval_first": Acts("eval.eval_first=false", evaluated, to={"eval_iter_000.json", "eval_iter_001.json"}),
@@ -281,13 +236,9 @@ RUNS: dict[str, Acts] = {
     "eval.ids": Acts("eval.ids=[7]", metric("tasks", "eval_init.json"), to=1),
     "eval.replicates": Acts("eval.replicates=3", lambda run: len(answers(run)), to=12),
     "eval.ks": Acts("eval.ks=[1]", metric("pass@2", "eval_init.json"), to=None),
-    "eval.seed_base": Acts("eval.seed_base=1", answers, keeps=samples),
     "eval.bootstrap_samples": Acts("eval.bootstrap_samples=50", metric("reward_mean_all_high", "eval_iter_001.json"), keeps=answers),
     "eval.do_sample": Acts("eval.do_sample=false", answers, base=GREEDY_BASE, keeps=samples),
     "eval.temperature": Acts("eval.temperature=0.1", answers, keeps=samples),
-    "eval.top_p": Acts("eval.top_p=0.3", answers, keeps=samples),
-    "eval.top_k": Acts("eval.top_k=1", answers, keeps=samples),
-    "eval.repetition_penalty": Acts("eval.repetition_penalty=5", answers, keeps=samples),
     "eval.max_new_tokens": Acts("eval.max_new_tokens=1", lambda run: max(map(len, answers(run))), keeps=samples, to=1),
     "eval.stop": Acts('eval.stop=["4"]', answers, keeps=samples),
     "checkpoint.enabled": Acts("checkpoint.enabled=false", checkpoints, to=set()),
@@ -300,266 +251,10 @@ RUNS: dict[str, Acts] = {
     ),
     "checkpoint.keep_best": Acts("checkpoint.keep_best=pass@1", checkpoints, "checkpoint.save_interval=0", to={"iter_000", "iter_001"}),
     "samples.per_iteration": Acts("samples.per_iteration=0", lambda run: {name for name in run.files if "samples" in name}, to=set()),
-    "model.lora.r": Acts("model.lora.r=4", weights, base=LORA),
-    "model.lora.alpha": Acts("model.lora.alpha=64", weights, base=LORA),
     "model.lora.dropout": Acts("model.lora.dropout=0.5", weights, base=LORA, keeps=samples),
     "model.lora.target_modules": Acts("model.lora.target_modules=[q_proj]", adapted, base=LORA, to=QUERIES),
     "model.lora.layer_indices": Acts("model.lora.layer_indices=1", lambda run: {name[0] for name in adapted(run)}, base=LORA, to={"1"}),
 }  # fmt: skip
-
-
-def make_loss_effect() -> Callable[[Any], Any]:
-    """What a loss makes of one random batch: its metrics, its gradient, and whether it leaves the rewards alone."""
-    draw = torch.Generator().manual_seed(0)
-    mask = torch.rand(120, generator=draw) > 0.2
-    old, rollout, ref, now = (-torch.rand(120, generator=draw) * mask for _ in range(4))
-    batch = make_batch(
-        (10,) * 12, mask, torch.randn(12, generator=draw), old, rollout_logprobs=rollout, ref_logprobs=ref
-    )
-
-    def effect(loss: Any) -> Any:
-        stats = TokenStats(now.clone().requires_grad_(), torch.ones(120, requires_grad=True))
-        output = loss(stats, batch, BatchTotals(int(mask.sum()), 12, 16))
-        output.loss.backward()
-        gradients = [stats.logprobs.grad.tolist(), None if stats.entropy.grad is None else stats.entropy.grad.tolist()]
-        return {name: value.item() for name, value in output.metrics.items()}, gradients, reward_penalty(loss) is None
-
-    return effect
-
-
-def optimizer_effect(optimizer: Any) -> Any:
-    """A matrix and a vector after three steps."""
-    parameters = [nn.Parameter(torch.full((3, 2), 2.0)), nn.Parameter(torch.full((2,), 2.0))]
-    optimizer = optimizer.create(parameters)
-    for step in range(3):
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, (-0.5) ** step)
-        optimizer.step()
-    return [parameter.tolist() for parameter in parameters]
-
-
-def adamw_8bit_effect(optimizer: Any) -> Any:
-    """What bitsandbytes, whose optimizer runs on a GPU alone, is asked for."""
-    asked: list[Any] = []
-    on_gpu = SimpleNamespace(ndim=2, device=SimpleNamespace(type="cuda"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            bitsandbytes.optim.adamw,
-            "AdamW8bit",
-            lambda groups, **settings: asked.append((groups[0]["weight_decay"], settings)),
-        )
-        optimizer.create([on_gpu])
-    return asked
-
-
-def task_effect(task: Any) -> Any:
-    """The first problems of both splits, and the reward of an answer in the task's form."""
-    problems = [task.problems(split)[i] for split in Split for i in range(3)]
-    return problems, task.score(problems[0], r"\boxed{3}").reward
-
-
-def mixture_effect(task: Any) -> Any:
-    """Which task the first problems are of."""
-    return [problem.task for problem in task.problems(Split.TRAIN)[:20]]
-
-
-def ifeval_effect(task: Any) -> Any:
-    """The first problems of both splits, and the reward of a response with thoughts, which alone have a comma."""
-    problems = [problem for split in Split for problem in task.problems(split)]
-    return (
-        problems,
-        task.score(problems[0], "<think>well, yes</think><answer>yes</answer>").reward,
-        task.score(problems[0], "yes").reward,
-    )
-
-
-def countdown_effect(task: Any) -> Any:
-    """The first problems of both splits, and the reward of an expression of some of the numbers."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(countdown, "NUM_DRAWS", 600)  # it draws them anew for each value of each key
-        problems = [task.problems(split)[i] for split in Split for i in range(3)]
-    return problems, task.score(problems[0], f"<answer>{problems[0].fields['numbers'][0]}</answer>").reward
-
-
-def reasoning_gym_effect(task: Any) -> Any:
-    """How many problems there are, the first of them, their levels, and the reward of an answer that is wrong."""
-    problems = [task.problems(split) for split in Split]
-    first = [each[i] for each in problems for i in range(3)]
-    return [len(each) for each in problems], first, task.score(first[0], "<answer>-1</answer>").reward
-
-
-def logger_effect(logger: Any) -> Any:
-    """What the logger asks of the library that it feeds."""
-    asked: list[Any] = []
-    printed = io.StringIO()
-    writer = SimpleNamespace(add_summary=lambda *_: None, add_event=lambda *_: None)
-    methods: Any = {"define_metric": lambda *_, **__: None, "start": lambda: None}
-    fake = SimpleNamespace(**methods, file_writer=writer, transient=True)
-    fake.add_text = lambda name, text, **_: asked.append({name: text})
-    fake.log = lambda values: asked.append(
-        {name: len(value.data) if name == "eval/samples" else value for name, value in values.items()}
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((wandb, "init"), (tensorboard_writer, "SummaryWriter"), (console, "Live")):
-            patch.setattr(owner, name, lambda *_, **settings: asked.append(settings) or fake)
-        if hasattr(logger, "console"):
-            logger.console = rich.console.Console(force_terminal=True, file=printed)
-        logger.start({"weight_sync": {"_target_": "package.module.Class"}}, 1)
-        if hasattr(logger, "names"):
-            logger.log("train", {"lr": 0.5}, iteration=0)
-        logger.rollouts("eval", [make_group(("a", 0.0), ("b", 1.0))], advantages=None, iteration=0)
-    asked.append({"printed": printed.getvalue()})
-    return [
-        {name: value for name, value in settings.items() if isinstance(value, (str, int, float, list))}
-        for settings in asked
-    ]
-
-
-ROWS = {
-    "path": "@other",
-    "name": "socratic",
-    "train_split": "test",
-    "eval_split": "train",
-    "eval_frac": 0.0,
-    "prompt_field": "answer",
-    "answer_field": "question",
-    "system_prompt": "Think.",
-    "prompt_template": "Q: {question}",
-    "answer_kind": "text",
-    "format_weight": 0.5,
-    "reward": "operator:index",
-    "correct_threshold": float("inf"),
-}
-IFEVAL = {name: ROWS[name] for name in ("path", "name", "train_split", "eval_split", "eval_frac", "system_prompt")} | {
-    "answer_tag": "answer",
-    "prompt_strict_weight": 0.9,
-    "instruction_strict_weight": 0.9,
-    "prompt_loose_weight": 0.9,
-    "instruction_loose_weight": 0.9,
-    "answer_bonus": 0.5,
-    "think_bonus": 0.5,
-}
-REASONING_GYM = {
-    "name": "gcd",
-    "settings": {"max_instances": 2},
-    "levels": [1, 0],
-    "problems_per_level": 1,
-    "num_train": 7,
-    "num_eval": 7,
-    "seed": 3,
-    "system_prompt": "Think.",
-    "format_weight": 0.5,
-}
-COUNTDOWN = {
-    "min_count": 4,
-    "max_count": 3,
-    "max_number": 50,
-    "max_target": 100,
-    "eval_frac": 0.5,
-    "system_prompt": "Think.",
-    "prompt_template": "{numbers} give {target}",
-    "format_weight": 0.5,
-}
-LOSS = {
-    "clip_low": 0.5,
-    "clip_high": 0.5,
-    "dual_clip": 1.3,
-    "ratio_reference": "rollout",
-    "kl_coef": 0.5,
-    "kl_estimator": "k1",
-    "kl_placement": "reward",
-    "kl_importance_weight": False,
-    "entropy_coef": 0.1,
-    "importance_correction": "none",
-    "importance_cap": 1.01,
-    "importance_floor": 0.99,
-}
-COMMAND_LINE = {"python": "/bin/sh", "host": "127.0.0.2", "port": 4321, "api_key": "key", "start_timeout_s": 5}
-VLLM_ARGS = {
-    "dtype": "float16",
-    "gpu_memory_utilization": 0.3,
-    "max_model_len": 99,
-    "enforce_eager": True,
-    "max_num_seqs": 7,
-    "distributed_executor_backend": "uni",
-    "logprobs_mode": "raw_logprobs",
-    "generation_config": "auto",
-    "seed": 3,
-}
-SGLANG_ARGS = {
-    "dtype": "float16",
-    "mem_fraction_static": 0.3,
-    "context_length": 99,
-    "disable_cuda_graph": True,
-    "max_running_requests": 7,
-    "enable_deterministic_inference": False,
-    "random_seed": 3,
-}
-SYNC = {"interval": 2, "tolerance_nats": 0.01}
-PAUSING = SYNC | {"pause_mode": "wait"}
-TRANSFER = PAUSING | {"server_args.weight_transfer_config.backend": "other", "bucket_mib": 1}
-LORA_ARGS = {
-    "server_args.enable_lora": False,
-    "server_args.max_lora_rank": 8,
-    "server_args.max_loras": 2,
-}
-ADAMW = {"lr": 0.1, "weight_decay": 0.5, "beta1": 0.5, "beta2": 0.5, "eps": 0.1}
-loss_effect = make_loss_effect()
-BUILT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
-    "train/loss=dapo": (loss_effect, LOSS),
-    "train/loss=dr_grpo": (loss_effect, LOSS),
-    "train/loss=gspo": (loss_effect, LOSS | {"dual_clip": 1.01}),  # ratios of whole completions stay close to 1
-    "train/loss=cispo": (loss_effect, {name: value for name, value in LOSS.items() if name != "dual_clip"}),
-    "train/optimizer=adamw_8bit": (adamw_8bit_effect, ADAMW),
-    "train/optimizer=adafactor": (
-        optimizer_effect,
-        {"lr": 0.1, "weight_decay": 0.5, "scale_parameter": True, "relative_step": True},
-    ),
-    "task=sat": (task_effect, {"difficulty": 0.9, "max_solution_frac": 0.1, "system_prompt": "Think."}),
-    "task=countdown": (countdown_effect, COUNTDOWN),
-    "task=gsm8k": (task_effect, ROWS),
-    "task=math": (task_effect, ROWS),
-    "task=math_sample": (task_effect, ROWS),
-    "task=dataset": (task_effect, ROWS),
-    "task=reasoning_gym": (reasoning_gym_effect, REASONING_GYM),
-    "task=mixture": (mixture_effect, {"weights": {"a": 0.9, "b": 0.1}}),
-    "task=ifeval": (ifeval_effect, IFEVAL),
-    "task=ifeval_sample": (ifeval_effect, IFEVAL),
-    "logger=[console]": (logger_effect, {"console.refresh_per_s": 9, "console.names": "atropos"}),
-    "logger=[wandb]": (
-        logger_effect,
-        {
-            "wandb.mode": "online",
-            "wandb.project": "another",
-            "wandb.entity": "team",
-            "wandb.group": "sweep",
-            "wandb.name": "first",
-            "wandb.notes": "why",
-            "wandb.names": "atropos",
-            "wandb.tags": ["new"],
-            "wandb.samples": 1,
-        },
-    ),
-    "logger=[tensorboard]": (logger_effect, {"tensorboard.flush_s": 99, "tensorboard.samples": 0}),
-    "engine=vllm": (
-        engine_effect,
-        COMMAND_LINE
-        | {f"args.{name}": value for name, value in VLLM_ARGS.items()}
-        | {
-            "env.VLLM_USE_FLASHINFER_SAMPLER": "1",
-            "env.VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "blackwell_workaround": True,
-        },
-    ),
-    "engine=sglang": (engine_effect, COMMAND_LINE | {f"args.{name}": value for name, value in SGLANG_ARGS.items()}),
-    "weight_sync=reload": (sync_effect, PAUSING | {"location": "disk"}),
-    "weight_sync=restart": (sync_effect, SYNC),
-    "weight_sync=shared_vllm": (sync_effect, PAUSING | {"bridge_config": "/no/such.json"}),
-    "weight_sync=ipc": (sync_effect, TRANSFER),
-    "weight_sync=nccl": (sync_effect, TRANSFER | {"master_address": "127.0.0.2"}),
-    "weight_sync=lora_hotswap": (sync_effect, SYNC | LORA_ARGS),
-    "weight_sync=lora_restart": (sync_effect, SYNC | LORA_ARGS),
-}
 
 
 def settings(asked: Asked) -> Any:
@@ -597,7 +292,6 @@ ATROPOS: dict[str, tuple[str, str]] = {
     "poll_s": ("0.2", "rollouts.url=@here"),
     "connect_timeout_s": ("0.02", "rollouts.connect_timeout_s=0.01"),
     "restart_timeout_s": ("0.02", "rollouts.restart_timeout_s=0.01 rollouts.url=@gone"),
-    "take_over": ("true", "rollouts.url=@owned"),
     "start_api": ("true", "rollouts.connect_timeout_s=0.01"),
     "environment": ("sleep", "rollouts.url=@here"),
 }
@@ -611,14 +305,6 @@ AHEAD: dict[str, str] = {
     "in_flight": "wait",
 }
 """Its other settings are those of `rollouts=on_policy`, whose class it inherits from."""
-
-
-LAUNCHER: dict[str, Any] = {
-    # setting of hydra/launcher=ray: changed to
-    "address": "local",
-    "num_cpus": 2,
-    "num_gpus": 0,
-}
 
 
 REPLAY: dict[str, tuple[str, str]] = {
@@ -684,7 +370,7 @@ def scorers_effect(overrides: str) -> Any:
     """Which processes score: those of this machine, or those of which Ray cluster."""
     config, asked = typed(compose_config(*overrides.split())), []
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        for module, name in ((scorers, "Scorers"), (cluster, "ClusterScorers")):
+        for module, name in ((pool, "Scorers"), (cluster, "ClusterScorers")):
             patch.setattr(
                 module, name, lambda *words, name=name: asked.append((name, words)) or SimpleNamespace(close=list)
             )
@@ -802,44 +488,45 @@ def option_node(path: Path) -> dict[str, Any]:
     return node
 
 
-def in_conf() -> set[tuple[str, str]]:
-    """(choice, key) of every leaf that can be composed; options of the default option's class add their new keys alone,
-    as ("", key).
+def in_conf() -> Iterator[tuple[type | None, str]]:
+    """Every leaf of every option: the class of the component that it is a setting of, None for plain settings, and the
+    name of the setting. What is below a setting (`args.dtype`) is passed on by it.
     """
-    default = compose_config()
-    found = {("", key) for key in leaves(as_plain(default), "")}
     for path in sorted(CONF.glob("*/**/*.yaml")):
-        group, option = path.parent.relative_to(CONF).as_posix(), path.stem
-        if group == "experiment" or option.startswith("_"):
+        group = path.parent.relative_to(CONF).as_posix()
+        if group.partition("/")[0] in ("experiment", "mode") or path.stem.startswith("_"):
             continue
-        choice = f"logger=[{option}]" if group == "logger" else f"{group}={option}"
-        place = group.replace("/", ".")
         node = option_node(path)
-        is_another = node.get("_target_") != (OmegaConf.select(default, place) or {}).get("_target_")
-        is_part = is_another or group == "logger"
-        found |= {
-            (choice if is_part and key != "rollouts.record" else "", key) for key in leaves(node, place)
-        }  # whatever the source
-    return found - {("", f"logger.console.{name}") for name in ("refresh_per_s", "names")}  # ("logger=[console]", ...)
+        for part in node.values() if group == "logger" else [node]:
+            target = part.get("_target_") if isinstance(part, dict) else None
+            cls = None if target is None else resolve(part, group)
+            for name in part if cls is not None else [key.rpartition(".")[2] for key in leaves(part, "")]:
+                if name != "_target_" and not isinstance(part.get(name), dict):
+                    yield cls, name
 
 
-def test_every_key_is_in_exactly_one_table() -> None:
-    built = [
-        (choice, f"{choice.partition('=')[0].replace('/', '.')}.{name}")
-        for choice, (_, changes) in BUILT.items()
-        for name in changes
-    ]
-    asked = [
-        (f"generation={option}", f"generation.{name}") for option in ("vllm_server", "sglang_server") for name in CLIENT
-    ]
-    environments = [("rollouts=atropos", f"rollouts.{name}") for name in ATROPOS]
-    recorded = [("rollouts=replay", f"rollouts.{name}") for name in REPLAY]
-    inherited = [key for key in RUNS if key.startswith("rollouts.") and key != "rollouts.record"]
-    ahead = [("rollouts=async", key) for key in (*inherited, *(f"rollouts.{name}" for name in AHEAD))]
-    launched = [("hydra/launcher=ray", f"hydra.launcher.{name}") for name in LAUNCHER]
-    rows = [("", key) for key in (*RUNS, *ASSEMBLED)] + built + asked + environments + recorded + ahead + launched
-    assert len(rows) == len(set(rows))
-    assert set(rows) == in_conf()
+READ_OTHERWISE = {
+    "record",
+    *(f"{what}_{how}_weight" for what in ("prompt", "instruction") for how in ("strict", "loose")),
+}
+"""Settings that the run reads for any source, or whose names are put together."""
+
+
+def test_every_key_is_read() -> None:
+    """The cheap half: some code reads each setting, in the classes of its component or, of plain settings, anywhere."""
+    everywhere = "\n".join(path.read_text() for path in SOURCE.rglob("*.py") if path.name != "settings.py")
+    unread = set()
+    for cls, name in in_conf():
+        own = [
+            base
+            for base in getattr(cls, "__mro__", ())
+            if base.__module__.startswith(("offline_grpo", "hydra_plugins"))
+        ]
+        text = "\n".join(Path(inspect.getfile(base)).read_text() for base in own) if own else everywhere
+        is_sampling = name in SamplingParams.__dataclass_fields__ or name == "allow_truncated_sampling"
+        if not re.search(rf"\.{name}\b|[\"']{name}[\"']", everywhere if is_sampling else text):
+            unread |= {(cls, name)} if name not in READ_OTHERWISE else set()
+    assert not unread
 
 
 @pytest.mark.slow
@@ -875,61 +562,12 @@ def test_another_target_is_looked_for(key: str, run: Laboratory) -> None:
     assert trace.files == set()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", BUILT)
-def test_a_component_changes_with_each_setting(choice: str, tmp_path: Path) -> None:
-    effect, changes = BUILT[choice]
-    group = choice.partition("=")[0].replace("/", ".")
-    from_rows = dict.fromkeys(("task=gsm8k", "task=dataset", "task=math", "task=math_sample"), "question")
-    from_rows |= dict.fromkeys(("task=ifeval", "task=ifeval_sample"))
-    rows = [f"task.path={word_problems(tmp_path / 'here', 0)}", "task.name=main"] if choice in from_rows else []
-    rows += [f"task.prompt_field={from_rows[choice]}", "task.answer_field=answer"] if from_rows.get(choice) else []
-    rows += ["+task@task.tasks.a=arithmetic", "+task@task.tasks.b=sat"] if choice == "task=mixture" else []
-    rows += ["task.levels=[0,1]"] if choice == "task=reasoning_gym" else []
-    cfg = compose_config(choice, *rows)
-    other = str(word_problems(tmp_path / "other", 100))
-    known: dict[str, Any] = {}
-    for name, value in changes.items():
-        part, _, setting = name.partition(".") if group == "logger" else ("", "", name)
-        place = f"{group}.{part}".rstrip(".")
-        node, output_dir = as_plain(OmegaConf.select(cfg, place)), tmp_path / place
-        if place not in known:
-            output_dir.mkdir()
-            known[place], again = (effect(component(node, place, output_dir)) for _ in range(2))
-            assert known[place] == again  # else a difference would prove nothing
-        changed = with_setting(node, setting, other if value == "@other" else value)
-        assert known[place] != effect_or_refusal(effect, changed, place, output_dir), name
-
-
-def component(node: Any, key: str, output_dir: Path) -> Any:
-    return build_task(node) if key == "task" else build(node, key=key, output_dir=output_dir)
-
-
-def effect_or_refusal(effect: Callable[[Any], Any], node: Any, key: str, output_dir: Path) -> Any:
-    try:
-        return effect(component(node, key, output_dir))
-    except ConfigError as error:
-        return str(error)
-
-
 @cache
 def unchanged(effect: Callable[..., Any], *words: Any) -> Any:
     """The effect without a change, which is the same every time: else a difference would prove nothing."""
     before = effect(*words)
     assert before == effect(*words)
     return before
-
-
-def with_setting(node: Any, setting: str, value: Any) -> Any:
-    """A copy of a node with one value replaced, such as `args.dtype`."""
-    changed = copy.deepcopy(node)
-    *parents, last = setting.split(".")
-    part = changed
-    for parent in parents:
-        part = part[parent]
-    assert last in part
-    part[last] = value
-    return changed
 
 
 ask_once = cache(ask)
@@ -969,37 +607,12 @@ def test_the_trainer_of_an_atropos_api_changes_with(name: str) -> None:
     assert unchanged(atropos_effect, base) != atropos_effect(f"{base} rollouts.{name}={value}")
 
 
-@pytest.mark.parametrize("name", LAUNCHER)
-def test_a_launcher_changes_with(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def remote(**size: Any) -> Any:
-        asked.append(size)
-        raise KeyboardInterrupt  # that is all there is to see
-
-    ray = SimpleNamespace(remote=remote, shutdown=list, cluster_resources=lambda: {"GPU": 8.0})
-    ray.nodes = lambda: [{"Alive": True, "Resources": {"GPU": 8.0, "CPU": 8.0}}]
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(ray_cluster, "connect", lambda *words, group: asked.append(words) or True)
-    monkeypatch.setattr(offline_grpo_ray, "configure_log", lambda *_: None)
-    settings = yaml.safe_load((CONF / "hydra" / "launcher" / "ray.yaml").read_text())
-    assert settings.pop("_target_") == "hydra_plugins.offline_grpo_ray.RayLauncher"
-    hydra: Any = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}, "hydra_logging": None, "verbose": False}})
-    for given in (settings, settings | {name: LAUNCHER[name]}):
-        launcher = offline_grpo_ray.RayLauncher(**given)
-        launcher.setup(hydra_context=None, task_function=None, config=hydra)  # type: ignore[arg-type]
-        with pytest.raises(KeyboardInterrupt):
-            launcher.launch([["seed=0"]], 0)
-    assert asked[:2] != asked[2:]
-    assert asked[1] == {"num_cpus": 1, "num_gpus": 1, "max_calls": 1, "max_retries": 0}
-
-
 @pytest.mark.parametrize("name", AHEAD)
 def test_sampling_ahead_changes_with(name: str) -> None:
     def effect(*overrides: str) -> tuple[list[int], str]:
         """The iterations that are begun at the start, and what a push does to requests."""
         config = typed(compose_config("generation=vllm_server", "weight_sync=reload", "rollouts=async", *overrides))
-        runtime = dict.fromkeys(SOURCE_RUNTIME) | {
+        runtime = dict.fromkeys(field.name for field in fields(SourceRuntime)) | {
             "trainer_version": lambda: 0,
             "updates_per_iteration": 1,
             "num_iterations": 9,
@@ -1035,17 +648,3 @@ def test_a_replay_changes_with(name: str, stores: Path) -> None:
     after = replay_effect(*words, f"rollouts.{name}={change}")
     assert unchanged(replay_effect, *words) != after
     assert isinstance(after, list)
-
-
-def word_problems(folder: Path, first: int) -> Path:
-    """Local files as task=gsm8k reads them, in the subfolders main and socratic."""
-    for name, step in (("main", 1), ("socratic", 2)):
-        for split, start in (("train", first), ("test", first + 50)):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            rows = [{"question": f"{start + i * step} and {i}?", "answer": f"#### {start + i}"} for i in range(5)]
-            rows = [
-                row | {"prompt": row["question"], "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
-                for row in rows
-            ]
-            (folder / name / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return folder
