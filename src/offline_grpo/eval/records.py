@@ -5,10 +5,10 @@ problems.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from offline_grpo.disk import utf8, write_whole
 from offline_grpo.types import RolloutGroup
@@ -39,25 +39,20 @@ def record_of(index: int, group: RolloutGroup) -> dict[str, Any]:
     }
 
 
-class Records:
-    """Appends a line for each problem as soon as it is judged, so that an interruption loses none; see `recording`."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def add(self, index: int, group: RolloutGroup) -> None:
-        """Write the problem's line."""
-        self._file.write(utf8(json.dumps(record_of(index, group), ensure_ascii=False)) + "\n")
-        self._file.flush()
-
-
 @contextmanager
-def recording(path: Path) -> Iterator[Records]:
-    """Lines come in the order in which engines answer; where the block ends well they are put into the order of the
+def recording(path: Path) -> Iterator[Callable[[int, RolloutGroup], None]]:
+    """Yields what writes a problem's line, as soon as it is judged, so that an interruption loses none.
+
+    Lines come in the order in which engines answer; where the block ends well they are put into the order of the
     problems.
     """
     with path.open("w", encoding="utf-8") as file:
-        yield Records(file)
+
+        def add(index: int, group: RolloutGroup) -> None:
+            file.write(utf8(json.dumps(record_of(index, group), ensure_ascii=False)) + "\n")
+            file.flush()
+
+        yield add
     with path.open(encoding="utf-8") as file:  # `str.splitlines` would end lines inside a text too, at U+2028
         lines = sorted(file, key=lambda line: json.loads(line)["index"])
     write_whole(path, "".join(lines))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,6 +42,12 @@ class Figure:
     stacked: str = ""
     right: Figure | None = None
     in_picture: bool = True
+
+    def split(self) -> list[Figure]:
+        """A figure for each curve; a stacked one stays whole."""
+        if self.stacked or len(self.curves) == 1:
+            return [self]
+        return [replace(self, title=f"{self.title}: {name}", curves={key: name}) for key, name in self.curves.items()]
 
 
 def figures(histories: Sequence[History]) -> list[Figure]:

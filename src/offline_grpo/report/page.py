@@ -85,7 +85,9 @@ def content(runs: Sequence[Run], title: str) -> dict[str, Any]:
     groups = configurations(runs)
     names, is_one = names_of(groups), len(runs) == 1
     known = {run.name: solved(run.history) for run in runs} if len(groups) > 1 else {}
-    shown = _figures(runs, exploded=not is_one)
+    drawn = [part for each in figures([run.history for run in runs]) for part in (each, each.right) if part is not None]
+    # Of several runs each curve has a figure of its own, so that colours tell runs apart.
+    shown = drawn if is_one else [part for each in drawn for part in each.split()]
     table = results_table(runs[0].history) if is_one else configurations_table(groups)
     return {
         "title": title,
@@ -107,25 +109,6 @@ def content(runs: Sequence[Run], title: str) -> dict[str, Any]:
 
 def _as_data(table: Table) -> dict[str, Any]:
     return {"columns": table.columns, "rows": table.rows}
-
-
-def _figures(runs: Sequence[Run], *, exploded: bool) -> list[Figure]:
-    """Those of the picture and more. Of several runs each curve has its own, so that colours tell runs apart."""
-    found = [part for each in figures([run.history for run in runs]) for part in (each, each.right) if part is not None]
-    if not exploded:
-        return found
-    return [
-        part
-        for each in found
-        for part in (
-            [each]
-            if each.stacked or len(each.curves) == 1
-            else [
-                replace(each, title=f"{each.title}: {name}", curves={metric: name})
-                for metric, name in each.curves.items()
-            ]
-        )
-    ]
 
 
 def _figure(figure: Figure, groups: Sequence[Configuration], *, is_one: bool) -> dict[str, Any]:

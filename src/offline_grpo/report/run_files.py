@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
 from offline_grpo.redaction import flat, redacted
 
-T = TypeVar("T")
 WITHOUT_EFFECT = ("resume", "logger", "samples", "num_threads", "cache_dir")
 """Top-level keys that change nothing that is learnt; they do not count when configurations are compared."""
 
@@ -18,11 +16,6 @@ WITHOUT_EFFECT = ("resume", "logger", "samples", "num_threads", "cache_dir")
 def read_yaml(path: Path) -> Any:
     """The content of a YAML file."""
     return yaml.safe_load(path.read_text())
-
-
-def read_part(path: Path, take: Callable[[Any], T]) -> T:
-    """What `take` finds in the content of a YAML file."""
-    return take(read_yaml(path))
 
 
 def overrides_of(run_dir: Path) -> dict[str, str]:

@@ -130,7 +130,7 @@ def _evaluate(
 ) -> None:
     settings = held_out.config.eval
     groups: dict[int, RolloutGroup] = {}
-    with ExitStack() as stack, recording(records_file) as records:
+    with ExitStack() as stack, recording(records_file) as record:
         evaluator = PassAtKEvaluator.of(
             settings,
             task=isolated(held_out.task, held_out.config, records_file.parent, stack),
@@ -142,7 +142,7 @@ def _evaluate(
         )
         for index, group in evaluator.groups(client, cycle=CYCLE):
             groups[index] = group
-            records.add(index, group)
+            record(index, group)
     ordered = [groups[index] for index in range(len(groups))]
     key = (letter, held_out.name)
     results.metrics[key] = {**evaluator.metrics(ordered, cycle=CYCLE), **score_metrics(ordered)}
