@@ -132,7 +132,7 @@ def test_a_sweep_leaves_a_run_for_each_value_and_a_table(tmp_path: Path, cache: 
     assert "2 runs, best final pass@1 first" in done.stdout
     table = (sweep_dir / "summary.md").read_text()
     assert table.startswith("| configuration | runs | pass@1 [95%] |")
-    assert sum(line.startswith("| train.lr=") for line in table.splitlines()) == 2
+    assert sum(line.startswith("| lr=") for line in table.splitlines()) == 2
 
 
 def test_a_refused_job_does_not_stop_the_sweep_but_shows_in_its_exit_code(tmp_path: Path, cache: str) -> None:

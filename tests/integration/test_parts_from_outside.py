@@ -14,7 +14,6 @@ from children import SMALL, metrics_of
 from factories import compose_config
 from safetensors.torch import load_file
 
-from offline_grpo.errors import GrpoError
 from offline_grpo.run import app
 from offline_grpo.run.config import typed
 from offline_grpo.run.plan import make_plan
@@ -281,7 +280,7 @@ def test_a_source_of_rollouts_with_advantages_and_no_problems(search_path: str, 
     assert problems is None, "no problems are made for a source that needs none"
 
 
-def test_a_logger_that_raises_ends_the_run_in_one_line_and_costs_nobody_else_a_record(
+def test_a_logger_that_raises_ends_the_run_and_costs_no_other_a_record(
     search_path: str, cache: str, tmp_path: Path
 ) -> None:
     """The run ends as it does wherever metrics cannot be written: the checkpoint of that iteration does not count, and
@@ -295,8 +294,7 @@ def test_a_logger_that_raises_ends_the_run_in_one_line_and_costs_nobody_else_a_r
         "eval.interval=1",
     )
     run, words = tmp_path / "run", (*RUN, cache, *saving, "+logger.fragile._target_=mine.fragile.Fragile")
-    line = r"logger.fragile: mine.fragile.Fragile.log raised ConnectionError: no server \(fragile.py, line 12, in log\); the fix belongs in"
-    with pytest.raises(GrpoError, match=line):
+    with pytest.raises(ConnectionError, match="no server"):
         app.run(compose_config(*words), run)
     whole = metrics_of(run)
     assert set(whole) == {"eval_init.json", *(f"{name}_iter_00{i}.json" for name in ("train", "eval") for i in (0, 1))}
