@@ -14,7 +14,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.errors import ConfigError, ScoreError, place_of, reason_of
+from offline_grpo.errors import ConfigError, ScoreError, require, told
 from offline_grpo.types import Problem, Score
 
 GIVEN = ("prompt", "completion", "answer", "messages", "problem_id")
@@ -138,14 +138,10 @@ def load_rewards(setting: Any, threshold: float) -> Rewards:
     """
     items = setting if isinstance(setting, list) else [setting]
     functions = tuple(_load(item) for item in items)
-    if not functions:
-        raise ConfigError("task.reward=[]: name a function, my_module:my_function, or set it to null")
     names = [function.name for function in functions]
-    for function in functions:
-        if names.count(function.name) > 1:
-            raise ConfigError(
-                f"task.reward={setting}: two functions are called {function.name}, and each is a part of the reward"
-            )
+    require(bool(functions), "task.reward", "[]", "name a function, my_module:my_function, or set it to null")
+    fix = "two functions have the same name, and each is a part of the reward"
+    require(len(set(names)) == len(names), "task.reward", setting, fix)
     return Rewards(functions, threshold)
 
 
@@ -159,14 +155,12 @@ def _load(item: Any) -> RewardFunction:
         )
     function = _imported(path)
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"task.reward={path}: is not a function with named parameters ({reason_of(error)}); write {FORM}"
-        ) from error
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if inspect.isclass(function) or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # of built-in functions
+        parameters = None
+    if parameters is None or inspect.isclass(function) or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
         raise ConfigError(f"task.reward={path}: is not a function with named parameters; write {FORM}")
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     required = tuple(p.name for p in named if p.default is p.empty)
     return RewardFunction(path, float(weight), function, required, None if takes_all else tuple(p.name for p in named))
@@ -182,27 +176,14 @@ def _imported(path: str) -> Callable[..., Any]:
     beside = next((place for place in (Path.cwd() / f"{top}.py", Path.cwd() / top) if place.exists()), None)
     try:
         module = importlib.import_module(module_name)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # whatever the module does when it is imported, such as a script's sys.exit()
-        where = "" if isinstance(error, (ModuleNotFoundError, SyntaxError)) else place_of(error)
-        looked = (
-            f"; {module_name} was looked for in {Path.cwd()} and among the installed packages" if beside is None else ""
-        )
-        what = "it ends the program" if isinstance(error, SystemExit) else f"{type(error).__name__}: {reason_of(error)}"
-        raise ConfigError(f"task.reward={path}: cannot be imported ({what}{where}){looked}") from error
+    except (Exception, SystemExit) as error:  # whatever the module does, such as a script's sys.exit()
+        looked = "" if beside else f"; {module_name} was looked for in {Path.cwd()} and among the installed packages"
+        raise ConfigError(f"task.reward={path}: cannot be imported ({told(error)}){looked}") from error
     file = getattr(module, "__file__", None)
     if beside is not None and file is not None and not Path(file).is_relative_to(Path.cwd()):
-        raise ConfigError(
-            f"task.reward={path}: {module_name} is also the name of {file}, which is found first; rename {beside}"
-        )
+        raise ConfigError(f"task.reward={path}: also the name of {file}, which is found first; rename {beside}")
     function = getattr(module, function_name, None)
     if not callable(function):
-        known = ", ".join(
-            name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")
-        )
-        raise ConfigError(
-            f"task.reward={path}: {file or module_name} has no function {function_name}; it has {known or 'none'}"
-        )
+        known = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value)) or "none"
+        raise ConfigError(f"task.reward={path}: {file or module_name} has no function {function_name}; it has {known}")
     return function

@@ -14,10 +14,9 @@ from offline_grpo.rollouts.store.origin import Origin
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.run.run_dir import refuse_written
 from offline_grpo.settings import RunConfig
-from offline_grpo.task.lazy_problems import MANY
-from offline_grpo.task.messages import prompt_key
 from offline_grpo.task.mixture import of_task
 from offline_grpo.task.near_duplicates import NearDuplicate, near_duplicates
+from offline_grpo.task.problems import MANY, prompt_key
 from offline_grpo.types import Problem, SamplingParams, Split
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import require
 from offline_grpo.task.answers import last_number
 from offline_grpo.types import Problem, Score, Split
 
@@ -39,39 +39,25 @@ class Arithmetic:
     scores_safely: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_operand <= MAX_OPERAND_LIMIT:
-            raise ConfigError(f"task.max_operand={self.max_operand}: must be from 1 to {MAX_OPERAND_LIMIT}")
-        if (
-            not self.operations
-            or len(set(self.operations)) < len(self.operations)
-            or not set(self.operations) <= set(OPERATIONS)
-        ):
-            raise ConfigError(f"task.operations={self.operations}: give one or more of {list(OPERATIONS)}, each once")
-        if not 0 < self.eval_frac < 1:
-            raise ConfigError(f"task.eval_frac={self.eval_frac}: must lie strictly between 0 and 1")
-        if not 0 <= self.format_weight < 1:
-            raise ConfigError(
-                f"task.format_weight={self.format_weight}: must be at least 0 and below 1, the weight of a correct answer"
-            )
+        limit = f"must be from 1 to {MAX_OPERAND_LIMIT}"
+        is_known = 0 < len(self.operations) == len(set(self.operations) & set(OPERATIONS))
+        weight = "must be at least 0 and below 1, the weight of a correct answer"
+        require(1 <= self.max_operand <= MAX_OPERAND_LIMIT, "task.max_operand", self.max_operand, limit)
+        require(is_known, "task.operations", self.operations, f"give one or more of {[*OPERATIONS]}, each once")
+        require(0 < self.eval_frac < 1, "task.eval_frac", self.eval_frac, "must lie strictly between 0 and 1")
+        require(0 <= self.format_weight < 1, "task.format_weight", self.format_weight, weight)
         self._check_template()
-        for split in Split:
-            if not self.problems(split):
-                raise ConfigError(
-                    f"task.eval_frac={self.eval_frac}: no problem falls in the {split} split; raise task.max_operand"
-                )
+        is_split = all(self.problems(split) for split in Split)
+        require(is_split, "task.eval_frac", self.eval_frac, "leaves a split without problems; raise task.max_operand")
 
     def _check_template(self) -> None:
         cases = [(a, operation, b) for a in (0, 1) for operation in self.operations for b in (0, 1)]
         try:
-            prompts = {self._prompt(*case) for case in cases}
-        except (KeyError, IndexError, ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"task.prompt_template={self.prompt_template!r}: {error!r}; use {{a}}, {{op}} and {{b}}"
-            ) from error
-        if len(prompts) < len(cases):
-            raise ConfigError(
-                f"task.prompt_template={self.prompt_template!r}: different problems look alike; use {{a}}, {{op}} and {{b}}"
-            )
+            has_all = len({self._prompt(*case) for case in cases}) == len(cases)
+        except (KeyError, IndexError, ValueError, AttributeError):
+            has_all = False
+        fix = "different problems look alike, or cannot be written; use {a}, {op} and {b}"
+        require(has_all, "task.prompt_template", repr(self.prompt_template), fix)
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """All problems of the split, shuffled by a fixed hash of their ids."""

@@ -11,13 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from math import isfinite
 from typing import ClassVar
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.task.answers import last_tagged
 from offline_grpo.task.arithmetic import hash_frac
-from offline_grpo.task.messages import asked, check_system_prompt
+from offline_grpo.task.problems import asked, check_system_prompt
 from offline_grpo.types import Problem, Score, Split
 
 NUM_DRAWS = 12_000
@@ -53,27 +52,16 @@ class Countdown:
     scores_safely: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require(2 <= self.min_count <= 6, "task.min_count", self.min_count, "must be from 2 to 6")
-        require(
-            self.min_count <= self.max_count <= 6, "task.max_count", self.max_count, "must be from task.min_count to 6"
-        )
+        fewest, most, template = self.min_count, self.max_count, self.prompt_template
+        require(2 <= fewest <= 6, "task.min_count", fewest, "must be from 2 to 6")
+        require(fewest <= most <= 6, "task.max_count", most, "must be from task.min_count to 6")
         require(10 <= self.max_number <= 1000, "task.max_number", self.max_number, "must be from 10 to 1000")
         require(10 <= self.max_target <= 10_000, "task.max_target", self.max_target, "must be from 10 to 10000")
         require(0 < self.eval_frac < 1, "task.eval_frac", self.eval_frac, "must lie strictly between 0 and 1")
-        require(
-            0 <= self.format_weight < 1 and isfinite(self.format_weight),
-            "task.format_weight",
-            self.format_weight,
-            "must be in [0, 1)",
-        )
+        require(0 <= self.format_weight < 1, "task.format_weight", self.format_weight, "must be in [0, 1)")
         check_system_prompt(self.system_prompt)
         for place in ("{numbers}", "{target}"):
-            require(
-                place in self.prompt_template,
-                "task.prompt_template",
-                repr(self.prompt_template),
-                f"must contain {place}",
-            )
+            require(place in template, "task.prompt_template", repr(template), f"must contain {place}")
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """All problems of a split, in the order in which they were drawn. `answer` is one solution of several."""
@@ -117,9 +105,8 @@ class Countdown:
                 yield tuple(sorted(numbers)), target, expression[1:-1]
 
     def _problem(self, problem_id: str, numbers: tuple[int, ...], target: int, solution: str) -> Problem:
-        prompt = self.prompt_template.replace("{numbers}", ", ".join(map(str, numbers))).replace(
-            "{target}", str(target)
-        )
+        prompt = self.prompt_template.replace("{numbers}", ", ".join(map(str, numbers)))
+        prompt = prompt.replace("{target}", str(target))
         fields = {"numbers": list(numbers), "target": target}
         return Problem(problem_id, asked(prompt, self.system_prompt), solution, fields)
 

@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.task.answers import tagged_blocks
 from offline_grpo.task.instructions import CHECKS, follows, problem_with, variants
-from offline_grpo.task.row_files import shown
 from offline_grpo.task.row_task import RowTask
-from offline_grpo.task.rows import Row, field, text_field
+from offline_grpo.task.rows import Row, field, shown, text_field
 from offline_grpo.types import Problem, Score
 
 MEASURES = ("prompt_strict", "instruction_strict", "prompt_loose", "instruction_loose")
@@ -80,9 +79,8 @@ class IFEval(RowTask):
             "answer": self.answer_bonus * (len(answers) == 1),
             "think": self.think_bonus * (len(blocks["think"]) == 1),
         }
-        return Score(
-            reward=sum(parts.values()), is_correct=all(strict), parts=parts, measured=_by_kind(instructions, strict)
-        )
+        measured_by_kind = _by_kind(instructions, strict)
+        return Score(sum(parts.values()), is_correct=all(strict), parts=parts, measured=measured_by_kind)
 
 
 def _by_kind(instructions: Sequence[tuple[str, Mapping[str, Any]]], followed: Sequence[bool]) -> dict[str, float]:

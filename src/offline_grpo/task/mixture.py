@@ -10,9 +10,9 @@ from functools import cached_property
 from math import isclose
 from pathlib import Path
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
-from offline_grpo.task.lazy_problems import MANY, LazyProblems
+from offline_grpo.task.problems import MANY, LazyProblems
 from offline_grpo.types import TASK_MARK, Problem, Score, Split
 
 PERIOD = 1000
@@ -40,27 +40,19 @@ class Mixture:
     weights: Mapping[str, float] | None
 
     def __post_init__(self) -> None:
-        if not self.tasks:
-            raise ConfigError(
-                "task.tasks={}: name what to mix, for example +task@task.tasks.easy=arithmetic +task@task.tasks.hard=sat"
-            )
+        example = "name what to mix, for example +task@task.tasks.easy=arithmetic +task@task.tasks.hard=sat"
+        require(bool(self.tasks), "task.tasks", dict(self.tasks), example)
         for name in self.tasks:
-            if not name or TASK_MARK in name or "/" in name:
-                raise ConfigError(f"task.tasks.{name}: a name may have neither {TASK_MARK} nor /")
+            is_good = name and TASK_MARK not in name and "/" not in name
+            require(bool(is_good), "task.tasks", repr(name), f"a name may have neither {TASK_MARK} nor /")
         if self.weights is None:
             return
-        if not isinstance(self.weights, Mapping):
-            raise ConfigError(f"task.weights={self.weights}: must be null or {{NAME: SHARE}}")
-        if self.weights.keys() != self.tasks.keys():
-            raise ConfigError(f"task.weights={dict(self.weights)}: must name exactly the tasks {', '.join(self.tasks)}")
-        for name, weight in self.weights.items():
-            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight >= 1 / PERIOD:
-                raise ConfigError(f"task.weights.{name}={weight}: must be a number of at least {1 / PERIOD}")
-        total = sum(self.weights.values())
-        if not isclose(total, 1, abs_tol=1e-6):
-            raise ConfigError(
-                f"task.weights={dict(self.weights)}: add up to {total:g}; they must add up to 1, or be null for equal shares"
-            )
+        require(isinstance(self.weights, Mapping), "task.weights", self.weights, "must be null or {NAME: SHARE}")
+        weights, fix = dict(self.weights), f"must name exactly the tasks {', '.join(self.tasks)}"
+        require(weights.keys() == self.tasks.keys(), "task.weights", weights, fix)
+        are_numbers = all(isinstance(each, (int, float)) and each >= 1 / PERIOD for each in weights.values())
+        fix = f"must be numbers of at least {1 / PERIOD} that add up to 1, or null for equal shares"
+        require(are_numbers and isclose(sum(weights.values()), 1, abs_tol=1e-6), "task.weights", weights, fix)
 
     @property
     def scores_safely(self) -> bool:

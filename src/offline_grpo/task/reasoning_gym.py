@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property, partial
-from math import isfinite
+from math import inf
 from typing import Any, ClassVar, cast
 
 from offline_grpo.errors import ConfigError, ScoreError, require
 from offline_grpo.task.answers import last_tagged
-from offline_grpo.task.lazy_problems import LazyProblems
-from offline_grpo.task.messages import asked, check_system_prompt
+from offline_grpo.task.problems import LazyProblems, asked, check_system_prompt
 from offline_grpo.types import Problem, Score, Split
 
 MAX_PROBLEMS = 1_000_000
@@ -64,27 +63,15 @@ class ReasoningGym:
     worker_imports: ClassVar[tuple[str, ...]] = ("reasoning_gym",)
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.name), "task.name", repr(self.name), "name a generator of Reasoning Gym, such as leg_counting"
-        )
-        require(
-            self.name != "composite", "task.name", self.name, "use task=mixture, which mixes generators and other tasks"
-        )
+        name, weight, per_level = self.name, self.format_weight, self.problems_per_level
+        require(bool(name), "task.name", repr(name), "name a generator of Reasoning Gym, such as leg_counting")
+        require(name != "composite", "task.name", name, "use task=mixture, which mixes generators and other tasks")
         for key in ("num_train", "num_eval"):
-            require(
-                0 < getattr(self, key) <= MAX_PROBLEMS,
-                f"task.{key}",
-                getattr(self, key),
-                f"must be from 1 to {MAX_PROBLEMS:,}",
-            )
-        require(self.problems_per_level > 0, "task.problems_per_level", self.problems_per_level, "must be at least 1")
+            num = getattr(self, key)
+            require(0 < num <= MAX_PROBLEMS, f"task.{key}", num, f"must be from 1 to {MAX_PROBLEMS:,}")
+        require(per_level > 0, "task.problems_per_level", per_level, "must be at least 1")
         require(0 <= self.seed < 2**31, "task.seed", self.seed, "must be from 0 to 2147483647")
-        require(
-            self.format_weight >= 0 and isfinite(self.format_weight),
-            "task.format_weight",
-            self.format_weight,
-            "must be at least 0",
-        )
+        require(0 <= weight < inf, "task.format_weight", weight, "must be at least 0")
         check_system_prompt(self.system_prompt)
         levels = self.levels is None or (len(self.levels) > 0 and min(self.levels) >= 0)
         require(levels, "task.levels", self.levels, "must be null, or numbers from 0 on such as [0,1,2]")
@@ -136,12 +123,8 @@ class ReasoningGym:
         item = self._items(split, level)[index]
         messages = asked(item["question"], self.system_prompt)
         answer = item["answer"]  # None where a problem has many
-        return Problem(
-            f"{split}-{index}",
-            messages,
-            "" if answer is None else str(answer),
-            {} if level is None else {"level": level},
-        )
+        fields = {} if level is None else {"level": level}
+        return Problem(f"{split}-{index}", messages, "" if answer is None else str(answer), fields)
 
     def _num(self, split: Split) -> int:
         return self.num_train if split is Split.TRAIN else self.num_eval
@@ -167,9 +150,7 @@ class ReasoningGym:
         try:
             from reasoning_gym.factory import CURRICULA, DATASETS
         except ImportError as error:
-            raise ConfigError(
-                f"task=reasoning_gym: needs the package reasoning-gym ({error}): uv sync --extra reasoning-gym"
-            ) from error
+            raise ConfigError(f"task=reasoning_gym: needs uv sync --extra reasoning-gym ({error})") from error
         if self.name not in DATASETS:
             near = get_close_matches(self.name, DATASETS, n=3, cutoff=0.4) or sorted(DATASETS)[:3]
             raise ConfigError(
@@ -189,15 +170,9 @@ class ReasoningGym:
                 settings.validate()
             return kind(config=settings)
         except (TypeError, ValueError, AssertionError) as error:
-            said = f"task.settings={self.settings}" if level is None else f"task.levels={self.levels}"
-            at = (
-                "it"
-                if level is None
-                else f"its own level {level}"
-                if self.settings is None
-                else f"level {level} with {self.settings}"
-            )
-            raise ConfigError(f"{said}: {self.name} refuses {at}: {str(error) or repr(error)}") from error
+            about = f"task.settings={self.settings}" + ("" if level is None else f", task.levels={self.levels}")
+            at = "" if level is None else f" at level {level}"
+            raise ConfigError(f"{about}: {self.name} refuses them{at}: {str(error) or repr(error)}") from error
 
 
 def _at_level(curriculum: Any, level: int) -> Any:

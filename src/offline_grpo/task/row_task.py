@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.task.messages import check_system_prompt, prompt_key
+from offline_grpo.task.problems import check_system_prompt, prompt_key
 from offline_grpo.task.rows import Row, check_spec, held_out_split, read_split
 from offline_grpo.types import Message, Problem, Split
 
@@ -83,33 +83,22 @@ class RowTask(ABC):
         spec = self.eval_split or held_out_split(self.path, self.name)
         if spec is not None:
             return {Split.TRAIN: train, Split.EVAL: self._load(spec, Split.EVAL)[1]}
+        # all rows with the same prompt are on the same side, whatever their order and whatever is added
         hashes = [_hash_of(self.asked_by(row, problem)) for row, problem in zip(rows, train, strict=True)]
-        chosen = self._first_in_hash_order(hashes)
+        different = sorted(set(hashes))
+        if len(different) < 2:
+            raise ConfigError(f"task.path={self.path}: has {len(different)} different prompts; it needs 2 or more")
+        chosen = set(different[: max(1, round(self.eval_frac * len(different)))])
         held_out: dict[str, Problem] = {}  # each prompt once: copies would count as independent answers
         for key, problem in zip(hashes, train, strict=True):
             if key in chosen:
                 held_out.setdefault(key, problem)
         left = [problem for key, problem in zip(hashes, train, strict=True) if key not in chosen]
-        log.info(
-            "held out: %d of %d rows, without a split for it (task.eval_frac=%s)",
-            len(held_out),
-            len(train),
-            self.eval_frac,
-        )
+        counts = len(held_out), len(train), self.eval_frac
+        log.info("held out: %d of %d rows, without a split for it (task.eval_frac=%s)", *counts)
         if copies := len(train) - len(left) - len(held_out):
             log.info("left out, of training too: %d copies of prompts that are held out", copies)
         return {Split.TRAIN: left, Split.EVAL: list(held_out.values())}
-
-    def _first_in_hash_order(self, hashes: Sequence[str]) -> set[str]:
-        """The prompts that are held out. All rows with the same prompt are on the same side, whatever their order and
-        whatever is added.
-        """
-        different = sorted(set(hashes))
-        if len(different) < 2:
-            raise ConfigError(
-                f"task.path={self.path}: has {len(different)} prompt to train on and to evaluate on; it needs 2 or more"
-            )
-        return set(different[: max(1, round(self.eval_frac * len(different)))])
 
     def _load(self, spec: str, split: Split) -> tuple[list[Row], list[Problem]]:
         rows = read_split(self.path, self.name, spec, f"task.{split}_split")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -12,20 +14,19 @@ from typing import Any
 
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.hub import need_dataset
-from offline_grpo.task.row_files import SUFFIXES, as_written, file_rows, shown
 from offline_grpo.types import Message
 
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 HELD_OUT_SPLITS = ("test", "validation")
 """Names of splits that are not for training, in the order in which they are looked for."""
 
 _SPLIT_SPEC = re.compile(r"(?P<name>\w[\w.-]*)(?:\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\])?", re.ASCII)
+_SHOWN_CHARS = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One unchecked row of a data set. `where` says for error messages where it is, `index` is its number in its split,
-    from 0.
-    """
+    """One unchecked row of a data set, with its place for error messages; `index` is its number in its split, from 0."""
 
     where: str
     index: int
@@ -57,12 +58,10 @@ def read_split(path: str, name: str | None, spec: str, key: str) -> list[Row]:
     match = _SPLIT_SPEC.fullmatch(spec)
     assert match is not None  # see `check_spec`
     source = _local_source(path)
-    files = None if source is None else _split_files(source, name, match["name"], key)
-    values = (
-        _hub_rows(path, name, match["name"], key)
-        if files is None
-        else [row for file in files for row in file_rows(file)]
-    )
+    if source is None:
+        values = _hub_rows(path, name, match["name"], key)
+    else:
+        values = [row for file in _split_files(source, name, match["name"], key) for row in _READERS[file.suffix](file)]
     start, stop = (None if match[bound] is None else int(match[bound]) for bound in ("start", "stop"))
     rows = [Row(where, index, value) for index, (where, value) in enumerate(values)][start:stop]
     if not values:
@@ -91,34 +90,17 @@ def text_field(row: Row, name: str, key: str) -> str:
         ConfigError: the row has no such field, or no text or number in it.
     """
     value = field(row, name, key)
-    if (
-        isinstance(value, float) and value.is_integer() and abs(value) < 2**53
-    ):  # pandas makes floats of integers beside empty cells
+    # pandas makes floats of integers beside empty cells
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         value = int(value)
     is_number = isinstance(value, (float, Decimal)) and math.isfinite(value)
-    text = (
-        format(Decimal(str(value)), "f") if is_number else str(value)
-    )  # 0.00001 and not 1e-05, which no completion has
-    if (
-        isinstance(value, Decimal) and "." in text
-    ):  # its column has the same number of digits after the point in each row
+    # 0.00001 and not 1e-05, which no completion has
+    text = format(Decimal(str(value)), "f") if is_number else str(value)
+    # a column of decimals has the same number of digits after the point in each row
+    if isinstance(value, Decimal) and "." in text:
         text = text.rstrip("0").rstrip(".")
     if not (is_number or isinstance(value, (str, int))) or not text.strip():
         raise ConfigError(f"{row.where} has no text in the field {name!r} ({key}): {shown(row.value)}")
-    return encodable(row, name, key, text)
-
-
-def encodable(row: Row, name: str, key: str, text: str) -> str:
-    """The text, unless it has half a character, such as `\\ud800` in JSON of which something has been cut off. Raises
-    ConfigError then.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        raise ConfigError(
-            f"{row.where} field {name!r} ({key}): has half a character ({half}), which no tokenizer reads; mend it"
-        ) from None
     return text
 
 
@@ -129,13 +111,12 @@ def messages_or_text(row: Row, name: str, key: str) -> str | list[Message]:
         return text_field(row, name, key)
     messages: list[Message] = []
     for message in value:
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(part), str) for part in ("role", "content")
-        ):
+        parts = [message.get(part) for part in ("role", "content")] if isinstance(message, Mapping) else [None]
+        if not all(isinstance(part, str) for part in parts):
             raise ConfigError(
                 f"{row.where} field {name!r} ({key}): a message must have role and content, both text: {shown(message)}"
             )
-        messages.append({"role": message["role"], "content": encodable(row, name, key, message["content"])})
+        messages.append({"role": message["role"], "content": message["content"]})
     if not messages or messages[-1]["role"] != "user":
         raise ConfigError(
             f"{row.where} field {name!r} ({key}): the last message must have the role user: {shown(value)}"
@@ -156,13 +137,8 @@ def field(row: Row, name: str, key: str) -> Any:
 
 def _local_source(path: str) -> Path | None:
     """The local file or folder at `path`, or None if `path` is a Hub id."""
-    try:
-        local = Path(path).expanduser()
-        exists = local.exists()
-    except (OSError, RuntimeError) as error:  # a name that is too long, a folder that may not be read, an unknown ~user
-        fix = "set it to a local file or folder, or to a Hub id"
-        raise ConfigError(f"task.path={path}: cannot be looked for ({reason_of(error)}); {fix}") from error
-    if exists:
+    local = Path(path).expanduser()
+    if local.exists():
         return local
     if local.suffix in SUFFIXES or path.startswith(("/", "./", "../", "~")):
         raise ConfigError(f"task.path={path} does not exist (looked for {local.absolute()})")
@@ -204,10 +180,7 @@ def _files_of(folder: Path, split: str) -> list[Path]:
 
 def _hub_rows(path: str, name: str | None, split: str, key: str) -> list[tuple[str, Any]]:
     data = _from_hub(path, name, f"{key}={split}", lambda datasets: datasets.load_dataset(path, name, split=split))
-    kinds = {
-        column: str(getattr(feature, "dtype", ""))
-        for column, feature in (getattr(data, "features", None) or {}).items()
-    }
+    kinds = {column: str(getattr(feature, "dtype", "")) for column, feature in (data.features or {}).items()}
     rows = ({column: as_written([value], kinds.get(column, ""))[0] for column, value in row.items()} for row in data)
     return [(f"task.path={path} ({name}, {split}), row {number},", row) for number, row in enumerate(rows, start=1)]
 
@@ -220,11 +193,99 @@ def _from_hub(path: str, name: str | None, what: str, ask: Any) -> Any:
 
     try:
         return ask(datasets)
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # offline and missing data sets are OSErrors; unknown names and splits ValueErrors
+    except (OSError, ValueError) as error:  # missing data sets are OSErrors, unknown names and splits ValueErrors
         raise ConfigError(
             f"task.path={path} is not a local file or folder, and loading it from the Hugging Face Hub (task.name={name}, "
             f"{what}) failed: {reason_of(error)}. Without a network, {fix}"
         ) from error
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value, for error messages."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+
+
+def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """One array of objects, or, in spite of the name, one object on each line."""
+    if not file.read_bytes().removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        yield from _jsonl_rows(file)
+        return
+    try:
+        values = json.loads(file.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise ConfigError(f"task.path: {file} is not valid JSON ({error})") from error
+    for number, value in enumerate(values, start=1):
+        yield f"task.path: {file}, row {number},", value
+
+
+def _jsonl_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            text = line.removeprefix(b"\xef\xbb\xbf")
+            if not text.strip():
+                continue
+            where = f"task.path: {file}, line {number},"
+            try:
+                yield where, json.loads(text)
+            except ValueError as error:
+                start = line[:_SHOWN_CHARS].decode(errors="replace").strip()
+                raise ConfigError(f"{where} is not valid JSON ({error}): {start!r}") from error
+
+
+def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """A header and rows; every cell is text."""
+    csv.field_size_limit(2**31 - 1)  # the module's default of 128 KiB is less than a long prompt
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, strict=True)
+        try:
+            _refuse_twice(file, reader.fieldnames or ())
+            for number, value in enumerate(reader, start=1):
+                where = f"task.path: {file}, row {number},"
+                if None in value or None in value.values():
+                    cells = shown(list(value.values()))
+                    raise ConfigError(f"{where} has not as many cells as the header (commas separate cells): {cells}")
+                yield where, value
+        except csv.Error as error:
+            raise ConfigError(f"task.path: {file}, line {reader.line_num + 1}, is not valid CSV ({error})") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"task.path: {file} is not UTF-8 ({error}); save the file as UTF-8") from error
+
+
+def _refuse_twice(file: Path, names: Sequence[str]) -> None:
+    """Raise ConfigError for a column that occurs twice, of which rows would have the last one. Those without a name
+    have no use.
+    """
+    twice = next((name for name in names if name.strip() and names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"task.path: {file} has more than one column {twice!r}; rename or remove all but one")
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    from pyarrow import parquet
+
+    table = parquet.ParquetFile(file).read()
+    names = table.column_names
+    _refuse_twice(file, names)
+    columns = [as_written(column.to_pylist(), str(column.type)) for column in table.columns]
+    for number, values in enumerate(zip(*columns, strict=True), start=1):
+        yield f"task.path: {file}, row {number},", dict(zip(names, values, strict=True))
+
+
+def as_written(values: list[Any], kind: str) -> list[Any]:
+    """Numbers of a column with less precision than Python's, with the digits that they were written with: 0.1, not
+    0.10000000149.
+    """
+    import numpy
+
+    types = {"float": numpy.float32, "float32": numpy.float32, "halffloat": numpy.float16, "float16": numpy.float16}
+    narrow = types.get(kind)
+    return values if narrow is None else [None if value is None else float(str(narrow(value))) for value in values]
+
+
+_READERS: Mapping[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+    ".jsonl": _jsonl_rows,
+    ".json": _json_rows,
+    ".csv": _csv_rows,
+    ".parquet": _parquet_rows,
+}

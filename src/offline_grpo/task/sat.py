@@ -19,11 +19,12 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import require
 from offline_grpo.task.answers import last_tagged
-from offline_grpo.task.lazy_problems import MANY, LazyProblems
-from offline_grpo.task.messages import asked, check_system_prompt
+from offline_grpo.task.problems import MANY, LazyProblems, asked, check_system_prompt
 from offline_grpo.types import Problem, Score, Split
+
+PARTS = ("correctness", "strict_format", "soft_format", "shape", "no_trailing", "charset")
 
 Clause = tuple[int, int, int]
 """Three literals: +i is the variable x_i, -i its negation; i counts from 1."""
@@ -99,20 +100,15 @@ class SAT:
     scores_safely: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.difficulty is not None and not 0 <= self.difficulty <= 1:
-            raise ConfigError(
-                f"task.difficulty={self.difficulty} must lie in [0, 1]; null takes it from each problem's seed"
-            )
+        difficulty, frac = self.difficulty, self.max_solution_frac
+        in_range = difficulty is None or 0 <= difficulty <= 1
+        require(in_range, "task.difficulty", difficulty, "must lie in [0, 1]; null takes it from each problem's seed")
         check_system_prompt(self.system_prompt)
-        if self.max_solution_frac is None:
-            return
-        fewest_variables = size_range(_seed_difficulty(0) if self.difficulty is None else self.difficulty)[0][0]
-        if not 2**-fewest_variables <= self.max_solution_frac < 1:
-            raise ConfigError(
-                f"task.max_solution_frac={self.max_solution_frac} must lie in [{2**-fewest_variables}, 1): problems of this difficulty "
-                f"have {fewest_variables} variables or more, so one solution is up to 1/{2**fewest_variables} of all assignments. "
-                "Raise it, raise task.difficulty, or set it to null to keep formulas as drawn"
-            )
+        least = 2 ** -size_range(_seed_difficulty(0) if difficulty is None else difficulty)[0][0]
+        fix = (
+            f"must lie in [{least}, 1), at least one of all assignments; raise it or task.difficulty, or set it to null"
+        )
+        require(frac is None or least <= frac < 1, "task.max_solution_frac", frac, fix)
 
     def problems(self, split: Split) -> LazyProblems:
         """The first 10^9 problems of a split, generated when indexed; ids are `sat-i` and `sat-eval-i`."""
@@ -220,14 +216,7 @@ def _reward_parts(formula: Formula, text: str) -> dict[str, float]:
     """The six weighted terms of the reward table of `SAT`."""
     block = last_tagged(text, "SOLUTION")
     if block is None:
-        return {
-            "correctness": -0.2,
-            "strict_format": 0.0,
-            "soft_format": 0.0,
-            "shape": 0.0,
-            "no_trailing": 0.0,
-            "charset": 0.0,
-        }
+        return {"correctness": -0.2} | dict.fromkeys(PARTS[1:], 0.0)
     bits = [char == "1" for char in block.content if char in "01"]
     has_k_bits = len(bits) == formula.num_variables
     is_only_bits = re.fullmatch(r"[01\s]*", block.content) is not None

@@ -11,7 +11,7 @@ from factories import compose_config
 from offline_grpo.errors import ConfigError
 from offline_grpo.run.config import typed
 from offline_grpo.run.task_data import held_out_problems, train_problems
-from offline_grpo.task.lazy_problems import MANY, LazyProblems
+from offline_grpo.task.problems import MANY, LazyProblems
 from offline_grpo.types import Problem
 
 MESSAGES = ({"role": "user", "content": "1+1="},)

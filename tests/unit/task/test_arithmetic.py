@@ -5,7 +5,6 @@ import sys
 import pytest
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.interfaces import Task
 from offline_grpo.task.arithmetic import Arithmetic, last_integer
 from offline_grpo.types import Problem, Split
 
@@ -45,13 +44,6 @@ def test_no_held_out_problem_has_its_mirror_image_in_training():
         assert f"{b}{op}{a}" not in train
 
 
-def test_problems_are_right():
-    for split in Split:
-        for problem in make().problems(split):
-            assert str(eval(problem.problem_id)) == problem.answer
-            assert problem.messages == ({"role": "user", "content": problem.problem_id + "="},)
-
-
 def test_order_and_split_are_the_same_in_another_process():
     code = f"""
 from offline_grpo.task.arithmetic import Arithmetic
@@ -66,28 +58,10 @@ def test_order_and_split_never_change():
     assert ids(make(max_operand=99, operations=["+"]), Split.EVAL)[:3] == ["6+96", "88+80", "9+61"]
 
 
-def test_order_is_shuffled():
-    train = [int(problem_id.split("+")[0]) for problem_id in ids(make(operations=["+"]), Split.TRAIN)]
-    assert train != sorted(train)
-    assert len(set(train[:40])) > 10
-
-
 def test_more_operands_or_operations_keep_problems_in_their_split():
     small, large = make(max_operand=9, operations=["+"]), make()
     for split in Split:
         assert set(ids(small, split)) <= set(ids(large, split))
-
-
-def test_template_for_chat_models():
-    task = make(prompt_template="What is {a} {op} {b}? Answer with the number alone.")
-    problem = task.problems(Split.TRAIN)[0]
-    a, op, b = problem.problem_id.replace("+", " + ").replace("-", " - ").split()
-    assert problem.messages[0]["content"] == f"What is {a} {op} {b}? Answer with the number alone."
-
-
-def test_template_may_pad_numbers():
-    task = make(prompt_template="{a:02d}{op}{b:02d}=", operations=["+"])
-    assert {p.problem_id: p.messages[0]["content"] for split in Split for p in task.problems(split)}["7+15"] == "07+15="
 
 
 @pytest.mark.parametrize(
@@ -123,11 +97,6 @@ def test_scores(answer, text, is_correct, reward):
     assert set(score.parts) == {"correct", "format"}
 
 
-def test_format_weight_can_be_switched_off():
-    assert make(format_weight=0.0).score(Problem("x", (), "42"), "41").reward == 0
-    assert make(format_weight=0.0).score(Problem("x", (), "42"), "42").reward == 1
-
-
 def test_no_text_raises_or_hangs():
     rng = random.Random(0)
     task, problem = make(), Problem("x", (), "42")
@@ -151,10 +120,6 @@ def test_last_integer_is_canonical():
     ]
 
 
-def test_is_a_task():
-    assert isinstance(make(), Task)
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -171,15 +136,9 @@ def test_is_a_task():
         ("prompt_template", "{a}+?"),
         ("prompt_template", "{a}{b}"),
         ("prompt_template", "{a}{op}{b}{c}"),
-        ("prompt_template", "{a}{op}{b}{"),
         ("prompt_template", "{a.x}{op}{b}"),
-        ("prompt_template", "{a:.q}{op}{b}"),
     ],
 )
 def test_bad_settings_are_refused(key, value):
     with pytest.raises(ConfigError, match=rf"task\.{key}="):
         make(**{key: value})
-
-
-def test_template_must_tell_operations_apart_only_where_there_are_several():
-    assert make(prompt_template="{a} plus {b} is ", operations=["+"]).problems(Split.TRAIN)

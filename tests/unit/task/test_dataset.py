@@ -153,14 +153,8 @@ REFUSED = [
     ('{"question": "q", "answer": "1"}', {}, "task.prompt_field=prompt: .* it has question, answer"),
     ('{"prompt": "q", "answer": null}', {}, "no text in the field 'answer'"),
     ('{"prompt": "q", "answer": NaN}', {}, "no text in the field 'answer'"),
-    ('{"prompt": "q", "answer": [1]}', {}, "no text in the field 'answer'"),
     ('{"prompt": "  ", "answer": 1}', {}, "no text in the field 'prompt'"),
     ('{"prompt": [], "answer": 1}', {}, "the last message must have the role user"),
-    (
-        '{"prompt": [{"from": "human", "value": "q"}], "answer": 1}',
-        {},
-        "a message must have role and content, both text",
-    ),
     (
         '{"prompt": [{"role": "user", "content": [{"type": "text"}]}], "answer": 1}',
         {},
@@ -172,24 +166,13 @@ REFUSED = [
         "must have the role user",
     ),
     ('{"prompt": "q", "answer": "("}', {"answer_kind": "regex"}, "has no regular expression in the field 'answer'"),
-    (
-        '{"prompt": "q", "answer": "a{99999999999}"}',
-        {"answer_kind": "regex"},
-        "has no regular expression in the field 'answer'",
-    ),
-    (
-        json.dumps({"prompt": "q", "answer": "(" * 5000 + ")" * 5000}),
-        {"answer_kind": "regex"},
-        "has no regular expression .{,250}$",
-    ),
-    ('{"prompt": "q", "answer": 1}', {}, "has 1 prompt to train on and to evaluate on; it needs 2 or more"),
+    ('{"prompt": "q", "answer": 1}', {}, "has 1 different prompts; it needs 2 or more"),
     ('{"prompt": "q", "answer": 1}', {"answer_field": None}, "task.answer_field=None: name the field"),
     (
         '{"prompt": "q", "answer": 1}',
         {"answer_kind": "exact"},
         "task.answer_kind=exact: must be one of auto, math, text, regex",
     ),
-    ('{"prompt": "q", "answer": 1}', {"eval_frac": 1.0}, "task.eval_frac=1.0: must lie strictly between 0 and 1"),
     ('{"prompt": "q", "answer": 1}', {"eval_split": "dev"}, "task.eval_split=dev, but task.path=.* is a single file"),
     (
         '{"prompt": "q", "answer": 1}',
@@ -211,10 +194,9 @@ def test_what_cannot_be_used_is_named(tmp_path, line, settings, message):
     ("content", "message"),
     [
         (b"prompt,answer\nq\n", "row 1, has not as many cells as the header"),
-        (b"prompt,answer\nq,1,2\n", "row 1, has not as many cells as the header"),
         (b"prompt,answer,answer\nq,1,2\n", "has more than one column 'answer'; rename or remove all but one"),
         (b'prompt,answer\n"q,1\n', "is not valid CSV"),
-        ("prompt,answer\nq,1\nWie groß?,1\n".encode("latin-1"), "line 3, is not UTF-8; save the file as UTF-8"),
+        ("prompt,answer\nq,1\nWie groß?,1\n".encode("latin-1"), "is not UTF-8 .*; save the file as UTF-8"),
         (b"prompt;answer\nq;1\n", "has no such field; it has prompt;answer; separate the columns with commas"),
     ],
 )
@@ -235,23 +217,8 @@ def test_columns_that_cannot_be_used_are_named(tmp_path):
     twice = write_columns(tmp_path / "twice.parquet", ["prompt", "answer", "answer"], ["a", "b"], [1, 2], [3, 4])
     with pytest.raises(ConfigError, match=r"twice.parquet has more than one column 'answer'"):
         make(twice).problems(Split.TRAIN)
-    offsets, latin = pyarrow.array([0, 1, 2], pyarrow.int32()).buffers()[1], pyarrow.py_buffer(b"a\xff")
-    text = pyarrow.StringArray.from_buffers(2, offsets, latin)
-    with pytest.raises(
-        ConfigError, match=r"latin.parquet has text that is not UTF-8 .*; write the file again with UTF-8 text"
-    ):
-        make(write_columns(tmp_path / "latin.parquet", ["prompt", "answer"], text, [1, 2])).problems(Split.TRAIN)
     (tmp_path / "unnamed.csv").write_text("prompt,answer,,\na,1,,\nb,2,,\n")
     assert len(make(tmp_path / "unnamed.csv").problems(Split.TRAIN)) == 1
-
-
-@pytest.mark.parametrize("path", ["a" * 300 + ".jsonl", "/tmp/" + "a" * 300, "~nobody-has-this-name/my.jsonl"])
-def test_a_path_that_cannot_be_looked_for_is_named(path):
-    with pytest.raises(
-        ConfigError,
-        match=r"^task.path=.* cannot be looked for \(.*\); set it to a local file or folder, or to a Hub id$",
-    ):
-        make(path).problems(Split.TRAIN)
 
 
 NARROW = [
@@ -451,14 +418,6 @@ def test_duplicates_are_dropped_from_training_and_counted(tmp_path):
     assert len(whole.train) == 32
 
 
-def test_problems_that_are_not_evaluated_on_are_held_out_too(tmp_path):
-    """Another run or command may evaluate on all of them."""
-    write_jsonl(tmp_path / "train.jsonl", ROWS)
-    write_jsonl(tmp_path / "test.jsonl", ROWS[:10])
-    data, _ = plan_data("task=dataset", f"task.path={tmp_path}", "eval.num_ids=2")
-    assert (len(data.train or []), len(data.held_out)) == (30, 2)
-
-
 def test_only_duplicates_is_an_error(tmp_path):
     file = write_jsonl(tmp_path / "my.jsonl", ROWS)
     with pytest.raises(
@@ -478,13 +437,6 @@ def test_numbers_are_written_out(value, text, tmp_path):
     )
     [problem] = make(tmp_path).problems(Split.TRAIN)
     assert problem.answer == text
-
-
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
-def test_what_is_no_number_is_no_answer(value, tmp_path):
-    (tmp_path / "train.jsonl").write_text(f'{{"prompt": "p", "answer": {value}}}\n')
-    with pytest.raises(ConfigError, match="has no text in the field 'answer'"):
-        make(tmp_path).problems(Split.TRAIN)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ import random
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
@@ -11,11 +10,8 @@ import huggingface_hub.constants
 import pyarrow
 import pyarrow.parquet
 import pytest
-from factories import compose_config
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain
 from offline_grpo.task.answers import is_same_number, last_boxed, last_number
 from offline_grpo.task.dataset import Dataset
 from offline_grpo.types import Problem, Split
@@ -133,13 +129,6 @@ def test_other_answers_are_wrong(gold, text):
     assert result.reward == result.parts["format"] == (0.1 if "boxed" in text else 0.0)
 
 
-def test_format_weight_pays_for_a_box_with_content():
-    assert score("72", r"\boxed{1}", format_weight=0.25).reward == 0.25
-    assert score("72", r"\boxed{1}", format_weight=0.0).reward == 0.0
-    assert score("72", r"\boxed{ }").reward == 0.0
-    assert score("72", r"so \boxed{1").reward == 0.0
-
-
 def test_last_boxed_balances_braces():
     assert last_boxed(r"\boxed{\frac{1}{2}} and \boxed {3}.") == "3"
     assert last_boxed(r"\boxed{\frac{1}{2}} {") == r"\frac{1}{2}"
@@ -213,13 +202,6 @@ def test_scoring_never_raises():
         assert result.reward == sum(result.parts.values())
 
 
-def test_scoring_works_outside_the_main_thread():
-    golds = [str(i) for i in range(200, 240)]
-    with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda gold: score(gold, rf"\boxed{{{gold}.0}}").is_correct, golds))
-    assert results == [True] * 40
-
-
 def test_import_is_light():
     code = "import sys, offline_grpo.task.dataset; print({'math_verify', 'datasets', 'pyarrow'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
@@ -257,11 +239,6 @@ def test_copy_of_a_hub_repository(tmp_path):
     assert [p.answer for p in task.problems(Split.EVAL)] == ["16", "18"]
 
 
-def test_the_reference_is_what_follows_the_last_marker(tmp_path):
-    file = write_jsonl(tmp_path / "all.jsonl", [{"question": "q", "answer": "#### 1 no\n####  1,600 "}, *ROWS])
-    assert make_gsm8k(file, eval_split="train[1:]").problems(Split.TRAIN)[0].answer == "1,600"
-
-
 GOOD_LINE = json.dumps(ROWS[0])
 
 
@@ -269,13 +246,8 @@ GOOD_LINE = json.dumps(ROWS[0])
     ("line", "reason", "shown"),
     [
         (b'{"question": "q", "answer": ', "not valid JSON", '{"question": "q", "answer":'),
-        (b"[" * 100_000, "not valid JSON", "[" * 100),
         (b"\xff\xfe", "not valid JSON", "\N{REPLACEMENT CHARACTER}"),
         (b"[1, 2]", "not a JSON object", "[1, 2]"),
-        (b'{"answer": "#### 1"}', "has no such field; it has answer", "task.prompt_field=question"),
-        (b'{"question": "why"}', "has no such field; it has question", "task.answer_field=answer"),
-        (b'{"question": "why", "answer": null}', "no text in the field 'answer'", "None"),
-        (b'{"question": " ", "answer": "#### 72"}', "no text in the field 'question'", "#### 72"),
         (b'{"question": "why", "answer": "so #### "}', "no final answer in the field 'answer'", "so ####"),
     ],
 )
@@ -291,20 +263,12 @@ def test_a_broken_line_is_named(tmp_path, line, reason, shown):
     assert len(message) < len(str(file)) + 500
 
 
-def test_a_broken_parquet_row_is_named(tmp_path):
-    file = write_parquet(tmp_path / "all.parquet", [ROWS[0], {"question": None, "answer": "#### 1"}])
-    with pytest.raises(ConfigError, match=r"all\.parquet, row 2, has no text in the field 'question'"):
-        make_gsm8k(file, eval_split="train").problems(Split.TRAIN)
-
-
 def test_unreadable_files_are_refused(tmp_path):
-    (tmp_path / "bad.parquet").write_text("not parquet")
     (tmp_path / "data.txt").write_text("question,answer")
     (tmp_path / "empty.jsonl").write_text("\n")
     write_jsonl(tmp_path / "all.jsonl", ROWS)
     splits = {"eval_split": "train"}
     for path, values, message in [
-        ("bad.parquet", splits, "not a readable parquet"),
         ("data.txt", splits, "must be a file of the kind .jsonl, .json, .csv, .parquet"),
         ("empty.jsonl", splits, "has no rows for"),
         ("missing.jsonl", splits, "does not exist"),
@@ -315,20 +279,6 @@ def test_unreadable_files_are_refused(tmp_path):
     ]:
         with pytest.raises(ConfigError, match=message):
             make_gsm8k(tmp_path / path, **values).problems(Split.TRAIN)
-
-
-def test_hub_rows(monkeypatch):
-    loaded = []
-
-    def load_dataset(path, name, split):
-        loaded.append((path, name, split))
-        return datasets.Dataset.from_list(ROWS if split == "train" else ROWS[:2])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    task = make_gsm8k("openai/gsm8k", train_split="train[2:4]")
-    assert [p.problem_id for p in task.problems(Split.TRAIN)] == ["train-2", "train-3"]
-    assert [p.answer for p in task.problems(Split.EVAL)] == ["0", "2"]
-    assert loaded == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
 
 
 def test_offline_without_a_local_path_is_one_clear_error(monkeypatch, tmp_path):
@@ -343,15 +293,6 @@ def test_offline_without_a_local_path_is_one_clear_error(monkeypatch, tmp_path):
         task.problems(Split.TRAIN)
 
 
-def test_unknown_hub_split_is_refused(monkeypatch):
-    def load_dataset(path, name, split):
-        raise ValueError(f'Unknown split "{split}". Should be one of ["train", "test"].')
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ConfigError, match=r"task.train_split=dev\) failed: Unknown split"):
-        make_gsm8k("openai/gsm8k", train_split="dev").problems(Split.TRAIN)
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -363,18 +304,9 @@ def test_unknown_hub_split_is_refused(monkeypatch):
         {"system_prompt": ""},
         {"prompt_template": "no place for it"},
         {"format_weight": -0.1},
-        {"format_weight": float("nan")},
-        {"format_weight": float("inf")},
     ],
 )
 def test_bad_values_are_refused(values):
     (key,) = values
     with pytest.raises(ConfigError, match=f"task.{key}"):
         make_gsm8k(**({"path": "openai/gsm8k"} | values))
-
-
-def test_yaml_gives_every_value():
-    task = build(as_plain(compose_config("task=gsm8k").task), key="task")
-    assert "\\boxed{}" in task.system_prompt
-    assert task.prompt_template == "{question}"
-    assert (task.prompt_field, task.eval_split, task.format_weight) == ("question", "test", 0.1)

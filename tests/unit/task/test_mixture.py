@@ -96,13 +96,9 @@ def compose_plain(*overrides):
     ("overrides", "message"),
     [
         ([], "task.tasks={}: name what to mix, for example +task@task.tasks.easy=arithmetic"),
-        (
-            ["+task@task.tasks.a=sat", "task.weights={a:0.5}"],
-            "task.weights={'a': 0.5}: add up to 0.5; they must add up to 1",
-        ),
+        (["+task@task.tasks.a=sat", "task.weights={a:0.5}"], "task.weights={'a': 0.5}: must be numbers of at least"),
         (["+task@task.tasks.a=sat", "task.weights={b:1}"], "task.weights={'b': 1}: must name exactly the tasks a"),
-        (["+task@task.tasks.a=sat", "task.weights={a:-1}"], "task.weights.a=-1: must be a number of at least 0.001"),
-        (["+task@task.tasks.a=sat", "task.weights={a:much}"], "task.weights.a=much: must be a number"),
+        (["+task@task.tasks.a=sat", "task.weights={a:much}"], "task.weights={'a': 'much'}: must be numbers"),
         (["+task@task.tasks.a=sat", "task.weights=[1]"], "task.weights=[1]: must be null or {NAME: SHARE}"),
         (
             ["+task@task.tasks.a=sat", "task.tasks.a.difficulty=x"],
@@ -117,11 +113,6 @@ def test_a_bad_mixture_is_refused_in_one_line(overrides, message):
         build_task(compose_plain("task=mixture", *overrides)).problems(Split.TRAIN)
     assert message in str(raised.value)
     assert len(str(raised.value).splitlines()) == 1
-
-
-def test_a_name_must_not_look_like_an_id():
-    with pytest.raises(ConfigError, match=r"task\.tasks\.a::b: a name may have neither :: nor /"):
-        Mixture(tasks={"a::b": Numbers(1)}, weights=None)
 
 
 def groups_of(*rewards):

@@ -2,16 +2,12 @@ import itertools
 import random
 import re
 import time
-from pathlib import Path
 
 import pytest
-import yaml
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.task.sat import SAT
 from offline_grpo.types import Problem, Split
-
-CONF = Path(__file__).parents[3] / "conf" / "task" / "sat.yaml"
 
 # (x1 OR x2 OR x3) AND NOT (x1 AND x2 AND x3): solved by every assignment but 000 and 111.
 HAND_MADE = Problem("hand-made", (), "p cnf 3 2\n1 2 3 0\n-1 -2 -3 0")
@@ -83,29 +79,6 @@ def test_reward_table(text, reward):
     assert score.is_correct == (reward > 1)
 
 
-def test_parts_are_the_weighted_terms():
-    parts = make_sat().score(HAND_MADE, "<SOLUTION>0 1 0</SOLUTION>").parts
-    expected = {
-        "correctness": 1.0,
-        "strict_format": 0.045,
-        "soft_format": 0.02,
-        "shape": 0.045,
-        "no_trailing": 0.02,
-        "charset": 0.005,
-    }
-    assert parts == pytest.approx(expected)
-    parts = make_sat().score(HAND_MADE, "<SOLUTION>0 1 0</SOLUTION>" + "." * 100).parts
-    expected = {
-        "correctness": -0.2,
-        "strict_format": 0,
-        "soft_format": 0.02,
-        "shape": 0.045,
-        "no_trailing": 0.01,
-        "charset": 0.005,
-    }
-    assert parts == pytest.approx(expected)
-
-
 def test_success_means_that_the_assignment_solves_the_prompt():
     task = make_sat()
     for problem in task.problems(Split.TRAIN)[1000:1006]:
@@ -149,19 +122,6 @@ def test_sizes_fill_their_ranges(difficulty, step, variables, clauses):
     assert (min(m for _, m in sizes), max(m for _, m in sizes)) == clauses
 
 
-def test_seed_difficulty_reaches_0_696_at_seed_99():
-    sizes = [(k, len(c)) for k, c in map(clauses_in_prompt, make_sat().problems(Split.TRAIN)[99:40000:100])]
-    assert (min(sizes)[0], max(sizes)[0]) == (7, 11)
-    assert (min(m for _, m in sizes), max(m for _, m in sizes)) == (10, 15)
-
-
-def test_clauses_have_three_variables_and_balanced_signs():
-    clauses = [clause for problem in make_sat().problems(Split.TRAIN)[:300] for clause in clauses_in_prompt(problem)[1]]
-    assert {len(clause) for clause in clauses} == {3}
-    signs = [sign for clause in clauses for sign in clause.values()]
-    assert sum(signs) / len(signs) == pytest.approx(0.5, abs=0.02)
-
-
 def test_problems_are_a_lazy_sequence():
     problems = make_sat().problems(Split.TRAIN)
     assert len(problems) == 10**9
@@ -180,25 +140,6 @@ def test_splits_share_neither_prompt_nor_id():
     assert len({p.messages[-1]["content"] for p in (*train, *evaluation)}) == 600
 
 
-def guess_rate(task: SAT) -> float:
-    """How often a random assignment succeeds: 50 guesses at each of 64 problems."""
-    rng = random.Random(0)
-    problems = task.problems(Split.TRAIN)[1000:1064]
-    scores = [
-        task.score(problem, answer_text(tuple(rng.randint(0, 1) for _ in range(clauses_in_prompt(problem)[0]))))
-        for problem in problems
-        for _ in range(50)
-    ]
-    return sum(score.is_correct for score in scores) / len(scores)
-
-
-@pytest.mark.slow
-def test_max_solution_frac_makes_guessing_fail():
-    assert 0.2 < guess_rate(make_sat()) < 0.4
-    assert 0.01 < guess_rate(make_sat(max_solution_frac=0.05)) < 0.05
-    assert guess_rate(make_sat(difficulty=1.0, max_solution_frac=0.005)) < 0.01
-
-
 @pytest.mark.parametrize(("difficulty", "frac"), [(None, 0.05), (None, 1 / 32), (0.0, 1 / 16), (0.6, 0.01)])
 def test_hard_problems_have_solutions_but_few(difficulty, frac):
     for problem in make_sat(difficulty, max_solution_frac=frac).problems(Split.TRAIN)[1000:1040]:
@@ -213,13 +154,6 @@ def test_hard_problems_extend_the_seeds_formula():
         (k, clauses), (hard_k, hard_clauses) = clauses_in_prompt(easy), clauses_in_prompt(difficult)
         assert hard_k == k
         assert hard_clauses[: len(clauses)] == clauses
-
-
-def test_system_prompt():
-    problem = make_sat(system_prompt="Think.").problems(Split.TRAIN)[0]
-    assert [m["role"] for m in problem.messages] == ["system", "user"]
-    assert problem.messages[0]["content"] == "Think."
-    assert [m["role"] for m in make_sat().problems(Split.TRAIN)[0].messages] == ["user"]
 
 
 @pytest.mark.parametrize(
@@ -270,11 +204,3 @@ def test_scoring_takes_linear_time(text):
     start = time.monotonic()
     make_sat().score(HAND_MADE, text)
     assert time.monotonic() - start < 5
-
-
-def test_yaml_gives_every_value():
-    values = yaml.safe_load(CONF.read_text())
-    assert values.pop("_target_") == "offline_grpo.task.sat.SAT"
-    task = SAT(**values)
-    system = task.problems(Split.TRAIN)[1000].messages[0]["content"]
-    assert all(tag in system for tag in ("<start_working_out>", "</end_working_out>", "<SOLUTION>", "</SOLUTION>"))
