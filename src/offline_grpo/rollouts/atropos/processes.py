@@ -146,11 +146,10 @@ class Processes:
         Raises:
             GrpoError: it keeps ending.
         """
-        if not self._api.has_ended():
+        if not self._api.revive():
             self._environment.revive()
             return False
         self._environment.stop()  # the new API would not know it
-        self._api.revive()
         self._wait_for_api(answers)
         if self._surroundings is not None and self._command is not None:
             self._environment.start()
@@ -174,17 +173,9 @@ class Processes:
 
     def _make_api(self, number: int) -> ServerProcess:
         url = urlsplit(self._url)
-        command = [
-            sys.executable,
-            "-m",
-            "atroposlib.cli.run_api",
-            "--host",
-            url.hostname or "",
-            "--port",
-            str(url.port or 80),
-        ]
+        address = ["--host", url.hostname or "", "--port", str(url.port or 80)]
         return ServerProcess(
-            command,
+            [sys.executable, "-m", "atroposlib.cli.run_api", *address],
             env=_environment_of_children(),
             log_path=self._folder / (f"api_{number}.log" if number else "api.log"),
         )
@@ -211,19 +202,13 @@ class Processes:
 
 
 class _Child:
-    """A command that is started again when it ends.
-
-    Args:
-        name: for messages.
-        make: starts it for the n-th time, counted from 0.
-    """
+    """A command that is started again when it ends. `make` starts it for the n-th time, counted from 0."""
 
     def __init__(self, name: str, make: Callable[[int], ServerProcess]) -> None:
         self._name = name
         self._make = make
         self._process: ServerProcess | None = None
-        self._num_starts = 0
-        self._num_short_lives = 0
+        self._num_starts = self._num_short_lives = 0
         self._started = 0.0
 
     def start(self) -> None:
@@ -231,14 +216,10 @@ class _Child:
         self._num_starts += 1
         self._started = time.monotonic()
 
-    def has_ended(self) -> bool:
-        """Whether it was started, and has ended by itself."""
-        return self._process is not None and self._process.how_it_ended() is not None
-
-    def revive(self) -> None:
-        """Start it again if it has ended."""
+    def revive(self) -> bool:
+        """Start it again if it has ended by itself. Returns whether it had."""
         if self._process is None or (end := self._process.how_it_ended()) is None:
-            return
+            return False
         self._process.stop()
         self._num_short_lives = self._num_short_lives + 1 if time.monotonic() - self._started < SHORT_LIFE_S else 0
         if self._num_short_lives >= MAX_SHORT_LIVES:
@@ -247,6 +228,7 @@ class _Child:
             )
         log.warning("%s %s Starting it again.", self._name, end)
         self.start()
+        return True
 
     def stop(self) -> None:
         if self._process is not None:
