@@ -62,7 +62,9 @@ GROUP_SIZE, LR = 8, 1e-5
 
 @dataclass(frozen=True)
 class Setup:
-    """What differs between a CPU, whose values are the defaults, and a GPU. The command line sets some of the fields."""
+    """What differs between a CPU, whose values are the defaults, and a GPU. The command line sets some of the
+    fields.
+    """
 
     device: str = "cpu"
     name: str = "replay_vs_trl"
@@ -305,7 +307,10 @@ def main() -> None:
     where = "a CPU" if setup.device == "cpu" else "one GPU"
     write_result(
         setup.name,
-        claim=f"On {where}, training on stored rollouts of skewed length handles 2.5 times the tokens per second of TRL's GRPOTrainer.",
+        claim=(
+            f"On {where}, training on stored rollouts of skewed length handles 2.5 times the tokens per second "
+            f"of TRL's GRPOTrainer."
+        ),
         targets=[Target("throughput_ratio", ">=", 2.5)],
         settings={**asdict(setup), "trl": version("trl"), "lengths": lengths},
         measured={key: float(f"{value:.4g}") for key, value in measured.items()},

@@ -227,7 +227,10 @@ def main() -> None:
         ]
     write_result(
         options.out,
-        claim="Writing takes under 1% of an iteration, reading has half the speed of pyarrow's scan, and SIGKILL loses nothing.",
+        claim=(
+            "Writing takes under 1% of an iteration, reading has half the speed of pyarrow's scan, and SIGKILL "
+            "loses nothing."
+        ),
         targets=targets,
         measured=measured,
         settings={

@@ -3,7 +3,8 @@
     uv run examples/grpo_in_one_file.py
 
 A tiny model learns to add. It is built and taught the format first, which takes half a minute and is kept in
-outputs/.cache. What `run_grpo.py` does beyond this: other tasks, models, losses and servers by configuration, evaluation,
+outputs/.cache. What `run_grpo.py` does beyond this: other tasks, models, losses and servers by configuration,
+evaluation,
 checkpoints, several processes, a reference for a KL term, and a proof that the engine serves the newest weights.
 """
 

@@ -98,11 +98,15 @@ def upstream(folder: Path, *names: str) -> list[Path]:
     """Files of atroposlib's source distribution, from the package index that this machine is set up for: the wheel has
     no environments.
     """
-    command = "uv run --no-project --with pip python -m pip download --quiet --no-deps --no-binary :all: atroposlib==0.4.0 --dest"
+    command = (
+        "uv run --no-project --with pip python -m pip download --quiet --no-deps --no-binary :all: "
+        "atroposlib==0.4.0 --dest"
+    )
     done = subprocess.run([*command.split(), str(folder)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         pytest.fail(
-            f"this test needs the source distribution of atroposlib 0.4.0 from a package index, and got: {done.stderr[-1000:]}"
+            f"this test needs the source distribution of atroposlib 0.4.0 from a package index, and got: "
+            f"{done.stderr[-1000:]}"
         )
     [archive] = folder.glob("atroposlib-0.4.0.tar.gz")
     with tarfile.open(archive) as tar:

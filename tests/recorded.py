@@ -32,7 +32,9 @@ class Lengths:
 
 
 def made_groups(iteration: int) -> list[RolloutGroup]:
-    """Two groups of three completions, each with tokens, text and reward of its own; the third completion was cut off."""
+    """Two groups of three completions, each with tokens, text and reward of its own; the third completion was cut
+    off.
+    """
     groups = []
     for number in range(2):
         rollouts = [
@@ -55,7 +57,9 @@ def _reason(index: int) -> FinishReason:
 
 
 def byte_tokenizer(folder: Path) -> Tokenizer:
-    """A token for each byte, as byte-level tokenizers have for rare letters; saved as the one of the model in `folder`."""
+    """A token for each byte, as byte-level tokenizers have for rare letters; saved as the one of the model in
+    `folder`.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

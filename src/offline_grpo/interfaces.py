@@ -119,7 +119,9 @@ class Source(Protocol):
 
     @staticmethod
     def check(config: Any) -> None:
-        """Raise ConfigError if it cannot work in a run with this `settings.RunConfig`. Called before a model is loaded."""
+        """Raise ConfigError if it cannot work in a run with this `settings.RunConfig`. Called before a model is
+        loaded.
+        """
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
         """Called once, before the first `next`, with the iteration that comes first and what `state_dict` returned for

@@ -80,7 +80,9 @@ class SamplingParams:
 
     @property
     def is_full_softmax(self) -> bool:
-        """True if tokens come from softmax(logits / temperature), unfiltered: the distribution that the trainer scores."""
+        """True if tokens come from softmax(logits / temperature), unfiltered: the distribution that the trainer
+        scores.
+        """
         return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and self.repetition_penalty == 1.0
 
 
@@ -184,7 +186,8 @@ class Rollout:
         if len(lengths) != 1:
             raise UnusableGroup(
                 "malformed",
-                f"token_ids, is_sampled, logprobs, versions or ref_logprobs of a rollout differ in length: {sorted(lengths)}",
+                f"token_ids, is_sampled, logprobs, versions or ref_logprobs of a rollout differ in length: "
+                f"{sorted(lengths)}",
             )
         if self.is_sampled[:1] == (True,):
             raise UnusableGroup("masks", "the first token of a rollout is sampled, though nothing predicts it")
@@ -337,7 +340,9 @@ class TokenBatch:
         return np.arange(lengths.sum()) + np.repeat(starts - first, lengths)
 
     def to(self, device: torch.device) -> TokenBatch:
-        """The same batch on another device. From the host to a GPU nothing waits: the tensors go through pinned memory."""
+        """The same batch on another device. From the host to a GPU nothing waits: the tensors go through pinned
+        memory.
+        """
         tensors = self._tensors() | {"completion_index": self.completion_positions}
         if device.type == "cuda" and self.token_ids.device.type == "cpu":
             tensors = {name: values.pin_memory() for name, values in tensors.items()}

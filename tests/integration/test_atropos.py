@@ -153,7 +153,9 @@ def both(groups):
 
 @pytest.fixture(scope="module")
 def fed(tmp_path_factory):
-    """A run fed by atroposlib's own GSM8K environment and by one of two turns, until it has trained on groups of both."""
+    """A run fed by atroposlib's own GSM8K environment and by one of two turns, until it has trained on groups of
+    both.
+    """
     folder = tmp_path_factory.mktemp("fed")
     [gsm8k] = atropos_world.upstream(folder, "environments/gsm8k_server.py")
     world, model = atropos_world.data_sets(folder), atropos_world.guessing_model(folder / "model")

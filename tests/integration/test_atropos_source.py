@@ -101,7 +101,10 @@ def test_a_second_trainer_is_refused(api: RunApi) -> None:
     name = first.state_dict()["registration"]
     with pytest.raises(
         ConfigError,
-        match=rf"^rollouts.url={api.url}: another trainer owns this API \({name}, batch_size=4, max_token_len=32; this run is",
+        match=(
+            rf"^rollouts.url={api.url}: another trainer owns this API \({name}, batch_size=4, max_token_len=32; "
+            rf"this run is"
+        ),
     ):
         started(api)
     make_source(api.url).start(3, first.state_dict())  # the run that goes on from a checkpoint of the first

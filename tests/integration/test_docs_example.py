@@ -1,4 +1,6 @@
-"""docs/adding_a_component.md works as it is written, and what its run records is in the glossary of docs/numerics.md."""
+"""docs/adding_a_component.md works as it is written, and what its run records is in the glossary of
+docs/numerics.md.
+"""
 
 from __future__ import annotations
 

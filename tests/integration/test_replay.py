@@ -104,7 +104,10 @@ def test_a_folder_of_datasets_and_several_runs_are_stores_too(live, cache, tmp_p
     datasets.Dataset(rows).save_to_disk(tmp_path / "saved")
     with pytest.raises(
         ConfigError,
-        match=r"saved: does not say which model and tokenizer it was recorded with; rollouts.any_model=true trains on it all the same$",
+        match=(
+            r"saved: does not say which model and tokenizer it was recorded with; rollouts.any_model=true trains "
+            r"on it all the same$"
+        ),
     ):
         replay(tmp_path / "saved", tmp_path / "refused", cache)
     assert not (tmp_path / "refused").exists()

@@ -143,7 +143,8 @@ class PolicyGradientLoss(ABC):
             if values.shape != logprobs.shape:
                 shapes = f"has the shape {[*values.shape]} and must be one number for each token, {[*logprobs.shape]}"
                 raise ConfigError(
-                    f"train.loss: what {type(self).__name__}.{name}() returns {shapes}; weights() says how they are averaged"
+                    f"train.loss: what {type(self).__name__}.{name}() returns {shapes}; weights() says how they are "
+                    f"averaged"
                 )
 
     def _kl(self, policy: TokenStats, batch: TokenBatch) -> Tensor | None:
@@ -234,5 +235,7 @@ def _detached(scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _token_means(per_token: Mapping[str, Tensor], token_mean: Tensor) -> dict[str, Tensor]:
-    """This microbatch's share of each metric's mean over the completion tokens of the optimizer batch; values are [T]."""
+    """This microbatch's share of each metric's mean over the completion tokens of the optimizer batch; values are
+    [T].
+    """
     return {name: (token_mean * values.detach()).sum() for name, values in per_token.items()}

@@ -3,7 +3,8 @@
 
     loss = sum_t -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) / (number of sequences * max_new_tokens)
 
-The paper's other change, advantages that are not divided by the group's std, is `train/advantage=group_mean`, which conf/train/loss/dr_grpo.yaml chooses.
+The paper's other change, advantages that are not divided by the group's std, is `train/advantage=group_mean`, which
+conf/train/loss/dr_grpo.yaml chooses.
 
 Departures from the paper: the constant is the generation limit, as in the authors' code (the paper leaves it open); a
 KL term is available (the paper has none: `train.kl_coef=0`).

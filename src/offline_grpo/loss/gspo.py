@@ -24,7 +24,9 @@ from offline_grpo.types import BatchTotals, TokenBatch, TokenStats
 
 @dataclass(frozen=True, kw_only=True)
 class GSPO(ClippedLoss):
-    """Clipped surrogate of length-normalised sequence ratios, mean over sequences. See `ClippedLoss` for the settings."""
+    """Clipped surrogate of length-normalised sequence ratios, mean over sequences. See `ClippedLoss` for the
+    settings.
+    """
 
     def ratio(self, log_ratio: Tensor, mask: Tensor, batch: TokenBatch) -> Tensor:
         num_tokens = terms.segment_sum(mask, batch).clamp(min=1.0)  # [S]

@@ -98,16 +98,23 @@ class Asynchronous(OnPolicy):
         OnPolicy.check(config)
         settings, loss = config.rollouts, config.train.loss
         staleness, in_flight, buffer_size = settings["max_staleness"], settings["in_flight"], settings["buffer_size"]
-        fix = "generation samples in this process, from the weights that are trained; use generation=vllm_server, or rollouts=on_policy"
+        fix = (
+            "generation samples in this process, from the weights that are trained; use generation=vllm_server, "
+            "or rollouts=on_policy"
+        )
         require(config.engine is not None, "rollouts", "async", fix)
         require(in_flight in IN_FLIGHT, "rollouts.in_flight", in_flight, f"must be one of {', '.join(IN_FLIGHT)}")
         problems = config.data.problems_per_iteration
-        fix = f"must have room for an iteration, data.problems_per_iteration={problems}; null bounds by rollouts.max_staleness alone"
+        fix = (
+            f"must have room for an iteration, data.problems_per_iteration={problems}; null bounds by "
+            f"rollouts.max_staleness alone"
+        )
         require(buffer_size is None or buffer_size >= problems, "rollouts.buffer_size", buffer_size, fix)
         interval = config.weight_sync.get("interval", 1)
         least = interval * config.planned_updates
         fix = (
-            f"an iteration makes up to {config.planned_updates} versions and weight_sync.interval={interval}, so sampling ahead takes at "
+            f"an iteration makes up to {config.planned_updates} versions and weight_sync.interval={interval}, so "
+            f"sampling ahead takes at "
             f"least {least}"
             + ("; 0 samples as rollouts=on_policy does" if interval == 1 else ", and 0 takes weight_sync.interval=1")
         )
@@ -135,7 +142,8 @@ class Asynchronous(OnPolicy):
         age = version - self._served
         if age > self.max_staleness:
             raise ConfigError(
-                f"rollouts.max_staleness={self.max_staleness}: the engine's weights are {age} versions old; push more often"
+                f"rollouts.max_staleness={self.max_staleness}: the engine's weights are {age} versions old; push "
+                f"more often"
             )
         sampling_s = 0.0
         while True:
@@ -210,7 +218,9 @@ class Asynchronous(OnPolicy):
         round_.groups = in_background(sample)
 
     def _count_seconds(self) -> None:
-        """Share the seconds since the last call among the iterations that are being sampled; without one they are idle."""
+        """Share the seconds since the last call among the iterations that are being sampled; without one they are
+        idle.
+        """
         with self._counting:
             now = time.perf_counter()
             seconds, self._counted_to_s = now - self._counted_to_s, now

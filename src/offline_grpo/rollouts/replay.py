@@ -147,7 +147,10 @@ class Replay(Source):
         require(is_known, "rollouts.path", self.path, fix)
         num_rollouts = sum(len(group.rows) for group in groups)
         per_pass = -(-len(self._units) // (self.problems_per_iteration or 1))
-        what = f"{num_rollouts:,} rollouts in {len(groups):,} groups, with {'new' if self.rescore else 'the recorded'} rewards"
+        what = (
+            f"{num_rollouts:,} rollouts in {len(groups):,} groups, with "
+            f"{'new' if self.rescore else 'the recorded'} rewards"
+        )
         log.info("replaying %s; a pass takes %s iterations", what, f"{per_pass:,}")
         self._warn_of_differences(sound)
 
@@ -190,7 +193,9 @@ class Replay(Source):
                 raise ConfigError(f"{path}: {about} ({theirs[:12]}, not {ours[:12]}); {fix}")
 
     def _warn_of_differences(self, shards: Sequence[Shard]) -> None:
-        """Name what the recorded rewards, or the weights that drew the rollouts, depend on and this run has otherwise."""
+        """Name what the recorded rewards, or the weights that drew the rollouts, depend on and this run has
+        otherwise.
+        """
         origin = next((shard.origin for shard in shards if shard.origin is not None), None)
         if origin is None:
             return
@@ -203,7 +208,9 @@ class Replay(Source):
             log.warning("rollouts.path=%s: was recorded with other settings: %s", self.path, found)
 
     def _chosen(self, table: pa.Table, shard: int) -> list[_Group]:
-        """The groups that pass the filters. One that is left with a single completion has nothing to be compared with."""
+        """The groups that pass the filters. One that is left with a single completion has nothing to be compared
+        with.
+        """
         rewards, versions, reasons = (table[name].to_pylist() for name in ("reward", "version", "finish_reason"))
         chosen = []
         for (iteration, phase, _), rows in group_rows(table).items():

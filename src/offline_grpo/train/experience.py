@@ -37,7 +37,8 @@ def prepare_batch(
     if updater.reward_penalty is not None:
         if any(group.advantages is not None for group in groups):
             raise ConfigError(
-                "train.loss.kl_placement=reward: these rollouts come with advantages, which no penalty on rewards changes; "
+                "train.loss.kl_placement=reward: these rollouts come with advantages, which no penalty on rewards "
+                "changes; "
                 "use train.loss.kl_placement=loss"
             )
         whole = updater.score(
@@ -156,7 +157,8 @@ def check_scored(groups: Sequence[RolloutGroup], stop_at_frac: float | None) -> 
     if failures and len(failures) >= stop_at_frac * num_rollouts:
         causes = ", ".join(f"{n} {cause}" for cause, n in Counter(failures).most_common())
         raise ScoreError(
-            f"{len(failures)} of {num_rollouts} completions could not be scored ({causes}; scoring.stop_at_failed_frac={stop_at_frac:g}); "
+            f"{len(failures)} of {num_rollouts} completions could not be scored ({causes}; "
+            f"scoring.stop_at_failed_frac={stop_at_frac:g}); "
             "the first one of each cause is told above, and in run.log"
         )
 

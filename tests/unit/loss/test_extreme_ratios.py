@@ -142,7 +142,7 @@ def test_gradients_are_those_of_the_formula(
     assert num_zero > 3 or loss.kl_coef > 0
 
 
-@pytest.mark.parametrize("d", [-30.0, -20.0, -5.0, -0.5, -1e-4, 0.0, 1e-4, 0.5, 5.0, 16.0, 18.0, 20.0, 25.0, 30.0])
+@pytest.mark.parametrize("d", [-30.0, -0.5, 0.0, 1e-4, 5.0, 16.0, 30.0])
 @pytest.mark.parametrize("loss_class", LOSSES)
 @pytest.mark.parametrize("ratio", [0.25, 1.0, 2.0])
 def test_the_gradient_of_k3_with_the_ratio_is_minus_ratio_times_d(

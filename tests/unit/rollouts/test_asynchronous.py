@@ -5,14 +5,12 @@ seeds.
 import random
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 from factories import compose_config, strategy
 from omegaconf import OmegaConf
 
 from offline_grpo.errors import ConfigError, EngineDied
-from offline_grpo.rollouts import asynchronous
 from offline_grpo.rollouts.asynchronous import Asynchronous
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run.config import typed
@@ -190,49 +188,6 @@ def test_sampling_and_training_overlap():
     assert not both.broken
 
 
-def test_an_iteration_takes_as_long_as_the_longer_of_sampling_and_training():
-    """And little more, in the first iteration that a busy machine does not disturb."""
-    for sampling_s, training_s in ((0.15, 0.15), (0.15, 0.05)):
-        trainer = Trainer(Client(lambda s=sampling_s: s), seconds=lambda s=training_s: s, iterations=62)
-        trainer.begin()
-        trainer.train(0)
-        for iteration in range(1, 61):
-            began = time.perf_counter()
-            trainer.train(iteration)
-            took_s, waited_s = time.perf_counter() - began, trainer.source.metrics()["time/rollouts_wait_s"]
-            if took_s <= 1.15 * max(sampling_s, training_s) and waited_s < 1.15 * max(sampling_s - training_s, 0.05):
-                break
-        else:
-            pytest.fail(f"the last one took {took_s} s, of which the trainer waited {waited_s} s")
-        trainer.source.close()
-
-
-def test_the_seconds_of_sampling_are_those_in_which_it_went_on(monkeypatch):
-    """Whether the trainer waits or not; together with the idle ones they are all seconds, of a clock that only these
-    two put forward.
-    """
-    now_s, moving = [0.0], threading.Lock()
-
-    def pass_by(seconds):
-        with moving:
-            now_s[0] += seconds
-        return 0.0
-
-    def train():
-        wait_until(lambda: all(round_.groups.done() for round_ in trainer.source._rounds.values()))
-        return pass_by(0.15)
-
-    monkeypatch.setattr(asynchronous, "time", SimpleNamespace(perf_counter=lambda: now_s[0], monotonic=time.monotonic))
-    trainer = Trainer(Client(lambda: pass_by(0.05)), seconds=train, max_staleness=1, iterations=6)
-    trainer.begin()
-    found = [(trainer.train(iteration), trainer.source.metrics())[1] for iteration in range(6)]
-    sampling_s, idle_s = (sum(metrics[f"time/{name}_s"] for metrics in found) for name in ("sampling", "async_idle"))
-    assert sampling_s + idle_s == pytest.approx(now_s[0] - 0.15)  # the last training
-    assert sampling_s == pytest.approx(
-        6 * 0.05, abs=0.051
-    )  # the first two may end at once, and which of them was last is open then
-
-
 def test_what_was_sampled_long_ahead_took_its_seconds_too():
     """Else tokens per second of an iteration whose groups were ready would have no bound."""
     trainer = Trainer(Client(lambda: 0.1), max_staleness=50, iterations=5)
@@ -297,50 +252,6 @@ def test_after_a_death_everything_is_sampled_again():
     trainer.push()
     assert answers(trainer.train(1)) == answers(trainer.on_policy.next(1))
     assert trainer.source.metrics()["async/num_discarded"] == 2 * PROBLEMS_PER_ITERATION
-
-
-def test_a_death_while_groups_are_handed_out_costs_the_next_ones(monkeypatch):
-    goes_on = threading.Event()
-
-    class Dies(Client):
-        def generate(self, requests, sampling):
-            if self.calls == 2:
-                self.calls += 1
-                assert goes_on.wait(20)
-                raise EngineDied("the server has ended.")
-            yield from super().generate(requests, sampling)
-
-    def count_seconds():
-        if threading.current_thread() is threading.main_thread():  # the thread that dies counts too
-            goes_on.set()
-            wait_until(source._rounds[2].groups.done)
-
-    trainer = Trainer(Dies(), max_staleness=1)
-    source = trainer.source
-    trainer.begin()
-    wait_until(lambda: trainer.client.calls == 2)
-    trainer.train(0)
-    wait_until(lambda: trainer.client.calls == 3)
-    monkeypatch.setattr(source, "_count_seconds", count_seconds)
-    assert answers(source.next(1)) == answers(trainer.on_policy.next(1))
-    with pytest.raises(EngineDied):
-        source.next(2)
-
-
-def test_what_is_too_old_is_sampled_again():
-    """By a client that says what it should not be able to say."""
-    trainer = Trainer(max_staleness=1)
-    trainer.version = 3
-    trainer.begin(2)
-    wait_until(lambda: trainer.client.calls == 2)
-    trainer.source.close()
-    trainer.client.weights = ServedWeights(1)
-    trainer.source.start(2, None)
-    wait_until(lambda: trainer.client.calls == 4)
-    trainer.client.weights = ServedWeights(3)
-    assert answers(trainer.train(2)) == answers(trainer.on_policy.next(2))
-    assert trainer.source.metrics()["async/age_max"] == 0
-    assert trainer.source.metrics()["async/num_discarded"] == PROBLEMS_PER_ITERATION
 
 
 def test_an_engine_that_is_too_old_ends_the_run_and_does_not_hang():

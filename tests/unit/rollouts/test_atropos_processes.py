@@ -97,13 +97,6 @@ def test_an_environment_is_told_what_it_needs_by_its_variables_and_by_a_private_
     assert KEY not in repr(surroundings(tmp_path))
 
 
-def test_python_is_the_one_of_the_run_and_variables_of_a_launcher_are_not_passed_on(make, tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    running = make('python -c \'import os, offline_grpo; print(os.environ.get("RANK"), "done")\'; exec sleep 600')
-    running.start_environment(surroundings(tmp_path))
-    wait_for(lambda: "None done" in (tmp_path / "env_0.log").read_text())
-
-
 def test_an_environment_that_ends_is_started_again_until_it_keeps_ending(make, tmp_path):
     running = make("echo no such problem >&2; exit 3")
     running.start_environment(surroundings(tmp_path))
@@ -113,14 +106,6 @@ def test_an_environment_that_ends_is_started_again_until_it_keeps_ending(make, t
         wait_for(lambda: running.keep_running(never))
     assert (tmp_path / "env_2.log").exists()
     assert not (tmp_path / "env_3.log").exists()
-
-
-def test_an_environment_that_lived_for_a_while_has_three_more_lives(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "SHORT_LIFE_S", 0.0)
-    running = make("exit 0")
-    running.start_environment(surroundings(tmp_path))
-    for number in range(1, 5):
-        wait_for(lambda number=number: running.keep_running(never) or (tmp_path / f"env_{number}.log").exists())
 
 
 def test_a_port_that_something_else_has_is_refused_with_its_owner(make):

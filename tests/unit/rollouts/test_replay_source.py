@@ -78,7 +78,10 @@ def test_filters_choose_iterations_groups_and_completions(store: Path) -> None:
     assert texts(store, "rollouts.finish_reasons=[stop]", count=1) == [["0.0.0", "0.0.1", "0.1.0", "0.1.1"]]
     with pytest.raises(ConfigError, match=r"^rollouts.iterations=\[5, 9\]: the record has 1 to 4$"):
         make_replay(store, "rollouts.iterations=[5,9]")  # before a model is loaded
-    message = r"rollouts.path=.*: no group of at least two completions is left of 4 files; widen rollouts.finish_reasons=\['length'\]$"
+    message = (
+        r"rollouts.path=.*: no group of at least two completions is left of 4 files; widen "
+        r"rollouts.finish_reasons=\['length'\]$"
+    )
     with pytest.raises(ConfigError, match=message):
         texts(store, "rollouts.finish_reasons=[length]")  # one of each group
 
@@ -119,7 +122,10 @@ def test_a_changed_store_is_not_taken_for_the_one_at_the_checkpoint(tmp_path: Pa
 @pytest.mark.parametrize("name", ["tokenizer", "architecture"])
 def test_rollouts_of_another_model_are_refused_unless_asked_for(name: str, tmp_path: Path) -> None:
     store = write_store(tmp_path / "run", origin=replace(ORIGIN, **{name: "f" * 64}))
-    message = f"iter_000.parquet: recorded with first/model, whose {name} is another one than that of second/model .*any_model=true"
+    message = (
+        f"iter_000.parquet: recorded with first/model, whose {name} is another one than that of second/model "
+        f".*any_model=true"
+    )
     with pytest.raises(ConfigError, match=message):
         make_replay(store)
     assert texts(store, "rollouts.any_model=true", count=1) == [[*group("0.0"), *group("0.1")]]
@@ -146,7 +152,10 @@ def test_a_store_that_is_being_written_is_refused(tmp_path: Path) -> None:
     store = write_store(tmp_path / "run")
     with pytest.raises(ConfigError, match="this run's own record"):
         make_replay(store, run_folder=store).start(0, None)
-    holder = "import fcntl,os,sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT), 2); print('held', flush=True); sys.stdin.read()"
+    holder = (
+        "import fcntl,os,sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT), 2); print('held', "
+        "flush=True); sys.stdin.read()"
+    )
     held = [sys.executable, "-S", "-c", holder, str(store / run_dir.LOCK)]
     with subprocess.Popen(held, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -114,18 +114,6 @@ def test_characters_of_several_tokens_are_whole(text: str, tmp_path: Path) -> No
     )
 
 
-def test_full_leaves_nothing_out(tmp_path: Path) -> None:
-    problem = Problem(
-        "p", ({"role": "user", "content": "q" * 400 + "MIDDLE" + "q" * 400},), "a" * 400 + "OF" + "a" * 400, {}
-    )
-    rollout = written((1, 2), "c" * 400 + "ALL" + "c" * 400)
-    for full in (True, False):
-        text = re.sub(
-            r"\x1b\[[\d;]*m|\s", "", shown(tmp_path, rollout, model="first/model", full=full, problem=problem)
-        )
-        assert [part in text for part in ("qMIDDLEq", "aOFa", "cALLc")] == [full] * 3
-
-
 @pytest.mark.parametrize("model", ["./model", "../model", "outputs/"])
 def test_the_text_is_shown_where_the_tokenizer_cannot_be_read(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,19 +149,6 @@ def test_stats_count_what_was_recorded(store: Path, tmp_path: Path, printed) -> 
     assert "reward against length: correlation +0.22" in text
     for low, high in pairwise(["2 to 2", "3 to 3"]):
         assert text.index(low) < text.index(high)
-
-
-def test_what_could_not_be_scored_is_told(tmp_path: Path, printed) -> None:
-    group = made_groups(0)[0]
-    causes = ("timeout", None, "memory")
-    rollouts = [replace(r, score=Score(0.0, False, {}, cause)) for r, cause in zip(group.rollouts, causes, strict=True)]
-    groups = [replace(group, rollouts=tuple(rollouts)), replace(group, rollouts=(rollouts[2],))]
-    (tmp_path / "one.parquet").write_bytes(parquet(table_of("train", groups, None, 0), {}))
-    told = "not scored, and got 0 or, if lower, their group's least: 2 memory, 1 timeout\n"
-    assert told in printed("stats", tmp_path / "one.parquet")
-    shown = printed("show", tmp_path / "one.parquet", "--full")
-    assert shown.count("not scored: timeout") == 1
-    assert shown.count("not scored: memory") == 2
 
 
 def test_lines_of_json_hold_every_column(store: Path, tmp_path: Path, printed) -> None:
@@ -274,9 +249,3 @@ def test_what_cannot_be_done_is_one_line(words, expected, store: Path, tmp_path:
     monkeypatch.setattr(sys, "argv", ["rollouts", *(word.format(**places) for word in words)])
     assert command.main() == 2
     assert capsys.readouterr().err.startswith(f"error: {expected.format(**places)}")
-
-
-def test_datasets_may_fill_an_empty_folder(store: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    command.run(["export", str(store), str(tmp_path / "empty"), "--format", "datasets"])
-    assert datasets.load_from_disk(str(tmp_path / "empty")).num_rows == 24

@@ -100,17 +100,6 @@ def test_a_file_is_written_beside_the_updates_and_says_the_weights_before_them(
     assert hashes(tmp_path) == hashes(write_store(tmp_path / "ones", iterations=1))
 
 
-def test_a_disk_that_is_full_is_told_where_the_file_is_waited_for(tmp_path: Path) -> None:
-    (tmp_path / "rollouts").write_text("no folder")
-    recorder = Recorder(tmp_path, ORIGIN, lambda: (3, []))
-    recorder.rollouts("train", made_groups(0), advantages=[[0.1, -0.2, 0.3]] * 2, iteration=0)
-    with pytest.raises(FileExistsError):
-        recorder.log("train", {}, iteration=0)
-    recorder.rollouts("train", made_groups(0), advantages=[[0.1, -0.2, 0.3]] * 2, iteration=0)
-    recorder.close()
-    recorder.close()
-
-
 def two_turns() -> RolloutGroup:
     """An environment's turn between two of the policy's, weights that changed in between, a reference, advantages per
     token, no problem.

@@ -172,8 +172,10 @@ class Feed:
         has = f"{owner.group}, batch_size={owner.batch_size}, max_token_len={owner.max_token_len}"
         want = f"{ours.wandb_group}, batch_size={ours.batch_size}, max_token_len={ours.max_token_len}"
         return ConfigError(
-            f"rollouts.url={self._api.url}: another trainer owns this API ({has}; this run is {want}); use another API, or, if that "
-            "trainer is gone, restart run-api, or set rollouts.take_over=true, which makes it forget that trainer and its groups"
+            f"rollouts.url={self._api.url}: another trainer owns this API ({has}; this run is {want}); use another "
+            f"API, or, if that "
+            "trainer is gone, restart run-api, or set rollouts.take_over=true, which makes it forget that trainer "
+            "and its groups"
         )
 
     def _wait_for_api(self, timeout_s: float, key: str) -> None:
@@ -181,7 +183,8 @@ class Feed:
         while not self._api.answers():
             if time.monotonic() >= deadline:
                 raise EngineError(
-                    f"rollouts.url={self._api.url}: Atropos API not reachable for {timeout_s:g} s ({key}); start it with run-api, or "
+                    f"rollouts.url={self._api.url}: Atropos API not reachable for {timeout_s:g} s ({key}); start it "
+                    f"with run-api, or "
                     "name the one that runs"
                 )
             self._check_now_and_then()
@@ -203,7 +206,10 @@ class Feed:
             if waited_s > self._count_after_s:  # less and less often, see `num_environments`
                 self._num_environments = self._api.num_environments(self._num_environments)
                 self._count_after_s = 2 * waited_s
-            what = f"{self.queue_size} groups in its queue, {self._num_environments} environments registered, {self.num_polls} polls"
+            what = (
+                f"{self.queue_size} groups in its queue, {self._num_environments} environments registered, "
+                f"{self.num_polls} polls"
+            )
             log.info("waiting for rollouts from %s for %.0f s: %s", self._api.url, waited_s, what)
 
     def _check_owner(self) -> None:
@@ -220,8 +226,10 @@ class Feed:
         size, batch_size = self._api.newest_size(), self._registration.batch_size
         if size and batch_size % size != 0:
             raise ConfigError(
-                f"data.rollouts_per_problem: the queue of {self._api.url} has a group of {size} sequences, and no batch of {batch_size} "
-                f"(data.problems_per_iteration x data.rollouts_per_problem) can be made of those; make it a multiple of the environments' "
+                f"data.rollouts_per_problem: the queue of {self._api.url} has a group of {size} sequences, and no "
+                f"batch of {batch_size} "
+                f"(data.problems_per_iteration x data.rollouts_per_problem) can be made of those; make it a multiple "
+                f"of the environments' "
                 "group_size, and restart run-api, whose queue keeps the group"
             )
 

@@ -105,7 +105,8 @@ class GroupReader:
         if logprobs is None and group.tokens:
             raise MissingLogprobs(
                 "GRPO requires inference_logprobs for importance sampling! The groups of environment "
-                f"{'unknown' if group.env_id is None else group.env_id} have none: let it sample with server_type=vllm through its "
+                f"{'unknown' if group.env_id is None else group.env_id} have none: let it sample with "
+                f"server_type=vllm through its "
                 "managed server, and put inference_logprobs of the managed server's nodes into its groups"
             )
         ref_logprobs, advantages, overrides = map(_given, (group.ref_logprobs, group.advantages, group.overrides))

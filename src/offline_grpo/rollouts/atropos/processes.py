@@ -122,12 +122,14 @@ class Processes:
         """
         if find_spec("atroposlib") is None:
             raise ConfigError(
-                "rollouts.start_api=true: atroposlib, which has the Atropos API, is not installed in this environment; start with "
+                "rollouts.start_api=true: atroposlib, which has the Atropos API, is not installed in this "
+                "environment; start with "
                 "`uv run --extra atropos run_grpo.py ...`, or start run-api by hand and set rollouts.start_api=false"
             )
         if (owner := owner_of(urlsplit(self._url).port or 80)) is not None:
             raise ConfigError(
-                f"rollouts.url={self._url}: is taken by {owner}, which is no Atropos API; stop that process, or choose another port"
+                f"rollouts.url={self._url}: is taken by {owner}, which is no Atropos API; stop that process, or "
+                f"choose another port"
             )
         log.info("starting run-api at %s; its log: %s", self._url, self._folder / "api.log")
         self._api.start()
@@ -167,7 +169,8 @@ class Processes:
             self._api.revive()
             if time.monotonic() > deadline:
                 raise GrpoError(
-                    f"rollouts.url={self._url}: run-api did not answer within {API_TIMEOUT_S:g} s; see {self._folder}/api.log"
+                    f"rollouts.url={self._url}: run-api did not answer within {API_TIMEOUT_S:g} s; see "
+                    f"{self._folder}/api.log"
                 )
             time.sleep(POLL_S)
 
@@ -224,7 +227,8 @@ class _Child:
         self._num_short_lives = self._num_short_lives + 1 if time.monotonic() - self._started < SHORT_LIFE_S else 0
         if self._num_short_lives >= MAX_SHORT_LIVES:
             raise GrpoError(
-                f"{self._name}: has ended {MAX_SHORT_LIVES} times in a row within {SHORT_LIFE_S:g} s of its start; it {end}"
+                f"{self._name}: has ended {MAX_SHORT_LIVES} times in a row within {SHORT_LIFE_S:g} s of its start; "
+                f"it {end}"
             )
         log.warning("%s %s Starting it again.", self._name, end)
         self.start()

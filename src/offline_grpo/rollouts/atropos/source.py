@@ -93,7 +93,10 @@ class Atropos(Source):
             "restart_timeout_s",
         ):
             require(settings[name] > 0, f"rollouts.{name}", settings[name], "must be above 0")
-        fix = "environments need a server that they can ask, and generation samples in this process; use generation=vllm_server"
+        fix = (
+            "environments need a server that they can ask, and generation samples in this process; use "
+            "generation=vllm_server"
+        )
         require(
             settings["environment"] is None or config.engine is not None,
             "rollouts.environment",
@@ -150,7 +153,8 @@ class Atropos(Source):
         self._told_num_steps = (state or {}).get("num_steps", self.num_steps)
         if self._feed.was_known and self._told_num_steps != self.num_steps:
             log.warning(
-                "the API still tells environments num_steps=%d, and rollouts.num_steps is %d now; restart run-api and its "
+                "the API still tells environments num_steps=%d, and rollouts.num_steps is %d now; restart run-api "
+                "and its "
                 "environments where they end at that step",
                 self._told_num_steps,
                 self.num_steps,

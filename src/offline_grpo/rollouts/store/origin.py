@@ -59,7 +59,9 @@ def file_name(phase: str, iteration: int) -> str:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of what each token id means. Equal for tokenizers that differ in chat template and special roles alone."""
+    """SHA-256 of what each token id means. Equal for tokenizers that differ in chat template and special roles
+    alone.
+    """
     return json_hash(sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])))
 
 

@@ -57,7 +57,9 @@ class Recorder(RunListener):
             self._writing.pop(0).result()
 
     def close(self) -> None:
-        """Waits as well. What went wrong is of no interest: the iteration has no metrics, and a resumed run repeats it."""
+        """Waits as well. What went wrong is of no interest: the iteration has no metrics, and a resumed run repeats
+        it.
+        """
         self._thread.shutdown()
 
     def _write(

@@ -21,7 +21,9 @@ _ROWS, _BINS = 20, 5
 
 @dataclass(frozen=True)
 class Facts:
-    """Of R completions, in the order of the record: `columns` [R] each, and whether the rewards of each group differ."""
+    """Of R completions, in the order of the record: `columns` [R] each, and whether the rewards of each group
+    differ.
+    """
 
     columns: dict[str, np.ndarray]
     has_signal: list[bool]
