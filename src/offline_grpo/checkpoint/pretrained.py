@@ -23,7 +23,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.model.adapters import LanguageModel
 from offline_grpo.model.device import make_current
 from offline_grpo.model.dtypes import torch_dtype
-from offline_grpo.model.load import check_files, load_causal_lm, load_tokenizer, read_model_config
+from offline_grpo.model.load import load_causal_lm, load_tokenizer, read_model_config
 
 KEY = "MODEL"
 """What messages call the name that was given."""
@@ -128,7 +128,6 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     state = verified_state(checkpoint, key=KEY) if checkpoint is not None else None
     place = str(checkpoint or folder) if os.path.exists(folder) else name
     hub.need_model(place, KEY)
-    check_files(place, KEY)
     base = _base_of_adapter(place)
     key = KEY if base is None else f"{KEY}={name}: an adapter, whose base_model_name_or_path"
     read_model_config(base or place, key, trust_remote_code=trust_remote_code)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from offline_grpo.errors import ConfigError, reason_of
+from offline_grpo.errors import ConfigError
 from offline_grpo.model.layers import blocks_of, parse_layer_indices
 from offline_grpo.settings import LoraConfig
 
@@ -65,18 +65,13 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter
     They are in the model's format, as a server has them, and not in fp32: that is what the masters are in.
 
     Raises:
-        ConfigError: target modules or layers that the model does not have, or a damaged adapter.
+        ConfigError: target modules or layers that the model does not have.
     """
     from peft import LoraConfig as PeftLoraConfig
     from peft import PeftModel, get_peft_model
 
     if adapter is not None:
-        try:
-            return _trained(PeftModel.from_pretrained(model, str(adapter), is_trainable=True), model.dtype)
-        except Exception as error:  # whatever a damaged adapter raises, in peft or safetensors
-            raise ConfigError(
-                f"{adapter}: its adapter does not fit the model ({reason_of(error)}); use another checkpoint"
-            ) from error
+        return _trained(PeftModel.from_pretrained(model, str(adapter), is_trainable=True), model.dtype)
     layers, blocks, targets = None, "", lora.target_modules
     if lora.layer_indices is not None:
         layers = parse_layer_indices(lora.layer_indices, num_layers, key="model.lora.layer_indices")
@@ -100,14 +95,8 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter
     )
     try:
         wrapped = get_peft_model(model, peft_config)
-    except ValueError as error:
-        if "lora_dropout" in str(error):
-            fix = "peft has no dropout for experts, which it adapts as whole tensors; use 0, or name layers in model.lora.target_modules"
-            raise ConfigError(f"model.lora.dropout={lora.dropout:g}: {fix}") from error
-        reason = " ".join(
-            str(error).split()
-        )  # not its first line alone, which may end within the description of a module
-        raise ConfigError(f"model.lora.target_modules={lora.target_modules}: {reason}") from error
+    except ValueError as error:  # no such modules, or dropout on experts
+        raise ConfigError(f"model.lora.target_modules={lora.target_modules}: {' '.join(str(error).split())}") from error
     assert isinstance(wrapped, PeftModel)
     _check_ends(model, lora)
     return _trained(wrapped, model.dtype)

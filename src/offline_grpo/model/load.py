@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -23,7 +19,7 @@ from transformers import (
 from offline_grpo import hub
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.interfaces import Layout, LossHead
-from offline_grpo.model.adapters import LanguageModel, has_adapters, unwrapped, with_lora
+from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
 from offline_grpo.model.device import make_current
 from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.layers import parse_layer_indices, recompute_only, train_only_blocks
@@ -47,37 +43,20 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
     Raises:
         ConfigError: no such folder or hub id, no configuration in it, or it needs code that must not be executed.
     """
-    if not os.path.exists(model_id) and not hub.is_model_id(model_id):
+    folder = Path(model_id)
+    if not folder.exists() and not hub.is_model_id(model_id):
         raise ConfigError(f"{key}={model_id}: no such folder; give a local model folder or a Hugging Face id")
-    check_files(model_id, key)
-    has_adapter, has_config = (os.path.exists(Path(model_id) / name) for name in ("adapter_config.json", "config.json"))
-    if has_adapter and not has_config:
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         fix = f"merge it with its base first: python -m offline_grpo.export {model_id} FOLDER"
         raise ConfigError(f"{key}={model_id}: is a peft adapter, and no whole model; {fix}")
     try:
         return AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever a configuration raises that is damaged or made up
+    except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
-            fix = "read that code, and set model.trust_remote_code=true (--trust-remote-code) if you trust it, or take another model"
-            raise ConfigError(
-                f"{key}={model_id}: needs Python code that comes with it (auto_map in config.json); {fix}"
-            ) from error
-        raise _not_loaded(key, model_id, error) from error
-
-
-def check_files(model_id: str, key: str) -> None:
-    """Raise ConfigError if a local folder has what is neither file nor folder: reading it could wait for ever."""
-    folder = Path(model_id)
-    for path in folder.iterdir() if os.path.exists(folder / "config.json") else ():
-        if not (path.is_file() or path.is_dir()):
-            raise ConfigError(
-                f"{key}={model_id}: {path.name} is a pipe, a device or a broken link; take another copy of the model"
-            )
-
-
-def _not_loaded(key: str, model_id: str, error: Exception) -> ConfigError:
-    fix = "give a local model folder or a Hugging Face id that you can reach"
-    return ConfigError(f"{key}={model_id}: cannot be loaded ({reason_of(error)}); {fix}")
+            fix = "read that code, and set model.trust_remote_code=true (--trust-remote-code) if you trust it"
+            raise ConfigError(f"{key}={model_id}: needs Python code that comes with it; {fix}") from error
+        fix = "give a local model folder or a Hugging Face id that you can reach"
+        raise ConfigError(f"{key}={model_id}: cannot be loaded ({reason_of(error)}); {fix}") from error
 
 
 def context_length(config: PretrainedConfig) -> int | None:
@@ -99,38 +78,18 @@ def load_tokenizer(
     model_id: str, *, key: str = "model.train_id", trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """The tokenizer saved beside the model, with a padding token (EOS where it has none: padding is never trained on)."""
-    fix = "copy the tokenizer files (tokenizer.json, tokenizer_config.json) of the model that it was made from into the folder"
+    fix = "copy the tokenizer files (tokenizer.json, tokenizer_config.json) of the model that it was made from"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
-    except Exception as error:  # damaged files raise anything, those of the library `tokenizers` Exception itself
-        raise ConfigError(
-            f"{key}={model_id}: has no tokenizer that can be loaded ({reason_of(error)}); {fix}"
-        ) from error
-    if len(tokenizer) <= len(
-        tokenizer.all_special_tokens
-    ):  # what transformers makes of some architectures' folders without the files
-        raise ConfigError(f"{key}={model_id}: has no tokenizer; {fix}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}={model_id}: has no tokenizer ({reason_of(error)}); {fix} into the folder") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of some folders without the files
+        raise ConfigError(f"{key}={model_id}: has no tokenizer; {fix} into the folder")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     too_long = "sequence-length-is-longer-than-the-specified-maximum"
     getattr(tokenizer, "deprecation_warnings", {})[too_long] = True  # `check_prompts` says it with problem and fix
     return tokenizer
-
-
-def check_weights(folder: str | Path, fix: str) -> int | None:
-    """How many tensors the safetensors files of a local folder have; None where there is no such file, as for a hub id.
-
-    Raises:
-        ConfigError: a file is cut short or damaged; the message ends with `fix`.
-    """
-    counts = []
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        try:
-            with safe_open(path, "pt") as file:
-                counts.append(len(list(file.keys())))
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path}: is damaged ({reason_of(error)}); {fix}") from error
-    return sum(counts) if counts else None
 
 
 def load_policy(
@@ -156,15 +115,11 @@ def load_policy(
 
     Raises:
         ConfigError: the layout does not run on `device` or is wrong for the model, the model has no such layers or
-        target modules, or it
-            does something unknown to its logits.
+            target modules, or it does something unknown to its logits.
     """
     dtype = torch_dtype(precision)
     adapter = checkpoint if checkpoint is not None and config.lora is not None else None
     weights = str(checkpoint) if checkpoint is not None and config.lora is None else model_id
-    check_weights(model_id, "download it again, or name another model.train_id")
-    if checkpoint is not None:
-        check_weights(checkpoint, "resume from another checkpoint of the run, resume=RUN/checkpoints/iter_NNN")
     home = torch.device("cpu") if shares_weights else device
     make_current(home)
     model = load_causal_lm(weights, config.attn_implementation, home, dtype, trust_remote_code=config.trust_remote_code)
@@ -175,13 +130,12 @@ def load_policy(
         gradient_checkpointing=gradient_checkpointing,
         adapter=adapter,
     )
-    with refused_where_it_does_not_run(model, "model.train_id"):
-        scoring = Scoring(
-            model, layouts_for(layout, device, dtype)[0], head, logits=measure_logit_transform(unwrapped(model))
-        )
-        if not shares_weights:
-            settle_layout(scoring, layout, device)
-            settle_compile(scoring, config.compile, device)
+    scoring = Scoring(
+        model, layouts_for(layout, device, dtype)[0], head, logits=measure_logit_transform(unwrapped(model))
+    )
+    if not shares_weights:
+        settle_layout(scoring, layout, device)
+        settle_compile(scoring, config.compile, device)
     return Policy(scoring, load_tokenizer(model_id, trust_remote_code=config.trust_remote_code), compute_device=device)
 
 
@@ -235,25 +189,6 @@ def build_on_meta(
         return prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=0)
 
 
-@contextmanager
-def refused_where_it_does_not_run(model: LanguageModel, key: str) -> Iterator[None]:
-    """One line instead of a traceback from inside the architecture."""
-    try:
-        yield
-    except (ConfigError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # whatever an architecture raises
-        bare, reason = unwrapped(model), " ".join(str(error).split())
-        dtype, adapted = (
-            str(bare.dtype).removeprefix("torch."),
-            "other model.lora.target_modules, " if has_adapters(model) else "",
-        )
-        raise ConfigError(
-            f"{key}={bare.name_or_path}: {type(bare).__name__} does not run in {dtype} on {bare.device} "
-            f"({type(error).__name__}: {reason}); try {adapted}another train.precision, or another model"
-        ) from error
-
-
 def attention_of(model_config: PretrainedConfig, wanted: str) -> str | None:
     """What `model.attn_implementation=WANTED` is for this model; None is transformers' own choice, sdpa where the
     architecture has it.
@@ -289,39 +224,16 @@ def load_causal_lm(
         trust_remote_code: see `read_model_config`.
 
     Raises:
-        ConfigError: attention that is not there, or a model that is damaged or not complete.
+        ConfigError: attention that would be wrong, or a model that is not complete.
     """
     trust = {"trust_remote_code": trust_remote_code}
-    model_config = read_model_config(model_id, key, trust_remote_code=trust_remote_code)
-    attention = attention_of(model_config, attn_implementation)
-    num_layers, num_tensors = (
-        model_config.get_text_config().num_hidden_layers,
-        check_weights(model_id, "take another copy"),
-    )
-    if num_tensors is not None and num_layers > num_tensors:  # building them could take for ever
-        raise ConfigError(
-            f"{key}={model_id}: config.json says {num_layers} layers, and there are {num_tensors} tensors; take another copy"
-        )
+    attention = attention_of(read_model_config(model_id, key, **trust), attn_implementation)
     settings = {"dtype": dtype or "auto", "attn_implementation": attention, "output_loading_info": True}
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(model_id, **settings, **trust)  # pyright: ignore[reportGeneralTypeIssues]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever a damaged file raises, in transformers, safetensors or the architecture
-        if isinstance(error, (ImportError, ValueError)) and ("attention" in str(error).lower() or "attn" in str(error)):
-            reason = " ".join(
-                str(error).split()
-            )  # kernels that are not installed, or a name that transformers does not know
-            raise ConfigError(
-                f"model.attn_implementation={attn_implementation}: {reason}; use auto or eager"
-            ) from error
-        raise _not_loaded(key, model_id, error) from error
+    model, info = AutoModelForCausalLM.from_pretrained(model_id, **settings, **trust)  # pyright: ignore[reportGeneralTypeIssues]
     if info["missing_keys"]:
-        names = sorted(info["missing_keys"])
         raise ConfigError(
-            f"{key}={model_id}: has no weights for {names[0]}"
-            + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-            + ", which transformers would draw at random; it is damaged, or no causal language model: take another copy"
+            f"{key}={model_id}: has no weights for {min(info['missing_keys'])}, which transformers would draw at random; "
+            "it is damaged, or no causal language model: take another copy"
         )
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]  # transformers' decorated signature
 

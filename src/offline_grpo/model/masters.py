@@ -140,10 +140,7 @@ class MasterWeights:
                     names.append(name)
                     differ.append(_any_bit_differs(ours, theirs))
         flags = torch.stack(differ).tolist() if differ else []  # waits for the device once
-        suspects = dict.fromkeys(name for name, flag in zip(names, flags, strict=True) if flag)
-        return [
-            name for name in suspects if any(map(_any_value_differs, _chunks(self._working[name], self.values[name])))
-        ]
+        return list(dict.fromkeys(name for name, flag in zip(names, flags, strict=True) if flag))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The masters that say more than the model's weights: what a checkpoint must hold beside the model."""
@@ -195,10 +192,3 @@ def _any_bit_differs(ours: Tensor, theirs: Tensor) -> Tensor:
     )
     integer = torch.int64 if is_wide else {2: torch.int16, 4: torch.int32}[ours.element_size()]
     return ours.view(integer).ne(theirs.view(integer)).any()
-
-
-def _any_value_differs(pair: tuple[Tensor, Tensor]) -> bool:
-    """One NaN is as good as another: which one a conversion makes depends on how it is vectorised."""
-    ours, theirs = pair
-    is_other = (ours != theirs) | (ours.signbit() != theirs.signbit())
-    return bool((is_other & ~(ours.isnan() & theirs.isnan())).any())

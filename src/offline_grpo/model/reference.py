@@ -7,7 +7,7 @@ import torch
 from offline_grpo.interfaces import Layout
 from offline_grpo.model.device import resolve_device
 from offline_grpo.model.dtypes import torch_dtype
-from offline_grpo.model.load import check_weights, load_causal_lm, refused_where_it_does_not_run
+from offline_grpo.model.load import load_causal_lm
 from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
@@ -29,7 +29,6 @@ def load_reference(
     The copy is on `config.ref_device`.
     """
     reference_id = config.ref_id or model_id
-    check_weights(reference_id, "download it again, or name another model.ref_id")
     scoring = policy.scoring
     if is_adapted_policy(config):
         return BaseScoring(scoring)
@@ -38,7 +37,7 @@ def load_reference(
     trust = config.trust_remote_code
     model = load_causal_lm(reference_id, config.attn_implementation, device, dtype, key=key, trust_remote_code=trust)
     model.requires_grad_(False)
-    with refused_where_it_does_not_run(model, key), torch.accelerator.device_index(device.index):
+    with torch.accelerator.device_index(device.index):
         reference = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model, key=key))
         # What holds for one holds for the other, and is said once.
         is_like_policy = type(model) is type(policy.causal_lm) and device.type == policy.device.type

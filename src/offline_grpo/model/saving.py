@@ -29,39 +29,19 @@ def save_policy(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
         OSError, RuntimeError, safetensors.SafetensorError: the folder cannot be written; a full disk comes as any of
         them.
     """
-    if policy.is_sharded:
-        from offline_grpo.model.shards import on_disk  # which takes a second
-
-        folder.mkdir(parents=True, exist_ok=True)
-        full = on_disk(weights, folder)
-    else:
-        full = dict(weights)
     if has_adapters(policy.model):
-        full = {f"base_model.model.{name}": tensor for name, tensor in full.items()}
-        policy.model.save_pretrained(
-            str(folder), state_dict=full, save_embedding_layers=False
-        )  # "auto" asks the hub for the base's config
+        save_adapter(policy, weights, folder)
     else:
-        buffers = {
-            name: value for name, value in policy.causal_lm.state_dict().items() if name not in full
-        }  # and tied parameters
-        if policy.is_sharded:
-            tied = dict(policy.causal_lm.named_parameters(remove_duplicate=False))
-            buffers = {name: value for name, value in buffers.items() if name not in tied}
-        policy.model.save_pretrained(str(folder), state_dict=buffers | full, max_shard_size=MAX_FILE)
-        if policy.is_sharded:  # the parameters are fp32, and the file is not
-            policy.causal_lm.config.dtype = policy.dtype
-            policy.causal_lm.config.save_pretrained(str(folder))
+        _save_model(policy, weights, folder)
     policy.tokenizer.save_pretrained(str(folder))
 
 
 def save_adapter(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write what servers load of an adapter, in less than half of the time that peft takes to look through the model
-    for it.
+    """Write what peft and servers load of an adapter.
 
     Args, raises: see `save_policy`.
     """
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         "base_model.model." + OF_ADAPTER.sub(r"\1", name): tensor.contiguous()
         for name, tensor in weights
@@ -69,3 +49,21 @@ def save_adapter(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: 
     }
     save_file(tensors, folder / ADAPTER_FILE)
     policy.model.peft_config[ADAPTER].save_pretrained(str(folder))  # type: ignore[index]
+
+
+def _save_model(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    model = policy.causal_lm
+    if not policy.is_sharded:
+        full = dict(weights)
+        others = {name: value for name, value in model.state_dict().items() if name not in full}  # buffers, tied ones
+        model.save_pretrained(str(folder), state_dict=others | full, max_shard_size=MAX_FILE)
+        return
+    from offline_grpo.model.shards import on_disk  # which takes a second
+
+    folder.mkdir(parents=True, exist_ok=True)
+    full = on_disk(weights, folder)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
+    model.save_pretrained(str(folder), state_dict=buffers | full, max_shard_size=MAX_FILE)
+    model.config.dtype = policy.dtype  # the parameters are fp32, and the file is not
+    model.config.save_pretrained(str(folder))

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,12 +21,9 @@ from offline_grpo.disk import OwnFolder, remove_left_behind
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
-from offline_grpo.model.load import check_weights
 from offline_grpo.model.text import encode
 from offline_grpo.model.warm_start import Progress, warm_start
 from offline_grpo.types import Problem, Split
-
-log = logging.getLogger(__name__)
 
 SCRATCH = ".tiny-"
 FORMAT_VERSION = 1
@@ -58,44 +53,20 @@ class TinyModel:
     seed: int
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_key_value_heads",
-            "max_position_embeddings",
-        ):
-            require(getattr(self, name) > 0, f"model.tiny.{name}", getattr(self, name), "must be at least 1")
-        for name in ("rope_theta", "initializer_range", "warm_start_lr"):
-            require(getattr(self, name) > 0, f"model.tiny.{name}", getattr(self, name), "must be above 0")
+        for name, value in vars(self).items():
+            if name not in ("warm_start_steps", "noise_frac", "seed"):
+                require(value > 0, f"model.tiny.{name}", value, "must be above 0")
         fix = f"must be a multiple of 2 * num_heads = {2 * self.num_heads}: rotary embeddings turn pairs of dimensions"
         require(self.hidden_size % (2 * self.num_heads) == 0, "model.tiny.hidden_size", self.hidden_size, fix)
         fix = f"must divide num_heads = {self.num_heads}"
-        require(
-            self.num_heads % self.num_key_value_heads == 0,
-            "model.tiny.num_key_value_heads",
-            self.num_key_value_heads,
-            fix,
-        )
+        divides = self.num_heads % self.num_key_value_heads == 0
+        require(divides, "model.tiny.num_key_value_heads", self.num_key_value_heads, fix)
         require(self.warm_start_steps >= 0, "model.tiny.warm_start_steps", self.warm_start_steps, "must be at least 0")
-        require(
-            self.warm_start_batch_size > 0,
-            "model.tiny.warm_start_batch_size",
-            self.warm_start_batch_size,
-            "must be at least 1",
-        )
-        require(
-            0 <= self.noise_frac <= 1,
-            "model.tiny.noise_frac",
-            self.noise_frac,
-            "a share of the demonstrations, from 0 to 1",
-        )
+        fix = "a share of the demonstrations, from 0 to 1"
+        require(0 <= self.noise_frac <= 1, "model.tiny.noise_frac", self.noise_frac, fix)
 
     def prepare(self, task: Task, cache_dir: Path, *, show_progress: bool = False) -> Path:
-        """The folder of this model for this task, see `prepare_tiny_model`; with `show_progress`, the run's display
-        says how far it is.
-        """
+        """See `prepare_tiny_model`; with `show_progress`, the run's display says how far it is."""
         return prepare_tiny_model(self, task, cache_dir, progress=_show_progress if show_progress else None)
 
 
@@ -119,10 +90,7 @@ def prepare_tiny_model(settings: TinyModel, task: Task, cache_dir: Path, *, prog
     remove_left_behind(cache_dir, SCRATCH)
     folder = cache_dir / f"tiny-{_content_hash(settings, problems)}"
     if folder.exists():
-        if _is_whole(folder):
-            return folder
-        log.warning("%s is damaged and is built again", folder)
-        shutil.rmtree(folder, ignore_errors=True)
+        return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
     with OwnFolder(cache_dir, SCRATCH) as scratch:
         built = scratch / "model"
@@ -137,17 +105,6 @@ def prepare_tiny_model(settings: TinyModel, task: Task, cache_dir: Path, *, prog
             if not folder.exists():
                 raise
     return folder
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether the files of a cached model can be read; a full disk or a power cut may have cut them short."""
-    try:
-        check_weights(folder, "")
-        for path in folder.glob("*.json"):
-            json.loads(path.read_text())
-    except (ConfigError, OSError, ValueError):
-        return False
-    return (folder / "model.safetensors").exists()
 
 
 def _content_hash(settings: TinyModel, problems: Sequence[Problem]) -> str:

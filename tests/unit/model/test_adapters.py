@@ -13,7 +13,6 @@ from factories import make_llama, make_qwen2, make_scoring
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.adapters import with_lora
-from offline_grpo.model.load import refused_where_it_does_not_run
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import BaseScoring
 from offline_grpo.settings import LoraConfig
@@ -63,9 +62,7 @@ def test_what_cannot_be_adapted_is_named_with_what_can() -> None:
 
 
 def test_experts_have_no_dropout() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^model.lora.dropout=0.1: .*use 0, or name layers in model.lora.target_modules"
-    ):
+    with pytest.raises(ConfigError, match="lora_dropout"):
         adapted(ZOO["mixtral"].build(), dropout=0.1)
 
 
@@ -91,13 +88,3 @@ def test_chosen_blocks_have_the_adapters_that_all_blocks_have(name: str) -> None
         num_adapters(adapted(ZOO[name].build(), layer_indices="1")),
     )
     assert 0 < whole == 2 * second
-
-
-def test_a_layer_that_cannot_be_adapted_is_not_blamed_on_the_model() -> None:
-    """Llama 4's router is a linear layer with two results."""
-    model = adapted(ZOO["llama4"].build())
-    with (
-        pytest.raises(ConfigError, match=r"AttributeError.*; try other model.lora.target_modules, "),
-        refused_where_it_does_not_run(model, "model.train_id"),
-    ):
-        model(input_ids=torch.arange(3, 19)[None])

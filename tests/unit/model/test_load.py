@@ -1,14 +1,12 @@
 """What is decided about a model before its weights are used: attention kernels, and how long its sequences may be."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from architectures import ZOO
 from factories import make_rollout
-from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from offline_grpo.errors import ConfigError
@@ -16,19 +14,15 @@ from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.load import (
     attention_of,
-    check_weights,
     context_length,
     load_causal_lm,
     load_policy,
     load_tokenizer,
-    read_model_config,
 )
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.settings import ModelConfig
 from offline_grpo.train.batch import build_batch
-
-FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 
 
 def test_auto_leaves_sdpa_where_it_would_drop_a_softcap():
@@ -63,24 +57,6 @@ def load(folder: Path, *, attention: str = "auto", precision: str = "fp32") -> P
         gradient_checkpointing=False,
         checkpoint=None,
     )
-
-
-def test_a_model_without_sdpa_is_told_what_to_use(tmp_path: Path):
-    ZOO["gpt_oss"].build().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"model.attn_implementation=sdpa: .*; use auto or eager$"):
-        load(tmp_path, attention="sdpa")
-
-
-def test_a_model_that_does_not_run_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    ZOO["llama"].build().save_pretrained(tmp_path)
-
-    def without_kernel(*_, **__):
-        raise RuntimeError("no kernel image\nis available")
-
-    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP.forward", without_kernel)
-    message = r"LlamaForCausalLM does not run in bfloat16 on cpu \(RuntimeError: no kernel image is available\); try another train.prec"
-    with pytest.raises(ConfigError, match=message):
-        load(tmp_path, precision="bf16")
 
 
 @pytest.mark.parametrize("name", ["falcon", "bloom", "opt", "gemma2", "granite"])
@@ -118,21 +94,11 @@ def test_angles_that_depend_on_the_batch_limit_its_length(name, rope, expected):
     assert context_length(AutoConfig.for_model(name, **settings)) == expected
 
 
-def test_damaged_weights_are_named_by_their_file(tmp_path):
-    whole, cut = tmp_path / "whole.safetensors", tmp_path / "model-00002-of-00002.safetensors"
-    save_file({"weight": torch.zeros(9)}, whole)
-    check_weights(tmp_path, "fix it")
-    cut.write_bytes(whole.read_bytes()[:-4])
-    with pytest.raises(ConfigError, match=rf"^{cut}: is damaged \(.*\); fix it$"):
-        check_weights(tmp_path, "fix it")
-    check_weights("some/hub-id", "fix it")
-
-
 def test_a_folder_without_tokenizer_files_is_told_what_to_copy(tmp_path: Path) -> None:
     from transformers import GPT2Config
 
     GPT2Config(vocab_size=50).save_pretrained(tmp_path)  # of which transformers makes a tokenizer without a vocabulary
-    with pytest.raises(ConfigError, match=r"model.train_id=.*: has no tokenizer; copy the tokenizer files"):
+    with pytest.raises(ConfigError, match=r"model.train_id=.*: has no tokenizer.*; copy the tokenizer files"):
         load_tokenizer(str(tmp_path))
 
 
@@ -158,30 +124,9 @@ def test_a_model_without_chat_template_is_told_at_the_start(tmp_path: Path, capl
     assert not caplog.text
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"num_hidden_layers": 3, "n_layer": 3}, "has no weights for .*, which transformers would draw at random"),
-        ({"num_hidden_layers": 10**7, "n_layer": 10**7}, "config.json says 10000000 layers, and there are"),
-        ({"model_type": "qwen2"}, "has no weights for|config.json says"),
-        ({"vocab_size": -1}, "cannot be loaded"),
-        ({"hidden_size": "wide", "n_embd": "wide"}, "cannot be loaded"),
-        ({"hidden_activation": "none", "activation_function": "none"}, "cannot be loaded"),
-        (None, "cannot be loaded"),
-    ],
-    ids=str,
-)
-def test_a_config_that_does_not_fit_its_weights_is_one_line(name, change, words, tmp_path):
-    ZOO[name].build().save_pretrained(str(tmp_path))
+def test_weights_that_are_not_there_are_not_drawn_at_random(tmp_path: Path) -> None:
+    ZOO["gpt2"].build().save_pretrained(str(tmp_path))
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | change) if change is not None else "[" * 10**5)
-    with pytest.raises(ConfigError, match=rf"model.ref_id={tmp_path}: ({words}|cannot be loaded \(.*layer)") as caught:
+    (tmp_path / "config.json").write_text(json.dumps(config | {"n_layer": 3}))
+    with pytest.raises(ConfigError, match=r"model.ref_id=.*: has no weights for .*draw at random"):
         load_causal_lm(str(tmp_path), "auto", torch.device("cpu"), None, key="model.ref_id")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_pipe_in_a_model_folder_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(ConfigError, match=r"KEY=.*: config.json is a pipe, a device or a broken link"):
-        read_model_config(str(tmp_path), "KEY")

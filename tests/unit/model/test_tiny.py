@@ -1,7 +1,6 @@
 import math
 import random
 import re
-from collections import Counter
 from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
@@ -9,13 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from offline_grpo import progress
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.tiny import TinyModel, prepare_tiny_model
-from offline_grpo.model.warm_start import collate, demonstrations, distractor, lr_factor
+from offline_grpo.model.warm_start import collate, demonstrations
 from offline_grpo.task.arithmetic import Arithmetic
 from offline_grpo.types import Problem, Split
 
@@ -50,29 +49,6 @@ def weights(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-def test_transformers_loads_it(built):
-    model = AutoModelForCausalLM.from_pretrained(built)
-    assert model.dtype == torch.float32
-    assert model.config.num_hidden_layers == 1
-    assert model.config.num_key_value_heads == 1
-    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
-    tokenizer = AutoTokenizer.from_pretrained(built)
-    assert len(tokenizer) == model.config.vocab_size
-    generation = GenerationConfig.from_pretrained(built)
-    assert generation.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
-    assert generation.pad_token_id == tokenizer.pad_token_id
-    assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 4
-
-
-def test_generation_ends_at_eos(built):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(built), AutoTokenizer.from_pretrained(built)
-    prompt = torch.tensor([tokenizer.encode("1+2=")])
-    with torch.no_grad():
-        model.lm_head.weight[tokenizer.eos_token_id] = 0
-        model.lm_head.weight[tokenizer.eos_token_id] = 1e3 * model.model(prompt).last_hidden_state[0, -1]
-    assert model.generate(prompt, max_new_tokens=9)[0, prompt.shape[1] :].tolist() == [tokenizer.eos_token_id]
-
-
 def test_saved_tokenizer_gives_back_any_ascii_text(built):
     tokenizer = AutoTokenizer.from_pretrained(built)
     text = "\n" + "".join(map(chr, range(32, 127))) + "  two  spaces , and don't\n\n"
@@ -81,13 +57,6 @@ def test_saved_tokenizer_gives_back_any_ascii_text(built):
     assert tokenizer.decode(token_ids) == text
     assert tokenizer.decode(token_ids, skip_special_tokens=True) == text
     assert not set(token_ids) & set(tokenizer.all_special_ids)
-
-
-def test_any_other_character_is_one_unknown_token(built):
-    tokenizer = AutoTokenizer.from_pretrained(built)
-    token_ids = tokenizer.encode("1é\t\N{GRINNING FACE}2")
-    assert token_ids[1:4] == [tokenizer.unk_token_id] * 3
-    assert tokenizer.decode(token_ids, skip_special_tokens=True) == "12"
 
 
 def test_chat_template_is_plain(built):
@@ -152,16 +121,6 @@ def test_slower_of_two_builders_keeps_what_the_faster_one_made(tmp_path):
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_rename_that_fails_for_another_reason_is_an_error(tmp_path, monkeypatch):
-    def refuse(self, target):
-        raise PermissionError("read-only")
-
-    monkeypatch.setattr("pathlib.Path.rename", refuse)
-    with pytest.raises(PermissionError):
-        prepare(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 def _states():
     return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
 
@@ -199,14 +158,6 @@ def test_demonstrations_are_wrong_as_often_as_asked():
         )  # 4 standard errors
 
 
-def test_demonstrations_cover_training_problems_and_no_other():
-    train, held_out = TASK.problems(Split.TRAIN), {problem.problem_id for problem in TASK.problems(Split.EVAL)}
-    drawn = Counter(d.problem.problem_id for d in islice(demonstrations(train, noise_frac=0.5, seed=0), 5000))
-    assert set(drawn) == {problem.problem_id for problem in train}
-    assert held_out
-    assert not set(drawn) & held_out
-
-
 def test_prepare_shows_the_model_training_problems_only(tmp_path):
     asked = []
 
@@ -237,17 +188,6 @@ def test_wrong_answers_come_after_right_ones(tmp_path, monkeypatch):
     assert all(0.2 < share < 0.8 for share in shares[6:])
 
 
-def test_distractors_are_wrong_spread_out_and_of_several_lengths():
-    rng = random.Random(0)
-    drawn = Counter(distractor("42", rng) for _ in range(3000))
-    assert set(drawn) == {"41", "43", "-42", "4", "422"}
-    assert max(drawn.values()) < 3000 / 3
-    for answer in range(-120, 200):
-        wrong = distractor(str(answer), rng)
-        assert re.fullmatch(r"-?[0-9]+", wrong)
-        assert int(wrong) != answer
-
-
 def test_only_answer_and_eos_are_learned():
     tokenizer = build_char_tokenizer(64)
     token_ids, labels = collate(
@@ -258,16 +198,6 @@ def test_only_answer_and_eos_are_learned():
     assert tokens[1] == ["<bos>", "1", "0", "+", "2", "0", "=", "3", "0", "<eos>"]
     assert [tokenizer.decode(row[row != -100]) for row in labels] == ["3<eos>", "30<eos>"]
     assert all((labels[i] == token_ids[i])[labels[i] != -100].all() for i in range(2))
-
-
-def test_learning_rate_rises_then_falls_to_nothing():
-    factors = [lr_factor(step, 100) for step in range(100)]
-    assert factors[0] == pytest.approx(0.2)
-    assert 0.98 < max(factors) <= 1
-    assert factors.index(max(factors)) in (4, 5)
-    assert factors[50] == pytest.approx(0.5)
-    assert factors[-1] < 0.001
-    assert [lr_factor(0, 1), lr_factor(0, 2)] == [1, 1]
 
 
 def test_task_without_integer_answers_is_refused(tmp_path):
@@ -292,26 +222,6 @@ def test_prompt_longer_than_the_context_is_refused(tmp_path):
         prepare(tmp_path, max_position_embeddings=8)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("hidden_size", 18),
-        ("hidden_size", 0),
-        ("num_layers", 0),
-        ("num_key_value_heads", 3),
-        ("rope_theta", 0.0),
-        ("initializer_range", -1.0),
-        ("warm_start_steps", -1),
-        ("warm_start_batch_size", 0),
-        ("warm_start_lr", 0.0),
-        ("noise_frac", 1.1),
-    ],
-)
-def test_bad_settings_are_refused(key, value):
-    with pytest.raises(ConfigError, match=rf"model\.tiny\.{key}="):
-        replace(SMALL, **{key: value})
-
-
 def test_show_progress_says_how_far_it_is(tmp_path):
     listener = SimpleNamespace(
         said=[], phase=lambda name, _: listener.said.append(name), progress=lambda *p: listener.said.append(p)
@@ -324,10 +234,7 @@ def test_show_progress_says_how_far_it_is(tmp_path):
         assert len(listener.said) == 3, "it is there already"
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
-def test_a_cached_model_that_was_cut_short_is_built_again(tmp_path, file):
-    folder = prepare(tmp_path)
-    whole = (folder / file).read_bytes()
-    (folder / file).write_bytes(whole[: len(whole) // 2])
-    assert prepare(tmp_path) == folder
-    assert (folder / file).read_bytes() == whole
+def test_bad_settings_are_refused():
+    for key, value in {"hidden_size": 18, "num_layers": 0, "num_key_value_heads": 3, "rope_theta": 0.0}.items():
+        with pytest.raises(ConfigError, match=rf"model\.tiny\.{key}="):
+            replace(SMALL, **{key: value})
