@@ -63,11 +63,6 @@ def test_merged_columns_of_unequal_sizes() -> None:
     }
 
 
-def test_merged_columns_need_a_name_each() -> None:
-    """Otherwise nobody but the model's own loader knows which rows are which."""
-    assert layout(Model(MergedColumnParallelLinear(4, [5, 3]), "gate", "up", "extra")) == []
-
-
 @pytest.mark.parametrize("layer", [QKVParallelLinear(4, 2, heads=2, kv_heads=1), MergedColumnParallelLinear(4, [4, 4])])
 @pytest.mark.parametrize("names", [(), ("fused",)])
 def test_a_layer_that_is_fused_in_the_checkpoint_too_stays_whole(layer: nn.Module, names: tuple[str, ...]) -> None:
@@ -78,16 +73,6 @@ def test_a_layer_that_is_fused_in_the_checkpoint_too_stays_whole(layer: nn.Modul
 def test_padding_of_the_vocabulary_is_left_out() -> None:
     [entry] = layout(Model(VocabParallelEmbedding(10, 16, 4)))
     assert entry == {"name": "fused.weight", "tensor": "fused.weight", "row": 0, "rows": 10, "shape": [10, 4]}
-
-
-def test_subclasses_count_as_what_they_are() -> None:
-    class Special(QKVParallelLinear): ...
-
-    assert list(places(Model(Special(4, 2, heads=2, kv_heads=1), "q", "k", "v"))) == [
-        "q.weight",
-        "k.weight",
-        "v.weight",
-    ]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from engines import full_weights
 
-from offline_grpo.engine.engine import Engine, ServerEngine
+from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.errors import ConfigError, EngineDied, EngineError, GrpoError
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.types import SamplingParams, ServedWeights
@@ -217,27 +217,3 @@ def test_the_others_watch_the_server_of_the_first(processes: Processes) -> None:
     die(processes)
     processes.all(lambda deployment: deployment.recover(POLICY, version=1))
     assert [client.server.watched for client in processes.clients] == [None, 4712]
-
-
-def test_the_others_ask_where_the_server_of_the_first_is(processes: Processes) -> None:
-    """In a Ray cluster it may come back on another machine."""
-    first, other = processes.clients
-    closed: list[str] = []
-    other.close = lambda: closed.append(other.server.base_url)
-    processes.all(lambda deployment: deployment.push(POLICY, version=1))
-    first.server.base_url = "http://another"
-    processes.all(lambda deployment: deployment.recover(POLICY, version=1))
-    assert (other.server.base_url, closed) == ("http://another", ["http://server"])
-
-
-def test_what_is_no_error_of_a_run_is_not_hidden(processes: Processes) -> None:
-    processes.strategies[0].error = ZeroDivisionError()
-    with pytest.raises(ZeroDivisionError):
-        processes.deployments[0].push(POLICY, version=1)
-
-
-def test_an_engine_in_this_process_has_no_server_to_watch() -> None:
-    client = SimpleNamespace(weights=ServedWeights())
-    deployment = Deployment([Engine(client, SamplingParams(1))], Strategy(), full_weights)  # type: ignore[arg-type]
-    assert deployment.state.pids == (None,)
-    deployment.follow(deployment.state)

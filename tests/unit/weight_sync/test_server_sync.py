@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from engines import deploy, full_weights
-from factories import Foreign, generate, make_policy, make_qwen2, strategy
+from factories import generate, make_policy, make_qwen2, strategy
 from peft import LoraConfig, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
 
@@ -29,9 +29,8 @@ from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.types import SamplingParams, ServedWeights
 from offline_grpo.weight_sync import lora_hotswap
-from offline_grpo.weight_sync.lora_hotswap import LoraHotswap, lora_requirements, room_for
+from offline_grpo.weight_sync.lora_hotswap import LoraHotswap, room_for
 from offline_grpo.weight_sync.proof import Proof
-from offline_grpo.weight_sync.requirements import check_requirements
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
 from offline_grpo.weight_sync.strategy import ServerSync, Staged
 
@@ -159,11 +158,6 @@ def test_all_servers_load_at_the_same_time(option: str, path: str, policy: Polic
     assert not both.broken
 
 
-def test_one_memory_serves_one_engine(client: VllmClient) -> None:
-    with pytest.raises(AssertionError, match="shared_vllm serves one engine"):
-        deploy(strategy("shared_vllm"), client, client)
-
-
 def test_what_was_pushed_last_is_what_must_be_served(policy: Policy, client: VllmClient, web: ScriptedServer) -> None:
     deployment = deploy(recorder(), client)
     deployment.connect(policy)
@@ -182,21 +176,6 @@ def test_what_was_pushed_last_is_what_must_be_served(policy: Policy, client: Vll
         with pytest.raises(EngineError, match=rf"it has version {other}, where 3 of run .* was pushed") as error:
             deployment.check_served()
         assert not isinstance(error.value, EngineDied)
-
-
-def test_a_report_of_a_push(policy: Policy, client: VllmClient) -> None:
-    deployment = deploy(recorder(), client)
-    deployment.connect(policy)
-    metrics = deployment.push(policy, version=3).metrics()
-    assert {
-        name: metrics[f"sync/{name}"] for name in ("version", "num_tensors", "num_bytes", "num_tensors_proven")
-    } == {
-        "version": 3,
-        "num_tensors": 2,
-        "num_bytes": 8,
-        "num_tensors_proven": 2,
-    }
-    assert metrics["time/sync_push_s"] >= 0
 
 
 class Started(Server):
@@ -288,41 +267,7 @@ def test_a_failure_that_another_engine_died_of_is_a_death(
         deployment.push(policy, version=1)
 
 
-def test_closing_before_connecting(client: VllmClient) -> None:
-    deploy(recorder(), client).close()
-
-
 # What is refused
-
-
-@pytest.mark.parametrize("option", [*FULL, *LORA])
-def test_a_client_of_something_else(option: str, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = with_adapters(8) if option in LORA else policy
-    monkeypatch.setattr(Server, "start", lambda *_, **__: pytest.fail("a server was started"))
-    servers = "vLLM or SGLang" if option in ("reload", "restart") else "vLLM"
-    with pytest.raises(
-        ConfigError, match=rf"^weight_sync={option}: moves weights to a {servers} server; use another generation, or "
-    ):
-        deploy(strategy(option), Foreign()).connect(policy)
-
-
-@pytest.mark.parametrize("option", FULL)
-def test_adapters_where_all_weights_are_moved(option: str, client: VllmClient, web: ScriptedServer) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"^weight_sync={option}: moves all weights, .* use weight_sync=lora_hotswap$"
-    ):
-        deploy(strategy(option), client).connect(with_adapters(8))
-    assert web.requests == []
-
-
-@pytest.mark.parametrize("option", LORA)
-def test_no_adapters_where_they_are_moved(option: str, policy: Policy, client: VllmClient, web: ScriptedServer) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=rf"^weight_sync={option}: moves LoRA adapters and the policy has none; add model/lora=default",
-    ):
-        deploy(strategy(option), client).connect(policy)
-    assert web.requests == []
 
 
 @pytest.mark.parametrize(
@@ -343,48 +288,9 @@ def test_room_for_adapters(rank: int, room: int, is_refused: bool, web: Scripted
         deploy(sync, client).connect(with_adapters(rank))
 
 
-def test_a_server_that_was_found_says_itself_what_it_has_room_for(client: VllmClient) -> None:
-    deploy(strategy("lora_hotswap"), client).connect(with_adapters(64))
-
-
 @pytest.mark.parametrize(("rank", "room"), [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128)])
 def test_room_that_a_server_should_have(rank: int, room: int) -> None:
     assert room_for(rank) == room
-
-
-def test_room_that_nobody_set_is_what_vllm_has() -> None:
-    needs = lora_requirements({})
-    check_requirements("lora_hotswap", needs, VllmClient, lora_rank=16, base_url=None)
-    with pytest.raises(ConfigError, match="max_lora_rank=16"):
-        check_requirements("lora_hotswap", needs, VllmClient, lora_rank=17, base_url=None)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("interval=0", r"^weight_sync\.interval=0: must be at least 1"),
-        ("tolerance_nats=0", r"^weight_sync\.tolerance_nats=0: must be above 0"),
-    ],
-)
-@pytest.mark.parametrize("option", [*FULL, *LORA])
-def test_settings_that_cannot_be(option: str, change: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        strategy(option, f"weight_sync.{change}")
-
-
-@pytest.mark.parametrize("option", ["reload", "shared_vllm", "ipc", "nccl"])
-def test_modes_that_are_none(option: str) -> None:
-    with pytest.raises(ConfigError, match=r"^weight_sync\.pause_mode=sleep: must be one of keep, wait, abort"):
-        strategy(option, "weight_sync.pause_mode=sleep")
-
-
-def test_settings_of_one_strategy() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^weight_sync\.interval=2: shared weights are always the newest; set it to 1"
-    ):
-        strategy("shared_vllm", "weight_sync.interval=2")
-    with pytest.raises(ConfigError, match=r"^weight_sync\.location=tape: must be one of memory, disk"):
-        strategy("reload", "weight_sync.location=tape")
 
 
 @pytest.mark.parametrize("version", ["0.24.1", "0.33.0", "1.0.0", "dev"])

@@ -22,7 +22,7 @@ from scripted_server import Reply, ScriptedServer
 
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.server import Server
-from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.errors import EngineError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.types import SamplingParams
@@ -55,12 +55,6 @@ def sizes(lengths: list[int], max_bytes: int) -> list[list[int]]:
 )
 def test_buckets(lengths: list[int], expected: list[list[int]]) -> None:
     assert sizes(lengths, 10) == expected
-
-
-def test_buckets_count_bytes_and_not_elements() -> None:
-    named = [(name, torch.zeros(3, dtype=torch.float32)) for name in "ab"]
-    assert [len(bucket) for bucket in buckets(named, 23)] == [1, 1]
-    assert [len(bucket) for bucket in buckets(named, 24)] == [2]
 
 
 class Recorder(WeightTransfer):
@@ -222,8 +216,3 @@ def test_all_servers_get_what_was_read_once(tmp_path: Path) -> None:
     assert first == second
     assert len(first) == 7
     assert num_reads == 1
-
-
-def test_a_bucket_holds_something() -> None:
-    with pytest.raises(ConfigError, match=r"^weight_sync\.bucket_mib=0: must be at least 1"):
-        make(bucket_mib=0)
