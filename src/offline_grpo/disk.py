@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
@@ -14,11 +13,6 @@ from pathlib import Path
 from offline_grpo.errors import ConfigError
 
 UNFINISHED = ".unfinished"
-NOT_WRITABLE = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),  # no room
-    *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO),
-}
-"""What the system says where a file cannot be written, and its user can do something about it."""
 
 
 def user_cache(name: str) -> Path:
@@ -49,11 +43,9 @@ def write_whole(path: Path, content: str | bytes, *, is_private: bool = False) -
     Raises:
         OSError: it cannot be written; nothing new is left behind.
     """
-    hidden = path.with_name(f".{path.name}{UNFINISHED}")
+    hidden, mode = path.with_name(f".{path.name}{UNFINISHED}"), 0o600 if is_private else 0o666
     try:
-        with open(
-            hidden, "wb", opener=lambda name, flags: os.open(name, flags, 0o600 if is_private else 0o666)
-        ) as file:
+        with open(hidden, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())

@@ -23,7 +23,7 @@ from offline_grpo.engine.engine import engine_of
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
-from offline_grpo.run.served_model import check_served_model
+from offline_grpo.run.evaluation import check_served_model
 from offline_grpo.types import SamplingParams
 
 pytestmark = pytest.mark.slow  # a start of a server each

@@ -45,40 +45,6 @@ def fresh_command(
     )
 
 
-def test_children_need_not_import_what_runs_need(tmp_path: Path) -> None:
-    """The server that they are forked from would not say that it could not."""
-    (tmp_path / "script.py").write_text(
-        "import os, sys; print({'pandas', 'preloaded'} <= sys.modules.keys(), os.getenv('PYTHONPATH'))"
-    )
-    assert run_command(tmp_path, tmp_path / "script.py").stdout == f"True {os.getenv('PYTHONPATH')}\n"
-
-
-def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    done = command(tmp_path, "run_grpo.py", "generation._target_=offline_grpo.generation.Nothing")
-    assert done.returncode == 2
-    [line] = done.stderr.splitlines()
-    assert re.match(
-        r"error: generation._target_=offline_grpo.generation.Nothing: cannot be imported \(.*\); give the dotted path",
-        line,
-    )
-    assert done.stdout == "offline-grpo: loading ...\n"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_group_set_to_null_is_one_line(tmp_path: Path) -> None:
-    done = command(tmp_path, "run_grpo.py", "engine=null", "train.lr=1e-3")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr == "error: engine=null: a group needs one of its options; remove the override to use the default\n"
-    )
-
-
-def test_options_of_hydra_that_exclude_each_other_are_one_line(tmp_path: Path) -> None:
-    done = command(tmp_path, "run_grpo.py", "--multirun", "--cfg", "hydra")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"error: Only one of --run, --multirun, --cfg, .*; leave the others out\n", done.stderr)
-
-
 def test_a_server_that_is_not_installed_is_refused_before_a_model_is_built(tmp_path: Path) -> None:
     done = command(tmp_path, "run_grpo.py", "generation=sglang_server")
     assert done.returncode == 2
@@ -98,7 +64,7 @@ def test_an_unknown_key_is_refused_before_torch_is_imported(tmp_path: Path) -> N
     assert {"hydra", "omegaconf"} < {line.rpartition("|")[2].strip() for line in imports}
     assert not [line for line in imports if re.search(r"\| +(torch|transformers)$", line)]
     assert len(lines) == 1
-    assert lines[0].startswith("error: train.speed: no such key; it may be one of iterations, ")
+    assert lines[0].startswith("error: train.speed: no such key; ")
     assert list(tmp_path.iterdir()) == []
 
 
