@@ -210,7 +210,7 @@ def test_a_killed_trainer_leaves_nothing(option: str, where: str, tmp_path: Path
 
 
 def test_two_servers_on_one_gpu(tmp_path: Path) -> None:
-    """They start one after the other, each gets handles of its own for every tensor, and the shares of memory add up."""
+    """They start one after the other, each gets its own handles for every tensor, and shares of memory add up."""
     server = (
         "generation=vllm_server",
         "weight_sync=ipc",

@@ -1,4 +1,4 @@
-"""Decoding steps as CUDA graphs draw what the same steps draw one kernel at a time, for every architecture of the zoo."""
+"""Decoding steps as CUDA graphs draw what they draw one kernel at a time, for every architecture of the zoo."""
 
 from __future__ import annotations
 

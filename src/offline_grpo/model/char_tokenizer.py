@@ -11,7 +11,8 @@ CHARACTERS = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
 # Contents and nothing around them: "17+25=" costs a BOS and six characters. A system message gets a line of its own.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
-    "{% if message['role'] == 'system' %}{{ '\\n' }}{% elif message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if message['role'] == 'system' %}{{ '\\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 
 

@@ -48,7 +48,7 @@ def _lock_pages(memory: np.ndarray) -> None:
     code = int(runtime.cudaHostRegister(address, memory.nbytes, 1))  # 1: for all GPUs
     if code != 0:
         raise torch.OutOfMemoryError(
-            f"the host cannot lock {memory.nbytes / 2**30:.1f} GiB of its memory (cudaHostRegister: error {code}); see `ulimit -l`"
+            f"the host cannot lock {memory.nbytes / 2**30:.1f} GiB of its memory (error {code}); see `ulimit -l`"
         )
     # Before the memory goes: what the next job of a sweep gets may lie at the same place, and cannot be locked twice.
     weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False  # the end of the process needs no help

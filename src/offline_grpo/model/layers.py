@@ -39,7 +39,7 @@ def blocks_of(model: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return name, module
     raise ConfigError(
-        f"found no list of {num_layers} blocks in {type(model).__name__}: choosing blocks by index is not possible for this model"
+        f"found no list of {num_layers} blocks in {type(model).__name__}: blocks cannot be chosen by index"
     )
 
 

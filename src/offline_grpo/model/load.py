@@ -77,7 +77,7 @@ def context_length(config: PretrainedConfig) -> int | None:
 def load_tokenizer(
     model_id: str, *, key: str = "model.train_id", trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer saved beside the model, with a padding token (EOS where it has none: padding is never trained on)."""
+    """The tokenizer saved beside the model; EOS pads where it has no padding token: padding is never trained on."""
     fix = "copy the tokenizer files (tokenizer.json, tokenizer_config.json) of the model that it was made from"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
@@ -232,8 +232,8 @@ def load_causal_lm(
     model, info = AutoModelForCausalLM.from_pretrained(model_id, **settings, **trust)  # pyright: ignore[reportGeneralTypeIssues]
     if info["missing_keys"]:
         raise ConfigError(
-            f"{key}={model_id}: has no weights for {min(info['missing_keys'])}, which transformers would draw at random; "
-            "it is damaged, or no causal language model: take another copy"
+            f"{key}={model_id}: has no weights for {min(info['missing_keys'])}, which transformers would draw at "
+            "random; it is damaged, or no causal language model: take another copy"
         )
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]  # transformers' decorated signature
 

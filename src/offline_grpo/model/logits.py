@@ -1,4 +1,4 @@
-"""What a model does to its logits after the matrix product with the output embeddings: nothing, a factor, a soft-cap."""
+"""The function between the product with the output embeddings and the logits: identity, a factor, a soft-cap."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def output_embeddings(model: PreTrainedModel) -> nn.Linear:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ConfigError(
-            f"model.train_id={model.name_or_path}: {type(model).__name__} has no linear language-model head; choose another model"
+            f"model.train_id={model.name_or_path}: {type(model).__name__} has no linear head; choose another model"
         )
     return head
 
@@ -76,8 +76,8 @@ def measure_logit_transform(model: PreTrainedModel, *, key: str = "model.train_i
     )
     if not is_known or after <= 0 or before <= 0:
         raise ConfigError(
-            f"{key}={model.name_or_path}: {type(model).__name__} changes its logits in a way that the loss head cannot follow "
-            "(it knows factors and tanh soft-caps); choose another model"
+            f"{key}={model.name_or_path}: {type(model).__name__} changes its logits in a way that the loss head "
+            "cannot follow (it knows factors and tanh soft-caps); choose another model"
         )
     return LogitTransform(after * before, None if cap is None else cap / before)
 

@@ -130,11 +130,11 @@ def settle_compile(
         uncompile_blocks(model)
     if requested is True:
         raise ConfigError(
-            f"model.compile=true: does not work with {type(model).__name__} ({key}), {fault}; use model.compile=auto or false"
+            f"model.compile=true: does not work with {type(model).__name__} ({key}), {fault}; use auto or false"
         )
     log.warning(
-        "model.compile=auto: not compiled, because %s does not work then: %s; the memory plan may have counted on compiled blocks: "
-        "set model.compile=false if memory runs out",
+        "model.compile=auto: not compiled, because %s does not work then: %s; the memory plan may have counted on "
+        "compiled blocks: set model.compile=false if memory runs out",
         type(model).__name__,
         fault,
     )

@@ -1,4 +1,4 @@
-"""Between text and tokens: what a conversation is to the model, where a completion ends, and what a task may see of it."""
+"""Between text and tokens: a conversation as token ids, where a completion ends, and its text as a task sees it."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def prepare_tiny_model(settings: TinyModel, task: Task, cache_dir: Path, *, prog
     problems = task.problems(Split.TRAIN)
     if any(re.fullmatch(r"-?[0-9]+", problem.answer) is None for problem in problems):
         raise ConfigError(
-            "model=tiny: learns tasks whose answers are integers alone; use task=arithmetic, or model=hf model.train_id=..."
+            "model=tiny: learns integer answers alone; use task=arithmetic, or model=hf model.train_id=..."
         )
     remove_left_behind(cache_dir, SCRATCH)
     folder = cache_dir / f"tiny-{_content_hash(settings, problems)}"

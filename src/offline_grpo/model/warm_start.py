@@ -44,7 +44,7 @@ class Demonstration:
 
 
 def demonstrations(problems: Sequence[Problem], *, noise_frac: float, seed: int) -> Iterator[Demonstration]:
-    """Endless random draws from `problems`; each answer is wrong with probability `noise_frac`, drawn anew every time."""
+    """Endless random draws from `problems`; each answer is wrong with probability `noise_frac`."""
     rng = random.Random(seed)
     while True:
         problem = rng.choice(problems)
@@ -53,7 +53,7 @@ def demonstrations(problems: Sequence[Problem], *, noise_frac: float, seed: int)
 
 
 def distractor(answer: str, rng: random.Random) -> str:
-    """A wrong answer that someone might give: off by one, with the wrong sign, or its last digit lost or written twice."""
+    """A plausible wrong answer: off by one, of the wrong sign, or with its last digit lost or doubled."""
     value = int(answer)
     mistakes = [
         str(value + rng.choice((-1, 1))),

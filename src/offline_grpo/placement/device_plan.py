@@ -89,8 +89,8 @@ def _check_server(device: DevicePlan) -> None:
             else "it needs several GPUs (placement.engine_devices), or a smaller model"
         )
         raise ConfigError(
-            f"{rest.setting}: that share of GPU {device.gpu}, {_gib(share / device.num_servers)}, holds the server's weights of "
-            f"{_gib(weights.num_bytes / device.num_servers)} and "
+            f"{rest.setting}: that share of GPU {device.gpu}, {_gib(share / device.num_servers)}, holds the server's "
+            f"weights of {_gib(weights.num_bytes / device.num_servers)} and "
             f"hardly any KV cache; {fix}"
         )
 

@@ -48,8 +48,8 @@ def check_devices(devices: Devices) -> None:
     server_gpus(devices)
     if not trainer_gpus(devices.trainer, devices.num_processes) and devices.needs_gpu:
         raise ConfigError(
-            f"model.device={devices.trainer}: weight_sync={devices.strategy} moves weights from GPU to GPU, and training "
-            "is on the CPU; use weight_sync=shared_vllm or reload there"
+            f"model.device={devices.trainer}: weight_sync={devices.strategy} moves weights from GPU to GPU, and "
+            "training is on the CPU; use weight_sync=shared_vllm or reload there"
         )
 
 
@@ -175,7 +175,7 @@ def engine_gpus(
     if rule == "other" and shared:
         fix = f"placement.engine_devices={free[:1]}" if free else "weight_sync=shared_vllm"
         raise ConfigError(
-            f"{setting}: weight_sync={name} needs other GPUs for the server, and GPU {shared[0]} is trained on; use {fix}"
+            f"{setting}: weight_sync={name} needs other GPUs for the server; GPU {shared[0]} is trained on; use {fix}"
         )
     return list(configured)
 

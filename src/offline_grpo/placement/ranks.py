@@ -92,7 +92,7 @@ class Ranks:
         return values[0]
 
     def on_main(self, action: Callable[[], T]) -> T:
-        """What `action` returns on rank 0, which alone runs it, on every process. A GrpoError there is raised on all."""
+        """Run `action` on rank 0 and return its result on every process. A GrpoError there is raised on all."""
         result, error = None, None
         if self.is_main:
             try:
@@ -118,8 +118,8 @@ def told_if_abandoned() -> Iterator[None]:
         if not (isinstance(error, distributed.DistBackendError) or ("gloo" in str(error) and "peer" in str(error))):
             raise
         raise GrpoError(
-            "another process of the run has ended, so this one ends too; what that one printed, or its launcher's last lines, say why; "
-            "go on with resume=auto, which takes any number of processes"
+            "another process of the run has ended, so this one ends too; its output says why; "
+            "continue with resume=auto, which takes any number of processes"
         ) from error
 
 

@@ -83,7 +83,7 @@ def test_a_target_that_is_all_but_certain_keeps_its_small_gradient(width: int) -
 
 
 def test_a_target_in_a_tile_far_below_the_peak_keeps_its_gradient() -> None:
-    """200 nats below: nothing of that tile can be told from 0 beside the peak, and the target's own gradient is whole."""
+    """200 nats below: nothing of that tile can be told from 0 beside the peak; the target's own gradient is whole."""
     hidden, weight = leaf(N, H, seed=0), leaf(V, H, seed=1)
     bias = torch.zeros(V)
     bias[40:] = 200.0

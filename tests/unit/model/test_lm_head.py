@@ -75,16 +75,6 @@ def test_two_tokens_by_hand() -> None:
     torch.testing.assert_close(entropy, torch.tensor([0.5623351, 0.3250830]))
 
 
-def test_gradcheck() -> None:
-    inputs = make_inputs(num_tokens=3)
-    targets, temperature = inputs["targets"], inputs["temperature"]
-
-    def head(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        return TiledHead(tile_width=16)(hidden, weight, bias, targets, temperature, entropy_requires_grad=True)
-
-    assert torch.autograd.gradcheck(head, (inputs["hidden"], inputs["weight"], inputs["bias"]))
-
-
 @pytest.mark.parametrize("used", [0, 1], ids=["logprobs", "entropy"])
 def test_gradient_of_one_output_alone(used: int) -> None:
     inputs = make_inputs()
@@ -105,18 +95,6 @@ def test_entropy_as_metric_has_no_gradient_and_leaves_that_of_the_logprobs_alone
     torch.testing.assert_close(gradients((logprobs, entropy), leaves), gradients((expected_logprobs, entropy), leaves))
 
 
-def test_entropy_as_metric_costs_nothing_in_backward() -> None:
-    inputs = make_inputs(torch.float32)
-    num_operations = []
-    for entropy_requires_grad in (False, True):
-        logprobs, entropy = TiledHead(tile_width=VOCAB // 10)(**inputs, entropy_requires_grad=entropy_requires_grad)
-        total = logprobs.sum() + entropy.sum()
-        with Watch() as watch:
-            total.backward()
-        num_operations.append(watch.num_operations)
-    assert num_operations[0] <= num_operations[1] - 10, "at least one operation less in each of the ten tiles"
-
-
 @pytest.mark.parametrize("trained", ["hidden", "weight", "bias"])
 def test_only_what_is_trained_gets_a_gradient(trained: str) -> None:
     inputs = make_inputs()
@@ -125,25 +103,6 @@ def test_only_what_is_trained_gets_a_gradient(trained: str) -> None:
         inputs[name].requires_grad_(False)
     outputs = TiledHead(tile_width=None)(**inputs, entropy_requires_grad=True)
     torch.testing.assert_close(gradients(outputs, [inputs[trained]]), expected)
-
-
-def test_a_frozen_weight_costs_no_weight_gradient() -> None:
-    inputs = make_inputs(torch.float32) | {"bias": None}
-    with Watch() as trained:
-        TiledHead(tile_width=10)(**inputs, entropy_requires_grad=False)[0].sum().backward()
-    inputs["weight"].requires_grad_(False)
-    with Watch() as frozen:
-        TiledHead(tile_width=10)(**inputs, entropy_requires_grad=False)[0].sum().backward()
-    assert trained.num_elements == VOCAB * HIDDEN
-    assert frozen.num_elements == 2 * NUM_TOKENS * 10
-
-
-def test_a_tied_weight_gets_both_gradients() -> None:
-    embedding = torch.randn(VOCAB, HIDDEN, dtype=torch.float64, requires_grad=True)
-    token_ids, targets, temperature = torch.arange(5), torch.arange(5) + 1, torch.ones(5)
-    arguments = (embedding[token_ids], embedding, None, targets, temperature)
-    actual = gradients(TiledHead(tile_width=None)(*arguments, entropy_requires_grad=True), [embedding])
-    torch.testing.assert_close(actual, gradients(materialised(*arguments), [embedding]))
 
 
 def test_float32_is_right_to_rounding_whatever_the_chunk() -> None:
@@ -218,20 +177,6 @@ def test_inputs_are_not_mutated_and_equal_calls_give_equal_bits() -> None:
     assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
 
 
-def test_a_second_backward_through_one_forward_gives_the_same_gradients() -> None:
-    inputs = make_inputs(torch.float32)
-    outputs = TiledHead(tile_width=None)(**inputs, entropy_requires_grad=True)
-    first, second = (gradients(outputs, [inputs["weight"]])[0] for _ in range(2))
-    assert torch.equal(first, second)
-
-
-def test_without_grad_mode_nothing_is_kept_for_backward() -> None:
-    with torch.no_grad():
-        logprobs, entropy = TiledHead(tile_width=None)(**make_inputs(), entropy_requires_grad=True)
-    assert logprobs.grad_fn is None
-    assert entropy.grad_fn is None
-
-
 class Watch(TorchDispatchMode):
     """Counts operations and records the size of the largest tensor that any of them returns."""
 
@@ -258,21 +203,6 @@ def test_no_tensor_is_larger_than_two_tiles_or_an_input() -> None:
         )
         (outputs[0].sum() + outputs[1].sum()).backward()
     assert largest.num_elements == 2 * num_tokens * tile_width
-
-
-def test_the_automatic_chunk_bounds_memory_for_many_tokens() -> None:
-    num_tokens, vocab = 4096, 8192
-    hidden, weight = torch.randn(num_tokens, 2), torch.randn(vocab, 2)
-    with Watch() as largest, torch.no_grad():
-        TiledHead(tile_width=None)(
-            hidden,
-            weight,
-            None,
-            torch.zeros(num_tokens, dtype=torch.long),
-            torch.ones(num_tokens),
-            entropy_requires_grad=False,
-        )
-    assert largest.num_elements * 4 <= 2 * 8 * 2**20
 
 
 @pytest.mark.gpu

@@ -7,7 +7,6 @@ import torch
 from factories import make_llama
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model, inject_adapter_in_model
-from peft.tuners.lora import Linear
 from torch import nn
 
 from offline_grpo.model.adapters import with_lora
@@ -78,11 +77,6 @@ def test_a_layer_in_another_format_is_left_alone():
     assert model(input_ids=IDS).logits.isfinite().all()
 
 
-def test_a_run_trains_such_layers():
-    model = with_lora(make_llama(), LoraConfig(RANK, ALPHA, 0.0, ["all-linear"], None), 2, adapter=None)
-    assert {type(module) for module in model.modules() if isinstance(module, Linear)} == {FoldedLinear}
-
-
 def share(model):
     return share_inputs(model, lambda: model(input_ids=IDS))
 
@@ -96,16 +90,6 @@ def test_layers_that_share_their_input_compute_as_peft_does():
     assert gradients.keys() == expected_gradients.keys()
     for name, gradient in expected_gradients.items():
         assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-6), name
-
-
-def test_what_layers_share_is_not_kept():
-    model = peft_model()
-    fold_scales(model)
-    share(model)
-    logits_and_gradients(model)
-    shared = [module.shared for module in model.modules() if isinstance(module, FoldedLinear) and module.shared]
-    assert len(shared) == 10
-    assert all(found.x is None and not found.parts for found in shared)
 
 
 def test_layers_with_dropout_share_nothing():

@@ -69,7 +69,7 @@ def test_gradients_accumulate_in_fp32(monkeypatch, small_elements):
     "passes", [("a", "b", "b"), ("ab", "ab", "a", "ab"), ("a", "ab", "ab", "b"), ("ab", "b", "ab", "a")]
 )
 def test_what_a_pass_does_not_reach_keeps_its_gradient(passes):
-    """As experts do that no token of a microbatch went to; also in a second update, whose first pass may reach others."""
+    """As experts do that no token of a microbatch went to; also in a second update."""
     layers = nn.ModuleDict({name: model(torch.bfloat16) for name in ("a", "b")})
     masters = MasterWeights(layers.named_parameters())
     for update in (passes, passes[::-1]):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from factories import make_llama, make_policy, make_qwen2, make_scoring
+from factories import make_llama, make_qwen2, make_scoring
 from peft import LoraConfig, get_peft_model
 from torch.overrides import TorchFunctionMode
 
@@ -90,14 +90,3 @@ def test_scoring_uses_decoder_and_head_inside_its_forward_alone(token_batch):
         scoring.logprobs(token_batch)
     assert len(uses) > 2
     assert all(uses)
-
-
-def test_masters_are_made_once_and_not_before_they_are_asked_for():
-    policy = make_policy(make_qwen2())
-    with pytest.raises(RuntimeError, match=r"call policy.make_masters\(\)"):
-        _ = policy.masters
-    assert policy.make_masters() is policy.masters
-    with pytest.raises(AssertionError):
-        policy.make_masters()
-    with pytest.raises(AssertionError):
-        policy.become_shared(before_publish=lambda: None)

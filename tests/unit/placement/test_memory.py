@@ -250,13 +250,6 @@ def test_a_server_on_its_own_gpu_leaves_the_trainers_alone():
     assert set(parts(second)) == {"server: weights", "server: KV cache and the rest", "server: CUDA context"}
 
 
-def test_a_server_over_two_gpus_halves_its_weights():
-    split = predicted(
-        *SERVED, "weight_sync=reload", "+engine.args.tensor_parallel_size=2", trainers=[0], engine_gpus=[0, 1]
-    )
-    assert [parts(device)["server: weights"] for device in split] == [about(NUM_WEIGHTS)] * 2
-
-
 def test_a_reference_elsewhere_leaves_the_trainers_gpu():
     beside, apart = (predicted("train.precision=bf16", "train.kl_coef=0.1", ref_gpu=gpu) for gpu in (None, 1))
     found, moved = parts(beside[0]), parts(apart[0])
@@ -283,21 +276,6 @@ def test_the_shares_of_servers_on_one_gpu_add_up():
         "2 servers: KV cache and the rest": about(0.4 * 16 * GIB - 2 * 2 * NUM_WEIGHTS),
         "2 servers: CUDA context": 2 * 3 * GIB // 4,
     }
-
-
-def test_sglangs_share_has_another_name():
-    (device,) = predicted(
-        *SERVED[1:], "generation=sglang_server", "weight_sync=restart", "engine.args.mem_fraction_static=0.5"
-    )
-    assert parts(device)["server: KV cache and the rest"] == about(8 * GIB - 2 * NUM_WEIGHTS)
-    assert device.server[1].setting == "engine.args.mem_fraction_static=0.5"
-
-
-def test_a_server_that_was_found_and_sampling_in_process_take_no_share():
-    (found,) = predicted(*SERVED, "generation.base_url=http://127.0.0.1:1", "weight_sync=reload")
-    (in_process,) = predicted("train.precision=bf16")
-    assert not found.server
-    assert not in_process.server
 
 
 @pytest.mark.parametrize(
@@ -407,13 +385,6 @@ def made_up(*, total_gib, trainer_gib=(), server_gib=(), num_servers=1):
     return [DevicePlan(0, int(total_gib * GIB), trainer, server, num_servers)]
 
 
-def test_what_fits_passes_up_to_the_last_byte():
-    check(made_up(total_gib=10, trainer_gib=[4, 6]))
-    with pytest.raises(ConfigError):
-        check(made_up(total_gib=10, trainer_gib=[4, 6.001]))
-    check(made_up(total_gib=10, trainer_gib=[3.5], server_gib=[2, 4, 0.5]))
-
-
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
@@ -448,15 +419,3 @@ def test_a_run_that_is_too_large_is_refused_by_its_own_settings():
     ):
         check(too_small)
     check([replace(device, total_bytes=64 * GIB) for device in too_small])
-
-
-def test_the_table_has_a_line_for_every_part():
-    lines = describe(made_up(total_gib=80, trainer_gib=[4, 6.26], server_gib=[1, 5, 0.5]))
-    assert lines == [
-        "GPU 0: predicted to hold 16.8 GiB of 80.0 GiB at its fullest",
-        "      4.00 GiB  part 0",
-        "      6.26 GiB  part 1",
-        "      1.00 GiB  weights",
-        "      5.00 GiB  KV cache",
-        "      0.50 GiB  context",
-    ]

@@ -38,7 +38,7 @@ class Flash4(Varlen):
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise ConfigError where the kernel does not run."""
-        fix = "needs a Hopper or Blackwell GPU, train.precision=bf16 or fp16 and the package flash-attn-4 (`uv sync --extra vllm`)"
+        fix = "needs a Hopper or Blackwell GPU, bf16 or fp16, and the package flash-attn-4 (`uv sync --extra vllm`)"
         require(has_flash4(device, dtype), "model.layout", "flash4", f"{fix}; use model.layout=auto")
 
 

@@ -30,7 +30,7 @@ MAX_SHARE_OF_PADDED = 0.5
 
 
 class Tree:
-    """One row per prompt. Batches that share little, and models whose attention takes no mask, get the padded layout."""
+    """One row per prompt. Batches that share little, and models whose attention takes no mask, get padded rows."""
 
     pads = True
 

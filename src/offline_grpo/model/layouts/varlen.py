@@ -112,9 +112,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """[1, T, heads, D], and no attention weights."""
     if cu_seq_lens_q is None:
-        raise ValueError(
-            "variable-length attention needs cu_seq_lens_q: this model drops the arguments that its decoder is called with"
-        )
+        raise ValueError("variable-length attention needs cu_seq_lens_q: this model drops the arguments of its decoder")
     others["attention_mask"] = attention_mask
     unknown = sorted(
         name for name, value in others.items() if name not in HARMLESS and value is not None and value is not False
