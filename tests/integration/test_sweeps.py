@@ -187,8 +187,8 @@ def test_a_cluster_that_is_too_small_for_a_run_is_refused(tmp_path: Path) -> Non
         tmp_path, "hydra/launcher=ray", *TWO_CORES, "hydra.launcher.num_cpus=3", "hydra.launcher.num_gpus=1", "seed=0,1"
     )
     assert done.returncode == 2
-    asked = "error: hydra.launcher.num_cpus=3 hydra.launcher.num_gpus=1: no machine of the Ray cluster has as many for a run"
-    assert done.stderr.splitlines()[-1] == f"{asked} (there are 0 GPUs and 2 CPUs)"
+    asked = "error: hydra.launcher.num_cpus=3 hydra.launcher.num_gpus=1: no machine of the Ray cluster has as many"
+    assert done.stderr.splitlines()[-1] == f"{asked} for a run (there are 0 GPUs and 2 CPUs)"
     assert not sweep.exists()
 
 

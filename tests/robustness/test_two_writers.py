@@ -16,9 +16,9 @@ from children import SMALL, metrics_of, printed, run_command, run_in_child, star
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "run_grpo.py"
-REFUSED = r"^error: {key}: process {pid} on \S+ writes to {folder}; stop it with `kill -INT {pid}`, or start in another folder$"
+REFUSED = r"^error: {key}: process {pid} on \S+ writes to {folder}; stop it with `kill -INT {pid}`, or start in another"
 WORDS = (*SMALL, "model.tiny.warm_start_steps=0", "checkpoint.save_interval=1")
-PAIRS = 11
+PAIRS = 6
 WAITS = "+logger.waits._target_=children.Waits"
 
 

@@ -74,7 +74,7 @@ def versions() -> dict[str, str]:
 
 
 def describe_untested() -> str | None:
-    """A line about installed packages that are outside the versions which `pyproject.toml` asks for, None without one."""
+    """A line about installed packages outside the versions that `pyproject.toml` asks for, None without one."""
     installed = versions()
     required = [Requirement(text) for text in metadata.requires("offline-grpo") or ()]
     untested = [

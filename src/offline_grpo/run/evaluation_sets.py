@@ -1,4 +1,4 @@
-"""Sets of held-out problems for a command line of `offline_grpo.evaluate`: `task=arithmetic,gsm8k eval.replicates=8`."""
+"""Sets of held-out problems for a command line of `offline_grpo.evaluate`: `task=arithmetic,gsm8k eval.ks=[1,8]`."""
 
 from __future__ import annotations
 

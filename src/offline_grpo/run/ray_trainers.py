@@ -64,7 +64,9 @@ def train(config: RunConfig, folder: Path) -> None:
     require(HydraConfig.get().mode is not RunMode.MULTIRUN, "placement.trainer", "ray", fix)
     placement = config.placement
     assert placement.address is not None  # see PlacementConfig
-    fix = "would end with this command, and placement.trainer=ray needs one that goes on; on this machine alone use accelerate launch"
+    fix = (
+        "would end with this command, and the training processes need a cluster that stays; use accelerate launch here"
+    )
     require(placement.address != "local", "placement.address", "local", fix)
     from offline_grpo.engine.ray_cluster import Room, connect
 
@@ -216,10 +218,9 @@ class _Group:
             printed: Any = ray.get(reading)
             code: Any = None if printed else ray.get(self._actors[rank].exit_code.remote())
         except RayActorError as error:
-            raise GrpoError(
-                f"the machine of training process {rank} was lost, {self._places[rank].address} in the Ray cluster; go on with "
-                "resume=auto, which takes any number of processes"
-            ) from error
+            where = f"{self._places[rank].address} in the Ray cluster"
+            fix = "go on with resume=auto, which takes any number of processes"
+            raise GrpoError(f"the machine of training process {rank} was lost, {where}; {fix}") from error
         os.write(1, printed)
         return code
 

@@ -197,7 +197,7 @@ def _plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _value(key: str, typed: Sequence[str]) -> str | None:
-    """The value of a key on the command line; quotes of Hydra's are needed neither for letters beyond ASCII nor for =."""
+    """The value of a key on the command line; letters beyond ASCII need no quotes of Hydra's."""
     for word in reversed(typed):
         if not word.startswith(f"{key}="):
             continue

@@ -62,7 +62,7 @@ def checked(
         asked = {*typed, *changes}
         has_ended = point.num_done >= state.config["train"]["iterations"] and state.lr_schedule.kind != "constant"
         if has_ended and SCHEDULE.isdisjoint(asked):
-            fix = "say what it is from now on, such as train.lr=1e-4 (it falls to 0 again, unless train.schedule=constant)"
+            fix = "set a new one, such as train.lr=1e-4 (it falls to 0 again, unless train.schedule=constant)"
             ended = (
                 f"the {state.lr_schedule.kind} schedule of the learning rate has ended at iteration {point.num_done}"
             )
