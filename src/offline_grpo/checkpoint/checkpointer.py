@@ -155,7 +155,8 @@ class Checkpointer:
             shutil.rmtree(hidden, ignore_errors=True)
             last = latest_checkpoint(self.folder)
             raise CheckpointError(
-                f"no checkpoint could be written to {self.folder} ({reason_of(error)}). Free some space or fix the folder's "
+                f"no checkpoint could be written to {self.folder} ({reason_of(error)}). Free some space or fix the "
+                "folder's "
                 f"permissions; the last checkpoint is {f'{last}: continue with resume=auto' if last else 'none'}"
             ) from error
 

@@ -27,7 +27,7 @@ class Alignment:
         self._parts: list[torch.Tensor] = []
 
     def add(self, part: TokenBatch, policy_logprobs: torch.Tensor) -> None:
-        """Count a microbatch, with the logprobs [T] of the policy that is being updated. Does not wait for the device."""
+        """Count a microbatch, with the logprobs [T] of the policy in training. Does not wait for the device."""
         at = part.completion_positions  # [N]
         ours, theirs, policy, advantages = (
             values.detach()[at].double()
@@ -92,7 +92,8 @@ class MismatchWarning:
         if difference > self._above:
             self._above = 2 * difference
             log.warning(
-                "[MISMATCH] trainer and engine differ by %.3f nats per token on average (alignment/diff_abs_mean, above %g); "
+                "[MISMATCH] trainer and engine differ by %.3f nats per token on average (alignment/diff_abs_mean, "
+                "above %g); "
                 "rollouts of other weights (rollouts=async, atropos or replay, weight_sync.interval) add to it; "
                 "see docs/troubleshooting.md",
                 difference,

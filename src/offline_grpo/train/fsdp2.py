@@ -73,7 +73,8 @@ class FullyShardedPolicy(Replicas):
             settings["ignored_params"] = {p for p in scoring.model.parameters() if p.requires_grad}
         elif len({p.dtype for p in model.parameters()}) > 1:
             raise ConfigError(
-                f"train.sharding=fsdp2: {type(model).__name__} keeps some weights in another format than train.precision; "
+                f"train.sharding=fsdp2: {type(model).__name__} keeps some weights in another format than "
+                "train.precision; "
                 "use train.precision=fp32, or train.sharding=none"
             )
         if widens:

@@ -36,7 +36,7 @@ class Watch:
         return value < than if self.metric.startswith("-") else value > than
 
     def see(self, metrics: Mapping[str, float], iteration: int) -> bool:
-        """Take note of an evaluation; iteration -1 is the one before training. Returns whether it is the best so far."""
+        """Count an evaluation; iteration -1 is the one before training. Returns whether it is the best so far."""
         value = metrics[self.key]
         if iteration >= 0:
             self.last = value
@@ -126,7 +126,7 @@ def early_stop_reason(saved: Mapping[str, Watch], stop_when: StopWhenConfig) -> 
 
 
 def stopping_settings(saved: Mapping[str, Watch], stop_when: StopWhenConfig) -> list[str]:
-    """Which of `threshold` and `patience` would stop that run without the other one: it goes on without all of these."""
+    """Those of `threshold` and `patience` that would stop that run alone: without all of these it continues."""
     alone = {
         "threshold": replace(stop_when, patience=None),
         "patience": replace(stop_when, threshold=None),

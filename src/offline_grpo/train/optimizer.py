@@ -108,7 +108,8 @@ class AdamW8bit:
         device = groups[0]["params"][0].device
         if device.type != "cuda":
             raise ConfigError(
-                f"train/optimizer=adamw_8bit: bitsandbytes' 8-bit state needs a CUDA device and the model is on {device}; "
+                "train/optimizer=adamw_8bit: bitsandbytes' 8-bit state needs a CUDA device and the model is on "
+                f"{device}; "
                 "use train/optimizer=adamw"
             )
         return BitsAndBytesAdamW8bit(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps)

@@ -68,8 +68,10 @@ class LrSchedule:
         scale = earlier(update)
         if scale == 0.0:
             raise ConfigError(
-                f"train.iterations: the {earlier.kind} schedule of this run has come to its end, where the learning rate is 0; "
-                "say what it is from now on, such as train.lr=1e-4 (it falls from there to 0 again, unless train.schedule=constant)"
+                f"train.iterations: the {earlier.kind} schedule of this run has come to its end, where the learning "
+                "rate is 0; "
+                "say what it is from now on, such as train.lr=1e-4 (it falls from there to 0 again, unless "
+                "train.schedule=constant)"
             )
         return replace(self, first=update, scale=scale, warms_up=False)
 

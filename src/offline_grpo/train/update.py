@@ -201,7 +201,8 @@ class Updater:
         raise NonFiniteError(
             f"{self.counters.num_refused_in_a_row} updates in a row had a non-finite loss or gradient and were refused "
             f"(train.max_bad_updates={self.config.max_bad_updates}); the last batch is in {path}. "
-            "The weights are those of the last good update: lower train.lr, or look at the batch's logprobs and advantages"
+            "The weights are those of the last good update: lower train.lr, or look at the batch's logprobs and "
+            "advantages"
         )
 
     def _sum_over_ranks(self, shares: dict[str, Tensor]) -> dict[str, float]:

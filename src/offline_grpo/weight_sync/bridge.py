@@ -100,8 +100,10 @@ class Bridge:
             storages = [self._open_storage(handle, device) for handle in self.storages]
         except (RuntimeError, OSError) as error:
             raise EngineError(
-                f"memory of the server (pid {self.pid}) cannot be opened ({reason_of(error)}): trainer and server must run on one "
-                "machine, as one user, not in separate containers, and without expandable_segments in PYTORCH_CUDA_ALLOC_CONF"
+                f"memory of the server (pid {self.pid}) cannot be opened ({reason_of(error)}): trainer and server "
+                "must run on one "
+                "machine, as one user, not in separate containers, and without expandable_segments in "
+                "PYTORCH_CUDA_ALLOC_CONF"
             ) from error
         whole = {}
         for t in self.tensors:

@@ -150,7 +150,7 @@ class Deployment:
         )
 
     def close(self) -> None:
-        """Release all engines, and stop those that the run started. Called once at exit, also if `connect` never ran."""
+        """Release all engines, and stop those that the run started. Called once, also if `connect` never ran."""
         with ExitStack() as stack:
             for engine in self.engines:
                 stack.callback(engine.stop)

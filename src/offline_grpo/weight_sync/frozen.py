@@ -30,7 +30,8 @@ class Frozen(WeightSync):
     def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`. Says once what every later line of the run means."""
         log.warning(
-            "weight_sync=none: the server at %s is frozen. It gets no weights, so what it samples comes from its own model (version 0) and "
+            "weight_sync=none: the server at %s is frozen. It gets no weights, so what it samples comes from its own "
+            "model (version 0) and "
             "not from the policy, and alignment/* grows as the policy learns",
             engine.server.base_url,
         )

@@ -13,7 +13,7 @@ from offline_grpo.weight_sync.strategy import Staged, WeightSync
 
 
 class InProcess(WeightSync):
-    """A `WeightSync`: the client's module is the policy's module, so every weight is covered by being the same object."""
+    """A `WeightSync`: the client's module is the policy's module, so every weight is the same object."""
 
     name = "in_process"
     interval = 1  # shared weights are always the newest

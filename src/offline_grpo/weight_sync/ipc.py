@@ -46,7 +46,8 @@ class Ipc(WeightTransfer):
         ours = gpu_uuid(policy.device)
         if ours is None or described["gpu_uuid"] != ours:
             raise ConfigError(
-                f"weight_sync=ipc: the policy is on {policy.device} ({ours or 'no GPU'}), the server on {described['device']} "
+                f"weight_sync=ipc: the policy is on {policy.device} ({ours or 'no GPU'}), the server on "
+                f"{described['device']} "
                 f"({described['gpu_uuid'] or 'no GPU'}); both must be on one GPU: use nccl for two, reload for CPUs"
             )
         atexit.register(remove_cuda_driver_files)

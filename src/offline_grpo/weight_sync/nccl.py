@@ -53,7 +53,8 @@ class Nccl(WeightTransfer):
         ours = gpu_uuid(policy.device)
         if ours is None or described["gpu_uuid"] in (None, ours):
             raise ConfigError(
-                f"weight_sync=nccl: the policy is on {policy.device} ({ours or 'no GPU'}), the server on GPU {described['gpu_uuid']}; NCCL "
+                f"weight_sync=nccl: the policy is on {policy.device} ({ours or 'no GPU'}), the server on GPU "
+                f"{described['gpu_uuid']}; NCCL "
                 "needs two GPUs: give the server its own by placement.engine_devices, or use ipc or shared_vllm on one"
             )
         try:

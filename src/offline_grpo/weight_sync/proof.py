@@ -1,4 +1,4 @@
-"""After every push the server must say that it has the version, have the trainer's bits, and sample like the trainer."""
+"""After every push the server must name its version, have the trainer's bits, and sample like the trainer."""
 
 from __future__ import annotations
 
@@ -105,8 +105,10 @@ def compare(
     if not diff_abs_mean <= tolerance_nats:
         group = "eval" if engine.server.key.startswith("eval.") else "weight_sync"
         raise EngineError(
-            f"{mismatch}; above {group}.tolerance_nats={tolerance_nats:g}: stale weights or caches, or a server that computes "
-            "something else (dtype, rope scaling, quantisation, logprobs returned without --logprobs-mode processed_logprobs); see "
+            f"{mismatch}; above {group}.tolerance_nats={tolerance_nats:g}: stale weights or caches, or a server that "
+            "computes "
+            "something else (dtype, rope scaling, quantisation, logprobs returned without --logprobs-mode "
+            "processed_logprobs); see "
             "docs/troubleshooting.md"
         )
     log.info("[OK] %s", says)
@@ -133,8 +135,10 @@ def prove_base(engine: ServerEngine, snapshot: Snapshot) -> str:
     )
     if unequal := engine.control.other_numbers(dict(zip(parameters, sums(list(parameters.values())), strict=True))):
         raise ConfigError(
-            f"{engine.server.key}={engine.server.base_url}: the adapters are for another base model than the server has: {len(unequal)} of "
-            f"{num_compared} tensors differ, {', '.join(unequal[:3])}; start the server from {snapshot.policy.causal_lm.name_or_path}"
+            f"{engine.server.key}={engine.server.base_url}: the adapters are for another base model than the server "
+            f"has: {len(unequal)} of "
+            f"{num_compared} tensors differ, {', '.join(unequal[:3])}; start the server from "
+            f"{snapshot.policy.causal_lm.name_or_path}"
         )
     if num_compared:
         log.info("[OK] base model: %d of %d tensors equal bit for bit", num_compared, num_compared)

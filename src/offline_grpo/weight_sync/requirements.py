@@ -58,7 +58,8 @@ def check_requirements(
     engine_name: str | None = client_class.engine_name  # type: ignore[attr-defined]  # every rollout client has one
     if not needs.engines and engine_name is not None:
         raise ConfigError(
-            f"weight_sync={name}: {client_class.__name__} does not sample from the trained module; choose a weight_sync that moves "
+            f"weight_sync={name}: {client_class.__name__} does not sample from the trained module; choose a "
+            "weight_sync that moves "
             "weights to it, such as shared_vllm, reload, or with LoRA lora_hotswap"
         )
     if engine_name is not None and engine_name in needs.refused:
@@ -71,11 +72,13 @@ def check_requirements(
         )
     if lora_rank is not None and needs.moves == "full":
         raise ConfigError(
-            f"weight_sync={name}: moves all weights, and with model.lora only adapters change; use weight_sync=lora_hotswap"
+            f"weight_sync={name}: moves all weights, and with model.lora only adapters change; use "
+            "weight_sync=lora_hotswap"
         )
     if lora_rank is None and needs.moves == "lora":
         raise ConfigError(
-            f"weight_sync={name}: moves LoRA adapters and the policy has none; add model/lora=default, or choose another"
+            f"weight_sync={name}: moves LoRA adapters and the policy has none; add model/lora=default, or choose "
+            "another"
         )
     if (
         base_url is None
@@ -84,12 +87,14 @@ def check_requirements(
         and lora_rank > needs.max_lora_rank
     ):
         raise ConfigError(
-            f"weight_sync.server_args.max_lora_rank={needs.max_lora_rank}: the adapters have rank {lora_rank}; set it to the next of 16, "
+            f"weight_sync.server_args.max_lora_rank={needs.max_lora_rank}: the adapters have rank {lora_rank}; set "
+            "it to the next of 16, "
             "32, 64, 128, ..."
         )
     if needs.own_server and base_url is not None:
         raise ConfigError(
-            f"generation.base_url={base_url}: weight_sync={name} starts the server again and again, and this one is not the run's own; "
+            f"generation.base_url={base_url}: weight_sync={name} starts the server again and again, and this one is "
+            "not the run's own; "
             "set generation.base_url=null, or use another weight_sync"
         )
 
@@ -102,7 +107,8 @@ def check_in_flight(name: str, needs: SyncRequirements, in_flight: str | None) -
         return
     if needs.in_flight:
         can = needs.in_flight[0]
-        fix = f"weight_sync={name} does {can} (weight_sync.pause_mode, which follows this key); use rollouts.in_flight={can}"
+        what = f"weight_sync={name} does {can} (weight_sync.pause_mode, which follows this key)"
+        fix = f"{what}; use rollouts.in_flight={can}"
     else:
         fix = (
             f"weight_sync={name} sends no weights while requests run; use reload, ipc, nccl, or with LoRA lora_hotswap"

@@ -182,13 +182,15 @@ def check_device(bridge: Bridge, device: torch.device) -> None:
     """Raise ConfigError unless the server's memory is on `device`, where the trainer computes."""
     if bridge.device != device.type:
         raise ConfigError(
-            f"model.device={device}: the server's weights are on its {bridge.device}; train there, or use weight_sync=reload"
+            f"model.device={device}: the server's weights are on its {bridge.device}; train there, or use "
+            "weight_sync=reload"
         )
     if bridge.device == "cuda":
         ours = gpu_uuid(device)
         if bridge.gpu_uuid != ours:
             raise ConfigError(
-                f"model.device={device}: that is GPU {ours}, and the server's weights are on GPU {bridge.gpu_uuid}; put both on one "
+                f"model.device={device}: that is GPU {ours}, and the server's weights are on GPU {bridge.gpu_uuid}; "
+                "put both on one "
                 "(placement.engine_devices), or use weight_sync=nccl"
             )
 
@@ -227,8 +229,10 @@ def check_coverage(parameters: dict[str, Any], views: dict[str, Tensor], *, comp
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise ConfigError(
-            f"weight_sync=shared_vllm: {len(problems)} of {len(parameters)} parameters cannot be shared: {shown}. Start the server from "
-            "the policy's own weights and dtype (engine.args.dtype, train.precision), or use weight_sync=reload: it needs no equal layout"
+            f"weight_sync=shared_vllm: {len(problems)} of {len(parameters)} parameters cannot be shared: {shown}. "
+            "Start the server from "
+            "the policy's own weights and dtype (engine.args.dtype, train.precision), or use weight_sync=reload: it "
+            "needs no equal layout"
         )
 
 

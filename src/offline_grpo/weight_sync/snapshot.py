@@ -92,8 +92,10 @@ def save_weights(snapshot: Snapshot, folder: Path) -> int:
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise EngineError(
-            f"the weights cannot be saved to {folder} ({reason_of(error)}); make room there: /dev/shm is as large as the container's "
-            "--shm-size, and weight_sync.location=disk (reload; eval.location for a server of evaluations) does without it"
+            f"the weights cannot be saved to {folder} ({reason_of(error)}); make room there: /dev/shm is as large as "
+            "the container's "
+            "--shm-size, and weight_sync.location=disk (reload; eval.location for a server of evaluations) does "
+            "without it"
         ) from error
     return sum(path.stat().st_size for path in folder.iterdir())
 

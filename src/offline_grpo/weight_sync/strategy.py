@@ -1,4 +1,4 @@
-"""A weight-sync strategy: how the policy's weights get into an engine. `deployment.py` says when, and for which engines."""
+"""A weight-sync strategy: how the policy's weights get into an engine. `deployment.py` says when, and into which."""
 
 from __future__ import annotations
 
@@ -169,7 +169,8 @@ class ServerSync(WeightSync):
 def foreign_write(url: str, found: str) -> EngineError:
     """The error about a server whose weights something else than this run has changed."""
     return EngineError(
-        f"{url}: somebody else has loaded weights into the server: it {found}. Nothing was learnt from its samples; give each run a "
+        f"{url}: somebody else has loaded weights into the server: it {found}. Nothing was learnt from its samples; "
+        "give each run a "
         "server of its own (generation.base_url=null starts one that obeys nobody else), and resume with resume=auto"
     )
 

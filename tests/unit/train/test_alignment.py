@@ -146,7 +146,9 @@ def test_a_mismatch_is_told_once_and_again_where_it_has_doubled(caplog: pytest.L
             told.see({"alignment/diff_abs_mean": difference})
         told.see({})  # of an iteration without tokens
     assert caplog.messages == [
-        f"[MISMATCH] trainer and engine differ by {difference} nats per token on average (alignment/diff_abs_mean, above 0.1); "
-        "rollouts of other weights (rollouts=async, atropos or replay, weight_sync.interval) add to it; see docs/troubleshooting.md"
+        f"[MISMATCH] trainer and engine differ by {difference} nats per token on average (alignment/diff_abs_mean, "
+        "above 0.1); "
+        "rollouts of other weights (rollouts=async, atropos or replay, weight_sync.interval) add to it; see "
+        "docs/troubleshooting.md"
         for difference in ("0.110", "0.230")
     ]

@@ -1,4 +1,4 @@
-"""Shared weights when the server is replaced by another; `tests/contract` and `tests/integration` do it with real ones."""
+"""Shared weights when the server is replaced by another; the contract tests do it with real ones."""
 
 from __future__ import annotations
 
