@@ -122,9 +122,7 @@ class Feed:
             if not self._fetch():
                 break
         self._step = step
-        owner = self._api.owner()
-        if not owner.is_nobody and not self._is_ours(owner):
-            raise self._foreign(owner)
+        self._check_owner()
 
     def _fetch(self) -> bool:
         """Ask for a batch; it is older than those that are held. Returns whether there was one, though it may have been

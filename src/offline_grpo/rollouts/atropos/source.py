@@ -32,8 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Atropos(Source):
-    """The trainer of an Atropos API. The first process asks it; the others contribute
-    nothing.
+    """The trainer of an Atropos API. The first process asks it; the others contribute nothing.
 
     An iteration has the `problems_per_iteration * group_size` sequences that the API makes a batch of; where groups
     were dropped, those of the next batch fill it up, as far as they are small enough. What it trains on is not repeated
@@ -83,35 +82,16 @@ class Atropos(Source):
 
     @staticmethod
     def check(config: RunConfig) -> None:
-        settings = config.rollouts
-        for name in (
-            "problems_per_iteration",
-            "group_size",
-            "max_token_len",
-            "poll_s",
-            "connect_timeout_s",
-            "restart_timeout_s",
-        ):
+        settings, environment = config.rollouts, config.rollouts["environment"]
+        positive = "problems_per_iteration group_size max_token_len poll_s connect_timeout_s restart_timeout_s"
+        for name in positive.split():
             require(settings[name] > 0, f"rollouts.{name}", settings[name], "must be above 0")
-        fix = (
-            "environments need a server that they can ask, and generation samples in this process; use "
-            "generation=vllm_server"
-        )
-        require(
-            settings["environment"] is None or config.engine is not None,
-            "rollouts.environment",
-            settings["environment"],
-            fix,
-        )
-        fix = "environments are told one server; leave it at 1"
-        require(config.placement.num_engines == 1, "placement.num_engines", config.placement.num_engines, fix)
-        url = config.generation.get("base_url")
-        require(
-            url is None or isinstance(url, str),
-            "generation.base_url",
-            url,
-            "environments are told one server; name one",
-        )
+        fix = "environments ask a server, and generation samples in this process; use generation=vllm_server"
+        require(environment is None or config.engine is not None, "rollouts.environment", environment, fix)
+        fix = "environments are told one server; "
+        number, url = config.placement.num_engines, config.generation.get("base_url")
+        require(number == 1, "placement.num_engines", number, f"{fix}leave it at 1")
+        require(url is None or isinstance(url, str), "generation.base_url", url, f"{fix}name one")
         fix = "Atropos does not say which completions hit a length limit; use false"
         require(not config.train.mask_truncated, "train.mask_truncated", True, fix)
 
