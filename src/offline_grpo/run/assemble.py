@@ -35,9 +35,10 @@ from offline_grpo.report.run_files import WITHOUT_EFFECT
 from offline_grpo.rollouts.store.origin import Origin, architecture_hash, tokenizer_hash
 from offline_grpo.rollouts.store.recorder import Recorder
 from offline_grpo.run.build import build
+from offline_grpo.run.config import fresh_schedule
 from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.isolate import isolated
-from offline_grpo.run.plan import Plan, Start, fresh_schedule
+from offline_grpo.run.plan import Plan, Start
 from offline_grpo.run.prompts import check_prompts
 from offline_grpo.run.run_dir import RunDir
 from offline_grpo.run.serving import (

@@ -24,6 +24,7 @@ from offline_grpo.model.dtypes import TORCH_NAMES
 from offline_grpo.redaction import flat
 from offline_grpo.run.hints import no_such_key
 from offline_grpo.settings import RunConfig
+from offline_grpo.train.schedule import LrSchedule
 
 MAY_BE_INFINITE = ("train.grad_clip",)
 
@@ -83,6 +84,12 @@ def _refuse_unknown(node: DictConfig, prefix: str = "") -> None:
         child = node._get_node(name)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
             _refuse_unknown(child, f"{prefix}{name}.")
+
+
+def fresh_schedule(config: RunConfig) -> LrSchedule:
+    """The learning-rate schedule of a run that is not resumed."""
+    num_updates = config.train.iterations * config.planned_updates
+    return LrSchedule(kind=config.train.schedule, num_updates=num_updates, warmup_steps=config.train.warmup_steps)
 
 
 def key_of(word: str) -> str:

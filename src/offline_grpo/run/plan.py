@@ -18,7 +18,6 @@ from offline_grpo.run.build import build, check_settings
 from offline_grpo.run.engine_spec import EngineSpec, check_urls, evaluation_engine, num_shards, training_engine
 from offline_grpo.run.task_data import TaskData, task_data
 from offline_grpo.settings import EvalConfig, RunConfig, check_url
-from offline_grpo.train.schedule import LrSchedule
 from offline_grpo.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -229,9 +228,3 @@ def evaluation_sampling(config: RunConfig) -> SamplingParams:
     """How evaluations draw completions: the settings of the group `eval`."""
     values = {field.name: getattr(config.eval, field.name) for field in fields(SamplingParams)}
     return _sampling(values if config.eval.do_sample else values | {"temperature": 0.0}, "eval")
-
-
-def fresh_schedule(config: RunConfig) -> LrSchedule:
-    """The learning-rate schedule of a run that is not resumed."""
-    num_updates = config.train.iterations * config.planned_updates
-    return LrSchedule(kind=config.train.schedule, num_updates=num_updates, warmup_steps=config.train.warmup_steps)

@@ -19,8 +19,7 @@ from offline_grpo.checkpoint.files import latest_checkpoint
 from offline_grpo.checkpoint.state import TrainerState
 from offline_grpo.disk import write_whole
 from offline_grpo.errors import ConfigError
-from offline_grpo.run.config import key_of, quoted
-from offline_grpo.run.plan import fresh_schedule
+from offline_grpo.run.config import fresh_schedule, key_of, quoted
 from offline_grpo.run.run_dir import ResumePoint, RunDir, changed_keys
 from offline_grpo.settings import RunConfig, StopWhenConfig, planned_updates
 from offline_grpo.train.milestones import early_stop_reason, stopping_settings

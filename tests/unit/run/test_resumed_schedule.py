@@ -9,8 +9,7 @@ from checkpoints import state_of
 from factories import compose_config
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.run.config import as_plain, typed
-from offline_grpo.run.plan import fresh_schedule
+from offline_grpo.run.config import as_plain, fresh_schedule, typed
 from offline_grpo.run.resume_record import checked
 from offline_grpo.run.run_dir import ResumePoint, RunDir
 from offline_grpo.train.schedule import LrSchedule, UpdateCounters
