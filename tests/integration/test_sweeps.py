@@ -238,6 +238,18 @@ def test_a_sweep_whose_jobs_were_all_refused_leaves_no_folder(job: DictConfig, t
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("exit_code", "kept"), [(2, "before"), (1, "after")])
+def test_settings_that_all_jobs_refuse_do_not_stay_on_record(job: DictConfig, exit_code: int, kept: str) -> None:
+    callback, record = RunCallback(), Path(job.hydra.sweep.dir) / "multirun.yaml"
+    (record.parent / "3" / ".hydra").mkdir(parents=True)
+    record.write_text("before")
+    callback.on_multirun_start(job)
+    record.write_text("after")
+    record_failure(exit_code)
+    callback.on_multirun_end(job)
+    assert record.read_text() == kept
+
+
 def test_paths_relative_to_each_run_are_refused(job: DictConfig, capsys: pytest.CaptureFixture[str]) -> None:
     job.hydra.job.chdir = True
     with pytest.raises(SystemExit, match="2"):

@@ -64,6 +64,8 @@ class RunCallback(Callback):
         self._folder, self._process = Path(config.hydra.sweep.dir).resolve(), os.getpid()
         _leave_if_refused(config, f"hydra.sweep.dir={config.hydra.sweep.dir}", self._folder)
         shutil.rmtree(self._folder / FAILED, ignore_errors=True)  # of a start that was interrupted
+        record = self._folder / RECORD
+        self._record = record.read_bytes() if record.exists() else None  # Hydra writes it next
         atexit.register(self._print_table)  # an interrupted sweep has one too, of the runs so far
         if (launcher := config.hydra.launcher)._target_.endswith(".JoblibLauncher"):
             with read_write(launcher):
@@ -72,7 +74,11 @@ class RunCallback(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         atexit.unregister(self._print_table)
         self._print_table()
-        exit_codes.extend(int(path.read_text()) for path in (self._folder / FAILED).glob("*"))
+        found = [int(path.read_text()) for path in (self._folder / FAILED).glob("*")]
+        exit_codes.extend(found)
+        num_runs = len(list(self._folder.rglob(".hydra")))
+        if self._record is not None and {*found} == {ConfigError.exit_code} and len(found) >= num_runs:
+            (self._folder / RECORD).write_bytes(self._record)  # what all jobs refuse does not stay on record
         shutil.rmtree(self._folder / FAILED, ignore_errors=True)
         if exit_codes:
             discard_fresh(self._folder)
