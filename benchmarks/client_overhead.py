@@ -37,7 +37,7 @@ from common import Target, alternate, complete_in_order, write_result
 from hydra import compose, initialize_config_dir
 
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm import VllmEngine
+from offline_grpo.engine.vllm import VllmLauncher
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, register
@@ -141,7 +141,7 @@ def served(base_url: str | None) -> Iterator[Server]:
         launcher = (
             None
             if base_url is not None
-            else VllmEngine(
+            else VllmLauncher(
                 python=None,
                 host="127.0.0.1",
                 port=None,

@@ -122,7 +122,7 @@ def against_offline(
     stock = EndlessClient(
         server=served.server, eos_ids=[2], vocab_size=151936, batch_size=256, timeout_s=600, max_retries=0
     )
-    stock.path, stock.max_bytes_per_token = STOCK, 1024
+    stock.path = STOCK
     stack.callback(stock.close)
     offline_start_s = offline.start()
     print(f"server up after {served.start_s:.0f} s, offline engine after {offline_start_s:.0f} s", flush=True)

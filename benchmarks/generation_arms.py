@@ -19,7 +19,7 @@ from client_overhead import EndlessClient
 from common import complete_in_order
 
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm import VllmEngine
+from offline_grpo.engine.vllm import VllmLauncher
 from offline_grpo.types import SamplingParams, SamplingRequest
 
 GROUP = 8
@@ -80,10 +80,10 @@ class Served:
             "start_timeout_s": 400,
         }
         asked: dict[str, Any] = {
-            "args": {**VllmEngine.essentials["args"], **args},
-            "env": {**VllmEngine.essentials["env"], **env},
+            "args": {**VllmLauncher.essentials["args"], **args},
+            "env": {**VllmLauncher.essentials["env"], **env},
         }
-        launcher: Any = VllmEngine(**engine, **asked, blackwell_workaround=False)
+        launcher: Any = VllmLauncher(**engine, **asked, blackwell_workaround=False)
         self.server = Server(base_url=None, api_key=None, launcher=launcher, log_dir=folder)
         started = time.monotonic()
         with ExitStack() as if_it_fails:

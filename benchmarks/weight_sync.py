@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
 from offline_grpo.engine.engine import engine_of
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm import VllmEngine
+from offline_grpo.engine.vllm import VllmLauncher
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.adapters import with_lora
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
@@ -78,7 +78,7 @@ STOCK_TARGETS = {
 }
 
 
-class StockEngine(VllmEngine):
+class StockEngine(VllmLauncher):
     """Unmodified vLLM, without the worker extension."""
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
@@ -149,7 +149,7 @@ def pushes_of(arm: Arm, arguments: argparse.Namespace) -> int:
 def connect(name: str, arguments: argparse.Namespace, model: Path, folder: Path, servers: list[Server]) -> Arm:
     node = as_plain(OmegaConf.select(configuration(f"weight_sync={name}"), "weight_sync"))
     sync = build({**node, "tolerance_nats": arguments.tolerance_nats}, key="weight_sync")
-    server = new_server(arguments, VllmEngine, folder, sync.requires.server_args, sync.requires.env)
+    server = new_server(arguments, VllmLauncher, folder, sync.requires.server_args, sync.requires.env)
     servers.append(server)
     before = allocated_mib()
     policy = load(model, arguments, shared=sync.requires.shares_weights, lora=name.startswith("lora"))
@@ -263,7 +263,11 @@ def report(
 
 
 def new_server(
-    arguments: argparse.Namespace, kind: type[VllmEngine], folder: Path, args: Mapping[str, Any], env: Mapping[str, str]
+    arguments: argparse.Namespace,
+    kind: type[VllmLauncher],
+    folder: Path,
+    args: Mapping[str, Any],
+    env: Mapping[str, str],
 ) -> Server:
     overrides = [
         "generation=vllm_server",

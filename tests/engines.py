@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from offline_grpo.engine.engine import engine_of
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm import VllmEngine
+from offline_grpo.engine.vllm import VllmLauncher
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_tokenizer
@@ -74,7 +74,7 @@ class Where:
 
     @property
     def args(self) -> dict[str, Any]:
-        common = {**VllmEngine.essentials["args"], "dtype": str(self.dtype).removeprefix("torch."), "seed": 0}
+        common = {**VllmLauncher.essentials["args"], "dtype": str(self.dtype).removeprefix("torch."), "seed": 0}
         return common | (CPU_ARGS if self.device.type == "cpu" else GPU_ARGS)
 
 
@@ -97,15 +97,15 @@ COMMAND_LINE: dict[str, Any] = {
 """What engines of every kind have, `args` apart."""
 
 
-def engine(where: Where, **changes: Any) -> VllmEngine:
+def engine(where: Where, **changes: Any) -> VllmLauncher:
     """Settings of a server of our own."""
     settings: dict[str, Any] = {
         **COMMAND_LINE,
         "args": where.args,
-        "env": VllmEngine.essentials["env"] | (CPU_ENV if where.device.type == "cpu" else {}),
+        "env": VllmLauncher.essentials["env"] | (CPU_ENV if where.device.type == "cpu" else {}),
         "blackwell_workaround": False,
     }
-    return VllmEngine(**{**settings, **changes})
+    return VllmLauncher(**{**settings, **changes})
 
 
 def make_server(
@@ -298,7 +298,7 @@ def under_way(server: Server, *requests: Mapping[str, Any]) -> Iterator[None]:
 
 def num_running(server: Server) -> float:
     """Requests that the server is working on."""
-    lines = server.api.get("/metrics").text.splitlines()
+    lines = server.api.get("/metrics").body.decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
 
 

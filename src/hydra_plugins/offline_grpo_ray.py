@@ -49,7 +49,7 @@ class RayLauncher(Launcher):
             ConfigError: Ray is not installed, no cluster answers, or none of its machines has room for a run.
             StopRequested: a signal arrived; the runs have been stopped.
         """
-        from offline_grpo.engine.ray_cluster import connect
+        from offline_grpo.engine.ray_actor import connect
         from offline_grpo.errors import GrpoError
         from offline_grpo.run.run_dir import discard_fresh
 
@@ -74,7 +74,7 @@ class RayLauncher(Launcher):
     def _run(self, jobs: Sequence[list[str]], first: int) -> list[JobReturn]:
         import ray
 
-        from offline_grpo.engine.ray_cluster import room_for, shown
+        from offline_grpo.engine.ray_actor import room_for, shown
         from offline_grpo.errors import ConfigError, StopRequested
         from offline_grpo.run import main
         from offline_grpo.run.signals import StopSignal

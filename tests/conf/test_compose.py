@@ -77,10 +77,10 @@ def test_every_experiment_composes():
     ("overrides", "expected"),
     [
         ("", ("InProcess", None)),
-        ("generation=vllm_server", ("SharedVllm", "VllmEngine")),
-        ("generation=sglang_server", ("Restart", "SglangEngine")),
-        ("generation=vllm_server weight_sync=reload", ("Reload", "VllmEngine")),
-        ("weight_sync=ipc generation=vllm_server", ("Ipc", "VllmEngine")),
+        ("generation=vllm_server", ("SharedVllm", "VllmLauncher")),
+        ("generation=sglang_server", ("Restart", "SglangLauncher")),
+        ("generation=vllm_server weight_sync=reload", ("Reload", "VllmLauncher")),
+        ("weight_sync=ipc generation=vllm_server", ("Ipc", "VllmLauncher")),
     ],
 )
 def test_a_server_brings_its_engine_and_its_sync(overrides, expected):

@@ -33,7 +33,7 @@ from served_runs import assert_same, at, five, own_server, run
 
 from offline_grpo import evaluate
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm_control import VllmControl
+from offline_grpo.engine.vllm import VllmControl
 from offline_grpo.errors import ConfigError
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import assemble
@@ -150,7 +150,7 @@ def without_evaluations(metrics: dict[str, dict[str, float]]) -> dict[str, dict[
 
 
 def count_requests(server: Server) -> float:
-    lines = server.api.get("/metrics").text.splitlines()
+    lines = server.api.get("/metrics").body.decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total{"))
 
 
@@ -486,7 +486,7 @@ def test_pushes_to_a_server_that_samples(
 
 
 def count_aborted(server: Server) -> float:
-    lines = server.api.get("/metrics").text.splitlines()
+    lines = server.api.get("/metrics").body.decode().splitlines()
     return sum(
         float(line.split()[-1])
         for line in lines

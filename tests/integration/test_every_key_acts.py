@@ -29,7 +29,7 @@ from recorded import ORIGIN, replay_effect, write_store
 from serving_effects import Asked, ask, assembled, make_policy
 from transformers import Qwen2Config
 
-from offline_grpo.engine import ray_cluster
+from offline_grpo.engine import ray_actor
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.scoring import cluster, pool
 from offline_grpo.logger import output_console
@@ -389,8 +389,8 @@ def trainers_effect(overrides: str) -> Any:
 
     with pytest.MonkeyPatch.context() as patch, suppress(ConfigError):
         patch.setattr(ray_trainers, "HydraConfig", SimpleNamespace(get=lambda: SimpleNamespace(mode=None)))
-        patch.setattr(ray_cluster, "connect", lambda *_: False)
-        patch.setattr(ray_cluster, "Room", room)
+        patch.setattr(ray_actor, "connect", lambda *_: False)
+        patch.setattr(ray_actor, "Room", room)
         ray_trainers.train(config, Path())
     return is_wanted, asked
 

@@ -1,4 +1,4 @@
-"""What samples: an engine starts, stops and comes back. It is this process, or a server with its client and control."""
+"""What samples: this process, or a server with its client and control."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AsksServer(RolloutClient, Protocol):
         ...
 
     def generate_now(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> list[list[Completion]]:
-        """The completions of a few requests, in their order. They are not to wait behind those of `generate`."""
+        """The completions of a few requests, in their order, which do not wait behind those of `generate`."""
         ...
 
 
@@ -37,51 +37,34 @@ class Engine:
     """An engine in this process: `client` samples from the trained module, and there is nothing to start or stop.
 
     Args:
-        sampling: what the run asks of it; a proof of its weights asks for the same.
+        sampling: the run's settings; a proof of the weights uses the same.
     """
+
+    gpus: Sequence[int] | None = None
+    """Those that a server which the run starts may see; None: all, or none."""
+    found_at: str | None = None
+    """The URL of a server that the run does not start; None where it starts one, or needs none."""
+    is_ready = True
+    """See `Server.is_ready`."""
+    has_lost_weights = False
+    """Whether a server that the run started has ended, or a server that was found was started anew since its weights
+    were tagged."""
 
     def __init__(self, client: RolloutClient, sampling: SamplingParams) -> None:
         self.client = client
         self.sampling = sampling
 
     def begin(self, model: str, args: Mapping[str, Any]) -> None:
-        """Start a server of our own and go on: `start` with the same words waits for it. Raises what `start` does."""
+        """See `Server.begin`."""
 
     def start(self, model: str, args: Mapping[str, Any]) -> None:
-        """Start serving `model`, with `args` added to the command line; a server that was found must only be healthy.
-
-        Raises:
-            EngineError: it cannot be started or reached.
-            ConfigError: an engine that a run cannot work with.
-        """
+        """See `Server.start`; also raises ConfigError for a server of a version that is not supported."""
 
     def stop(self) -> None:
         """Close the client's connections, and stop a server of our own. May be called again, also before `start`."""
 
     def check_alive(self) -> None:
-        """Raise EngineDied if a server that the run started has ended."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `start` need not wait for a server that `begin` started: it is healthy, has ended, or takes too long."""
-        return True
-
-    @property
-    def gpus(self) -> Sequence[int] | None:
-        """Those that a server which the run starts may see; None: all, or none."""
-        return None
-
-    @property
-    def found_at(self) -> str | None:
-        """The URL of a server that the run does not start; None where it starts one, or needs none."""
-        return None
-
-    @property
-    def has_lost_weights(self) -> bool:
-        """Whether a server that the run started has ended, or a server that was found was started anew since its
-        weights were tagged.
-        """
-        return False
+        """See `Server.check_alive`."""
 
 
 class ServerEngine(Engine):
@@ -99,11 +82,9 @@ class ServerEngine(Engine):
         return self.client.server
 
     def begin(self, model: str, args: Mapping[str, Any]) -> None:
-        """See `Engine.begin`."""
         self.server.begin(model, args=args)
 
     def start(self, model: str, args: Mapping[str, Any]) -> None:
-        """See `Engine.start`."""
         self.control = self.client.control(self.server)
         self.server.start(model, args=args)
         version = self.control.check_version()
@@ -117,32 +98,26 @@ class ServerEngine(Engine):
         self.server.watch(pid)
 
     def stop(self) -> None:
-        """See `Engine.stop`."""
         self.client.close()
         self.server.stop()
 
     def check_alive(self) -> None:
-        """See `Engine.check_alive`."""
         self.server.check_alive()
 
     @property
-    def is_ready(self) -> bool:
-        """See `Engine.is_ready`."""
+    def is_ready(self) -> bool:  # type: ignore[override]
         return self.server.is_ready
 
     @property
-    def gpus(self) -> Sequence[int] | None:
-        """See `Engine.gpus`."""
+    def gpus(self) -> Sequence[int] | None:  # type: ignore[override]
         return self.server.gpus
 
     @property
-    def found_at(self) -> str | None:
-        """See `Engine.found_at`."""
+    def found_at(self) -> str | None:  # type: ignore[override]
         return None if self.server.is_managed else self.server.base_url
 
     @property
-    def has_lost_weights(self) -> bool:
-        """See `Engine.has_lost_weights`."""
+    def has_lost_weights(self) -> bool:  # type: ignore[override]
         if self.server.is_managed:
             return self.server.has_ended
         try:

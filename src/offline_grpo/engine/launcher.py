@@ -1,42 +1,162 @@
-"""How a kind of server is started."""
+"""How an inference server is started: the components of the group `engine`."""
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Self
+from urllib.parse import urlsplit
+
+from offline_grpo.engine.ports import is_loopback
+from offline_grpo.errors import ConfigError, require
+
+ELSEWHERE = {
+    "host": "engine.host",
+    "port": "engine.port",
+    "api_key": "engine.api_key",
+    "model": "model.train_id",
+    "model_path": "model.train_id",
+    "worker_extension_cls": "nothing: the run needs its own",
+    "middleware": "engine.api_key, whose check it is",
+}
+"""Options that `engine.args` must not set, and the setting that controls each."""
 
 
-class Launcher(Protocol):
-    """How a kind of server is started: the component of the `engine` group."""
+@dataclass(frozen=True, kw_only=True)
+class Launcher(ABC):
+    """Settings of a server that the run starts, and the command line that they make.
 
-    name: str
-    host: str
-    port: int | None
-    api_key: str | None
-    start_timeout_s: float
-    args: Mapping[str, Any]
-    tells_of_memory: bool
-    """Whether the server makes the file that its environment names OFFLINE_GRPO_HAS_MEMORY; see
-    `Server.wait_for_memory`.
+    Args:
+        python: interpreter that has the server's package; null is the one that runs the trainer.
+        host: address to listen on; any other than this machine's own needs an api_key.
+        port: null takes a free one.
+        api_key: what requests must carry, the control endpoints included; null asks for none (a run makes one up,
+            see `EngineSpec`).
+        start_timeout_s: from the start until /health answers.
+        args: options of the server, underscores for dashes. null leaves an option out, true gives it without a value.
+        env: further environment variables.
     """
 
+    python: str | None
+    host: str
+    port: int | None
+    api_key: str | None = field(repr=False)
+    start_timeout_s: float
+    args: Any
+    env: Any
+
+    name: ClassVar[str]
+    package: ClassVar[str]
+    essentials: ClassVar[Mapping[str, Any]]
+    """Settings that a server started by hand must have to be usable by a run: `args`, `env`, and fields of the class.
+    """
+    tells_of_memory: ClassVar[bool] = False
+    """Whether the server makes the file OFFLINE_GRPO_HAS_MEMORY of its environment; see `Server.wait_for_memory`."""
+    key_is_option: ClassVar[bool]
+    """Whether the server takes its key as an option alone, and not from the environment."""
+
+    def __post_init__(self) -> None:
+        port_fix = "must be from 1 to 65535, or null for a free one"
+        require(self.port is None or 0 < self.port < 65536, "engine.port", self.port, port_fix)
+        require(self.start_timeout_s > 0, "engine.start_timeout_s", self.start_timeout_s, "must be above 0")
+        python_fix = "no such interpreter; null takes the one that runs this"
+        require(self.python is None or os.access(self.python, os.X_OK), "engine.python", self.python, python_fix)
+        for name, value in self.args.items():
+            if (plain := str(name).replace("-", "_")) in ELSEWHERE:
+                raise ConfigError(f"engine.args.{name}={value}: is decided elsewhere; set {ELSEWHERE[plain]}")
+        key_fix = "on that address others could control the server; set engine.api_key, or engine.host=127.0.0.1"
+        require(self.api_key is not None or is_loopback(self.host), "engine.host", self.host, key_fix)
+
+    @abstractmethod
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
         """The command line that serves `model`, with a strategy's `args` on top of the configured ones."""
-        ...
 
-    def key_args(self, folder: Path) -> list[str]:
-        """What the command line needs for a key that must not stand on it: other users can read that. May write to the
-        private `folder`.
-        """
-        ...
+    @abstractmethod
+    def variables(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Environment variables that the command needs, a strategy's `env` and `engine.env` included."""
 
     def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
-        """The environment of the command, with a strategy's `env` and the GPUs that it may see (None: those that we
-        see).
+        """The whole environment of the command, with the GPUs that it may see (None: those that we see)."""
+        chosen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": visible(gpus)}
+        return {**without_launch_variables(os.environ), **chosen, **self.variables(env)}
+
+    def merged(self, ours: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
+        """Variables that the engine needs, then a strategy's `env`, then `engine.env`: the later wins."""
+        return {**ours, **env, **{name: str(value) for name, value in self.env.items()}}
+
+    def key_args(self, folder: Path) -> list[str]:
+        """Options for a key, which must not stand on the command line: other users can read that. May write to the
+        private `folder`.
         """
-        ...
+        if self.api_key is None or not self.key_is_option:
+            return []
+        file = folder / "key.yaml"
+        file.write_text(json.dumps({"api-key": self.api_key}))
+        return ["--config", str(file)]
 
     def check_installed(self) -> None:
-        """Raise ConfigError if the server's package is certainly missing."""
-        ...
+        """Raise ConfigError if the server's package is certainly missing. Another interpreter is not looked into."""
+        if self.python is None and "PYTHONPATH" not in self.env and find_spec(self.package) is None:
+            extra = "start with `uv run --extra vllm run_grpo.py ...`, or " if self.package == "vllm" else ""
+            raise ConfigError(
+                f"engine.python=null: {self.name} is not installed in this environment; {extra}name an interpreter "
+                "that has it, or the generation.base_url of a server that is running"
+            )
+
+    def expecting(self, num_sequences: int) -> Self:
+        """The same engine, ready for as many sequences at once."""
+        return self
+
+    @classmethod
+    def by_hand(
+        cls, model: str, base_url: str, *, has_key: bool, args: Mapping[str, Any], env: Mapping[str, str]
+    ) -> str:
+        """A shell command that starts a server like the run's own, listening at `base_url`."""
+        url = urlsplit(base_url)
+        host = url.hostname or "127.0.0.1"
+        key = "YOUR_KEY" if has_key or not is_loopback(host) else None
+        launcher = cls(python=None, host=host, port=None, api_key=key, start_timeout_s=1.0, **cls.essentials)
+        _, *words = launcher.command(model, url.port or 80, args)
+        words += flags({"api_key": key if cls.key_is_option else None})
+        python = sys.executable if find_spec(cls.package) else "python"
+        variables = [f"{name}={shlex.quote(value)}" for name, value in launcher.variables(env).items()]
+        return " ".join([*variables, shlex.join([python, *words])])
+
+    @property
+    def interpreter(self) -> str:
+        return self.python or sys.executable
+
+
+def flags(settings: Mapping[str, Any]) -> list[str]:
+    """`{"max_model_len": 512, "enable_lora": True, "seed": None}` as `--max-model-len 512 --enable-lora`."""
+    words = []
+    for name, value in settings.items():
+        if value is None or value is False:
+            continue
+        words.append("--" + name.replace("_", "-"))
+        if isinstance(value, (dict, list)):
+            words += [json.dumps(value)] if isinstance(value, dict) else [str(item) for item in value]
+        elif value is not True:
+            words.append(str(value))
+    return words
+
+
+def visible(gpus: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES for GPUs numbered as this process sees them."""
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = ours.split(",") if ours else None
+    return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
+
+
+def without_launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Free of what a launcher of several training processes sets: the server would take itself for one of them."""
+    launch = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    prefixes = ("TORCHELASTIC_", "ACCELERATE_")
+    return {name: value for name, value in environment.items() if name not in launch and not name.startswith(prefixes)}

@@ -1,8 +1,9 @@
-"""Ports of this machine: find a free one, or say who has the one that was asked for."""
+"""Addresses and ports: a free port of this machine, the process that has one, and hosts as URLs need them."""
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import secrets
 import socket
 import time
@@ -13,76 +14,47 @@ import psutil
 from offline_grpo.errors import ConfigError
 
 SERVER_PORTS = range(15000, 30000)
-"""Where free ports are looked for: a server opens its port only seconds after it was chosen, and meanwhile the system
-could give those above 32767 to any connection that a process of this machine opens (Linux:
-net.ipv4.ip_local_port_range)."""
+"""Where free ports are looked for. A server opens its port seconds after it was chosen, and meanwhile the system could
+give those above 32767 to any connection of this machine (Linux: net.ipv4.ip_local_port_range)."""
 TRIES = 100
 RELEASE_S = 10.0
-"""How long the processes of a server that was killed may take to end, and to let go of its port."""
+"""How long the processes of a server that was killed may take to release its port."""
 POLL_S = 0.1
 
 
-def address_towards(url: str) -> str:
-    """The address of this machine from which it reaches a server.
-
-    Raises:
-        OSError: there is no way to it.
-    """
-    parts = urlsplit(url)
-    [(family, kind, *_, address), *_] = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
-    with socket.socket(family, kind) as way:
-        way.connect(address)  # of a datagram socket: sends nothing
-        return str(way.getsockname()[0])
-
-
-def choose_port(host: str, port: int | None, *, key: str) -> int:
+def choose_port(host: str, port: int | None, *, key: str, wait_s: float = 0.0) -> int:
     """`port`, or a free one for null.
 
     Args:
-        key: the setting of `port`, such as engine.port, beside which engine.host is that of `host`; or the only
-            one, that of `host`.
+        key: the setting of `port`, such as engine.port, beside which engine.host is that of `host`; or the setting of
+            `host`, if there is no other.
+        wait_s: for this long the port may be taken.
 
     Raises:
-        ConfigError: something listens there already, and the message names the process; or `host` is no address of this
-        machine.
+        ConfigError: something listens there, and the message names the process; or `host` is no address of this
+            machine.
     """
-    try:
-        return _probed(host, port) if port is not None else _any_free(host)
-    except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # the address is to blame: no other port would help
-            host_key = f"{key.removesuffix('port')}host" if key.endswith("port") else key
-            raise ConfigError(
-                f"{host_key}={host}: cannot be used ({error.strerror}); name an address of this machine"
-            ) from error
-        owner = (
-            f"is taken by {owner_of(port)}"
-            if port and owner_of(port)
-            else f"cannot be used on {host} ({error.strerror})"
-        )
-        raise ConfigError(
-            f"{key}={port}: {owner}; stop that process, choose another port, or null for any free one"
-        ) from error
-
-
-def choose_again(host: str, port: int, *, key: str) -> None:
-    """Wait until a server's port is free again, for at most `RELEASE_S`. Raises as `choose_port`."""
-    deadline = time.monotonic() + RELEASE_S
+    deadline = time.monotonic() + wait_s
     while True:
         try:
-            choose_port(host, port, key=key)
-            return
-        except ConfigError:
-            if time.monotonic() > deadline:
-                raise
+            return _probed(host, port) if port is not None else _any_free(host)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                host_key = f"{key.removesuffix('port')}host" if key.endswith("port") else key
+                fix = f"cannot be used ({error.strerror}); name an address of this machine"
+                raise ConfigError(f"{host_key}={host}: {fix}") from error
+            if time.monotonic() >= deadline:
+                owner = owner_of(port) if port else None
+                problem = f"is taken by {owner}" if owner else f"cannot be used on {host} ({error.strerror})"
+                fix = "stop that process, choose another port, or null for any free one"
+                raise ConfigError(f"{key}={port}: {problem}; {fix}") from error
         time.sleep(POLL_S)
 
 
 def _any_free(host: str) -> int:
     for _ in range(TRIES):
         try:
-            return _probed(
-                host, secrets.choice(SERVER_PORTS)
-            )  # not drawn by `random`, whose state belongs to the run's seed
+            return _probed(host, secrets.choice(SERVER_PORTS))  # not by `random`, whose state belongs to the run's seed
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
@@ -97,22 +69,45 @@ def _probed(host: str, port: int) -> int:
 
 
 def owner_of(port: int) -> str | None:
-    """The process that listens on a port, such as `python3 server.py (pid 4711)`; None if there is none that we may
-    see.
-    """
+    """The process that listens on a port, such as `python3 server.py (pid 4711)`; None if none is visible to us."""
     try:
         listeners = [
-            c
-            for c in psutil.net_connections("tcp")
-            if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port
+            connection.pid
+            for connection in psutil.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
         ]
-    except psutil.AccessDenied:
-        return None
-    for listener in listeners:
-        if listener.pid is None:
+        if not listeners:
+            return None
+        if listeners[0] is None:
             return "a process of another user, or one that is ending"
-        try:
-            return f"{' '.join(' '.join(psutil.Process(listener.pid).cmdline()).split())[:120]} (pid {listener.pid})"
-        except psutil.Error:
-            return f"pid {listener.pid}"
-    return None
+        return f"{' '.join(' '.join(psutil.Process(listeners[0]).cmdline()).split())[:120]} (pid {listeners[0]})"
+    except psutil.Error:
+        return None
+
+
+def address_towards(url: str) -> str:
+    """The address of this machine from which it reaches a server. Raises OSError where there is no way to it."""
+    parts = urlsplit(url)
+    [(family, kind, *_, address), *_] = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+    with socket.socket(family, kind) as way:
+        way.connect(address)  # of a datagram socket: sends nothing
+        return str(way.getsockname()[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def reachable(host: str) -> str:
+    """The host of a URL at which this machine finds a server that binds `host`."""
+    host = "127.0.0.1" if host in ("0.0.0.0", "") else "::1" if host == "::" else host
+    return f"[{host}]" if ":" in host else host
+
+
+def plain_url(url: str) -> str:
+    """The URL without a trailing slash and without `/v1`."""
+    return url.rstrip("/").removesuffix("/v1")

@@ -1,5 +1,5 @@
-"""A server process: started through `guardian.py` in a process group of its own, watched, and stopped with all that it
-started.
+"""A process that ends with the run: started through `guardian.py` in a process group of its own, watched, and stopped
+with all that it started.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ import contextlib
 import logging
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from offline_grpo.engine.command_line import shown
+from offline_grpo.disk import OwnFolder, user_cache
 from offline_grpo.errors import EngineDied, EngineError
 
 log = logging.getLogger(__name__)
@@ -25,10 +26,20 @@ log = logging.getLogger(__name__)
 GUARDIAN = Path(__file__).with_name("guardian.py")
 STOP_TIMEOUT_S = 25.0  # the guardian terminates, waits 10 s, kills
 POLL_S = 0.25
-PROGRESS_INTERVAL_S = 10.0
+PROGRESS_INTERVAL_S = 30.0
+TAIL_BYTES = 2**20
 EXCEPTION = re.compile(r"(\b[\w.]*(Error|Exception)|\berror): \S.*", re.ASCII)
 POINTER = re.compile(r"see (stack trace|root cause)", re.IGNORECASE)
-"""In exceptions that point at another one. An engine that is killed leaves no other."""
+"""In exceptions that point at another one."""
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "offline-grpo-"
+LONGEST_SOCKET_FOLDER = 107 - len("/") - 36
+"""Bytes of a folder in which a socket may have a UUID for its name: the kernel allows 107 for the whole path."""
+COMPILED = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
+"""Where a server keeps what it compiles: variable, and folder in the user's cache."""
+OF_THE_SHELL = {name: os.environ[name] for name in COMPILED if name in os.environ}
+"""Read before torch sets the second one in a process that compiles, which later servers would inherit."""
 
 
 def usable_cores() -> int:
@@ -44,58 +55,43 @@ class ServerProcess:
     Args:
         log_path: the command line and then everything that the command prints.
         remove: a folder that belongs to the command, deleted after it has ended, however the command ended.
-
-    Raises:
-        EngineError: the command cannot be started.
     """
 
     def __init__(
         self, command: Sequence[str], *, env: Mapping[str, str], log_path: Path, remove: Path | None = None
     ) -> None:
-        self.command = list(command)
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         read_end, self._pipe = os.pipe()
         guardian = [sys.executable, "-I", str(GUARDIAN), str(os.getpid()), str(read_end), str(remove or ""), "--"]
-        try:
-            with open(
-                log_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)
-            ) as output:  # SGLang prints its key
-                output.write(f"$ {shown(command)}\n".encode())
-                output.flush()
-                self._guardian = subprocess.Popen(
-                    [*guardian, *command],
-                    env=dict(env),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=(read_end,),
-                    start_new_session=True,
-                )
-        except OSError as error:
-            os.close(self._pipe)
-            raise EngineError(f"the server cannot be started ({error})") from error
-        finally:
-            os.close(read_end)
+        private = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # SGLang prints its key
+        with open(private, "wb") as output:
+            output.write(f"$ {shlex.join(command)}\n".encode())
+            output.flush()
+            self._guardian = subprocess.Popen(
+                [*guardian, *command],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(read_end,),
+                start_new_session=True,
+            )
+        os.close(read_end)
         atexit.register(self.stop)
 
     @property
     def pid(self) -> int:
-        """Of the guardian, which is the parent of the server and leads its process group."""
+        """Of the guardian, which is the parent of the command and leads its process group."""
         return self._guardian.pid
 
     @property
     def exit_code(self) -> int | None:
         """128 + N after signal N; None while the command runs."""
-        had_ended = self._guardian.returncode is not None
         code = self._guardian.poll()
         if code is None or code >= 0:
             return code
-        if (
-            not had_ended
-        ):  # the guardian itself was killed, and the server with it: what the server has started is left to us
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._guardian.pid, signal.SIGKILL)
+        self._kill()  # the guardian itself was killed: what the command has started is left to us
         return 128 - code
 
     def how_it_ended(self) -> str | None:
@@ -104,50 +100,42 @@ class ServerProcess:
         if code is None:
             return None
         why = f"signal {code - 128}" if code > 128 else f"exit code {code}"
-        return f"has ended ({why}); {last_lines(self.log_path)} The whole log: {self.log_path}"
+        return f"has ended ({why}); {self.last_words()}"
+
+    def last_words(self) -> str:
+        """The last lines of the log that speak of an error, and where the whole log is."""
+        return f"{last_lines(self.log_path)} The whole log: {self.log_path}"
 
     def check_alive(self) -> None:
         """Raise EngineDied if the server has ended."""
         if (end := self.how_it_ended()) is not None:
             raise EngineDied(f"the server {end}")
 
-    def end_unhealthy(self) -> NoReturn:
-        """Stop a server that runs but cannot work any more, and raise EngineDied."""
-        self.stop()
-        raise EngineDied(
-            f"the server was not healthy any more and was stopped; {last_lines(self.log_path)} The whole log: {self.log_path}"
-        )
-
-    def wait_until(
-        self, is_ready: Callable[[], bool], *, timeout_s: float, what: str, since_s: float | None = None
-    ) -> None:
-        """Wait until `is_ready()`, telling every ten seconds for how long, and what the server printed last.
+    def wait_until(self, is_ready: Callable[[], bool], *, timeout_s: float, what: str, since_s: float) -> None:
+        """Wait until `is_ready()`, and log now and then for how long.
 
         Args:
-            since_s: when the wait began, on the clock `time.monotonic`; None: now.
+            since_s: when the wait began, on the clock `time.monotonic`.
 
         Raises:
             EngineDied: the server ended first.
             EngineError: `timeout_s` passed first; the server has been stopped.
         """
-        told = time.monotonic()
-        started = told if since_s is None else since_s
+        told = since_s
         while not is_ready():
             self.check_alive()
             now = time.monotonic()
-            if now - started > timeout_s:
+            if now - since_s > timeout_s:
                 self.stop()
-                raise EngineError(
-                    f"{what} was not ready after {timeout_s:g} s (engine.start_timeout_s); {last_lines(self.log_path)} "
-                    f"The whole log: {self.log_path}"
-                )
+                limit = f"{timeout_s:g} s (engine.start_timeout_s)"
+                raise EngineError(f"{what} was not ready after {limit}; {self.last_words()}")
             if now - told >= PROGRESS_INTERVAL_S:
                 told = now
-                log.info("waiting for %s: %.0f s; %s", what, now - started, last_line(self.log_path))
+                log.info("waiting for %s: %.0f s", what, now - since_s)
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """End the server and wait until it has gone. Does nothing the second time."""
+        """End the command and wait until it has gone. Does nothing the second time."""
         atexit.unregister(self.stop)
         if self._pipe >= 0:
             os.close(self._pipe)
@@ -155,35 +143,51 @@ class ServerProcess:
         try:
             self._guardian.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(self._guardian.pid, signal.SIGKILL)
+            self._kill()
             self._guardian.wait()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._guardian.pid, signal.SIGKILL)
 
 
 def last_line(path: Path) -> str:
     """The newest line of a log, cut to 120 characters."""
-    lines = _tail(path)
+    lines = path.read_text(errors="replace").rstrip().splitlines()
     return lines[-1][:120] if lines else "(nothing printed yet)"
 
 
 def last_lines(path: Path, *, count: int = 2) -> str:
-    """What a log says about an error, as one line of text: the last exceptions in it, else its last lines."""
-    lines = _tail(path)
-    searched = (
-        EXCEPTION.search(line) for line in lines if " WARNING " not in line
-    )  # those speak of exceptions that may come
+    """The last exceptions in a log, else its last lines, as one line of text."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("$ ")]  # the command
+    searched = (EXCEPTION.search(line) for line in lines if " WARNING " not in line)  # those speak of what may come
     exceptions = list(dict.fromkeys(found[0].strip() for found in searched if found))
     causes = [text for text in exceptions if not POINTER.search(text)]
     chosen = (causes or exceptions or lines)[-count:]
     return (
-        "its last words: " + " | ".join(line.strip()[:300].rstrip(".") for line in chosen) + "."
+        f"its last words: {' | '.join(line.strip()[:300].rstrip('.') for line in chosen)}."
         if chosen
-        else "it printed nothing."
+        else "it was silent."
     )
 
 
-def _tail(path: Path, num_bytes: int = 2**20) -> list[str]:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - num_bytes))
-        text = file.read().decode(errors="replace")
-    return [line for line in text.splitlines() if line.strip()]
+class Scratch(OwnFolder):
+    """A new private folder, in memory where the machine has `/dev/shm`. It does not outlive its run."""
+
+    def __init__(self) -> None:
+        super().__init__(SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()), PREFIX)
+
+
+def temporary_folder(scratch: Path) -> dict[str, str]:
+    """Environment of a server whose sockets and temporary files go away with its scratch folder, and whose compiled
+    kernels stay.
+    """
+    folder = scratch / "tmp"
+    if len(os.fsencode(folder)) > LONGEST_SOCKET_FOLDER:  # on a machine without /dev/shm
+        return {}
+    folder.mkdir(exist_ok=True)
+    compiled = {name: OF_THE_SHELL.get(name) or str(user_cache(kept)) for name, kept in COMPILED.items()}
+    return {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder), **compiled}

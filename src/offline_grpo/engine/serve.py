@@ -16,12 +16,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.engine.command_line import ELSEWHERE, is_loopback
 from offline_grpo.engine.http import authorization
-from offline_grpo.engine.ports import choose_port
+from offline_grpo.engine.launcher import ELSEWHERE
+from offline_grpo.engine.ports import choose_port, is_loopback
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm import LORA_KERNELS, VllmEngine
-from offline_grpo.errors import ConfigError, GrpoError
+from offline_grpo.engine.vllm import LORA_KERNELS, VllmLauncher
+from offline_grpo.errors import ConfigError, GrpoError, require
 
 KEY_VARIABLE = "VLLM_API_KEY"
 POLL_S = 1.0
@@ -66,18 +66,14 @@ def run(words: Sequence[str] | None = None) -> None:
     """Serve until a signal or the server's end. Raises ConfigError or EngineError."""
     options, others = parser().parse_known_args(words)
     key = read_key(options.api_key_file)
-    if key is None and not is_loopback(options.host):
-        raise ConfigError(
-            f"--host={options.host}: on that address others could control the server; give it a key by --api-key-file, or use 127.0.0.1"
-        )
-    if options.python is None and find_spec("vllm") is None:
-        raise ConfigError(
-            "--python: vLLM is not installed in this environment; start with `uv run --extra vllm -m ...`, or name another's"
-        )
-    engine = launcher(options, others, key)
+    fix = "on that address others could control the server; give it a key by --api-key-file, or use 127.0.0.1"
+    require(key is not None or is_loopback(options.host), "--host", options.host, fix)
+    has_vllm = options.python is not None or find_spec("vllm") is not None
+    fix = "vLLM is not installed here; start with `uv run --extra vllm -m ...`, or name another environment's"
+    require(has_vllm, "--python", options.python, fix)
     port = choose_port(options.host, options.port, key="--port")
-    at_port: Any = replace(engine, port=port)
-    server = Server(base_url=None, api_key=None, launcher=at_port, log_dir=options.log_dir / f"serve_{port}")
+    engine = replace(launcher(options, others, key), port=port)
+    server = Server(launcher=engine, log_dir=options.log_dir / f"serve_{port}")
     try:
         server.start(options.model)
         print("\n".join(how_to_use(options.model, server)), flush=True)
@@ -88,16 +84,16 @@ def run(words: Sequence[str] | None = None) -> None:
         server.stop()
 
 
-def launcher(options: argparse.Namespace, others: Sequence[str], key: str | None) -> VllmEngine:
+def launcher(options: argparse.Namespace, others: Sequence[str], key: str | None) -> VllmLauncher:
     """The engine of the command's options: that of a run, with its essentials."""
-    essentials = VllmEngine.essentials
+    essentials = VllmLauncher.essentials
     args = {**essentials["args"], "seed": 0}
     args |= {name: getattr(options, name) for name in ("dtype", "gpu_memory_utilization", "max_model_len")}
     env = dict(essentials["env"])
     if options.enable_lora:
         args |= {"enable_lora": True, "max_lora_rank": options.max_lora_rank, "max_loras": 1}
         env["VLLM_TUNED_CONFIG_FOLDER"] = LORA_KERNELS
-    return VllmEngine(
+    return VllmLauncher(
         python=options.python,
         host=options.host,
         port=options.port,
@@ -110,29 +106,22 @@ def launcher(options: argparse.Namespace, others: Sequence[str], key: str | None
 
 
 def passed_through(words: Sequence[str]) -> dict[str, Any]:
-    """Options of vLLM, `["--max-num-seqs", "64", "--enforce-eager"]` as `{"max_num_seqs": "64", "enforce_eager":
-    True}`.
+    """Options of vLLM, `["--max-num-seqs", "64", "--enforce-eager"]` as `{"max_num_seqs": ["64"], "enforce_eager": []}`
+    with one word instead of a list of one, and True instead of none.
     """
-    given: dict[str, Any] = {}
-    name = ""
+    given: dict[str, list[str]] = {}
+    values: list[str] | None = None
     for word in words:
         if word.startswith("--"):
-            name, _, value = word[2:].partition("=")
-            name = name.replace("-", "_")
-            if name in ELSEWHERE:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')}: is decided elsewhere; a key is given by --api-key-file, a model as MODEL"
-                )
-            given[name] = value or True
-        elif not name:
+            name, equals, value = word[2:].partition("=")
+            if name.replace("-", "_") in ELSEWHERE:
+                raise ConfigError(f"--{name}: is decided elsewhere; a key is given by --api-key-file, a model as MODEL")
+            values = given[name.replace("-", "_")] = [value] if equals else []
+        elif values is None:
             raise ConfigError(f"{word}: MODEL is one word and comes first; options of vLLM begin with --")
         else:
-            given[name] = (
-                word
-                if given[name] is True
-                else [*([given[name]] if isinstance(given[name], str) else given[name]), word]
-            )
-    return given
+            values.append(word)
+    return {name: values[0] if len(values) == 1 else values or True for name, values in given.items()}
 
 
 def port_or_null(word: str) -> int | None:
@@ -146,12 +135,9 @@ def read_key(file: Path | None) -> str | None:
     """The key of a file, or else of the environment; None for none."""
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
-    try:
-        key = file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file={file}: cannot be read ({error})") from error
-    if not key:
-        raise ConfigError(f"--api-key-file={file}: is empty; write the key into it")
+    require(file.exists(), "--api-key-file", file, "no such file")
+    key = file.read_text().strip()
+    require(bool(key), "--api-key-file", file, "is empty; write the key into it")
     authorization(key)
     return key
 

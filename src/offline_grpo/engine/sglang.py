@@ -1,4 +1,4 @@
-"""How an SGLang server is started, 0.5.11 to 0.5.15."""
+"""SGLang, 0.5.11 to 0.5.15: how a server is started, and how weight sync controls it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from offline_grpo.engine.command_line import CommandLine, flags
+from offline_grpo.engine.control import Check, ServerControl
+from offline_grpo.engine.http import text_of
+from offline_grpo.engine.launcher import Launcher, flags
 from offline_grpo.errors import require
+
+IDLE_TIMEOUT_S = 60.0
+"""From the end of the last request until the scheduler has put its batch away."""
+LOAD_TIMEOUT_S = 3600.0
+NO_TAG = "default"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SglangEngine(CommandLine):
-    """The command line and environment of an SGLang managed server. See `CommandLine`."""
+class SglangLauncher(Launcher):
+    """The command line and environment of an SGLang managed server. See `Launcher`."""
 
     name = "SGLang"
     package = "sglang"
@@ -24,30 +31,19 @@ class SglangEngine(CommandLine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        seeded = self.args.get("enable_deterministic_inference")
-        require(
-            bool(seeded),
-            "engine.args.enable_deterministic_inference",
-            seeded,
-            "SGLang would ignore seeds; set it to true",
-        )
+        seeded, key = self.args.get("enable_deterministic_inference"), "engine.args.enable_deterministic_inference"
+        require(bool(seeded), key, seeded, "SGLang would ignore seeds; set it to true")
         file = self.args.get("config")
-        require(
-            file is None,
-            "engine.args.config",
-            file,
-            "the run hands the server's key over in such a file; set the options themselves",
-        )
+        fix = "the run hands the server's key over in such a file; set the options themselves"
+        require(file is None, "engine.args.config", file, fix)
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
-        """See `Launcher.command`. The module is started, not the `sglang` script: an interpreter is all that has to be
-        known.
-        """
+        """See `Launcher.command`. The module is started, not the `sglang` script: an interpreter is all it needs."""
         settings = {"host": self.host, "port": port, **self.args, **args}
         return [self.interpreter, "-m", "sglang.launch_server", "--model-path", model, *flags(settings)]
 
     def variables(self, env: Mapping[str, str]) -> dict[str, str]:
-        """See `CommandLine.variables`."""
+        """See `Launcher.variables`."""
         ours = {
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # "1" gives logprobs from before the division by the temperature
             # "1": /health samples a token, and so fails while weights are loaded
@@ -57,3 +53,48 @@ class SglangEngine(CommandLine):
             "PYTHONUNBUFFERED": "1",
         }
         return self.merged(ours, env)
+
+
+@dataclass
+class SglangControl(ServerControl):
+    """A `ServerControl` of SGLang, made from its source and run against 0.5.15."""
+
+    name = "SGLang"
+    oldest, newest = (0, 5, 11), (0, 5, 15)
+
+    def version(self) -> str:
+        """See `ServerControl.version`."""
+        return self.get("/server_info").read(lambda answer: text_of(answer["version"]))
+
+    def lacks(self, moves: str) -> str | None:
+        """See `ServerControl.lacks`. Weights can be loaded into every SGLang server."""
+        is_seeded = self.get("/server_info").read(lambda answer: answer["enable_deterministic_inference"])
+        return None if is_seeded is True else "ignores the seeds of requests (--enable-deterministic-inference)"
+
+    def load_weights(self, folder: str, *, tag: str, pause_mode: str, check: Check = None) -> None:
+        """See `ServerControl.load_weights`; caches are cleared too.
+
+        The steps are those that cannot end the server: it stops with an error when it loads weights and still has a
+        request, or what the last one left behind.
+        """
+        assert pause_mode == "abort", pause_mode  # `Reload.requires` has ruled out the others
+        self.post("/pause_generation", {"mode": "abort"}, timeout_s=LOAD_TIMEOUT_S)
+        try:
+            if check is not None:
+                check()
+        except BaseException:
+            self.post("/continue_generation", {})
+            raise
+        self.post("/flush_cache", params={"timeout": IDLE_TIMEOUT_S}, timeout_s=IDLE_TIMEOUT_S + 10)
+        weights = {"model_path": folder, "weight_version": tag}
+        self.post("/update_weights_from_disk", weights, timeout_s=LOAD_TIMEOUT_S)
+        self.post("/continue_generation", {})
+
+    def set_tag(self, tag: str) -> None:
+        """See `ServerControl.set_tag`."""
+        self.post("/update_weight_version", {"new_version": tag, "abort_all_requests": False})
+
+    def served_tag(self) -> str | None:
+        """See `ServerControl.served_tag`."""
+        found = self.get("/model_info").read(lambda answer: text_of(answer["weight_version"]))
+        return None if found == NO_TAG else found

@@ -1,15 +1,19 @@
-"""How a vLLM server is started, 0.25 to 0.32."""
+"""vLLM, 0.25 to 0.32: how a server is started, and how weight sync controls it: pause, call its worker, flush its
+caches, swap its adapters.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from offline_grpo.engine.command_line import CommandLine, flags
+from offline_grpo.engine.control import Check, ServedBits, ServerControl
+from offline_grpo.engine.http import Refused, text_of
+from offline_grpo.engine.launcher import Launcher, flags
 from offline_grpo.engine.process import usable_cores
 from offline_grpo.errors import require
 
@@ -19,10 +23,10 @@ EXTENSION_FOLDER = Path(__file__).with_name("inside_vllm")
 EXTENSION = "offline_grpo_worker.WorkerExtension"
 GENERATE = "offline_grpo_generate.Generate"
 SCHEDULER = "offline_grpo_scheduler.bundling_scheduler"
+TOKEN_GATE = "offline_grpo_worker.TokenGate"
 KEY = "OFFLINE_GRPO_API_KEY"
 """Where the token gate of a server that a run starts finds the key. vLLM 0.25 files what it compiles under the value of
 each of its own variables, VLLM_API_KEY among them: with a new key for every run, it compiled everything anew."""
-TOKEN_GATE = "offline_grpo_worker.TokenGate"
 SERVED_NAME = "policy"
 GRAPHED = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 """The numbers of sequences for which vLLM records CUDA graphs by itself. For more at once it launches kernel by kernel,
@@ -38,11 +42,13 @@ LORA_KERNELS = os.environ.get("VLLM_TUNED_CONFIG_FOLDER") or str(EXTENSION_FOLDE
 """Settings of vLLM's LoRA kernels that are faster for few tokens (`benchmarks/lora_kernels.py`); on other GPUs vLLM
 uses its own.
 """
+WAIT_TIMEOUT_S = 3600.0
+"""For a pause that lets all requests end first."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmEngine(CommandLine):
-    """The command line and environment of a vLLM managed server. See `CommandLine`.
+class VllmLauncher(Launcher):
+    """The command line and environment of a vLLM managed server. See `Launcher`.
 
     Args:
         blackwell_workaround: switch programmatic dependent launch (PDL, also called GDC) off in the server's LoRA
@@ -69,20 +75,12 @@ class VllmEngine(CommandLine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            "VLLM_API_KEY" not in self.env,
-            "engine.env.VLLM_API_KEY",
-            "...",
-            "set engine.api_key, which the run sends too",
-        )
+        fix = "set engine.api_key, which the run sends too"
+        require("VLLM_API_KEY" not in self.env, "engine.env.VLLM_API_KEY", "...", fix)
 
-    def expecting(self, num_sequences: int) -> VllmEngine:
-        """See `CommandLine.expecting`: with CUDA graphs for as many sequences, unless `args` say which graphs there
-        are.
-        """
-        given = {
-            name.replace("-", "_") for name, value in self.args.items() if value is not None and value is not False
-        }
+    def expecting(self, num_sequences: int) -> VllmLauncher:
+        """See `Launcher.expecting`: with CUDA graphs for as many sequences, unless `args` say which graphs there are."""
+        given = {name.replace("-", "_") for name, value in self.args.items() if value not in (None, False)}
         num_sequences = min(num_sequences, int(self.args.get("max_num_seqs") or MOST_GRAPHED))
         if num_sequences <= GRAPHED[-1] or given & OF_GRAPHS:
             return self
@@ -92,28 +90,17 @@ class VllmEngine(CommandLine):
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
         """See `Launcher.command`. The module is started, not the `vllm` script, which some builds lack."""
         ours = {"host": self.host, "port": port, "served_model_name": SERVED_NAME, "scheduler_cls": SCHEDULER}
-        settings = {**ours, **self.args, **args}
-        settings["worker_extension_cls"] = EXTENSION
+        settings = {**ours, **self.args, **args, "worker_extension_cls": EXTENSION}
         if settings.get(EXECUTOR) == "auto":
             settings[EXECUTOR] = "mp" if usable_cores() >= CORES_FOR_MP else None
-        gate = (
-            [] if self.api_key is None else [TOKEN_GATE]
-        )  # the key travels in the environment, where other users cannot read it
-        middleware = [
-            word for name in (GENERATE, *gate) for word in ("--middleware", name)
-        ]  # vLLM puts each around those before it
-        return [
-            self.interpreter,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            model,
-            *flags(settings),
-            *middleware,
-        ]
+        words = [self.interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags(settings)]
+        words += ["--middleware", GENERATE]
+        if self.api_key is not None:  # which travels in the environment, where other users cannot read it
+            words += ["--middleware", TOKEN_GATE]  # vLLM puts each around those before it
+        return words
 
     def variables(self, env: Mapping[str, str]) -> dict[str, str]:
-        """See `CommandLine.variables`."""
+        """See `Launcher.variables`."""
         ours = {
             "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, collective_rpc, weight transfer
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -133,6 +120,122 @@ class VllmEngine(CommandLine):
         """See `Launcher.environment`."""
         merged = super().environment(env, gpus)
         merged.pop("VLLM_API_KEY", None)  # the shell's: requests would have to carry it
-        if self.api_key is not None:
-            merged[KEY] = self.api_key
-        return merged
+        return merged if self.api_key is None else {**merged, KEY: self.api_key}
+
+
+@dataclass
+class VllmControl(ServerControl):
+    """A `ServerControl` of vLLM."""
+
+    is_paused: bool = False
+
+    name = "vLLM"
+    oldest, newest = (0, 25), (0, 32)
+
+    def version(self) -> str:
+        """See `ServerControl.version`."""
+        return self.get("/version").read(lambda answer: text_of(answer["version"]))
+
+    def lacks(self, moves: str) -> str | None:
+        """See `ServerControl.lacks`."""
+        if moves == "lora" and not self.server.api.has("/v1/load_lora_adapter"):
+            return "does not load adapters while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora)"
+        if moves == "full" and not self.server.api.has("/collective_rpc"):
+            return "has no endpoints for weights (VLLM_SERVER_DEV_MODE=1)"
+        try:
+            if moves == "full":
+                self.served_tag()
+        except Refused as error:
+            return f"has no worker extension (--worker-extension-cls; {error})"
+        return None
+
+    def pause(self, mode: str, check: Check = None) -> None:
+        """Stop generating, and clear KV caches.
+
+        Args:
+            mode: for requests in flight: "keep" continues them after `resume`, "wait" lets them end first, "abort" ends
+                them with what they have.
+            check: see `ServerControl.load_weights`. A server that a failed push has left paused was checked by that
+                one.
+        """
+        if self.is_paused:
+            return
+        timeout_s = WAIT_TIMEOUT_S if mode == "wait" else None
+        self.post("/pause", params={"mode": mode, "clear_cache": "true"}, timeout_s=timeout_s)
+        self.is_paused = True
+        try:
+            if check is not None:
+                check()
+        except BaseException:
+            self.resume()
+            raise
+
+    def pause_again(self, mode: str) -> None:
+        """Like `pause`, for a server that was paused and that another client may have resumed."""
+        self.is_paused = False
+        self.pause(mode)
+
+    def resume(self) -> None:
+        """Continue what was kept, and begin what has arrived since."""
+        self.post("/resume")
+        self.is_paused = False
+
+    def reset_prefix_cache(self) -> None:
+        """Forget keys and values that other weights computed."""
+        self.post("/reset_prefix_cache")
+
+    def call_worker(
+        self,
+        method: str,
+        *,
+        read: Callable[[Any], Any] = lambda result: result,
+        timeout_s: float = 600.0,
+        **kwargs: Any,
+    ) -> Any:
+        """The result of the worker's method, of several workers the first one's, as `read` understands it (see
+        `Answer.read`).
+        """
+        body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
+        answer = self.post("/collective_rpc", body, timeout_s=timeout_s + 10)
+        return answer.read(lambda answer: read(answer["results"][0]))
+
+    def load_weights(self, folder: str, *, tag: str, pause_mode: str, check: Check = None) -> None:
+        """See `ServerControl.load_weights`."""
+        self.pause(pause_mode, check)
+        self.call_worker("reload_weights", weights_path=folder)
+        self.reset_prefix_cache()
+        self.set_tag(tag)
+        self.resume()
+
+    def other_numbers(self, sums: Mapping[str, str]) -> list[str]:
+        """See `ServerControl.other_numbers`."""
+        found = self.call_worker("grpo_sums", names=list(sums)) if sums else {}
+        return [name for name, own in sums.items() if found.get(name) != own]
+
+    def set_tag(self, tag: str) -> None:
+        """See `ServerControl.set_tag`."""
+        self.call_worker("grpo_set_tag", tag=tag)
+
+    def served_tag(self) -> str | None:
+        """See `ServerControl.served_tag`."""
+        return self.call_worker("grpo_tag", read=lambda tag: None if tag is None else text_of(tag))
+
+    def served_bits(self) -> ServedBits:
+        """See `ServerControl.served_bits`."""
+        return self.call_worker("grpo_state", read=lambda state: ServedBits(state["dtype"], state["fingerprints"]))
+
+    def describe(self) -> dict[str, Any]:
+        """The worker's pid, device, gpu_uuid (None on CPUs), and refusals: why its weights cannot be shared."""
+        return self.call_worker("grpo_describe")
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Serve the LoRA adapter of a folder under a name that was never used before."""
+        self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    def adapters(self) -> set[str]:
+        """The names of those that it serves, and of the base model."""
+        return self.get("/v1/models").read(lambda answer: {text_of(model["id"]) for model in answer["data"]})
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter's name; requests in flight finish with it."""
+        self.post("/v1/unload_lora_adapter", {"lora_name": name})

@@ -1,28 +1,18 @@
-"""What clients of inference servers share: retries where they are safe, and strict checks of every answer."""
+"""What clients of inference servers share: retries where they are safe, and checks of what would be silently wrong."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import httpx
 
 from offline_grpo.engine.control import ServerControl
-from offline_grpo.engine.http import (
-    BROKEN,
-    SAFE_TO_RETRY_STATUS,
-    Answer,
-    Refused,
-    connection,
-    describe,
-    exchange,
-    ssl_context,
-)
+from offline_grpo.engine.http import SAFE_TO_RETRY_STATUS, Answer, Refused, connection, describe
 from offline_grpo.engine.server import GRACE_S, Server
 from offline_grpo.errors import EngineError
 from offline_grpo.generation.streaming import Streaming
@@ -31,20 +21,12 @@ from offline_grpo.types import Completion, FinishReason, SamplingParams, Samplin
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
 """Between the attempts of a request; see `ServerClient`."""
-
 LOOK_S = 5.0
-"""How often somebody who waits for an answer looks whether the server is there."""
+"""How often a request that waits for its answer checks that the server is alive."""
 END_LOOK_S = 0.25
 """The same after a request that has failed, because the server may be ending."""
-
 LOWEST_LOGPROB = -9999.0
 """Servers send this or a lower value for minus infinity, which JSON cannot represent."""
-
-MAX_BYTES_PER_PROMPT_TOKEN = 16
-"""vLLM returns the ids."""
-
-MAX_BYTES_BESIDE = 2**14
-"""Of each completion, and once more: names, ids and counters."""
 
 Choice = tuple[Sequence[int], Sequence[float], str]
 """A completion as parsed from an answer: token ids, their logprobs in nats, and the server's finish reason."""
@@ -59,7 +41,7 @@ class ServerClient(Streaming):
     status is an error at once.
 
     Args:
-        server: what to ask. Its death is noticed between attempts, and every few seconds while an answer is waited for.
+        server: what to ask. Its death is noticed between attempts, and every few seconds while an answer is awaited.
         eos_ids: tokens that end a completion.
         vocab_size: ids that the trained model can embed and score; a completion with another one is refused.
         batch_size: requests in flight; each asks for all completions of one prompt.
@@ -72,8 +54,6 @@ class ServerClient(Streaming):
 
     engine_name: ClassVar[str | None]
     path: str
-    max_bytes_per_token: int
-    """Of an answer, the token's text included."""
     logprobs_are_filtered: ClassVar[bool] = True
     """Whether logprobs are those after top-p, top-k and penalty, as a `Completion` should have them."""
 
@@ -92,17 +72,16 @@ class ServerClient(Streaming):
         self.num_asked: Counter[str] = Counter()
         self.server = server
         self._eos_ids = list(eos_ids)
-        self._vocab_size = vocab_size
+        self._ids = range(vocab_size)
         self.batch_size = batch_size
         self.timeout_s = timeout_s
         self.max_retries = max_retries
-        self._ssl = ssl_context(server.base_url)
         self._idle: list[httpx.AsyncClient] = []  # a connection each: to find one in a pool of 64 takes httpx 9 ms
 
     @staticmethod
     @abstractmethod
     def control(server: Server) -> ServerControl:
-        """What weight sync may do to a server of this kind, as it is now: a new one after each start."""
+        """Control over a server of this kind, as it is now: a new one after each start."""
 
     @abstractmethod
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
@@ -117,12 +96,12 @@ class ServerClient(Streaming):
         while self._idle:
             await self._idle.pop().aclose()
 
-    def _connection(self) -> httpx.AsyncClient:
-        return connection(self.server.base_url, self.server.api_key, self._ssl, max_connections=1)
-
     async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
         """See `Streaming.ask`."""
-        http = self._idle.pop() if self._idle else self._connection()
+        if self._idle:
+            http = self._idle.pop()
+        else:
+            http = httpx.AsyncClient(**connection(self.server.base_url, self.server.api_key), timeout=None)
         try:
             return await self._complete(http, request, sampling)
         finally:
@@ -131,25 +110,19 @@ class ServerClient(Streaming):
     async def _complete(
         self, http: httpx.AsyncClient, request: SamplingRequest, sampling: SamplingParams
     ) -> list[Completion]:
-        """Sends a request again that the server aborted: a partial completion is useless. What a push has aborted is no
-        failed attempt.
+        """Sends a request again that the server aborted: a partial completion is useless. One that a push has aborted
+        is no failed attempt.
         """
-        per_completion = (
-            MAX_BYTES_BESIDE
-            + self.max_bytes_per_token * sampling.max_new_tokens
-            + MAX_BYTES_PER_PROMPT_TOKEN * len(request.prompt_ids)
-        )
-        max_bytes = MAX_BYTES_BESIDE + request.num_completions * per_completion
         num_aborted = 0
         while num_aborted <= self.max_retries:
             weights = self.weights  # read once: a push may replace them while the request is open
             self.num_asked[weights.name] += 1
             try:
-                answer = await self._post(http, self.path, self.body(request, sampling, weights), max_bytes)
+                answer = await self._post(http, self.body(request, sampling, weights))
             except Refused:
                 if self.weights is weights:
                     raise
-                continue  # a push came between, and the adapter that it named is no more
+                continue  # a push came between, and the adapter that the request named is no more
             finally:
                 self.num_asked -= Counter([weights.name])  # and without those that are 0
             completions = answer.read(
@@ -157,63 +130,59 @@ class ServerClient(Streaming):
             )
             if all(completion.finish_reason is not FinishReason.ABORT for completion in completions):
                 return completions
-            await self._check_whether_it_ends(
-                weights, GRACE_S
-            )  # the push that aborted it is not over, also of a server that was found
+            await self._check_alive(weights, GRACE_S)  # the push that aborted it is not over
             num_aborted += self.weights is weights
-        raise EngineError(
-            f"{self._url}: the server aborted the request, {self.max_retries + 1} times; does somebody else pause it or load weights?"
-        )
+        times = f"{self.max_retries + 1} times"
+        raise EngineError(f"{self._url}: the server aborted the request, {times}; does another client pause it?")
 
-    async def _post(self, http: httpx.AsyncClient, path: str, body: Mapping[str, Any], max_bytes: int) -> Answer:
+    async def _post(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> Answer:
         failure = ""
         for attempt in range(self.max_retries + 1):
             if attempt > 0:
-                await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.8, 1.2))
+                await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)))
                 await asyncio.to_thread(self.server.check_alive)
             try:
-                answer = await self._unless_it_ends(
-                    exchange(http, "POST", path, timeout_s=self.timeout_s, max_bytes=max_bytes, json=body)
-                )
+                answer = Answer.of(await self._exchange(http, body))
             except TimeoutError as error:
                 group = self.server.key.partition(".")[0]
-                raise EngineError(
-                    f"{self._url}: no answer after {self.timeout_s:g} s; raise {group}.timeout_s, or look at the server"
-                ) from error
-            except BROKEN as error:
+                fix = f"raise {group}.timeout_s, or look at the server"
+                raise EngineError(f"{self._url}: no answer after {self.timeout_s:g} s; {fix}") from error
+            except httpx.HTTPError as error:
                 failure = describe(error)
                 continue
             if answer.status in SAFE_TO_RETRY_STATUS:
                 failure = f"status {answer.status} ({answer.reason()})"
                 continue
             if answer.status >= 500:
-                await self._check_whether_it_ends(self.weights, self._grace_s)
+                await self._check_alive(self.weights, self._grace_s)
             answer.check_status()
             return answer
-        await self._check_whether_it_ends(self.weights, self._grace_s)
+        await self._check_alive(self.weights, self._grace_s)
         raise EngineError(
-            f"{self._url}: {failure}, after {self.max_retries + 1} attempts; is the server running, and {self.server.key} its address?"
+            f"{self._url}: {failure}, after {self.max_retries + 1} attempts; is the server running, and "
+            f"{self.server.key} its address?"
         )
 
-    async def _unless_it_ends(self, answer: Coroutine[Any, Any, Answer]) -> Answer:
-        """The answer; EngineDied where the server ends first. A machine that is lost closes no connection."""
-        task = asyncio.create_task(answer)
-        try:
-            while not (await asyncio.wait([task], timeout=LOOK_S))[0]:
-                await asyncio.to_thread(self.server.check_alive)
-            return task.result()
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait([task])
+    async def _exchange(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> httpx.Response:
+        """The response; EngineDied where the server ends first: a machine that is lost closes no connection."""
+        async with asyncio.timeout(self.timeout_s):
+            task = asyncio.create_task(http.post(self.path, json=body))
+            try:
+                while not (await asyncio.wait([task], timeout=LOOK_S))[0]:
+                    await asyncio.to_thread(self.server.check_alive)
+                return task.result()
+            finally:
+                if not task.done():
+                    task.cancel()
+                    await asyncio.wait([task])
 
     @property
     def _grace_s(self) -> float:
-        """How long the death of the server may take to be noticed: nobody notices that of one that was found."""
-        return GRACE_S if self.server.is_observed else 0.0
+        """How long after a failure the server's death may show: that of an external server never does."""
+        return GRACE_S if self.server.is_watched else 0.0
 
-    async def _check_whether_it_ends(self, weights: ServedWeights, grace_s: float) -> None:
-        """Raises EngineDied where the failure was the first sign of the server's death. A push that has ended meanwhile
+    async def _check_alive(self, weights: ServedWeights, grace_s: float) -> None:
+        """Raise EngineDied where a failure was the first sign of the server's death. A push that has ended meanwhile
         explains it.
 
         Args:
@@ -233,37 +202,26 @@ class ServerClient(Streaming):
     def _completions(
         self, parsed: Any, request: SamplingRequest, sampling: SamplingParams, version: int
     ) -> list[Completion]:
-        completions = [
-            self._completion(*choice, sampling.max_new_tokens, version) for choice in self.choices(parsed, request)
-        ]
-        if len(completions) != request.num_completions:
-            raise EngineError(
-                f"{self._url}: {len(completions)} completions where {request.num_completions} were asked for"
-            )
-        return completions
+        choices = self.choices(parsed, request)
+        if len(choices) != request.num_completions:
+            raise ValueError(f"{len(choices)} completions where {request.num_completions} were asked for")
+        return [self._completion(*choice, sampling.max_new_tokens, version) for choice in choices]
 
     def _completion(
         self, token_ids: Sequence[int], logprobs: Sequence[float], reason: str, max_new_tokens: int, version: int
     ) -> Completion:
         finish = FinishReason(reason)
-        if not (0 if finish is FinishReason.ABORT else 1) <= len(token_ids) <= max_new_tokens:
+        if not (finish is not FinishReason.ABORT) <= len(token_ids) <= max_new_tokens:
             raise ValueError(f"{len(token_ids)} tokens where 1 to {max_new_tokens} were asked for")
         if len(logprobs) != len(token_ids):
             raise ValueError(f"{len(logprobs)} logprobs for {len(token_ids)} tokens")
-        if not {*map(type, token_ids)} <= {int}:
-            raise TypeError("token ids are not integers")
-        if not {*map(type, logprobs)} <= {int, float}:
-            raise TypeError("logprobs are not numbers")
-        lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
-        if lowest < 0 or highest >= self._vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(
-                f"a token has id {wrong}, where the model that is trained has ids from 0 to {self._vocab_size - 1}"
-            )
+        wrong = [token for token in (min(token_ids, default=0), max(token_ids, default=0)) if token not in self._ids]
+        if wrong:
+            raise ValueError(f"a token has id {wrong[0]}, and the model that is trained has {len(self._ids)}")
         for position, logprob in enumerate(logprobs):
             if not LOWEST_LOGPROB < logprob <= 1e-3:  # NaN fails this too; the 1e-3 is room for rounding
-                raise EngineError(
-                    f"{self._url}: the logprob of token {position} is {str(logprob)[:25]} (weights version {version}): no token that was "
-                    "drawn has that; the served weights, or their activations, are probably not finite"
+                raise ValueError(
+                    f"the logprob of token {position} is {logprob} (weights version {version}), which no drawn token "
+                    "has; the served weights, or their activations, are probably not finite"
                 )
         return Completion(tuple(token_ids), tuple(map(float, logprobs)), finish, (version,) * len(token_ids))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.sglang_control import SglangControl
+from offline_grpo.engine.sglang import SglangControl
 from offline_grpo.generation.server_client import Choice, ServerClient
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 
@@ -24,7 +24,6 @@ class SglangClient(ServerClient):
 
     engine_name: ClassVar[str | None] = "SGLang"
     path = "/generate"
-    max_bytes_per_token = 1024
     logprobs_are_filtered = False
 
     @staticmethod
@@ -60,9 +59,7 @@ class SglangClient(ServerClient):
 
 def _choice(meta: Any, prompt_length: int) -> Choice:
     reason = meta["finish_reason"]["type"]
-    if (
-        reason != "abort" and meta["prompt_tokens"] != prompt_length
-    ):  # the length is all that it tells, and not of what it dropped unread
+    if reason != "abort" and meta["prompt_tokens"] != prompt_length:  # an aborted one may be unread
         raise ValueError(f"the prompt had {prompt_length} tokens and the server read {meta['prompt_tokens']}")
     tokens = meta["output_token_logprobs"]  # (logprob, token id, text or None) each
     if meta["completion_tokens"] != len(tokens):

@@ -31,13 +31,12 @@ class SpreadClient(Streaming):
     engine_name: ClassVar[str | None] = "several servers"
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
-        super().__init__(
-            ", ".join(client.server.base_url for client in clients), sum(client.batch_size for client in clients)
-        )
+        names = ", ".join(client.server.base_url for client in clients)
+        super().__init__(names, sum(client.batch_size for client in clients))
         self.serving = list(clients)
-        """Those that are asked; replaced as a whole. None, where the last one has died while another one gets the
+        """Those that are asked; replaced as a whole. Empty where the last one has died while another one gets the
         weights: requests wait for that one."""
-        self._changing = threading.Lock()  # the deployment and the thread of the requests both know of deaths
+        self._changing = threading.Lock()  # the deployment and the thread of the requests both notice deaths
         self.weights = ServedWeights()
         self._num_open = dict.fromkeys(clients, 0)
         self._num_tokens = dict.fromkeys(clients, 0)  # since the last `metrics`
@@ -54,7 +53,7 @@ class SpreadClient(Streaming):
             try:
                 completions = await asyncio.wrap_future(client.submit(request, sampling))
             except EngineDied as death:
-                self._go_on_without(client, death)
+                self._continue_without(client, death)
             except EngineError:
                 if client in self.serving:
                     raise  # else its server has died, and is being started again
@@ -68,16 +67,12 @@ class SpreadClient(Streaming):
                 self._num_open[client] -= 1
 
     def metrics(self) -> Metrics:
-        """How evenly the tokens sampled since the last call are spread: those of the busiest server over the mean of
-        all.
-        """
+        """How evenly the tokens sampled since the last call are spread: those of the busiest server over the mean."""
         num_tokens = list(self._num_tokens.values())
         self._num_tokens = dict.fromkeys(self._num_tokens, 0)
         mean = sum(num_tokens) / len(num_tokens)
-        return {
-            "engines/num_serving": float(len(self.serving)),
-            "engines/imbalance": max(num_tokens) / mean if mean else 1.0,
-        }
+        imbalance = max(num_tokens) / mean if mean else 1.0
+        return {"engines/num_serving": float(len(self.serving)), "engines/imbalance": imbalance}
 
     def serve_from(self, clients: Sequence[ServerClient]) -> None:
         """From now on, ask these."""
@@ -89,13 +84,11 @@ class SpreadClient(Streaming):
         with self._changing:
             self.serving = [client for client in self.serving if client not in clients]
 
-    def _go_on_without(self, client: ServerClient, death: EngineDied) -> None:
+    def _continue_without(self, client: ServerClient, death: EngineDied) -> None:
         with self._changing:
             before, others = self.serving, [other for other in self.serving if other is not client]
             if not others:
                 raise death
             self.serving = others
         if client in before:
-            log.warning(
-                "sampling goes on with %d other server%s: %s", len(others), "s" if len(others) > 1 else "", death
-            )
+            log.warning("sampling continues with %d of the servers: %s", len(others), death)

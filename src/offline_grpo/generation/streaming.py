@@ -1,4 +1,4 @@
-"""Many requests at a time: how a client takes them from an iterable, sends them, and hands out what is answered.
+"""Many requests at a time: how a client takes them from an iterable, sends them, and yields what is answered.
 
 The public side is synchronous. Requests run in an event loop on a thread of their own, so that a signal to the main
 thread interrupts the wait at once, and connections outlive a call.
@@ -12,21 +12,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from itertools import islice
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from offline_grpo.engine.background import start_loop
 from offline_grpo.errors import EngineError
 from offline_grpo.types import Completion, CompletionStream, SamplingParams, SamplingRequest
 
-CLOSED_S = 1.0
-"""How often a wait for answers looks whether the client was closed meanwhile."""
-
 
 class Streaming(ABC):
-    """`RolloutClient.generate` for a client that says how one request is asked.
+    """`RolloutClient.generate` for a client that implements one request. Several threads may use it.
 
     Args:
-        name: what is asked, for messages and the thread.
+        name: of what is asked, for messages and the thread.
         num_at_once: requests in flight, of all calls together: those of an earlier call go first.
     """
 
@@ -35,7 +32,9 @@ class Streaming(ABC):
         self._num_at_once = num_at_once
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: asyncio.Semaphore  # of the loop, and made with it; first come, first served
-        self._changing_loop = threading.RLock()  # several threads may ask at once, and connections belong to one loop
+        self._changing_loop = (
+            threading.RLock()
+        )  # connections belong to one loop, and no request may get into an old one
 
     @abstractmethod
     async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
@@ -45,8 +44,7 @@ class Streaming(ABC):
         """Close connections; no request is open any more."""
 
     def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
-        """See `RolloutClient.generate`. As many requests as may be in flight wait behind them. Several threads may call
-        it: they share what may be in flight.
+        """See `RolloutClient.generate`. As many requests as may be in flight wait behind them.
 
         Raises:
             EngineDied: the server, one that this run started, has ended.
@@ -59,7 +57,7 @@ class Streaming(ABC):
         try:
             while True:
                 for index, request in islice(numbered, 2 * self._num_at_once - len(unanswered)):
-                    with self._changing_loop:  # so that no request gets into a loop that has ended
+                    with self._changing_loop:
                         if self._loop is not loop:
                             raise self._closed()
                         future = asyncio.run_coroutine_threadsafe(self._ask_in_turn(failed, request, sampling), loop)
@@ -67,24 +65,15 @@ class Streaming(ABC):
                     future.add_done_callback(lambda _, index=index: answered.put(index))
                 if not unanswered:
                     return
-                try:
-                    index = answered.get(timeout=CLOSED_S)
-                except Empty:
-                    if self._loop is not loop:  # closed by another thread, perhaps before it knew of the newest request
-                        raise self._closed() from None
-                    continue
-                try:
-                    completions = unanswered.pop(index).result()
-                except CancelledError:
-                    raise self._closed() from None
-                yield index, completions
+                index = answered.get()
+                yield index, self._result(unanswered.pop(index))
         finally:  # a failure, a signal, or a caller who closed the iterator: cancel what is still open
             for future in unanswered.values():
                 future.cancel()
 
     def submit(self, request: SamplingRequest, sampling: SamplingParams) -> Future[list[Completion]]:
-        """Ask at once, whatever else is in flight. Whoever cancels the future abandons the request."""
-        with self._changing_loop:  # so that no request gets into a loop that has ended
+        """Ask at once, whatever else is in flight. To cancel the future abandons the request."""
+        with self._changing_loop:
             return asyncio.run_coroutine_threadsafe(self.ask(request, sampling), self._running_loop())
 
     def generate_now(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> list[list[Completion]]:
@@ -93,9 +82,7 @@ class Streaming(ABC):
         """
         answers = [self.submit(request, sampling) for request in requests]
         try:
-            return [answer.result() for answer in answers]
-        except CancelledError:
-            raise self._closed() from None
+            return [self._result(answer) for answer in answers]
         finally:
             for answer in answers:
                 answer.cancel()
@@ -113,6 +100,12 @@ class Streaming(ABC):
     def _closed(self) -> EngineError:
         return EngineError(f"{self._name}: the client was closed while it waited")
 
+    def _result(self, answer: Future[list[Completion]]) -> list[Completion]:
+        try:
+            return answer.result()
+        except CancelledError:
+            raise self._closed() from None
+
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._changing_loop:
             if self._loop is None:
@@ -122,9 +115,7 @@ class Streaming(ABC):
     async def _ask_in_turn(
         self, failed: threading.Event, request: SamplingRequest, sampling: SamplingParams
     ) -> list[Completion]:
-        """Ask when there is a slot. After a failure, what waits of the same call is not sent while the caller learns of
-        it.
-        """
+        """Ask when there is a slot. After a failure, what waits of the same call is not sent any more."""
         async with self._slots:
             if failed.is_set():
                 raise asyncio.CancelledError

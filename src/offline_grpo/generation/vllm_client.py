@@ -1,6 +1,4 @@
-"""Samples from a vLLM server: through the endpoint that every server of a run has, or through the one that stock
-servers have.
-"""
+"""Samples from a vLLM server: through the endpoint that every server of a run has, or the one of stock servers."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import httpx
 
 from offline_grpo.engine.http import NotFound, Refused
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm_control import VllmControl
+from offline_grpo.engine.vllm import VllmControl
 from offline_grpo.errors import EngineDied
 from offline_grpo.generation.server_client import Choice, ServerClient
 from offline_grpo.types import Completion, SamplingParams, SamplingRequest, ServedWeights
@@ -21,16 +19,9 @@ from offline_grpo.types import Completion, SamplingParams, SamplingRequest, Serv
 log = logging.getLogger(__name__)
 
 TOKENS = "/generate_tokens"
-"""Token ids in, token ids and logprobs out, and nothing that takes time per token besides; see `engine/inside_vllm/`.
-"""
+"""Token ids in, token ids and logprobs out, and nothing else that takes time per token; see `engine/inside_vllm/`."""
 STOCK = "/v1/completions"
-"""Takes and returns token ids in every version. Makes text that nobody reads, unless it is asked to look for strings in
-it.
-"""
-
-STOCK_BYTES_PER_TOKEN = 1024
-"""It writes a token's text three times, beside 60 bytes of numbers; the longest tokens of today's vocabularies have 128
-characters, such as line breaks, with two bytes each in JSON."""
+"""Takes and returns token ids in every version, and makes text that nobody reads."""
 
 
 class VllmClient(ServerClient):
@@ -38,7 +29,6 @@ class VllmClient(ServerClient):
 
     engine_name: ClassVar[str | None] = "vLLM"
     path = TOKENS
-    max_bytes_per_token = 64
 
     @staticmethod
     def control(server: Server) -> VllmControl:
@@ -71,18 +61,13 @@ class VllmClient(ServerClient):
         """See `ServerClient.choices`."""
         choices = answer["choices"]
         if "prompt_token_ids" in answer:  # of `TOKENS`
-            prompts = [answer["prompt_token_ids"]]
+            prompt_ids = answer["prompt_token_ids"]
             found = [(choice["token_ids"], choice["logprobs"], choice["finish_reason"]) for choice in choices]
         else:
             choices = sorted(choices, key=lambda choice: choice["index"])
-            if [choice["index"] for choice in choices] != list(range(len(choices))):
-                raise ValueError("choices are not numbered from 0")
-            prompts = [choice["prompt_token_ids"] for choice in choices[:1]]
-            found = [
-                (choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
-                for choice in choices
-            ]
-        if prompts and prompts[0] != list(request.prompt_ids):
+            prompt_ids = choices[0]["prompt_token_ids"]
+            found = [(c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"]) for c in choices]
+        if prompt_ids != list(request.prompt_ids):
             raise ValueError("the prompt came back changed")
         return found
 
@@ -98,18 +83,15 @@ class VllmClient(ServerClient):
             if path == STOCK or not isinstance(refusal, NotFound):
                 raise
             if self.path == TOKENS:  # else another request was told so
-                log.info(
-                    "%s has no POST %s, so it is asked at %s, which is slower", self.server.base_url, TOKENS, STOCK
-                )
-                self.path, self.max_bytes_per_token = STOCK, STOCK_BYTES_PER_TOKEN
+                log.info("%s has no POST %s; it is asked at %s, slower", self.server.base_url, TOKENS, STOCK)
+                self.path = STOCK
             return await super()._complete(http, request, sampling)
 
     def _check_adapter(self, name: str) -> None:
-        """Raises EngineDied where the server does not have it."""
+        """Raise EngineDied where the server does not have it."""
         if name not in self.control(self.server).adapters():
-            raise EngineDied(
-                f"{self.server.base_url}: the server has lost the adapter {name}: it was started anew, or it was told to unload it."
-            )
+            why = "it was started anew, or it was told to unload it"
+            raise EngineDied(f"{self.server.base_url}: the server has lost the adapter {name}: {why}.")
 
     def _completions(
         self, parsed: Any, request: SamplingRequest, sampling: SamplingParams, version: int
@@ -117,7 +99,5 @@ class VllmClient(ServerClient):
         """Greedy completions of a prompt are all alike, so one is asked for."""
         if sampling.temperature > 0:
             return super()._completions(parsed, request, sampling, version)
-        return (
-            super()._completions(parsed, replace(request, num_completions=1), sampling, version)
-            * request.num_completions
-        )
+        [one] = super()._completions(parsed, replace(request, num_completions=1), sampling, version)
+        return [one] * request.num_completions

@@ -15,8 +15,7 @@ from offline_grpo import progress
 from offline_grpo.checkpoint.checkpointer import Checkpointer
 from offline_grpo.checkpoint.files import check_model_folder
 from offline_grpo.checkpoint.state import TrainerState
-from offline_grpo.engine.server import Server
-from offline_grpo.engine.turns import next_to_start
+from offline_grpo.engine.server import Server, next_to_start
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Deployment, RolloutClient, RunListener, Sharding, Source

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from offline_grpo.disk import require_new
-from offline_grpo.engine.command_line import visible
+from offline_grpo.engine.launcher import visible
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.engine.process import ServerProcess, last_line, last_lines
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested

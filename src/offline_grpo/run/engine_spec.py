@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from offline_grpo.engine.command_line import CommandLine
-from offline_grpo.engine.http import plain_url
 from offline_grpo.engine.launcher import Launcher
+from offline_grpo.engine.ports import plain_url
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.generation.server_client import ServerClient
 from offline_grpo.run.build import build, check_settings, resolve
@@ -134,10 +133,10 @@ def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
         raise ConfigError(
             "generation.base_url=None: no server to ask; name a running one, or let the run start one with engine=vllm"
         )
-    launcher = build(_trusting(config.engine) if config.model.trust_remote_code else config.engine, key="engine")
-    if isinstance(launcher, CommandLine):
-        launcher = launcher.expecting(_num_sequences(config, client_node))
-        launcher = replace(launcher, api_key=secrets.token_hex(32) if launcher.api_key is None else launcher.api_key)
+    engine = _trusting(config.engine) if config.model.trust_remote_code else config.engine
+    launcher: Launcher = build(engine, key="engine")
+    launcher = launcher.expecting(_num_sequences(config, client_node))
+    launcher = replace(launcher, api_key=launcher.api_key or secrets.token_hex(32))
     last = 65536 - asked
     fix = f"placement.num_engines={asked} takes as many ports from there on; use {last} or less, or null"
     require(launcher.port is None or launcher.port <= last, "engine.port", launcher.port, fix)

@@ -20,8 +20,8 @@ import psutil
 
 from offline_grpo import hub
 from offline_grpo.engine.process import usable_cores
-from offline_grpo.engine.sglang_control import SglangControl
-from offline_grpo.engine.vllm_control import VllmControl
+from offline_grpo.engine.sglang import SglangControl
+from offline_grpo.engine.vllm import VllmControl
 
 GIB = 2**30
 MIN_SHM_GIB, MIN_DISK_GIB = 1, 10

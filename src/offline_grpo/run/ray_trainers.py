@@ -68,7 +68,7 @@ def train(config: RunConfig, folder: Path) -> None:
         "would end with this command, and the training processes need a cluster that stays; use accelerate launch here"
     )
     require(placement.address != "local", "placement.address", "local", fix)
-    from offline_grpo.engine.ray_cluster import Room, connect
+    from offline_grpo.engine.ray_actor import Room, connect
 
     is_ours = connect(placement.address, placement.ray_init)
     import ray

@@ -11,10 +11,10 @@ from itertools import count
 from pathlib import Path
 
 from offline_grpo.engine.engine import engine_of
-from offline_grpo.engine.ray_cluster import RayCluster
+from offline_grpo.engine.ray_server import RayCluster
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.sglang import SglangEngine
-from offline_grpo.engine.vllm import VllmEngine
+from offline_grpo.engine.sglang import SglangLauncher
+from offline_grpo.engine.vllm import VllmLauncher
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Deployment, RolloutClient, Sharding
 from offline_grpo.model.dtypes import TORCH_NAMES
@@ -34,7 +34,7 @@ from offline_grpo.weight_sync.strategy import WeightSync
 
 log = logging.getLogger(__name__)
 
-LAUNCHERS = {launcher.name: launcher for launcher in (VllmEngine, SglangEngine)}
+LAUNCHERS = {launcher.name: launcher for launcher in (VllmLauncher, SglangLauncher)}
 """How a server of each kind is started."""
 
 

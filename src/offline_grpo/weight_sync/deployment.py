@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offline_grpo.engine.engine import Engine, ServerEngine
-from offline_grpo.engine.turns import next_to_start
+from offline_grpo.engine.server import next_to_start
 from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.generation.spread import SpreadClient
 from offline_grpo.interfaces import RolloutClient

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offline_grpo.engine.engine import ServerEngine
-from offline_grpo.engine.turns import next_to_start
+from offline_grpo.engine.server import next_to_start
 from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights, weights_tag
 from offline_grpo.weight_sync.strategy import ServerSync, Staged

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from offline_grpo.engine import ports
-from offline_grpo.engine.ports import address_towards, choose_again, choose_port, owner_of
+from offline_grpo.engine.ports import address_towards, choose_port, owner_of
 from offline_grpo.errors import ConfigError
 
 LISTEN = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(100)"
@@ -26,13 +24,6 @@ def test_null_takes_a_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
         assert choose_port("127.0.0.1", None, key="engine.port") == port + 1
         monkeypatch.setattr(ports, "SERVER_PORTS", (port,))
         assert choose_port("127.0.0.1", None, key="engine.port") not in (0, port)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say which ports they give to connections")
-def test_null_takes_none_that_a_connection_can_be_given_before_the_server_opens_it() -> None:
-    lowest, highest = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    if lowest >= 32768:  # else this machine leaves no others
-        assert not any(lowest <= choose_port("127.0.0.1", None, key="engine.port") <= highest for _ in range(100))
 
 
 def test_a_free_one_is_not_drawn_from_the_seed_of_a_run() -> None:
@@ -59,24 +50,18 @@ def test_a_taken_port_names_its_owner() -> None:
     assert choose_port("127.0.0.1", port, key="engine.port") == port
 
 
-def test_a_server_that_starts_again_waits_for_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_starts_again_waits_for_its_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as before:
         port = before.getsockname()[1]
         released = threading.Timer(0.5, before.close)
         released.start()
-        choose_again("127.0.0.1", port, key="engine.port")
+        choose_port("127.0.0.1", port, key="engine.port", wait_s=10)
         released.join()
-    monkeypatch.setattr(ports, "RELEASE_S", 0.3)
     with (
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(ConfigError, match=rf"^engine\.port={port}: is taken by "),
     ):
-        choose_again("127.0.0.1", port, key="engine.port")
-
-
-def test_one_that_listens_everywhere_has_the_port_too() -> None:
-    with socket.create_server(("0.0.0.0", 0)) as server, pytest.raises(ConfigError, match=rf"\(pid {os.getpid()}\)"):
-        choose_port("127.0.0.1", server.getsockname()[1], key="engine.port")
+        choose_port("127.0.0.1", port, key="engine.port", wait_s=0.3)
 
 
 def test_a_port_whose_server_has_just_ended_is_free() -> None:
@@ -106,23 +91,6 @@ def test_an_address_of_another_machine(host: str, reason: str, key: str, named: 
         ConfigError, match=rf"^{named}={host}: cannot be used \({reason}\); name an address of this machine$"
     ):
         choose_port(host, None, key=key)
-
-
-def test_a_bad_address_is_named_although_the_port_is_taken_on_another() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        pytest.raises(ConfigError, match=r"^engine\.host=192\.0\.2\.1: "),
-    ):
-        choose_port("192.0.2.1", server.getsockname()[1], key="engine.port")
-
-
-@pytest.mark.parametrize("host", ["None", "no-such-machine.invalid"])
-def test_no_address(host: str) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=rf"^weight_sync\.master_address={host}: cannot be used \(.+\); name an address of this machine$",
-    ):
-        choose_port(host, None, key="weight_sync.master_address")
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from offline_grpo.disk import remove_left_behind
-from offline_grpo.engine import scratch
-from offline_grpo.engine.scratch import PREFIX, Scratch
+from offline_grpo.engine import process as process_module
+from offline_grpo.engine.process import PREFIX, Scratch
 
 HOLDER = """
 import time
-from offline_grpo.engine.scratch import Scratch
+from offline_grpo.engine.process import Scratch
 kept = Scratch()
 (kept.path / "weights").write_bytes(b"x")
 print(kept.path, flush=True)
@@ -32,14 +32,14 @@ time.sleep(100)
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The shared memory of these tests."""
-    monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(process_module, "SHARED_MEMORY", tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def holder(memory: Path) -> Iterator[subprocess.Popen[str]]:
     """Another run, which has a folder there."""
-    code = f"import pathlib\nfrom offline_grpo.engine import scratch\nscratch.SHARED_MEMORY = pathlib.Path({str(memory)!r})\n{HOLDER}"
+    code = f"import pathlib\nfrom offline_grpo.engine import process\nprocess.SHARED_MEMORY = pathlib.Path({str(memory)!r})\n{HOLDER}"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     yield process
     process.kill()

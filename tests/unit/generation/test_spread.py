@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,7 +19,7 @@ from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.generation import server_client, spread
 from offline_grpo.generation.spread import SpreadClient
 from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
+from offline_grpo.types import SamplingParams, SamplingRequest
 
 SAMPLING = SamplingParams(max_new_tokens=4)
 BATCH_SIZE = 4
@@ -140,50 +137,6 @@ def test_requests_that_come_one_by_one_are_spread_evenly(lab: Lab) -> None:
     assert lab.num_asked == [10, 10, 10]
 
 
-def test_what_is_quick_gets_more(lab: Lab) -> None:
-    """A server that keeps all that it is asked gets no more than its share of what may be open."""
-    go = threading.Event()
-    lab.script(held(go), echo, echo)
-    answers = lab.spread.generate(requests(60), SAMPLING)
-    others = [next(answers) for _ in range(60 - BATCH_SIZE)]
-    lab.webs[0].wait_until(
-        lambda: lab.webs[0].num_active == BATCH_SIZE
-    )  # it may have been too slow to see the newest yet
-    go.set()
-    assert len([*others, *answers]) == 60
-    assert lab.num_asked[0] == BATCH_SIZE
-
-
-def test_requests_are_taken_as_there_is_room(lab: Lab) -> None:
-    """Those that may be open, and as many again that wait behind them."""
-    go, taken = threading.Event(), count()
-    lab.script(*[held(go)] * 3)
-
-    def endless() -> Iterator[SamplingRequest]:
-        while True:
-            yield SamplingRequest((next(taken), 8, 9), 2, 0)
-
-    answers = lab.spread.generate(endless(), SAMPLING)
-    first: Future[Any] = in_background(lambda: next(answers))
-    for web in lab.webs:
-        web.wait_until(lambda web=web: web.num_active == BATCH_SIZE)
-    go.set()
-    first.result(
-        10
-    )  # before the first answer is handed out, and after it until the next one is asked for, none is taken
-    assert next(taken) == 2 * 3 * BATCH_SIZE
-    answers.close()
-
-
-def test_each_completion_carries_the_version_of_the_server_that_drew_it(lab: Lab) -> None:
-    """In the middle of a push some have the new weights already."""
-    lab.clients[1].weights = ServedWeights(7)
-    found: Counter[int] = Counter()
-    for _, completions in lab.spread.generate(requests(60), SAMPLING):
-        found.update(completion.versions[0] for completion in completions)
-    assert found == {7: 2 * lab.num_asked[1], 0: 2 * (lab.num_asked[0] + lab.num_asked[2])}
-
-
 def test_what_was_open_at_a_dead_server_is_asked_of_the_others(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     def dies(_: Request) -> Reply:
         lab.webs[1].wait_until(lambda: lab.webs[1].max_active == BATCH_SIZE)  # with all that it may have at once
@@ -195,7 +148,7 @@ def test_what_was_open_at_a_dead_server_is_asked_of_the_others(lab: Lab, caplog:
     assert lab.num_asked[1] == BATCH_SIZE
     assert lab.spread.serving == [lab.clients[0], lab.clients[2]]
     assert [record.getMessage() for record in caplog.records] == [
-        f"sampling goes on with 2 other servers: the server at {lab.servers[1].base_url} has ended."
+        f"sampling continues with 2 of the servers: the server at {lab.servers[1].base_url} has ended."
     ]
     lab.all(30)
     assert lab.num_asked[1] == BATCH_SIZE
@@ -251,7 +204,7 @@ def test_what_was_sent_to_a_server_that_only_starts_is_asked_of_the_others(lab: 
     assert 0 < num_looked <= 3 * BATCH_SIZE
     lab.spread.serving = lab.clients
     lab.servers[1].check_alive = lambda *, grace_s=0.0: None  # type: ignore[method-assign]
-    with pytest.raises(EngineError, match=r"no connection .* after 3 attempts"):
+    with pytest.raises(EngineError, match=r"ConnectError.* after 3 attempts"):
         lab.all(60)
 
 
@@ -297,7 +250,7 @@ def test_closing_abandons_what_is_open_everywhere(how: str, lab: Lab) -> None:
     assert lab.all(9) == {i: i for i in range(9)}
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_whoever_dies_and_comes_back_nothing_is_lost_or_answered_twice(seed: int, lab: Lab) -> None:
     """One server always lives; the others die at random requests, and are taken in again with new connections."""
     draw = Random(seed)

@@ -15,8 +15,8 @@ from fake_sglang import FakeSglang
 from scripted_server import Reply, Request, ScriptedServer
 from serving_effects import assembled, make_policy
 
-from offline_grpo.engine.sglang import SglangEngine
-from offline_grpo.engine.vllm import VllmEngine
+from offline_grpo.engine.sglang import SglangLauncher
+from offline_grpo.engine.vllm import VllmLauncher
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.transformers_client import TransformersClient
@@ -176,7 +176,7 @@ def test_errors_name_settings_that_act(web: ScriptedServer, tmp_path: Path) -> N
         client.server.start("model")
     client.weights = ServedWeights(0, "policy")
     message = ask(client)
-    assert message.startswith(f"{OTHER}/generate_tokens: no connection")
+    assert message.startswith(f"{OTHER}/generate_tokens: ConnectError")
     assert message.endswith("after 1 attempts; is the server running, and eval.base_url its address?")
     client, _ = evaluation(f"{SERVED} {TUNED} generation.timeout_s=0.1 eval.base_url={web.base_url}", tmp_path)
     assert isinstance(client, VllmClient)
@@ -257,7 +257,7 @@ def test_a_server_that_environments_cannot_call() -> None:
         check_found_servers(plan, "some/model")
 
 
-@pytest.mark.parametrize(("option", "launcher"), [("vllm", VllmEngine), ("sglang", SglangEngine)])
+@pytest.mark.parametrize(("option", "launcher"), [("vllm", VllmLauncher), ("sglang", SglangLauncher)])
 def test_the_command_of_a_refusal_has_the_settings_of_the_runs_own_servers(option: str, launcher: Any) -> None:
     engine = as_plain(compose_config(f"generation={option}_server"))["engine"]
     for name in ("args", "env"):

@@ -21,7 +21,7 @@ from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm_control import VllmControl
+from offline_grpo.engine.vllm import VllmControl
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.vllm_client import VllmClient

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.engine.ray_cluster import connect
+from offline_grpo.engine.ray_actor import connect
 from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.generation.scoring.pool import Scorers
 from offline_grpo.generation.scoring.worker import Setup, failed

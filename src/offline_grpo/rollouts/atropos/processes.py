@@ -16,10 +16,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from offline_grpo.disk import write_whole
-from offline_grpo.engine.command_line import is_loopback, without_launch_variables
-from offline_grpo.engine.ports import owner_of
-from offline_grpo.engine.process import ServerProcess
-from offline_grpo.engine.scratch import Scratch
+from offline_grpo.engine.launcher import without_launch_variables
+from offline_grpo.engine.ports import is_loopback, owner_of
+from offline_grpo.engine.process import Scratch, ServerProcess
 from offline_grpo.engine.vllm import SERVED_NAME
 from offline_grpo.errors import ConfigError, GrpoError
 

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import pytest
 from engines import COMMAND_LINE
 
-from offline_grpo.engine.command_line import CommandLine, flags, is_loopback, visible, without_launch_variables
+from offline_grpo.engine.launcher import Launcher, flags, visible, without_launch_variables
+from offline_grpo.engine.ports import is_loopback
 from offline_grpo.errors import ConfigError
 
 
@@ -28,7 +29,7 @@ def test_flags() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine(CommandLine):
+class Engine(Launcher):
     name = "The server"
     package = "no_such_package"
     key_is_option = False
