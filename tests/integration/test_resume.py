@@ -132,12 +132,7 @@ STOPS = {
     "sampling the fourth": (Kill(SCORE, 8 + 3 * 16 + 8 + 5), 3, "stopping"),
     "before the first step of the third": (Kill(STEP, 5, "before"), 3, AFTER_THE_THIRD),
     "in the second update of the third": (Kill(STEP, 6), 3, AFTER_THE_THIRD),
-    "scoring the third": (Kill(FORWARD, 2 * 2 + 2 * 4 + 1), 2, "stopping"),
-    "in the first backward pass of the third": (
-        Kill("offline_grpo.loss.base:PolicyGradientLoss.__call__", 5),
-        2,
-        "stopping",
-    ),
+    "scoring the third": (Kill(FORWARD, 2 * 2 + 2 * 4 + 1), 3, AFTER_THE_THIRD),
     "evaluating after the second": (Kill(SCORE, 8 + 2 * 16 + 5), 2, "stopping"),
     "evaluating after the last": (Kill(SCORE, 8 + 4 * 16 + 8 + 5), 4, "stopping"),
 }
