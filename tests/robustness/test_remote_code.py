@@ -65,7 +65,7 @@ def test_code_is_not_executed_unasked(folder: Path, marker: Path) -> None:
         lambda: load_causal_lm(str(folder), "auto", torch.device("cpu"), None),
     ):
         with pytest.raises(
-            ConfigError, match=r"needs Python code that comes with it .*set model\.trust_remote_code=true"
+            ConfigError, match=r"needs Python code that comes with it.*set model\.trust_remote_code=true"
         ) as raised:
             load()
         assert "\n" not in str(raised.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,12 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
     Raises:
         ConfigError: no such folder or hub id, no configuration in it, or it needs code that must not be executed.
     """
-    folder = Path(model_id)
-    if not folder.exists() and not hub.is_model_id(model_id):
+    if not os.path.exists(model_id) and not hub.is_model_id(model_id):
         raise ConfigError(f"{key}={model_id}: no such folder; give a local model folder or a Hugging Face id")
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+    has_adapter, has_config = (
+        os.path.exists(os.path.join(model_id, name)) for name in ("adapter_config.json", "config.json")
+    )
+    if has_adapter and not has_config:
         fix = f"merge it with its base first: python -m offline_grpo.export {model_id} FOLDER"
         raise ConfigError(f"{key}={model_id}: is a peft adapter, and no whole model; {fix}")
     try:
