@@ -119,7 +119,8 @@ def checked(score: object) -> Score:
     for name, value in (("reward", score.reward), *score.parts.items(), *score.measured.items()):
         if not (isinstance(value, (int, float)) and -LARGEST <= value <= LARGEST):  # no NaN is
             raise ScoreError(
-                f"the task's score has {name}={value!r:.80}; it must be a finite number, from -{LARGEST:g} to {LARGEST:g}"
+                f"the task's score has {name}={value!r:.80}; it must be a finite number, from -{LARGEST:g} to "
+                f"{LARGEST:g}"
             )
     return (
         score if isinstance(score.is_correct, bool) else replace(score, is_correct=bool(score.is_correct))

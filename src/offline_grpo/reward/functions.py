@@ -49,7 +49,8 @@ class RewardFunction:
             if name not in GIVEN and name not in problem.fields:
                 fields = "".join(f", {field}" for field in problem.fields)
                 raise ConfigError(
-                    f"task.reward={self.path}: there is no value for its parameter {name!r} in problem {problem.problem_id}; parameters "
+                    f"task.reward={self.path}: there is no value for its parameter {name!r} in problem "
+                    f"{problem.problem_id}; parameters "
                     f"are given by name, from {', '.join(GIVEN)}{fields}"
                 )
 

@@ -246,7 +246,8 @@ def _is_short_arithmetic(plain: str) -> bool:
 
 
 def _is_short_formula(plain: str) -> bool:
-    """True for arithmetic with single letters, roots, small powers, pairs and intervals: no words, towers or equations."""
+    """True for arithmetic with single letters, roots, small powers, pairs and intervals: no words, towers or
+    equations."""
     symbol = r"[+\-*/()\[\]{}^]|\\(?:[dt]?frac|sqrt|pi|infty|cup|times|cdot|div)(?![A-Za-z])"
     is_formula = re.fullmatch(rf"(?:[0-9., ]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|{symbol})+", plain) is not None
     compact = plain.replace(" ", "")
@@ -259,7 +260,8 @@ def _is_short_formula(plain: str) -> bool:
 
 
 def _nested_power(compact: str) -> int:
-    """The largest product of the powers of brackets that contain each other, to which their content is multiplied out."""
+    """The largest product of the powers of brackets that contain each other, to which their content is multiplied
+    out."""
     inner = [1]  # for each bracket that is open, the largest product within it
     for match in re.finditer(r"[(\[{]|[)\]}](?:\^\{?-?([1-4]))?", compact):
         if match[0] in "([{":

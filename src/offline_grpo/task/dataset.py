@@ -129,7 +129,8 @@ class Dataset(RowTask):
                 re.compile(answer)
             except re.error as error:
                 raise ConfigError(
-                    f"{row.where} has no regular expression in the field {self.answer_field!r} ({error}): {shown(answer)}"
+                    f"{row.where} has no regular expression in the field {self.answer_field!r} ({error}): "
+                    f"{shown(answer)}"
                 ) from error
         return answer
 

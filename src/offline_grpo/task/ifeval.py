@@ -95,7 +95,8 @@ def _instructions(row: Row) -> Sequence[tuple[str, Mapping[str, Any]]]:
     ids, arguments = (field(row, name, "task=ifeval") for name in ("instruction_id_list", "kwargs"))
     if not isinstance(ids, list) or not isinstance(arguments, list) or not ids or len(ids) != len(arguments):
         raise ConfigError(
-            f"{row.where} instruction_id_list and kwargs must be lists of the same length, not empty: {shown(row.value)}"
+            f"{row.where} instruction_id_list and kwargs must be lists of the same length, not empty: "
+            f"{shown(row.value)}"
         )
     return [_instruction(row, *pair) for pair in zip(ids, arguments, strict=True)]
 

@@ -107,9 +107,12 @@ class ReasoningGym:
         if not any(item["question"] in message["content"] for message in problem.messages):
             seed = os.environ.get("PYTHONHASHSEED")
             raise ScoreError(
-                f"task=reasoning_gym, task.name={self.name}: made again to be scored, problem {problem.problem_id} is not the one that was "
-                f"asked, as with generators whose problems depend on how Python orders sets (PYTHONHASHSEED={seed or 'random'}); set "
-                "PYTHONHASHSEED=0 in the environment of the run, which makes the problems the same in every process and after a resume"
+                f"task=reasoning_gym, task.name={self.name}: made again to be scored, problem "
+                f"{problem.problem_id} is not the one that was "
+                f"asked, as with generators whose problems depend on how Python orders sets "
+                f"(PYTHONHASHSEED={seed or 'random'}); set "
+                "PYTHONHASHSEED=0 in the environment of the run, which makes the problems the same in every "
+                "process and after a resume"
             )
         try:
             correctness = float(items.score_answer(answer, item))
@@ -154,7 +157,8 @@ class ReasoningGym:
         if self.name not in DATASETS:
             near = get_close_matches(self.name, DATASETS, n=3, cutoff=0.4) or sorted(DATASETS)[:3]
             raise ConfigError(
-                f"task.name={self.name}: Reasoning Gym has no such generator; it has {len(DATASETS)}, such as {', '.join(near)}"
+                f"task.name={self.name}: Reasoning Gym has no such generator; it has {len(DATASETS)}, such as "
+                f"{', '.join(near)}"
             )
         kind, settings_class = DATASETS[self.name]
         curricula = cast(Mapping[str, Any], CURRICULA)  # classes, whatever their annotation says

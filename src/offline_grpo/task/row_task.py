@@ -73,7 +73,8 @@ class RowTask(ABC):
             return tuple(prompt)
         if prompt[0]["role"] == "system":
             raise ConfigError(
-                f"task.system_prompt={self.system_prompt!r}: {row.where} has a system message of its own; set it to null"
+                f"task.system_prompt={self.system_prompt!r}: {row.where} has a system message of its own; set it "
+                "to null"
             )
         return ({"role": "system", "content": self.system_prompt}, *prompt)
 
@@ -105,7 +106,8 @@ class RowTask(ABC):
         problems = [self.problem_of(f"{split}-{row.index}", row) for row in rows]
         if pairs := _contradictions(problems):
             log.warning(
-                "%d rows of task.%s_split=%s ask what an earlier row asks and have another answer, such as %s and %s: a completion that is "
+                "%d rows of task.%s_split=%s ask what an earlier row asks and have another answer, such as %s "
+                "and %s: a completion that is "
                 "right for one is wrong for the other",
                 *(len(pairs), split, spec, *pairs[0]),
             )
@@ -113,7 +115,8 @@ class RowTask(ABC):
 
 
 def _contradictions(problems: Sequence[Problem]) -> list[tuple[str, str]]:
-    """Ids of problems with the same prompt and other answers: the first one with it, and each that differs from that."""
+    """Ids of problems with the same prompt and other answers: the first one with it, and each that differs from
+    that."""
     first: dict[tuple[tuple[str, str], ...], Problem] = {}
     pairs = ((first.setdefault(prompt_key(problem), problem), problem) for problem in problems)
     return [(one.problem_id, other.problem_id) for one, other in pairs if one.answer != other.answer]

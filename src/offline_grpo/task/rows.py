@@ -26,7 +26,8 @@ _SHOWN_CHARS = 120
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One unchecked row of a data set, with its place for error messages; `index` is its number in its split, from 0."""
+    """One unchecked row of a data set, with its place for error messages; `index` is its number in its split, from
+    0."""
 
     where: str
     index: int
@@ -152,8 +153,10 @@ def _split_files(source: Path, name: str | None, split: str, key: str) -> list[P
             raise ConfigError(f"task.path={source} must be a file of the kind {', '.join(SUFFIXES)}, or a folder")
         if split != "train":
             raise ConfigError(
-                f"{key}={split}, but task.path={source} is a single file, which is one split called train; set, for example, "
-                "task.train_split='train[:-500]' task.eval_split='train[-500:]', or let task.path be a folder with a file for each split"
+                f"{key}={split}, but task.path={source} is a single file, which is one split called train; set, "
+                "for example, "
+                "task.train_split='train[:-500]' task.eval_split='train[-500:]', or let task.path be a folder "
+                "with a file for each split"
             )
         return [source]
     folder = _data_folder(source, name)
@@ -164,7 +167,8 @@ def _split_files(source: Path, name: str | None, split: str, key: str) -> list[P
 
 
 def _data_folder(source: Path, name: str | None) -> Path:
-    """Where the files of a folder are: in a subfolder named as the configuration, in `data`, or in the folder itself."""
+    """Where the files of a folder are: in a subfolder named as the configuration, in `data`, or in the folder
+    itself."""
     candidates = [source / name] if name is not None else [source / "data"]
     return next((folder for folder in candidates if folder.is_dir()), source)
 
@@ -195,7 +199,8 @@ def _from_hub(path: str, name: str | None, what: str, ask: Any) -> Any:
         return ask(datasets)
     except (OSError, ValueError) as error:  # missing data sets are OSErrors, unknown names and splits ValueErrors
         raise ConfigError(
-            f"task.path={path} is not a local file or folder, and loading it from the Hugging Face Hub (task.name={name}, "
+            f"task.path={path} is not a local file or folder, and loading it from the Hugging Face Hub "
+            f"(task.name={name}, "
             f"{what}) failed: {reason_of(error)}. Without a network, {fix}"
         ) from error
 

@@ -157,8 +157,10 @@ def prompt_text(formula: Formula) -> str:
     clauses = "\n".join(f"({' OR '.join(_literal_text(literal) for literal in clause)})" for clause in formula.clauses)
     return (
         f"SAT Problem\nVariables: x1 to x{formula.num_variables}\nClauses:\n{clauses}\n\n"
-        "Find values of the variables that make every clause true. Provide your final assignment between <SOLUTION></SOLUTION> "
-        f"as space-separated 0/1: {formula.num_variables} values, from x1 to x{formula.num_variables}, and nothing after it."
+        "Find values of the variables that make every clause true. Provide your final assignment between "
+        "<SOLUTION></SOLUTION> "
+        f"as space-separated 0/1: {formula.num_variables} values, from x1 to x{formula.num_variables}, and "
+        "nothing after it."
     )
 
 

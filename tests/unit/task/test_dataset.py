@@ -84,7 +84,8 @@ OLD_SPLIT = ["train-1", "train-13", "train-29", "train-35"]
 
 @pytest.mark.parametrize("settings", [{}, {"system_prompt": "Think."}, {"prompt_template": "{prompt} Answer:"}])
 def test_held_out_rows_do_not_depend_on_settings(tmp_path, settings):
-    """A run with another system prompt or template would otherwise be evaluated on what an earlier one has trained on."""
+    """A run with another system prompt or template would otherwise be evaluated on what an earlier one has trained
+    on."""
     task = make(write_jsonl(tmp_path / "my.jsonl", ROWS), **settings)
     assert [problem.problem_id for problem in task.problems(Split.EVAL)] == OLD_SPLIT
 
@@ -384,7 +385,8 @@ def test_rows_that_contradict_each_other_are_told(tmp_path, caplog):
     plan_data("task=dataset", f"task.path={tmp_path}", "eval.enabled=false")
     [told] = [record.getMessage() for record in caplog.records if "another answer" in record.getMessage()]
     assert told.startswith(
-        f"2 rows of task.train_split=train ask what an earlier row asks and have another answer, such as train-3 and train-{len(ROWS) + 5}"
+        f"2 rows of task.train_split=train ask what an earlier row asks and have another answer, such as train-3 "
+        f"and train-{len(ROWS) + 5}"
     )
 
 

@@ -9,8 +9,14 @@ from offline_grpo.run.task_data import TaskData, task_data
 from offline_grpo.task.near_duplicates import NearDuplicate, near_duplicates
 from offline_grpo.types import Problem
 
-ROPE = "A sailor cuts a rope of twelve metres into pieces, the first twice as long as the second. How long is the shorter piece?"
-BREAD = "Bakers in Lyon sold forty loaves before noon and half as many after lunch; every loaf weighs 800 g. What did all of them weigh?"
+ROPE = (
+    "A sailor cuts a rope of twelve metres into pieces, the first twice as long as the second. "
+    "How long is the shorter piece?"
+)
+BREAD = (
+    "Bakers in Lyon sold forty loaves before noon and half as many after lunch; every loaf weighs 800 g. "
+    "What did all of them weigh?"
+)
 
 
 def problem(problem_id, text, system=None):
@@ -42,7 +48,10 @@ def test_the_closest_is_named_and_system_messages_do_not_count():
 
 
 def test_what_a_template_wrote_is_not_a_duplicate():
-    template = "Using the numbers {}, {} and {}, create an equation that equals {}. Use each number once and show how you got there."
+    template = (
+        "Using the numbers {}, {} and {}, create an equation that equals {}. "
+        "Use each number once and show how you got there."
+    )
     held_out = [problem(f"e{i}", template.format(i, i + 1, i + 2, 100 + i)) for i in range(20)]
     assert (
         near_duplicates([problem(f"t{i}", template.format(i, i + 3, i + 5, 100 + i)) for i in range(20)], held_out)

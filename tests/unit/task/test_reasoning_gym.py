@@ -1,4 +1,5 @@
-"""Generators of Reasoning Gym: their own answers earn everything, whatever a model writes costs nothing but the reward."""
+"""Generators of Reasoning Gym: their own answers earn everything, whatever a model writes costs nothing but the
+reward."""
 
 import os
 import pickle
@@ -165,5 +166,5 @@ def test_a_problem_that_is_made_again_differently_is_not_scored():
         problem, messages=({"role": "user", "content": f"Solve it: {problem.messages[-1]['content']} Go on."},)
     )
     assert [in_a_process("0", task, each)[1] for each in (problem, framed)] == [1.1, 1.1]
-    message = r"ScoreError: task=reasoning_gym, task\.name=polynomial_multiplication: .*problem train-0 .*=1\); set PYTHONHASHSEED=0 "
+    message = r"ScoreError: task=reasoning_gym, .*problem train-0 .*=1\); set PYTHONHASHSEED=0 "
     assert re.match(message, in_a_process("1", task, problem)[1])

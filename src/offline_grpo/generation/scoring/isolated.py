@@ -74,7 +74,8 @@ class IsolatedTask:
         ]:
             del self._code[file]
             log.warning(
-                "task.reward: %s has been edited since the run was started: processes that score use the new text if they start from now "
+                "task.reward: %s has been edited since the run was started: processes that score use the new "
+                "text if they start from now "
                 "on, the others the old one. Stop the run and resume it, so that all use the new one",
                 file,
             )
@@ -85,7 +86,8 @@ class IsolatedTask:
             self._threshold = None
         elif self._num_wrong == NUM_JUDGED:
             log.warning(
-                "none of the first %d completions counts as correct: the highest reward was %g, and task.correct_threshold=%g",
+                "none of the first %d completions counts as correct: the highest reward was %g, and "
+                "task.correct_threshold=%g",
                 NUM_JUDGED,
                 self._highest,
                 self._threshold,
@@ -102,7 +104,8 @@ class IsolatedTask:
             "raised": f"failed: {answer['reason']}",
         }[failure]
         log.warning(
-            "the code that scores %s; %s. It got the reward 0, or the least of its group if that is below 0, as all will that fail like "
+            "the code that scores %s; %s. It got the reward 0, or the least of its group if that is below 0, as "
+            "all will that fail like "
             "this: scoring/num_failed_%s counts them.%s",
             what,
             about_completion(problem, text),

@@ -194,7 +194,8 @@ class Scorers:
             self._free.put_nowait(worker)
 
     def _end(self, worker: _Worker, failure: str | None) -> None:
-        """Kill a worker with all that it started. Its request has failed, if it has one alone and `failure` is given."""
+        """Kill a worker with all that it started. Its request has failed, if it has one alone and `failure` is
+        given."""
         if not worker.is_alive:
             return
         worker.is_alive = False
