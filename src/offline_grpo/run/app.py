@@ -159,7 +159,7 @@ def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[st
             if restored is None:
                 loop.run(0, None)
             else:
-                evaluates_first = start.resume is not None and run_dir.misses_evaluation(start.resume.state)
+                evaluates_first = ranks.on_main(lambda: run_dir.misses_evaluation(restored))
                 loop.run(restored.iteration + 1, restored.source, evaluates_first=evaluates_first)
             stop.hold("the report")
             stack.close()

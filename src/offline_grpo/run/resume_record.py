@@ -60,7 +60,8 @@ def checked(
     if not is_finished(point, plain):
         asked = {*typed, *changes}
         has_ended = point.num_done >= state.config["train"]["iterations"] and state.lr_schedule.kind != "constant"
-        if has_ended and SCHEDULE.isdisjoint(asked):
+        is_longer = config.train.iterations > point.num_done  # else only its last evaluation is left
+        if has_ended and is_longer and SCHEDULE.isdisjoint(asked):
             fix = "set a new one, such as train.lr=1e-4 (it falls to 0 again, unless train.schedule=constant)"
             ended = (
                 f"the {state.lr_schedule.kind} schedule of the learning rate has ended at iteration {point.num_done}"
