@@ -246,16 +246,15 @@ def take(folder: Path, key: str) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()} on {platform.node()}".encode(), 0)
     _held[folder] = descriptor
+    atexit.register(release, folder)
 
 
-@atexit.register
-def release(folder: Path | None = None) -> None:
-    """Unlock a folder, or all, if this process has locked it."""
-    for each in [*_held] if folder is None else [folder.resolve()]:
-        if (descriptor := _held.pop(each, None)) is not None:
-            with suppress(OSError):  # the folder may be gone
-                (each / LOCK).unlink()
-            os.close(descriptor)
+def release(folder: Path) -> None:
+    """Unlock a folder, if this process has locked it."""
+    if (descriptor := _held.pop(folder.resolve(), None)) is not None:
+        with suppress(OSError):  # the folder may be gone
+            (folder / LOCK).unlink()
+        os.close(descriptor)
 
 
 @contextmanager
