@@ -123,6 +123,10 @@ def _hangs():
         pass
 
 
+def _hangs_in_c():
+    ctypes.PyDLL(None).sleep(100)  # with the lock of the interpreter, so that no signal handler of Python runs
+
+
 def _sleeps():
     time.sleep(100)
 

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 EXPECTED = {
     "fine": 1.0,
     "hangs": "timeout",
+    "hangs_in_c": "timeout",
     "sleeps": "timeout",
     "forks": 0.75,
     "escapes": "timeout",
