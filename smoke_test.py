@@ -8,8 +8,6 @@ import json
 import tempfile
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
-
 from offline_grpo.run import config
 
 
@@ -19,8 +17,7 @@ def main() -> None:
 
     config.register()
     with tempfile.TemporaryDirectory() as folder:
-        with initialize_config_dir(config_dir=str(config.folder()), version_base="1.3"):
-            cfg = compose("config", overrides=["experiment=smoke", f"cache_dir={folder}/cache"])
+        cfg = config.composed(["experiment=smoke", f"cache_dir={folder}/cache"])
         run_dir = Path(folder) / "run"
         app.run(cfg, run_dir)
         for title, file in (("Train metrics", "train_iter_000.json"), ("Eval metrics", "eval_iter_000.json")):

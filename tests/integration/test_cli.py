@@ -149,9 +149,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_resume_completes_it(
         cli.leave(error.value)
     [line] = capsys.readouterr().err.splitlines()
     assert exit_.value.code == 1
-    assert re.match(
-        r"error: checkpoint of iteration 3 could not be written to .*No space left on device; the last checkpoint", line
-    )
+    assert re.match(r"error: no checkpoint could be written to .*No space left on device", line)
     assert [path.name for path in (stopped / "checkpoints").iterdir()] == ["iter_001"]
     AutoModelForCausalLM.from_pretrained(stopped / "checkpoints" / "iter_001")
 

@@ -88,10 +88,11 @@ FILES = {
     "mine/stored.py": '''
         """The same two conversations in every iteration: no problems, no engine, advantages of their own."""
 
+        from offline_grpo.interfaces import Source
         from offline_grpo.types import FinishReason, Rollout, RolloutGroup, Score
 
 
-        class Stored:
+        class Stored(Source):
             needs_problems = False
 
             def __init__(self, advantage: float, rank: int) -> None:

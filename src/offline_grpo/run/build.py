@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import hydra.utils
 from hydra.errors import InstantiationException
 
-from offline_grpo.errors import ConfigError, GrpoError, told
+from offline_grpo.errors import ConfigError
 from offline_grpo.run.config import sweep_hint
 
 logging.getLogger("hydra.utils").setLevel(
@@ -32,27 +32,15 @@ def build(node: Mapping[str, Any], *, key: str, protocol: type | None = None, **
         runtime: objects that exist only at run time (policy, tokenizer, ...).
 
     Raises:
-        ConfigError: unknown target, unknown or missing setting, wrong type, a constructor of the user's own that
-        raises, or a result that
-            does not implement `protocol`.
+        ConfigError: unknown target, unknown or missing setting, wrong type, or a result that does not implement
+            `protocol`. A constructor may raise its own.
     """
     target = resolve(node, key)
-    if inspect.isabstract(target):
-        raise ConfigError(f"{key}._target_={node['_target_']}: lacks {', '.join(sorted(target.__abstractmethods__))}")
     parameters = inspect.signature(target).parameters
     settings = {name: value for name, value in node.items() if name != "_target_"}
     wanted = {name: value for name, value in runtime.items() if name in parameters}
     check_settings(target, settings, key, given_at_runtime=wanted)
-    try:
-        component = target(**settings, **wanted)
-    except GrpoError:
-        raise
-    except Exception as error:  # whatever that code raises
-        if str(getattr(target, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]:
-            raise  # the package's own mistake: its traceback says more
-        raise ConfigError(
-            f"{key}._target_={node['_target_']}: raised {told(error)}; HYDRA_FULL_ERROR=1 shows the traceback"
-        ) from error
+    component = target(**settings, **wanted)
     if protocol is not None and not isinstance(component, protocol):
         lacks = f"lacks {', '.join(_missing(component, protocol))}; see {protocol.__module__.replace('.', '/')}.py"
         raise ConfigError(f"{key}._target_={node['_target_']}: does not implement {protocol.__name__}: {lacks}")
