@@ -52,13 +52,9 @@ class EngineSpec:
     @property
     def base_url(self) -> str | None:
         """The URLs of external servers, as one types them; None where there are none."""
-        return (
-            None
-            if not self.base_urls
-            else self.base_urls[0]
-            if len(self.base_urls) == 1
-            else f"[{','.join(self.base_urls)}]"
-        )
+        if len(self.base_urls) < 2:
+            return next(iter(self.base_urls), None)
+        return f"[{','.join(self.base_urls)}]"
 
     @property
     def num_servers(self) -> int:

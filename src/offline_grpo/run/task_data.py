@@ -126,7 +126,7 @@ def records(config: RunConfig) -> bool:
 
 def train_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
     """The problems that `data` chooses, before those that are held out are left out of them."""
-    available = _problems(task, Split.TRAIN)
+    available = task.problems(Split.TRAIN)
     first = config.data.train_seed_start
     count = config.data.num_train_seeds
     if count is None:
@@ -137,7 +137,7 @@ def train_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
 
 def held_out_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
     """The problems that evaluations ask."""
-    available = _problems(task, Split.EVAL)
+    available = task.problems(Split.EVAL)
     if config.eval.ids:
         return _slice(available, config.eval.ids, "eval.ids", config.eval.ids)
     first, wanted = config.eval.id_seed_start, config.eval.num_ids
@@ -152,9 +152,8 @@ def held_out_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
 def _slice(available: Sequence[Problem], indices: Sequence[int], key: str, value: object) -> Sequence[Problem]:
     if not indices:
         raise ConfigError(f"{key}={value}: no problem is left, the task has {len(available)}")
-    if not isinstance(indices, range) and len(set(indices)) < len(
-        indices
-    ):  # one answer, counted as several, makes intervals too narrow
+    # one answer, counted as several, makes intervals too narrow
+    if not isinstance(indices, range) and len(set(indices)) < len(indices):
         twice = next(i for i in indices if indices.count(i) > 1)
         raise ConfigError(f"{key}={value}: names problem {twice} more than once; name each once")
     ends = (indices[0], indices[-1]) if isinstance(indices, range) else (min(indices), max(indices))
@@ -169,32 +168,14 @@ def _slice(available: Sequence[Problem], indices: Sequence[int], key: str, value
         raise ConfigError(
             f"{key}={value}: {len(indices):,} problems are more than {MAX_PROBLEMS:,}; set {fix} to a number below that"
         )
-    return [_sound(available[i]) for i in indices]
-
-
-def _sound(problem: object) -> Problem:
-    """Raise ConfigError where a task of the user's own has made something else than a problem."""
-    if not isinstance(problem, Problem):
-        raise ConfigError(f"task: problems() has {problem!r:.80}; its items must be offline_grpo.types.Problem")
-    about = f"task: problem {problem.problem_id!r} has"
-    if not isinstance(problem.answer, str):
-        raise ConfigError(f"{about} answer={problem.answer!r:.80}; it must be text")
-    if isinstance(problem.messages, str) or not all(
-        isinstance(m, Mapping) and {"role", "content"} <= {*m} for m in problem.messages
-    ):
+    chosen = [available[i] for i in indices]
+    # an answer that is a number equals no completion, and every reward would be 0
+    wrong = next((each for each in chosen if not isinstance(each, Problem) or not isinstance(each.answer, str)), None)
+    if wrong is not None:
         raise ConfigError(
-            f"{about} messages={problem.messages!r:.80}; they must be like ({{'role': 'user', 'content': '2+2='}},)"
+            f"task: problems() has {wrong!r:.80}; each must be an offline_grpo.types.Problem with a text as answer"
         )
-    return problem
-
-
-def _problems(task: Task, split: Split) -> Sequence[Problem]:
-    available: object = task.problems(split)
-    if not isinstance(available, Sequence):
-        raise ConfigError(
-            f"task: problems() returned a {type(available).__name__}; it must be a list, or another sequence"
-        )
-    return available
+    return chosen
 
 
 def without_held_out(train: Sequence[Problem], task: Task, held_out: Sequence[Problem]) -> Sequence[Problem]:
