@@ -314,7 +314,7 @@ def switch_of(logprobs: Sequence[float], old: Tensor, new: Tensor, where: Where)
         if not is_old[i] and not is_new[i]
     ]
     assert fits, (
-        f"tokens of neither policy, or out of order: (position, nats from the old policy, from the new one) {neither[:10]}"
+        f"tokens of neither policy, or out of order: (position, nats from the old, from the new policy) {neither[:10]}"
     )
     return fits[-1]
 

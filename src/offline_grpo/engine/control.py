@@ -17,7 +17,7 @@ Check = Callable[[], None] | None
 
 @dataclass(frozen=True)
 class ServedBits:
-    """A server's fingerprints of the checkpoint's parameters; empty where it holds parts of them, or quantised ones."""
+    """A server's fingerprints of the checkpoint's parameters; none where it holds parts of them, or quantised ones."""
 
     dtype: str
     fingerprints: dict[str, str]

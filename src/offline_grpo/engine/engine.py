@@ -91,7 +91,7 @@ class ServerEngine(Engine):
         log.info("connected to %s %s at %s", self.client.engine_name, version, self.server.base_url)
 
     def follow(self, base_url: str, pid: int | None) -> None:
-        """Ask the server that another process of the run has started, and watch it. In a Ray cluster it may have moved."""
+        """Ask and watch the server that another process of the run has started. In a Ray cluster it may have moved."""
         if base_url != self.server.base_url:
             self.client.close()
             self.server.move_to(base_url)

@@ -26,8 +26,8 @@ from offline_grpo.errors import ConfigError, GrpoError, require
 KEY_VARIABLE = "VLLM_API_KEY"
 POLL_S = 1.0
 EPILOG = f"""
-Any other option of vLLM may follow, such as --max-num-seqs 64. A key is read from --api-key-file or the variable {KEY_VARIABLE}: other
-users can read command lines. The server has POST /generate, /v1, and what weight sync needs.
+Any other option of vLLM may follow, such as --max-num-seqs 64. A key is read from --api-key-file or the variable
+{KEY_VARIABLE}: other users can read command lines. The server has POST /generate, /v1, and what weight sync needs.
 """
 
 

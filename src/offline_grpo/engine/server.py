@@ -182,7 +182,7 @@ class Server:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `start` need not wait for a server that `begin` started: it is healthy, has ended, or takes too long."""
+        """Whether `start` need not wait for what `begin` started: it is healthy, has ended, or takes too long."""
         assert self._launcher is not None
         assert self._began_s is not None
         is_late = time.monotonic() - self._began_s > self._launcher.start_timeout_s

@@ -79,7 +79,7 @@ class VllmLauncher(Launcher):
         require("VLLM_API_KEY" not in self.env, "engine.env.VLLM_API_KEY", "...", fix)
 
     def expecting(self, num_sequences: int) -> VllmLauncher:
-        """See `Launcher.expecting`: with CUDA graphs for as many sequences, unless `args` say which graphs there are."""
+        """See `Launcher.expecting`: adds CUDA graphs for as many sequences, unless `args` say which ones there are."""
         given = {name.replace("-", "_") for name, value in self.args.items() if value not in (None, False)}
         num_sequences = min(num_sequences, int(self.args.get("max_num_seqs") or MOST_GRAPHED))
         if num_sequences <= GRAPHED[-1] or given & OF_GRAPHS:

@@ -74,9 +74,8 @@ class TransformersClient:
     def __post_init__(self) -> None:
         if (lacks := self._lacks()) is not None:
             name = type(self._lm).__name__
-            raise ConfigError(
-                f"generation=transformers: {name} {lacks}, so it cannot be sampled in process; use generation=vllm_server"
-            )
+            fix = "so it cannot be sampled in process; use generation=vllm_server"
+            raise ConfigError(f"generation=transformers: {name} {lacks}, {fix}")
 
     @property
     def _lm(self) -> Any:
@@ -143,9 +142,8 @@ class TransformersClient:
             )
         if (bad := draws.first_non_finite()) is not None:
             row, step = bad
-            raise EngineError(
-                f"logits of token {step} after prompt {batch[row][0]} are not finite (weights version {self.weights.version})"
-            )
+            where = f"token {step} after prompt {batch[row][0]}"
+            raise EngineError(f"logits of {where} are not finite (weights version {self.weights.version})")
         return draws.completions(self.weights.version)
 
     def _sample(
@@ -215,8 +213,8 @@ class TransformersClient:
                     else "leave out problems that are as long"
                 )
                 raise ConfigError(
-                    f"generation.max_new_tokens={sampling.max_new_tokens}: prompt {index} has {len(prompt)} tokens and the model's "
-                    f"context is {context}; {fix}"
+                    f"generation.max_new_tokens={sampling.max_new_tokens}: prompt {index} has {len(prompt)} tokens "
+                    f"and the model's context is {context}; {fix}"
                 )
 
 

@@ -14,7 +14,8 @@ from offline_grpo.engine import ports
 from offline_grpo.engine.ports import address_towards, choose_port, owner_of
 from offline_grpo.errors import ConfigError
 
-LISTEN = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(100)"
+LISTEN = """import socket, time; s = socket.create_server(('127.0.0.1', 0))
+print(s.getsockname()[1], flush=True); time.sleep(100)"""
 
 
 def test_null_takes_a_free_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,7 +283,7 @@ def test_semaphores_go_with_a_server(ending: str, start: Starter, tmp_path: Path
 
 
 def test_a_server_and_its_processes_die_with_its_guardian(start: Starter, tmp_path: Path) -> None:
-    """As after `pkill -9 -f vllm`, which finds the guardian by its command and not the engine, which has another title."""
+    """As after `pkill -9 -f vllm`, which finds the guardian and not the engine, which has another title."""
     server = start(*python(FAMILY, tmp_path))
     pids = family_of(tmp_path)
     try:
@@ -394,7 +394,7 @@ def old() -> Iterator[Path]:
 
 @pytest.mark.parametrize("ending", ["stop", "server killed", "run killed"])
 def test_shared_memory_of_a_run_goes_with_it(ending: str, old: Path, tmp_path: Path) -> None:
-    """The server's, and the run's own once the run is no more; not what was there before, and not what others use too."""
+    """The server's, and the run's own once it is no more; not what was there before, or what others use too."""
     shared, server, own = (Path("/dev/shm", f"test-{os.getpid()}-{name}") for name in ("shared", "server", "own"))
     time.sleep(max(0.0, old.stat().st_ctime + 2.5 - time.time()))  # start times are known to a second
     (tmp_path / "theirs").mkdir()

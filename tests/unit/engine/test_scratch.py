@@ -1,4 +1,4 @@
-"""Folders in shared memory: nobody deletes those in use, whatever they are named, and the next run those that are not."""
+"""Folders in shared memory: those in use stay, whatever they are named, and the next run deletes the others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def holder(memory: Path) -> Iterator[subprocess.Popen[str]]:
     """Another run, which has a folder there."""
-    code = f"import pathlib\nfrom offline_grpo.engine import process\nprocess.SHARED_MEMORY = pathlib.Path({str(memory)!r})\n{HOLDER}"
+    code = "import pathlib\nfrom offline_grpo.engine import process\n"
+    code += f"process.SHARED_MEMORY = pathlib.Path({str(memory)!r})\n{HOLDER}"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     yield process
     process.kill()

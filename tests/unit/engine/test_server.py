@@ -1,4 +1,4 @@
-"""The server of a run, with a small HTTP server in place of vLLM; and vLLM's command line, environment and token gate."""
+"""The server of a run, with a small HTTP server in place of vLLM, and vLLM's command line and token gate."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ import http.server, json, os, sys
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        body = {"path": self.path, "authorization": self.headers["Authorization"], "argv": sys.argv[1:], "extra": os.environ.get("EXTRA")}
+        body = {"path": self.path, "authorization": self.headers["Authorization"], "argv": sys.argv[1:]}
+        body["extra"] = os.environ.get("EXTRA")
         if self.path == "/v1/models":
             body = {"data": [{"id": "policy"}]}
         content = json.dumps(body).encode()

@@ -1,4 +1,4 @@
-"""Requests to several servers: each goes where the fewest are open, and what a dead one leaves is asked of the others."""
+"""Requests to several servers: each goes where the fewest are open, and what a dead one leaves to the others."""
 
 from __future__ import annotations
 

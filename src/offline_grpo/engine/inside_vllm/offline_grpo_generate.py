@@ -12,11 +12,10 @@ import asyncio
 import contextlib
 import math
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
-from offline_grpo_http import Message, Receive, Refusal, Send, read_body, reply, start
 from vllm import exceptions
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -38,6 +37,22 @@ OF_REQUEST = (ValueError, TypeError, OverflowError, RecursionError, getattr(exce
 """What vLLM and msgspec raise over a request that asks for something impossible. vLLM's class is newer than 0.25."""
 NOT_NOW = getattr(exceptions, "VLLMError", EngineDeadError)
 """Of what vLLM raises otherwise, such as over a full queue. 0.25 has no such class."""
+
+
+MAX_BODY_BYTES = 8 * 2**20
+"""A prompt of a million tokens has 7 MB."""
+
+Message = dict[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Coroutine[Any, Any, Message]]
+
+
+class Refusal(Exception):
+    """A request that is not answered, with the HTTP status that says why."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Generate:
@@ -123,9 +138,8 @@ class Request:
         )
         self.adapter = self._adapter(fields.pop("model", None), state.openai_serving_models)
         if unknown := fields.keys() - SAMPLING:
-            raise ValueError(
-                f"unknown: {', '.join(sorted(unknown))}; a request may have prompt, model, stream, {', '.join(sorted(SAMPLING))}"
-            )
+            known = ", ".join(["prompt", "model", "stream", *sorted(SAMPLING)])
+            raise ValueError(f"unknown: {', '.join(sorted(unknown))}; a request may have {known}")
         msgspec.msgpack.encode(fields)  # integers beyond 64 bits would be the engine's death
         if fields.get("logprobs") is None:
             fields["logprobs"] = 0
@@ -304,3 +318,31 @@ def finite(logprobs: Sequence[float]) -> list[float]:
             500, "a logprob is not a number; the weights that are served, or their activations, are probably not finite"
         )
     return [max(value, LOWEST_LOGPROB) for value in logprobs]
+
+
+async def read_body(receive: Receive) -> bytes | None:
+    """All of a request's body; None if the client has gone. Raises Refusal for one that is too long."""
+    parts: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if num_bytes > MAX_BODY_BYTES:
+            raise Refusal(413, f"the request has more than {MAX_BODY_BYTES} bytes")
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def reply(send: Send, status: int, answer: Message) -> None:
+    """Send a whole answer."""
+    body = msgspec.json.encode(answer)
+    await send(start(status, b"application/json", (b"content-length", str(len(body)).encode())))
+    await send({"type": "http.response.body", "body": body})
+
+
+def start(status: int, content: bytes, *headers: Sequence[bytes]) -> Message:
+    """The message that begins an answer."""
+    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", content), *headers]}

@@ -151,7 +151,7 @@ class WorkerExtension:
         return {"storages": handles, "tensors": tensors}
 
     def grpo_set_tag(self, tag: str) -> None:
-        """Note which weights are served (their version, and whose they are) once everything written so far has arrived."""
+        """Note which weights are served (version and owner) once everything written so far has arrived."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._grpo_tag = tag
@@ -189,7 +189,7 @@ class WorkerExtension:
         return dict(zip(names, sums([views[name] for name in names]), strict=True))
 
     def _grpo_views(self) -> dict[str, Tensor]:
-        """The rows that are a checkpoint parameter, by its name. Some tensors are always in fp32: state decays, gates."""
+        """The rows that are a checkpoint parameter, by its name. Some tensors are always fp32: state decays, gates."""
         tensors = {plain_name(name): p.data for name, p in _model(self).named_parameters(remove_duplicate=False)}
         of_dtype = {
             name: tensor for name, tensor in tensors.items() if tensor.dtype == self.vllm_config.model_config.dtype
