@@ -176,7 +176,7 @@ def settings_effect(overrides: str) -> Any:
             lambda seconds: pauses.append(seconds) if threading.current_thread() is main else sleep(seconds),
         )
         patch.setattr(Processes, "start_api", lambda *_: heard.update(started_api=True))
-        patch.setattr(Processes, "start_environment", lambda self, _: heard.update(environment=self._command))
+        patch.setattr(Processes, "start_environment", lambda self, **_: heard.update(environment=self._command))
         node = as_plain(
             compose_config(
                 "rollouts=atropos", "rollouts.url=http://127.0.0.1:9", "rollouts.start_api=false", *overrides.split()

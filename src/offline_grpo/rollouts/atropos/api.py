@@ -77,10 +77,8 @@ class AtroposApi:
         """Whether something answers."""
         try:
             self._call("GET", "/info")
-        except Unreachable:
-            return False
-        except EngineError:
-            return True
+        except EngineError as error:
+            return not isinstance(error, Unreachable)
         return True
 
     def owner(self) -> Owner:
@@ -115,20 +113,6 @@ class AtroposApi:
         """How many batches were formed since it was started, and how many groups are in the queue."""
         found = self._get("/status")
         return found["current_step"], found["queue_size"]
-
-    def num_environments(self, at_least: int = 0) -> int:
-        """How many environments have registered; `at_least` of them have, as an earlier call said.
-
-        Nothing but the error about the first one that has not tells, and the API prints a traceback with it.
-        """
-        try:
-            while True:
-                self._call("GET", "/status-env", {"env_id": at_least})
-                at_least += 1
-        except Unreachable:
-            raise
-        except EngineError:
-            return at_least
 
     def newest_size(self) -> int:
         """The number of sequences of the group that came last, 0 without one."""

@@ -1,4 +1,10 @@
-"""Rollouts that environments have sampled and scored elsewhere, from the queue of an Atropos API."""
+"""Rollouts that environments have sampled and scored elsewhere, from the queue of an Atropos API.
+
+The API forms all batches that it has groups for at once, and hands out the newest first. The source takes them all and
+reverses the order: environments stop at three waiting batches, unless they are told otherwise. Batches that were taken
+and not trained on are lost with the process; environments sample more. A restart or a reset of the API, and a batch
+that it lost, are survived.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +13,27 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic_core import from_json
 
-from offline_grpo.errors import require
+from offline_grpo import progress
+from offline_grpo.errors import ConfigError, EngineError, require
 from offline_grpo.interfaces import RolloutClient, Source, TextCodec
-from offline_grpo.rollouts.atropos.api import AtroposApi, Registration
-from offline_grpo.rollouts.atropos.feed import Feed
+from offline_grpo.rollouts.atropos.api import AtroposApi, NotRegistered, Owner, Registration, Unreachable
 from offline_grpo.rollouts.atropos.groups import GroupReader
-from offline_grpo.rollouts.atropos.processes import Processes, Surroundings
+from offline_grpo.rollouts.atropos.processes import Processes
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import Metrics, RolloutGroup, SamplingParams, UnusableGroup
 
-USELESS = 10
-"""Batches in a row without a group that can be trained on, after which it is said, and said again."""
+FIRST_PAUSE_S = 0.05
+HEALTH_INTERVAL_S = 2.0
+REPORT_INTERVAL_S = 10.0
+STUCK_S = 20.0
+"""How long groups may be in the queue and form no batch before their sizes are checked."""
+MAX_RESETS = 10
 REASONS = ("malformed", "numbers", "vocabulary", "masks", "too_long", "too_many", "images")
 """Of `UnusableGroup`."""
 
@@ -34,9 +44,8 @@ log = logging.getLogger(__name__)
 class Atropos(Source):
     """The trainer of an Atropos API. The first process asks it; the others contribute nothing.
 
-    An iteration has the `problems_per_iteration * group_size` sequences that the API makes a batch of; where groups
-    were dropped, those of the next batch fill it up, as far as they are small enough. What it trains on is not repeated
-    by a run that goes on from an earlier checkpoint.
+    An iteration has the `problems_per_iteration * group_size` sequences of the API's batches; where groups were
+    dropped, those of the next batch fill it up, as far as they are small enough. A resumed run trains on new groups.
 
     Args:
         max_token_len: of a sequence; the model's `context` is another limit.
@@ -69,16 +78,30 @@ class Atropos(Source):
     run_folder: Path
     rank: int
 
-    _feed: Feed | None = field(default=None, init=False)
-    _processes: Processes | None = field(default=None, init=False)
-    _name: str = field(default="", init=False)
-    _groups: deque[RolloutGroup] = field(default_factory=deque, init=False)  # that no iteration has had yet
+    _api: AtroposApi = field(init=False)
+    _processes: Processes = field(init=False)
+    _registration: Registration = field(init=False)
+    _is_registered: bool = field(default=False, init=False)
+    _step: int = field(default=0, init=False)  # batches formed, as the API counts them
+    _batches: deque[bytes] = field(default_factory=deque, init=False)  # taken and not read yet, oldest first
+    _groups: deque[RolloutGroup] = field(default_factory=deque, init=False)  # read and not handed out yet
+    _began_s: float = field(default=0.0, init=False)  # of the present wait, as the next three
+    _checked_s: float = field(default=0.0, init=False)
+    _reported_s: float = field(default=0.0, init=False)
+    _num_polls: int = field(default=0, init=False)
+    _num_lost: int = field(default=0, init=False)
     _num_dropped: Counter[str] = field(default_factory=Counter, init=False)
+    _queue_size: int = field(default=0, init=False)
     _wait_s: float = field(default=0.0, init=False)
-    _told: set[str] = field(default_factory=set, init=False)
-    _told_num_steps: int = field(default=0, init=False)
+    _warned: set[str] = field(default_factory=set, init=False)
 
     needs_problems: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self._api = AtroposApi(self.url)
+        self._processes = Processes(
+            run_folder=self.run_folder, api_url=self._api.url, start_api=self.start_api, environment=self.environment
+        )
 
     @staticmethod
     def check(config: RunConfig) -> None:
@@ -88,78 +111,76 @@ class Atropos(Source):
             require(settings[name] > 0, f"rollouts.{name}", settings[name], "must be above 0")
         fix = "environments ask a server, and generation samples in this process; use generation=vllm_server"
         require(environment is None or config.engine is not None, "rollouts.environment", environment, fix)
-        fix = "environments are told one server; "
         number, url = config.placement.num_engines, config.generation.get("base_url")
-        require(number == 1, "placement.num_engines", number, f"{fix}leave it at 1")
-        require(url is None or isinstance(url, str), "generation.base_url", url, f"{fix}name one")
+        require(number == 1, "placement.num_engines", number, "environments are told one server; leave it at 1")
+        is_one = url is None or isinstance(url, str)
+        require(is_one, "generation.base_url", url, "environments are told one server; name one")
         fix = "Atropos does not say which completions hit a length limit; use false"
         require(not config.train.mask_truncated, "train.mask_truncated", True, fix)
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        """Raises what `Feed.connect` and `Processes` do."""
+        """Register, and poll, which lets environments register.
+
+        Raises:
+            ConfigError: another trainer owns the API, or it is no Atropos API.
+            EngineError: it does not answer within `connect_timeout_s`.
+            GrpoError: `run-api` does not start.
+        """
         if self.rank != 0:
             return
         folder = self.run_folder
-        own_name = f"{folder.parent.name}-{folder.name}-{secrets.token_hex(4)}"[-128:]
-        self._name = (state or {}).get("registration") or own_name
+        name = (state or {}).get("registration") or f"{folder.parent.name}-{folder.name}-{secrets.token_hex(4)}"[-128:]
         if self.client.engine_name is None:
-            log.warning(
-                "generation samples in this process, so environments get no new weights; use generation=vllm_server"
-            )
-        registration = Registration(
-            wandb_group=self._name,
+            fix = "generation samples in this process, so environments get no new weights; use generation=vllm_server"
+            log.warning(fix)
+        self._registration = Registration(
+            wandb_group=name,
             wandb_project=self.wandb_project,
             batch_size=self._batch_size,
-            max_token_len=self._max_token_len,
+            max_token_len=min(self.max_token_len, self.context or self.max_token_len),
             checkpoint_dir=str(folder),
             save_checkpoint_interval=self.save_checkpoint_interval,
             starting_step=iteration,
             num_steps=self.num_steps,
         )
-        api = AtroposApi(self.url)
-        self._processes = Processes(
-            run_folder=folder, api_url=api.url, start_api=self.start_api, environment=self.environment
-        )
-        if self._processes.may_start_api and not api.answers():
-            self._processes.start_api(api.answers)
-        self._feed = Feed(
-            api,
-            registration,
-            poll_s=self.poll_s,
-            restart_timeout_s=self.restart_timeout_s,
-            look_after=lambda: self._look_after(api),
-        )
-        self._feed.connect(self.connect_timeout_s, take_over=self.take_over)
-        self._told_num_steps = (state or {}).get("num_steps", self.num_steps)
-        if self._feed.was_known and self._told_num_steps != self.num_steps:
-            log.warning(
-                "the API still tells environments num_steps=%d, and rollouts.num_steps is %d now; restart run-api "
-                "and its "
-                "environments where they end at that step",
-                self._told_num_steps,
-                self.num_steps,
-            )
+        if self._processes.may_start_api and not self._api.answers():
+            self._processes.start_api(self._api.answers)
+        self._begin_to_wait()
+        self._wait_for_api(self.connect_timeout_s, "rollouts.connect_timeout_s")
+        try:
+            self._register(take_over=self.take_over)
+            self._poll()
+        except (EngineError, ValueError, LookupError) as error:
+            raise ConfigError(f"rollouts.url={self._api.url}: no Atropos API that works ({error})") from error
         if self.environment is not None:
-            self._processes.start_environment(self._surroundings())
+            server: Any = getattr(self.client, "server", None)  # `check` requires one
+            self._processes.start_environment(
+                server_url=server.base_url,
+                server_key=server.api_key,
+                model=self.model_id,
+                group_size=self.group_size,
+                max_new_tokens=self.sampling.max_new_tokens,
+            )
 
     def next(self, iteration: int) -> list[RolloutGroup]:
-        """Raises MissingLogprobs, and what `Feed.next` does."""
-        if self._feed is None:
+        """Waits for groups as long as it takes.
+
+        Raises:
+            EngineDied: the engine that environments ask has ended.
+            EngineError: the API stayed away for `restart_timeout_s`.
+            ConfigError: another trainer has taken the API over, or no batch can be made of groups of this size.
+            MissingLogprobs: an environment sends none.
+        """
+        if self.rank != 0:
             return []
         self._num_dropped.clear()
-        self._feed.num_polls = self._feed.num_lost = 0
+        self._num_polls = self._num_lost = 0
         self._wait_s = 0.0
-        num_useless = 0
         while sum(len(group.rollouts) for group in self._groups) < self._batch_size:
             began = time.perf_counter()
-            body = self._feed.next(iteration)
+            body = self._next_batch(iteration)
             self._wait_s += time.perf_counter() - began
-            num_useless = 0 if self._read(body) else num_useless + 1
-            if num_useless and num_useless % USELESS == 0:  # the run waits, and may look busy
-                dropped = ", ".join(
-                    f"{count} groups dropped as {reason}" for reason, count in self._num_dropped.items()
-                )
-                log.warning("nothing in the last %d batches can be trained on (%s)", num_useless, dropped)
+            self._read(body)
         chosen: list[RolloutGroup] = []
         room = self._batch_size
         while self._groups and len(self._groups[0].rollouts) <= room:
@@ -168,62 +189,60 @@ class Atropos(Source):
         return chosen
 
     def metrics(self) -> Metrics:
-        if self._feed is None:
+        if self.rank != 0:
             return {}
         return {
             **{f"rollouts/num_dropped_{reason}": float(self._num_dropped[reason]) for reason in REASONS},
-            "rollouts/num_lost_batches": float(self._feed.num_lost),
+            "rollouts/num_lost_batches": float(self._num_lost),
             "time/rollouts_wait_s": self._wait_s,
-            "perf/rollouts_polls": float(self._feed.num_polls),
-            "perf/rollouts_queue": float(self._feed.queue_size),
+            "perf/rollouts_polls": float(self._num_polls),
+            "perf/rollouts_queue": float(self._queue_size),
         }
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The name by which the API knows the run, and the number of steps that environments are told."""
-        is_old = self._feed is not None and self._feed.was_known
-        return {"registration": self._name, "num_steps": self._told_num_steps if is_old else self.num_steps}
+        """The name by which the API knows the run."""
+        return {} if self.rank != 0 else {"registration": self._registration.wandb_group}
 
     def close(self) -> None:
         """An API that the run found keeps the registration, for a run that resumes from its checkpoint."""
-        if self._processes is not None:
-            self._processes.close()
+        self._processes.close()
 
     @property
     def _batch_size(self) -> int:
         return self.problems_per_iteration * self.group_size
 
-    @property
-    def _max_token_len(self) -> int:
-        return min(self.max_token_len, self.context or self.max_token_len)
+    def _next_batch(self, iteration: int) -> bytes:
+        """The oldest batch. `iteration` is the step at which environments begin, if the API has to be told again."""
+        self._begin_to_wait()
+        self._registration = replace(self._registration, starting_step=iteration)
+        pause_s = FIRST_PAUSE_S
+        while not self._batches:
+            try:
+                if not self._is_registered:
+                    self._register(take_over=False)
+                self._poll()
+                if not self._batches:
+                    self._check_while_waiting()
+            except NotRegistered as error:
+                again = "it was started anew or reset; registering again. Environments that it knew must be restarted"
+                log.warning("%s any more: %s", error, again)
+                self._is_registered = False
+            except Unreachable as error:
+                log.warning("%s Waiting for it for up to %g s", error, self.restart_timeout_s)
+                self._is_registered = False
+                self._wait_for_api(self.restart_timeout_s, "rollouts.restart_timeout_s")
+            if not self._batches:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, self.poll_s)
+        return self._batches.popleft()
 
-    def _look_after(self, api: AtroposApi) -> None:
-        """See that what a batch needs is there. Raises EngineDied where the engine that environments ask has ended."""
-        server = getattr(self.client, "server", None)
-        if server is not None:
-            server.check_healthy()
-        if self._processes is not None:
-            self._processes.keep_running(api.answers)
-
-    def _surroundings(self) -> Surroundings:
-        server: Any = getattr(self.client, "server", None)  # `check` has seen to it
-        return Surroundings(
-            server_url=server.base_url,
-            server_key=server.api_key,
-            model=self.model_id,
-            api_url=self.url,
-            run_folder=self.run_folder,
-            group_size=self.group_size,
-            max_new_tokens=self.sampling.max_new_tokens,
-        )
-
-    def _read(self, body: bytes) -> int:
-        """Add the usable groups of a batch to those that are held. Returns how many there were."""
-        before = len(self._groups)
+    def _read(self, body: bytes) -> None:
+        """Add the usable groups of a batch to those that are held."""
         reader = GroupReader(
             decode=self.codec.decode,
             vocab_size=self.vocab_size,
             max_members=self._batch_size,
-            max_token_len=self._max_token_len,
+            max_token_len=self._registration.max_token_len,
             correct_threshold=self.correct_threshold,
         )
         groups = from_json(body)["batch"]
@@ -233,8 +252,125 @@ class Atropos(Source):
                 self._groups.append(reader(groups.pop()))
             except UnusableGroup as error:
                 self._num_dropped[error.reason] += 1
-                if error.reason not in self._told:
-                    self._told.add(error.reason)
+                if error.reason not in self._warned:
+                    self._warned.add(error.reason)
                     counter = f"rollouts/num_dropped_{error.reason}"
                     log.warning("dropped a group (%s counts, this is said once): %s", counter, error)
-        return len(self._groups) - before
+
+    def _poll(self) -> None:
+        """Take the batches that are there. The count of those formed says how many are older than the first."""
+        if not self._fetch():
+            return
+        step, self._queue_size = self._api.status()
+        for _ in range(step - self._step - 1):
+            if not self._fetch():
+                break
+        self._step = step
+        self._check_owner()
+
+    def _fetch(self) -> bool:
+        """Ask for a batch, which is older than those held. Returns whether there was one, even if the API lost it."""
+        self._num_polls += 1
+        try:
+            batch = self._api.batch()
+        except (NotRegistered, Unreachable):
+            raise
+        except EngineError as error:
+            if self._api.owner().is_nobody:
+                raise NotRegistered(f"{self._api.url}: no trainer is registered") from error
+            self._num_lost += 1
+            log.warning("lost a batch, and go on (rollouts/num_lost_batches): %s", error)
+            return True
+        if batch is not None:
+            self._batches.appendleft(batch)
+        return batch is not None
+
+    def _register(self, *, take_over: bool) -> None:
+        api = self._api
+        for _ in range(MAX_RESETS):
+            owner = api.owner()
+            if owner.is_nobody:
+                api.register(self._registration)
+                owner = api.owner()
+            if self._is_ours(owner):
+                break
+            if not owner.is_nobody and not take_over:
+                raise self._foreign(owner)
+            api.reset()  # where it belongs to nobody, groups came first: it would ignore every registration
+        else:
+            raise EngineError(f"{api.url}: it does not keep a registration")
+        self._is_registered = True
+        self._step, self._queue_size = api.status()
+        log.info("registered with the Atropos API at %s as %s", api.url, self._registration.wandb_group)
+
+    def _is_ours(self, owner: Owner) -> bool:
+        ours = self._registration
+        return owner == Owner(ours.wandb_group, ours.batch_size, ours.max_token_len)
+
+    def _foreign(self, owner: Owner) -> ConfigError:
+        ours = self._registration
+        has = f"{owner.group}, batch_size={owner.batch_size}, max_token_len={owner.max_token_len}"
+        want = f"{ours.wandb_group}, batch_size={ours.batch_size}, max_token_len={ours.max_token_len}"
+        fix = "use another API, restart run-api, or set rollouts.take_over=true if that trainer is gone"
+        about = f"another trainer owns this API ({has}; this run is {want})"
+        return ConfigError(f"rollouts.url={self._api.url}: {about}; {fix}")
+
+    def _check_owner(self) -> None:
+        """An API that was reset, and got a group before it was polled again, says that there is no batch yet, and never
+        forms one.
+        """
+        owner = self._api.owner()
+        if owner.is_nobody:
+            raise NotRegistered(f"{self._api.url}: no trainer is registered")
+        if not self._is_ours(owner):
+            raise self._foreign(owner)
+
+    def _begin_to_wait(self) -> None:
+        self._began_s = self._reported_s = self._checked_s = time.monotonic()
+
+    def _wait_for_api(self, timeout_s: float, key: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self._api.answers():
+            if time.monotonic() >= deadline:
+                about = f"Atropos API not reachable for {timeout_s:g} s ({key})"
+                fix = "start it with run-api, or name the one that runs"
+                raise EngineError(f"rollouts.url={self._api.url}: {about}; {fix}")
+            self._check_processes()
+            time.sleep(min(self.poll_s, 0.5))
+
+    def _check_while_waiting(self) -> None:
+        """Report what is waited for; see that it can come."""
+        _, self._queue_size = self._api.status()
+        progress.report(self._queue_size, 0, "groups queued")
+        progress.report(self._num_polls, 0, "polls")
+        waited_s = time.monotonic() - self._began_s
+        if self._check_processes():
+            self._check_owner()
+        if waited_s > STUCK_S and self._queue_size:
+            self._check_sizes()
+        if time.monotonic() - self._reported_s > REPORT_INTERVAL_S:
+            self._reported_s = time.monotonic()
+            found = f"{self._queue_size} groups in its queue, {self._num_polls} polls"
+            log.info("waiting for rollouts from %s for %.0f s: %s", self._api.url, waited_s, found)
+
+    def _check_sizes(self) -> None:
+        size, batch_size = self._api.newest_size(), self._batch_size
+        if size and batch_size % size != 0:
+            about = f"the queue of {self._api.url} has a group of {size} sequences, and no batch of {batch_size}"
+            fix = "make it a multiple of the environments' group_size, and restart run-api, whose queue keeps the group"
+            sizes = "data.problems_per_iteration x data.rollouts_per_problem"
+            raise ConfigError(f"data.rollouts_per_problem: {about} ({sizes}) can be made of those; {fix}")
+
+    def _check_processes(self) -> bool:
+        """Every two seconds of a wait, see that what a batch needs still runs. Returns whether it was time.
+
+        Raises EngineDied where the engine that environments ask has ended: they would wait for it, and we for them.
+        """
+        if time.monotonic() - self._checked_s <= HEALTH_INTERVAL_S:
+            return False
+        self._checked_s = time.monotonic()
+        server = getattr(self.client, "server", None)
+        if server is not None:
+            server.check_healthy()
+        self._processes.keep_running(self._api.answers)
+        return True
