@@ -115,12 +115,12 @@ def test_a_machine_is_lost_and_another_one_is_found(cluster: Any, model: Path, t
     [
         (
             ["placement.address=127.0.0.1:1"],
-            r"^placement.address=127.0.0.1:1: nobody answers .*refused\); start one with `ray start",
+            r"^placement.address=127.0.0.1:1: no Ray cluster .*refused\); start one with `ray start",
         ),
-        (["placement.address=here"], r"^placement.address=here: nobody answers there"),
+        (["placement.address=here"], r"^placement.address=here: no Ray cluster"),
         (
             ["placement.address=local", "+placement.ray_init.num_cpu=3"],
-            r"^placement.ray_init=.*: ray.init does not take this \(.*num_cpu",
+            r"^placement.address=local, ray_init=.*: no Ray cluster \(.*num_cpu",
         ),
     ],
 )
