@@ -84,7 +84,8 @@ def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
     length = options.max_new_tokens if options.max_new_tokens is not None else min(_length(source), room)
     if not 0 < length <= room:
         raise ConfigError(
-            f"--max-new-tokens={length}: must be 1 to {room}, because the prompt has {len(prompt_ids)} tokens of the model's context"
+            f"--max-new-tokens={length}: must be 1 to {room}, because the prompt has {len(prompt_ids)} tokens of "
+            f"the model's context"
         )
     client = TransformersClient(model=source.load(device=device), tokenizer=codec.tokenizer, batch_size=options.n)
     request = SamplingRequest(tuple(prompt_ids), options.n, derive_seed(options.seed, "sample"))

@@ -196,10 +196,14 @@ class TrainConfig:
             (self.updates_per_iteration is None) != (self.grad_accum_steps is None),
             "train.grad_accum_steps",
             self.grad_accum_steps,
-            f"set exactly one of train.grad_accum_steps and train.updates_per_iteration (={self.updates_per_iteration}): each sets "
+            f"set exactly one of train.grad_accum_steps and train.updates_per_iteration "
+            f"(={self.updates_per_iteration}): each sets "
             "the number of sequences per update; null switches one off",
         )
-        fix = "counts microbatches of train.batch_size sequences; with train.tokens_per_microbatch use train.updates_per_iteration"
+        fix = (
+            "counts microbatches of train.batch_size sequences; with train.tokens_per_microbatch use "
+            "train.updates_per_iteration"
+        )
         is_counted = self.grad_accum_steps is None or self.batch_size is not None
         require(is_counted, "train.grad_accum_steps", self.grad_accum_steps, fix)
         for name in ("batch_size", "tokens_per_microbatch", "grad_accum_steps", "updates_per_iteration"):
@@ -256,7 +260,8 @@ class EvalConfig:
             self.replicates == 1 or (self.do_sample and self.temperature != 0),
             "eval.replicates",
             self.replicates,
-            "greedy decoding (eval.do_sample=false, or a temperature of 0: generation's is eval's too) draws one completion over and over; "
+            "greedy decoding (eval.do_sample=false, or a temperature of 0: generation's is eval's too) draws one "
+            "completion over and over; "
             "use eval.replicates=1 eval.ks=[1]",
         )
         require(min(self.ks, default=0) > 0, "eval.ks", self.ks, "name at least one k, and none below 1")

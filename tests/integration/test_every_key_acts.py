@@ -139,7 +139,9 @@ GREEDY_BASE = "eval.replicates=1 eval.ks=[1]"
 RUNS: dict[str, Acts] = {
     "seed": Acts("seed=1", samples, keeps=lambda run: run.start["model.norm.weight"].tolist()),
     "num_threads": Acts("num_threads=2", lambda run: run.num_threads, base=BRIEF, to=2),
-    "resume": Acts("resume=@done", lambda run: run.iterations, base="train.iterations=3 train.schedule=constant", to=[2]),
+    "resume": Acts(
+        "resume=@done", lambda run: run.iterations, base="train.iterations=3 train.schedule=constant", to=[2]
+    ),
     "cache_dir": Acts("cache_dir=@elsewhere", lambda run: run.model_dir.parent.name, base=QUICK, to="elsewhere"),
     "model.train_id": Acts("model.train_id=@model", lambda run: run.model_dir.name),
     "model.ref_id": Acts("model.ref_id=@model", metric("kl_divergence"), keeps=samples),
@@ -147,7 +149,9 @@ RUNS: dict[str, Acts] = {
     "model.attn_implementation": Acts("model.attn_implementation=eager", calls("sdpa"), to=0),
     "model.compile": Acts("model.compile=true", calls("compile"), base=BRIEF, to=4),  # blocks of policy and reference
     "model.head.tile_width": Acts("model.head.tile_width=1", calls("product")),
-    "model.lora": Acts("model/lora=default", lambda run: "checkpoints/iter_001/adapter_config.json" in run.files, to=True),
+    "model.lora": Acts(
+        "model/lora=default", lambda run: "checkpoints/iter_001/adapter_config.json" in run.files, to=True
+    ),
     "model.tiny": Acts("model.tiny=null", error, to="model.train_id=None: name a Hugging Face id or a local folder"),
     "model.tiny.num_layers": Acts("model.tiny.num_layers=1", weights, base=QUICK),
     "model.tiny.max_position_embeddings": Acts(
@@ -162,34 +166,50 @@ RUNS: dict[str, Acts] = {
     "task.prompt_template": Acts('task.prompt_template="{a}{op}{b}=?"', prompts, base="model.train_id=@model"),
     "task.format_weight": Acts("task.format_weight=0.25", metric("reward_mean", "train_iter_000.json"), keeps=samples),
     "scoring.workers": Acts("scoring.workers=0", error, base=SCORED),
-    "scoring.timeout_s": Acts("scoring.timeout_s=0.2", metric("scoring/num_failed_timeout", FIRST), f"{SCORED} {GOES_ON}", to=2),
-    "scoring.memory_mib": Acts("scoring.memory_mib=128", metric("scoring/num_failed_memory", FIRST), f"{SCORED} {GOES_ON}", to=2),
+    "scoring.timeout_s": Acts(
+        "scoring.timeout_s=0.2", metric("scoring/num_failed_timeout", FIRST), f"{SCORED} {GOES_ON}", to=2
+    ),
+    "scoring.memory_mib": Acts(
+        "scoring.memory_mib=128", metric("scoring/num_failed_memory", FIRST), f"{SCORED} {GOES_ON}", to=2
+    ),
     "scoring.stop_at_failed_frac": Acts(GOES_ON, error, base=SCORED, to=""),
     "data.problems_per_iteration": Acts("data.problems_per_iteration=6", lambda run: len(run.groups[0]), to=6),
     "data.rollouts_per_problem": Acts("data.rollouts_per_problem=3", lambda run: len(run.groups[0][0].rollouts), to=3),
     "data.train_seed_start": Acts("data.train_seed_start=1", lambda run: prompts(run)[0][0], base="data.shuffle=false"),
-    "data.num_train_seeds": Acts("data.num_train_seeds=4", lambda run: len({str(p) for group in prompts(run) for p in group}), to=4),
+    "data.num_train_seeds": Acts(
+        "data.num_train_seeds=4", lambda run: len({str(p) for group in prompts(run) for p in group}), to=4
+    ),
     "data.shuffle": Acts("data.shuffle=false", prompts),
     "rollouts.record": Acts("rollouts.record=false", recorded, to=set(), keeps=weights),
     "data.resample_zero_signal": Acts(RESAMPLED, metric("num_groups_replaced"), base="task.format_weight=0"),
-    "data.max_resamples": Acts("data.max_resamples=1", metric("num_groups_replaced"), base=f"task.format_weight=0 {RESAMPLED}"),
-    "data.penalize_length_if_solved": Acts("data.penalize_length_if_solved=true", metric("reward/length", FIRST), SOLVED, keeps=prompts),
+    "data.max_resamples": Acts(
+        "data.max_resamples=1", metric("num_groups_replaced"), base=f"task.format_weight=0 {RESAMPLED}"
+    ),
+    "data.penalize_length_if_solved": Acts(
+        "data.penalize_length_if_solved=true", metric("reward/length", FIRST), SOLVED, keeps=prompts
+    ),
     "data.soft_overlong_tokens": Acts("data.soft_overlong_tokens=7", metric("reward/overlong"), keeps=prompts),
     "generation.batch_size": Acts("generation.batch_size=3", calls("decode"), keeps=samples),
-    "generation.max_new_tokens": Acts("generation.max_new_tokens=1", lambda run: max(len(ids) for _, ids in samples(run)), to=1),
+    "generation.max_new_tokens": Acts(
+        "generation.max_new_tokens=1", lambda run: max(len(ids) for _, ids in samples(run)), to=1
+    ),
     "generation.temperature": Acts("generation.temperature=0.3", samples, keeps=prompts),
     "generation.top_p": Acts("generation.top_p=0.5", samples, base=LENIENT),
     "generation.stop": Acts('generation.stop=["1"]', samples, keeps=prompts),
     "generation.allow_truncated_sampling": Acts(LENIENT, error, base="generation.top_k=2", to=""),
     "train.iterations": Acts("train.iterations=1", lambda run: run.iterations, to=[0]),
-    "train.stop_when.metric": Acts("train.stop_when.metric=-pass@1", lambda run: run.iterations, "train.stop_when.threshold=2", to=[0]),
+    "train.stop_when.metric": Acts(
+        "train.stop_when.metric=-pass@1", lambda run: run.iterations, "train.stop_when.threshold=2", to=[0]
+    ),
     "train.stop_when.threshold": Acts("train.stop_when.threshold=0", lambda run: run.iterations, to=[0]),
     "train.stop_when.patience": Acts("train.stop_when.patience=1", lambda run: run.iterations, FLAT, to=[0]),
     "train.updates_per_iteration": Acts("train.updates_per_iteration=1", metric("num_updates"), to=1),
     "train.epochs": Acts("train.epochs=2", metric("num_updates"), to=4),
     "train.batch_size": Acts("train.batch_size=3", calls("forward"), keeps=samples),
     "train.tokens_per_microbatch": Acts(
-        "train.tokens_per_microbatch=30", calls("forward"), base="train.batch_size=null train.tokens_per_microbatch=4096"
+        "train.tokens_per_microbatch=30",
+        calls("forward"),
+        base="train.batch_size=null train.tokens_per_microbatch=4096",
     ),
     "train.grad_accum_steps": Acts(
         "train.grad_accum_steps=2",
@@ -214,17 +234,27 @@ RUNS: dict[str, Acts] = {
     "train.gradient_checkpointing": Acts("train.gradient_checkpointing=true", calls("sdpa"), keeps=weights),
     "train.train_layer_indices": Acts("train.train_layer_indices=1", moved, to={"model.layers.1"}),
     "train.mask_truncated": Acts("train.mask_truncated=true", metric("loss_pg"), base="generation.max_new_tokens=1"),
-    "train.drop_zero_signal_groups": Acts("train.drop_zero_signal_groups=true", metric("num_groups_trained"), base="task.format_weight=0"),
-    "train.max_bad_updates": Acts("train.max_bad_updates=1", lambda run: run.error[:18], base=DIVERGES, to="1 updates in a row"),
-    "train.profile": Acts("train.profile=1", lambda run: "profile/iter_000.json.gz" in run.files, to=True, keeps=weights),
+    "train.drop_zero_signal_groups": Acts(
+        "train.drop_zero_signal_groups=true", metric("num_groups_trained"), base="task.format_weight=0"
+    ),
+    "train.max_bad_updates": Acts(
+        "train.max_bad_updates=1", lambda run: run.error[:18], base=DIVERGES, to="1 updates in a row"
+    ),
+    "train.profile": Acts(
+        "train.profile=1", lambda run: "profile/iter_000.json.gz" in run.files, to=True, keeps=weights
+    ),
     "train.loss.clip_low": Acts("train.loss.clip_low=0", metric("clip_low_frac"), base="train.epochs=2"),
     "train.loss.clip_high": Acts("train.loss.clip_high=0", metric("clip_high_frac")),
     "train.loss.ratio_reference": Acts(
-        "train.loss.ratio_reference=rollout", metric("ratio_mean"), base=f"{FILTERED} train.loss.importance_correction=none"
+        "train.loss.ratio_reference=rollout",
+        metric("ratio_mean"),
+        base=f"{FILTERED} train.loss.importance_correction=none",
     ),
     "train.loss.kl_estimator": Acts("train.loss.kl_estimator=k1", metric("kl_divergence")),
     "train.loss.kl_importance_weight": Acts("train.loss.kl_importance_weight=false", metric("loss_kl")),
-    "train.loss.importance_correction": Acts("train.loss.importance_correction=none", metric("importance_weight_mean"), FILTERED, to=1),
+    "train.loss.importance_correction": Acts(
+        "train.loss.importance_correction=none", metric("importance_weight_mean"), FILTERED, to=1
+    ),
     "train.loss.importance_cap": Acts("train.loss.importance_cap=1.01", metric("importance_weight_mean"), FILTERED),
     "train.optimizer.lr": Acts("train.optimizer.lr=0.001", metric("lr")),
     "train.optimizer.offload": Acts("train.optimizer.offload=true", calls("host"), keeps=weights),
@@ -236,7 +266,9 @@ RUNS: dict[str, Acts] = {
     "eval.ids": Acts("eval.ids=[7]", metric("tasks", "eval_init.json"), to=1),
     "eval.replicates": Acts("eval.replicates=3", lambda run: len(answers(run)), to=12),
     "eval.ks": Acts("eval.ks=[1]", metric("pass@2", "eval_init.json"), to=None),
-    "eval.bootstrap_samples": Acts("eval.bootstrap_samples=50", metric("reward_mean_all_high", "eval_iter_001.json"), keeps=answers),
+    "eval.bootstrap_samples": Acts(
+        "eval.bootstrap_samples=50", metric("reward_mean_all_high", "eval_iter_001.json"), keeps=answers
+    ),
     "eval.do_sample": Acts("eval.do_sample=false", answers, base=GREEDY_BASE, keeps=samples),
     "eval.temperature": Acts("eval.temperature=0.1", answers, keeps=samples),
     "eval.max_new_tokens": Acts("eval.max_new_tokens=1", lambda run: max(map(len, answers(run))), keeps=samples, to=1),
@@ -249,12 +281,18 @@ RUNS: dict[str, Acts] = {
         error,
         to="checkpoint.format=sharded: nothing is spread over processes; use full, or train.sharding=fsdp2",
     ),
-    "checkpoint.keep_best": Acts("checkpoint.keep_best=pass@1", checkpoints, "checkpoint.save_interval=0", to={"iter_000", "iter_001"}),
-    "samples.per_iteration": Acts("samples.per_iteration=0", lambda run: {name for name in run.files if "samples" in name}, to=set()),
+    "checkpoint.keep_best": Acts(
+        "checkpoint.keep_best=pass@1", checkpoints, "checkpoint.save_interval=0", to={"iter_000", "iter_001"}
+    ),
+    "samples.per_iteration": Acts(
+        "samples.per_iteration=0", lambda run: {name for name in run.files if "samples" in name}, to=set()
+    ),
     "model.lora.dropout": Acts("model.lora.dropout=0.5", weights, base=LORA, keeps=samples),
     "model.lora.target_modules": Acts("model.lora.target_modules=[q_proj]", adapted, base=LORA, to=QUERIES),
-    "model.lora.layer_indices": Acts("model.lora.layer_indices=1", lambda run: {name[0] for name in adapted(run)}, base=LORA, to={"1"}),
-}  # fmt: skip
+    "model.lora.layer_indices": Acts(
+        "model.lora.layer_indices=1", lambda run: {name[0] for name in adapted(run)}, base=LORA, to={"1"}
+    ),
+}
 
 
 def settings(asked: Asked) -> Any:

@@ -37,7 +37,10 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("words", [("model=hf", "model.train_id=some/model"), ("task=gsm8k",)])
 def test_a_run_that_needs_it_is_refused_in_one_line_before_torch_is_imported(words: tuple[str, ...]) -> None:
-    code = "import sys; from offline_grpo.run import main\ntry: main.main()\nfinally: print({'torch', 'datasets'} & set(sys.modules))"
+    code = (
+        "import sys; from offline_grpo.run import main\ntry: main.main()\nfinally: print({'torch', 'datasets'} & "
+        "set(sys.modules))"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | {
         "HF_ENDPOINT": REFUSED
     }

@@ -120,7 +120,10 @@ def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
         asked,
         f"{where}, so this would do nothing; leave it at 1",
     )
-    fix = "cannot be spread over several servers, because it does not inherit from ServerClient (generation/server_client.py)"
+    fix = (
+        "cannot be spread over several servers, because it does not inherit from ServerClient "
+        "(generation/server_client.py)"
+    )
     is_one = max(asked, len(urls)) == 1 or issubclass(spec.client_class, ServerClient)
     require(is_one, "generation._target_", client_node["_target_"], fix)
     if not is_free:
@@ -174,7 +177,8 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
         return None
     if settings.base_url is None and spec.needs_server:
         raise ConfigError(
-            f"eval.backend={settings.backend}: training samples from elsewhere; set eval.base_url to the server for evaluations"
+            f"eval.backend={settings.backend}: training samples from elsewhere; set eval.base_url to the server "
+            f"for evaluations"
         )
     if settings.base_url is not None and not spec.needs_server:
         raise ConfigError(

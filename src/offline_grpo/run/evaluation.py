@@ -83,7 +83,8 @@ def engine_spec(config: RunConfig, models: Collection[ModelSource]) -> EngineSpe
         several = f"that server has one model and {len(models)} are named; evaluate one at a time"
         require(len(models) == 1, "generation.base_url", spec.base_url, several)
         adapter = (
-            "MODEL is a LoRA adapter, and that server would answer with its base model; use generation.base_url=null, or serve the merged "
+            "MODEL is a LoRA adapter, and that server would answer with its base model; use "
+            "generation.base_url=null, or serve the merged "
             "model (python -m offline_grpo.export MODEL OUT) and name its folder"
         )
         require(all(source.adapter is None for source in models), "generation.base_url", spec.base_url, adapter)
@@ -220,8 +221,10 @@ def check_served_model(source: ModelSource, engine: ServerEngine) -> None:
             others |= zip([name], sums(cast), strict=True)
     if unequal := engine.control.other_numbers(others):
         raise ConfigError(
-            f"generation.base_url={url}: the server has another model than {KEY}={source.name}: {len(unequal)} of {num_compared} tensors "
-            f"differ, {', '.join(unequal[:3])}; start it from that model, or let the evaluation start one (generation.base_url=null)"
+            f"generation.base_url={url}: the server has another model than {KEY}={source.name}: {len(unequal)} "
+            f"of {num_compared} tensors "
+            f"differ, {', '.join(unequal[:3])}; start it from that model, or let the evaluation start one "
+            f"(generation.base_url=null)"
         )
     if num_compared:
         log.info(

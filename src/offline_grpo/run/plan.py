@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def server_args(self) -> Mapping[str, Any]:
-        """The arguments of the server that the run starts, those of the strategy included; empty where it starts none."""
+        """The arguments of the server that the run starts, with those of the strategy; empty if it starts none."""
         launcher = self.engine.launcher
         return {} if launcher is None else {**launcher.args, **self.weight_sync.requires.server_args}
 
@@ -77,8 +77,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from: its plan, the configuration as nested dicts, its folder, the checkpoint to resume from, and
-    this process among the others.
+    """What a run starts from: its plan, the configuration as nested dicts, its folder, the checkpoint to resume from,
+    and this process among the others.
     """
 
     plan: Plan
@@ -201,8 +201,10 @@ def _split_generation(node: Mapping[str, Any]) -> tuple[SamplingParams, dict[str
             fix = "greedy completions of a prompt are all equal and teach nothing; train at a temperature above 0"
             raise ConfigError(f"generation.temperature=0: {fix}")
         raise ConfigError(
-            f"generation.{name}={getattr(sampling, name)}: training on filtered samples biases the policy ratio, because the "
-            f"trainer scores tokens under the whole distribution; set generation.{name}={getattr(off, name):g}, or say that "
+            f"generation.{name}={getattr(sampling, name)}: training on filtered samples biases the policy ratio, "
+            f"because the "
+            f"trainer scores tokens under the whole distribution; set generation.{name}={getattr(off, name):g}, "
+            f"or say that "
             "you mean it with generation.allow_truncated_sampling=true"
         )
     client = {name: value for name, value in node.items() if name not in names and name != "allow_truncated_sampling"}

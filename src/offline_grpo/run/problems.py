@@ -69,7 +69,10 @@ def _of_cluster(plan: Plan) -> Iterator[Rule]:
     devices = placement.engine_devices
     fix = "are this machine's, and with placement=ray the cluster gives each server its GPUs; leave it at null"
     yield devices is not None, "placement.engine_devices", devices, fix
-    fix = f"weight_sync={sync.name} needs a server on the trainer's own GPU; use nccl, or reload, or with LoRA lora_hotswap"
+    fix = (
+        f"weight_sync={sync.name} needs a server on the trainer's own GPU; use nccl, or reload, or with LoRA "
+        f"lora_hotswap"
+    )
     yield sync.requires.placement == "same", "placement.address", placement.address, fix
     fix = (
         "rollouts=atropos gives its environments one address, and a server in a cluster may move; use placement=default"
@@ -82,7 +85,8 @@ def _of_sharding(plan: Plan) -> Iterator[Rule]:
     if train.sharding != "fsdp2":
         return
     fix = (
-        "the server shares whole weights, and train.sharding=fsdp2 spreads them over the processes; use weight_sync=nccl "
+        "the server shares whole weights, and train.sharding=fsdp2 spreads them over the processes; use "
+        "weight_sync=nccl "
         "(a GPU of its own for the server), ipc (the same GPU) or reload"
     )
     yield sync.requires.shares_weights, "weight_sync", sync.name, fix
@@ -94,7 +98,10 @@ def _of_sharding(plan: Plan) -> Iterator[Rule]:
     yield is_other, "train.optimizer", train.optimizer["_target_"], fix
     samplings = (plan.sampling, plan.eval_sampling)
     is_filtered = bool(sync.requires.engines) and any(s.temperature > 0 and not s.is_full_softmax for s in samplings)
-    fix = "the probe of a push cannot follow top_p, top_k and repetition_penalty; leave them out, or use train.sharding=none"
+    fix = (
+        "the probe of a push cannot follow top_p, top_k and repetition_penalty; leave them out, or use "
+        "train.sharding=none"
+    )
     yield is_filtered, "train.sharding", "fsdp2", fix
 
 
@@ -123,7 +130,8 @@ def idle_overrides(overrides: Sequence[str], cfg: DictConfig, plan: Plan) -> Ite
             key = key_of(override)
             if key.startswith("data.") and key != "data.resample_zero_signal" and f"${{{key}}}" not in read:
                 yield (
-                    f"{override}: this source does not read it, so it would do nothing; leave it out, or see conf/rollouts for "
+                    f"{override}: this source does not read it, so it would do nothing; leave it out, or see "
+                    f"conf/rollouts for "
                     "the source's own settings"
                 )
 

@@ -49,15 +49,18 @@ def check_prompts(
         for problem, prompt in zip(chosen, prompts, strict=True):
             if max(prompt, default=0) >= vocab_size:
                 raise ConfigError(
-                    f"model.train_id={model_id}: its tokenizer gives token {max(prompt)} for problem {problem.problem_id}, and the model "
-                    f"has {vocab_size} (config.json: vocab_size); the two do not belong together, take another copy of the model"
+                    f"model.train_id={model_id}: its tokenizer gives token {max(prompt)} for problem "
+                    f"{problem.problem_id}, and the model "
+                    f"has {vocab_size} (config.json: vocab_size); the two do not belong together, take another "
+                    f"copy of the model"
                 )
             if tokenizer.unk_token_id in prompt:
                 unreadable.append(problem.messages[-1]["content"])
         found += lengths
     if unreadable:
         log.warning(
-            "model.train_id=%s: its tokenizer does not know some characters of %d prompts, such as %r, and the model reads %s for each; "
+            "model.train_id=%s: its tokenizer does not know some characters of %d prompts, such as %r, and the "
+            "model reads %s for each; "
             "use another model",
             model_id,
             len(unreadable),
@@ -75,11 +78,13 @@ def _check_lengths(
         return
     if longest < context:
         raise ConfigError(
-            f"{key}.max_new_tokens={max_new_tokens}: with the longest prompt of {longest} tokens that is beyond the model's context of "
+            f"{key}.max_new_tokens={max_new_tokens}: with the longest prompt of {longest} tokens that is beyond "
+            f"the model's context of "
             f"{context}; use {key}.max_new_tokens={context - longest} or less"
         )
     num_too_long, named = sum(length >= context for length in lengths), problems[lengths.index(longest)].problem_id
     raise ConfigError(
-        f"model.train_id: the prompt of problem {named} has {longest} tokens, and the model's context is {context}; leave out the "
+        f"model.train_id: the prompt of problem {named} has {longest} tokens, and the model's context is "
+        f"{context}; leave out the "
         f"{num_too_long} of {len(lengths)} problems that are as long, or use a model with a longer context"
     )

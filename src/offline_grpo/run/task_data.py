@@ -161,7 +161,8 @@ def _slice(available: Sequence[Problem], indices: Sequence[int], key: str, value
         fix = "; eval.num_ids=all takes every one" if key == "eval.num_ids" else ""
         wrong = ends[0] if ends[0] < 0 else ends[1]
         raise ConfigError(
-            f"{key}={value}: asks for problem {wrong} and the task has {len(available)} (0 to {len(available) - 1}){fix}"
+            f"{key}={value}: asks for problem {wrong} and the task has {len(available)} (0 to "
+            f"{len(available) - 1}){fix}"
         )
     if len(indices) > MAX_PROBLEMS:
         fix = "data.num_train_seeds" if key.startswith("data.") else "eval.num_ids"
@@ -189,7 +190,9 @@ def without_held_out(train: Sequence[Problem], task: Task, held_out: Sequence[Pr
     if not kept:
         first = train[0].problem_id
         raise ConfigError(
-            f"eval.id_seed_start: every training problem is held out too ({first} as {prompts[prompt_key(train[0])].problem_id}); choose "
-            "ranges (data.train_seed_start, data.num_train_seeds, eval.id_seed_start, eval.num_ids), splits or files that differ"
+            f"eval.id_seed_start: every training problem is held out too ({first} as "
+            f"{prompts[prompt_key(train[0])].problem_id}); choose "
+            "ranges (data.train_seed_start, data.num_train_seeds, eval.id_seed_start, eval.num_ids), splits or "
+            "files that differ"
         )
     return train if len(kept) == len(train) else kept

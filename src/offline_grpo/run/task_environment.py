@@ -51,7 +51,7 @@ class TaskConfig(BaseEnvConfig):
     )
     task_overrides: str = Field(
         default="",
-        description="Settings of the task, such as 'max_operand=20', and of other groups, such as 'eval.num_ids=64 seed=1'.",
+        description="Settings of the task ('max_operand=20') and of other groups ('eval.num_ids=64 seed=1').",
     )
     max_token_length: int = Field(default=8, description="Longest completion, in tokens.")
     temperature: float = Field(default=1.0, description="Sampling temperature.")
@@ -62,7 +62,7 @@ class TaskConfig(BaseEnvConfig):
     )
     ensure_scores_are_not_same: bool = Field(
         default=False,
-        description="Keep groups back whose scores are all the same. The trainer leaves them out itself, and counts them.",
+        description="Keep back groups whose scores are all the same. The trainer leaves them out, and counts them.",
     )
     use_wandb: bool = Field(default=False, description="Log to the project and group that the trainer has registered.")
 
@@ -194,7 +194,7 @@ class TaskEnvironment(BaseEnv):
     async def _ask(
         self, problem: Problem, num_completions: int, temperature: float, split: str
     ) -> tuple[list[int], list[list[int]], list[list[float]]]:
-        """Prompt, completions and logprobs, as the server has them; no completions if the prompt is too long for any."""
+        """Prompt, completions and logprobs, as the server has them; no completions if the prompt is too long."""
         prompt_ids = self._codec.encode(problem.messages)
         max_tokens = self.config.max_token_length
         if self.max_token_len > 0:

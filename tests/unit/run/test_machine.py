@@ -77,7 +77,10 @@ def test_what_is_missing_is_told_with_its_fix(tmp_path: Path, monkeypatch: pytes
 
 
 def test_it_fits_one_screen_and_imports_no_torch_without_a_gpu(tmp_path: Path) -> None:
-    code = "import sys; from offline_grpo import check; code = check.main(sys.argv[1:]); sys.exit(9 if 'torch' in sys.modules else code)"
+    code = (
+        "import sys; from offline_grpo import check; code = check.main(sys.argv[1:]); sys.exit(9 if 'torch' in "
+        "sys.modules else code)"
+    )
     environment = {**os.environ, "PATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stderr) == (0, "")

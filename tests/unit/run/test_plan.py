@@ -140,7 +140,10 @@ def test_the_command_line_is_looked_at(output_dir):
         ("generation=vllm_server weight_sync=restart", None),
         (
             "generation=vllm_server weight_sync=restart weight_sync.interval=3",
-            "weight_sync.interval=3: rollouts may be sampled with weights up to 2 iterations old, and the clip does not limit that",
+            (
+                "weight_sync.interval=3: rollouts may be sampled with weights up to 2 iterations old, and the clip "
+                "does not limit that"
+            ),
         ),
         (
             "generation=vllm_server weight_sync=restart weight_sync.interval=3 train.loss.ratio_reference=rollout "

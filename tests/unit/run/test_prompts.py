@@ -42,13 +42,19 @@ def test_the_shortest_and_the_longest_prompt_are_found() -> None:
 
 def test_a_prompt_that_leaves_too_little_room_says_how_much() -> None:
     length, _ = lengths(problems("10+10="))
-    message = rf"^generation.max_new_tokens=15: .*longest prompt of {length} tokens .*context of 20; use .*={20 - length} or less$"
+    message = (
+        rf"^generation.max_new_tokens=15: .*longest prompt of {length} tokens .*context of 20; use .*={20 - length} "
+        rf"or less$"
+    )
     with pytest.raises(ConfigError, match=message):
         lengths(problems("1+1=", "10+10="), max_new_tokens=15)
 
 
 def test_prompts_that_leave_no_room_are_named_and_counted() -> None:
-    message = r"^model.train_id: the prompt of problem p-2 has \d+ tokens, and the model's context is 20; leave out the 2 of 3 problems "
+    message = (
+        r"^model.train_id: the prompt of problem p-2 has \d+ tokens, and the model's context is 20; leave out the 2 "
+        r"of 3 problems "
+    )
     with pytest.raises(ConfigError, match=message):
         lengths(problems("1+1=", "1+" * 10 + "1=", "1+" * 20 + "1="))
 

@@ -168,7 +168,10 @@ def look(overrides: str, url: str) -> None:
 def test_an_sglang_server_without_its_option(caplog: pytest.LogCaptureFixture) -> None:
     fake = FakeSglang(is_deterministic=False)
     with ScriptedServer(fake) as web:
-        refusal = rf"^generation\.base_url={web.base_url}: that server ignores the seeds of requests .*: SGLANG_RETURN_ORIGINAL_LOGPROB=0 "
+        refusal = (
+            rf"^generation\.base_url={web.base_url}: that server ignores the seeds of requests .*: "
+            rf"SGLANG_RETURN_ORIGINAL_LOGPROB=0 "
+        )
         with pytest.raises(ConfigError, match=refusal) as refused:
             look(SGLANG, web.base_url)
         command = str(refused.value).partition(" -m ")[2]
@@ -176,7 +179,8 @@ def test_an_sglang_server_without_its_option(caplog: pytest.LogCaptureFixture) -
         assert command.endswith(" --mem-fraction-static 0.45 --enable-deterministic-inference --dtype float32")
         look("generation=sglang_server weight_sync=none", web.base_url)  # nobody may start it otherwise
         assert caplog.messages == [
-            f"generation.base_url={web.base_url}: that server ignores the seeds of requests (--enable-deterministic-inference); "
+            f"generation.base_url={web.base_url}: that server ignores the seeds of requests "
+            f"(--enable-deterministic-inference); "
             "weight_sync=none uses it as it is"
         ]
         fake.is_deterministic = True
@@ -200,7 +204,10 @@ def test_a_server_that_environments_cannot_call() -> None:
         plan = replace(plan, engine=replace(plan.engine, base_urls=[web.base_url]))
         check_found_servers(plan, "some/model")
         plan.config.rollouts["url"] = "http://127.0.0.1:2"
-        refusal = rf"^generation\.base_url={web.base_url}: that server has no POST /generate, .* Start one that has it: .*offline_grpo_generate"
+        refusal = (
+            rf"^generation\.base_url={web.base_url}: that server has no POST /generate, .* Start one that has it: "
+            rf".*offline_grpo_generate"
+        )
         with pytest.raises(ConfigError, match=refusal):
             check_found_servers(plan, "some/model")
         routes["/generate"] = 405
