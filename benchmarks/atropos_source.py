@@ -146,8 +146,6 @@ def main() -> None:
     source.start(0, None)
     source.next(0)  # the batch that came with the registration
     decoding = [list(range(300, 300 + args.tokens - args.tokens // 4))] * (args.groups * args.members)
-    feed = source._feed
-    assert feed is not None
     processor_s: dict[str, list[float]] = {}
 
     def timed(name: str, call: Callable[[], object]) -> Callable[[], object]:
@@ -164,7 +162,7 @@ def main() -> None:
 
     arms: dict[str, Callable[[], object]] = {
         "source": whole,
-        "received": lambda: feed.next(1),
+        "received": lambda: source._next_batch(1),
         "parsed": lambda: from_json(body),
         "parsed by json": lambda: json.loads(body),
         "decoded": lambda: [decode(tokenizer, ids) for ids in decoding],

@@ -9,7 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offline_grpo.errors import ConfigError, GrpoError, ending_with_reader, require
+from offline_grpo.disk import require_new
+from offline_grpo.errors import ConfigError, GrpoError, ending_with_reader
 from offline_grpo.logger import output_console
 
 if TYPE_CHECKING:
@@ -29,26 +30,18 @@ def parser() -> argparse.ArgumentParser:
     }
     for name, text in helps.items():
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument(
-            "path", metavar="PATH", type=Path, help="run folder, file of its rollouts/, or folder that datasets saved"
-        )
+        add = command.add_argument
+        add("path", metavar="PATH", type=Path, help="run folder, file of its rollouts/, or folder that datasets saved")
         if name == "export":
-            command.add_argument(
-                "out", metavar="OUT", type=Path, help="file, or folder for datasets, to write; a new one"
-            )
-            command.add_argument(
-                "--format", choices=("jsonl", "datasets", "atropos"), default="jsonl", help="default: jsonl"
-            )
-        command.add_argument("--phase", choices=("train", "eval"), default="train", help="default: train")
-        command.add_argument(
-            "--iteration", type=int, metavar="N", help="only that one; 1 is the first, 0 the evaluation before it"
-        )
-        command.add_argument("--skip-damaged", action="store_true", help="go on without files that cannot be read")
+            add("out", metavar="OUT", type=Path, help="file, or folder for datasets, to write; a new one")
+            add("--format", choices=("jsonl", "datasets", "atropos"), default="jsonl", help="default: jsonl")
+        add("--phase", choices=("train", "eval"), default="train", help="default: train")
+        add("--iteration", type=int, metavar="N", help="only that one; 1 is the first, 0 the evaluation before it")
+        add("--skip-damaged", action="store_true", help="go on without files that cannot be read")
         if name == "show":
-            command.add_argument(
-                "--groups", type=int, default=4, metavar="N", help="of the newest iteration, or of N (default: 4)"
-            )
-            command.add_argument("--full", action="store_true", help="whole completions, and every one of a group")
+            text = "of the newest iteration, or of N (default: 4)"
+            add("--groups", type=int, default=4, metavar="N", help=text)
+            add("--full", action="store_true", help="whole completions, and every one of a group")
     return parser
 
 
@@ -56,19 +49,14 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """Read, and print or write."""
     options = parser().parse_args(arguments)
 
-    from offline_grpo.rollouts.store.export import FORMATS, check_out
+    from offline_grpo.rollouts.store.export import FORMATS
     from offline_grpo.rollouts.store.reader import shards_of
-    from offline_grpo.rollouts.store.show import show_groups
-    from offline_grpo.rollouts.store.stats import facts_of, print_stats
+    from offline_grpo.rollouts.store.show import facts_of, print_stats, show_groups
 
     number = options.iteration
-    require(
-        number is None or number >= 0, "--iteration", number, "must be 0 or more; 0 is the evaluation before the first"
-    )
-    if options.command == "show":
-        require(options.groups >= 1, "--groups", options.groups, "must be 1 or more")
     if options.command == "export":
-        check_out(options.out, options.format)
+        require_new(options.out, f"OUT={options.out}")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
     shards = shards_of(options.path, key="PATH", phase=options.phase, iteration=None if number is None else number - 1)
     tables = _tables(shards[::-1] if options.command == "show" else shards, options)
     first = next(tables, None)

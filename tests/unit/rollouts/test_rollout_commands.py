@@ -101,25 +101,14 @@ def written(ids: tuple[int, ...], text: str) -> Rollout:
     return Rollout.of_one_turn((1, 2, 3), completion, temperature=1.0, text=text, score=Score(1.0, True, {}))
 
 
-@pytest.mark.parametrize("text", ["naïve café", "答案是四十二", "yes 🎉 no"])
-def test_characters_of_several_tokens_are_whole(text: str, tmp_path: Path) -> None:
+def test_characters_of_several_tokens_are_whole(tmp_path: Path) -> None:
+    text = "naïve café, yes 🎉"
     tokenizer = byte_tokenizer(tmp_path)
     ids = tuple(tokenizer.encode(text).ids)
     assert len(ids) == len(text.encode())
     told = shown(tmp_path, written(ids, text), model=str(tmp_path), full=False)
     assert text in re.sub(r"\x1b\[[\d;]*m", "", told)
     assert f"\x1b[38;2;90;180;90m{text[-1]}\x1b[0m" in told, "each has a colour of its own"
-    assert "\ufffd" in shown(
-        tmp_path, written(tuple(tokenizer.encode("é").ids)[:1], text), model=str(tmp_path), full=False
-    )
-
-
-@pytest.mark.parametrize("model", ["./model", "../model", "outputs/"])
-def test_the_text_is_shown_where_the_tokenizer_cannot_be_read(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert "what it wrote" in shown(tmp_path, written((1, 2), "what it wrote"), model=model, full=False)
 
 
 def test_stats_count_what_was_recorded(store: Path, tmp_path: Path, printed) -> None:
@@ -133,18 +122,12 @@ def test_stats_count_what_was_recorded(store: Path, tmp_path: Path, printed) -> 
     assert rows[-4:] == [[str(i + 1), "6", f"{(i + 1) / 10:.3f}", "33.3%", "2.0", "33.3%", "0.0%"] for i in range(4)]
 
     [first, second, third] = made_groups(0)[0].rollouts
-    longer = replace(
-        second,
-        **{
-            name: (*getattr(second, name), getattr(second, name)[-1])
-            for name in ("token_ids", "is_sampled", "logprobs", "versions")
-        },
-    )
+    names = ("token_ids", "is_sampled", "logprobs", "versions")
+    longer = replace(second, **{name: (*getattr(second, name), getattr(second, name)[-1]) for name in names})
     groups = [RolloutGroup(None, (first, first, third)), RolloutGroup(None, (longer, longer))]
     (tmp_path / "one.parquet").write_bytes(parquet(table_of("train", groups, None, 0), {}))
-    text = printed(
-        "stats", tmp_path / "one.parquet"
-    )  # lengths 2 2 2 3 3, rewards 0 0 .2 .1 .1: r = 0.04 / sqrt(1.2 * 0.028)
+    # lengths 2 2 2 3 3, rewards 0 0 .2 .1 .1: r = 0.04 / sqrt(1.2 * 0.028)
+    text = printed("stats", tmp_path / "one.parquet")
     assert "repeated within their group: 40.0%; groups whose rewards are all equal: 50.0%" in text
     assert "reward against length: correlation +0.22" in text
     for low, high in pairwise(["2 to 2", "3 to 3"]):
@@ -159,8 +142,6 @@ def test_lines_of_json_hold_every_column(store: Path, tmp_path: Path, printed) -
         assert {
             name: json.loads(v) if name in ("messages", "fields", "parts") else v for name, v in row.items()
         } == line
-    with pytest.raises(ConfigError, match="is there already"):
-        printed("export", store, tmp_path / "out.jsonl")
 
 
 def test_datasets_and_replay_read_what_is_exported_for_them(store: Path, tmp_path: Path, printed) -> None:
@@ -172,24 +153,16 @@ def test_datasets_and_replay_read_what_is_exported_for_them(store: Path, tmp_pat
     assert "train, iteration 4, group 1" in printed("show", tmp_path / "saved")
 
 
-def test_exports_of_different_problems_that_were_joined_are_refused(store: Path, tmp_path: Path, printed) -> None:
-    """A group has its number in the record alone, so those of two would be compared with each other."""
+def test_exports_that_were_joined_are_refused(store: Path, tmp_path: Path, printed) -> None:
+    """A group has its number in the record alone, so completions of two runs would be compared with each other."""
     printed("export", store, tmp_path / "saved", "--format", "datasets")
     one = datasets.load_from_disk(str(tmp_path / "saved"))
+    datasets.concatenate_datasets([one, one]).save_to_disk(tmp_path / "joined")
     other = one.map(lambda row: {"messages": row["messages"].replace("2+2", "3+3")})
-    datasets.concatenate_datasets([one, other]).save_to_disk(tmp_path / "joined")
-    with pytest.raises(ConfigError, match=r"completions of different prompts; .*rollouts.path=\[A,B\]"):
-        replayed(make_replay(tmp_path / "joined", "rollouts.any_model=true"))
-
-
-@pytest.mark.parametrize("order", ["shuffled", "sorted"])
-def test_a_single_export_is_whole_in_any_order(order: str, store: Path, tmp_path: Path, printed) -> None:
-    printed("export", store, tmp_path / "saved", "--format", "datasets")
-    found = datasets.load_from_disk(str(tmp_path / "saved"))
-    (found.shuffle(seed=0) if order == "shuffled" else found.sort("finish_reason")).save_to_disk(tmp_path / "other")
-    source = make_replay(tmp_path / "other", "rollouts.any_model=true", "rollouts.problems_per_iteration=8")
-    source.start(0, None)
-    assert [len(group.rollouts) for group in source.next(0)] == [3] * 8
+    datasets.concatenate_datasets([one, other]).sort(["iteration", "group"]).save_to_disk(tmp_path / "sorted")
+    for name, message in (("joined", "iteration 1, group 1 are apart"), ("sorted", "of different prompts")):
+        with pytest.raises(ConfigError, match=rf"{message}.*rollouts.path=\[A,B\]"):
+            replayed(make_replay(tmp_path / name, "rollouts.any_model=true"))
 
 
 def test_atropos_takes_what_is_exported_for_it(store: Path, tmp_path: Path, printed) -> None:
@@ -233,12 +206,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, capsys, monkeypatch) -> None
     [
         (("show", "{tmp}/none"), "PATH={tmp}/none: has no rollouts; name a run folder"),
         (("stats", "{tmp}/sweep"), "PATH={tmp}/sweep: has no rollouts; name one of its runs: 0, 1"),
-        (("stats", "{tmp}/text"), "{tmp}/text: cannot be read"),
-        (("show", "{store}", "--iteration", "9"), "PATH={store}: has no rollouts of phase train of iteration 9"),
-        (("show", "{store}", "--iteration", "-1"), "--iteration=-1: must be 0 or more"),
-        (("show", "{store}", "--groups", "0"), "--groups=0: must be 1 or more"),
         (("export", "{store}", "{tmp}/text"), "OUT={tmp}/text: is there already"),
-        (("export", "{store}", "{tmp}/none/x"), "OUT={tmp}/none/x: there is no folder"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(words, expected, store: Path, tmp_path: Path, capsys, monkeypatch) -> None:

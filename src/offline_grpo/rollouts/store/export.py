@@ -14,7 +14,6 @@ import pyarrow as pa
 from pydantic_core import from_json
 
 from offline_grpo.disk import UNFINISHED, write_whole
-from offline_grpo.errors import ConfigError
 from offline_grpo.rollouts.atropos.groups import NOT_TRAINED
 from offline_grpo.rollouts.store.reader import ORIGIN_FILE, Shard
 from offline_grpo.rollouts.store.rows import group_rows, groups_of
@@ -32,20 +31,16 @@ def to_json_lines(tables: Tables, out: Path) -> int:
     def lines() -> Iterator[dict[str, Any]]:
         for _, table in tables:
             for row in table.to_pylist():
-                yield row | {
-                    name: from_json(row[name])
-                    for name in ("messages", "fields", "parts", "measured")
-                    if row[name] is not None
-                }
+                names = ("messages", "fields", "parts", "measured")
+                yield row | {name: from_json(row[name]) for name in names if row[name] is not None}
 
     return _write_lines(out, lines())
 
 
 def to_atropos(tables: Tables, out: Path) -> int:
     """A line per group, each a body for `POST /scored_data`. Returns how many."""
-    return _write_lines(
-        out, (scored_data(g) for _, table in tables for g in groups_of(table, group_rows(table).values()))
-    )
+    groups = (group for _, table in tables for group in groups_of(table, group_rows(table).values()))
+    return _write_lines(out, map(scored_data, groups))
 
 
 def to_datasets(tables: Tables, out: Path) -> int:
@@ -62,11 +57,7 @@ def to_datasets(tables: Tables, out: Path) -> int:
     return whole.num_rows
 
 
-FORMATS: dict[str, Callable[[Tables, Path], int]] = {
-    "jsonl": to_json_lines,
-    "datasets": to_datasets,
-    "atropos": to_atropos,
-}
+FORMATS = {"jsonl": to_json_lines, "datasets": to_datasets, "atropos": to_atropos}
 
 
 def scored_data(group: RolloutGroup) -> dict[str, Any]:
@@ -76,15 +67,13 @@ def scored_data(group: RolloutGroup) -> dict[str, Any]:
     def rows(of: Callable[[Rollout], Iterable[Any]], blank: float) -> list[list[Any]]:
         return [[value if s else blank for value, s in zip(of(r), r.is_sampled, strict=True)] for r in rollouts]
 
+    zeroed = [{"set_advantage_to_zero": True} if r.zero_advantage else {} for r in rollouts]
     found: dict[str, Any] = {
         "tokens": [list(r.token_ids) for r in rollouts],
         "masks": rows(lambda r: r.token_ids, NOT_TRAINED),
         "scores": [r.score.reward for r in rollouts],
         "inference_logprobs": rows(lambda r: r.logprobs, _BLANK),
-        "overrides": [
-            {"temperature": r.temperature, **({"set_advantage_to_zero": True} if r.zero_advantage else {})}
-            for r in rollouts
-        ],
+        "overrides": [{"temperature": r.temperature, **zero} for r, zero in zip(rollouts, zeroed, strict=True)],
     }
     if group.advantages is not None:
         found["advantages"] = [list(row) for row in group.advantages]
@@ -109,13 +98,3 @@ def _write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> int:
     finally:
         hidden.unlink(missing_ok=True)
     return count
-
-
-def check_out(out: Path, form: str) -> None:
-    """Raise ConfigError if there is something at `out` already, or no folder for it. An empty folder may take a
-    `datasets` folder.
-    """
-    if out.exists() and not (form == "datasets" and out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"OUT={out}: is there already; name a new {'folder' if form == 'datasets' else 'file'}")
-    if not out.parent.is_dir():
-        raise ConfigError(f"OUT={out}: there is no folder {out.parent}; make it, or name another place")

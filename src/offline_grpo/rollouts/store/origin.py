@@ -15,15 +15,8 @@ FORMAT = 1
 """Increased when files of an older version can no longer be read."""
 KEY = "offline_grpo"
 """Of the JSON in a file's metadata."""
-_SHAPE = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
+_LAYERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_SHAPE = ("model_type", "vocab_size", *_LAYERS)
 
 
 @dataclass(frozen=True)
@@ -59,9 +52,7 @@ def file_name(phase: str, iteration: int) -> str:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of what each token id means. Equal for tokenizers that differ in chat template and special roles
-    alone.
-    """
+    """SHA-256 of what each token id means. The same whatever the chat template and the special roles."""
     return json_hash(sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])))
 
 

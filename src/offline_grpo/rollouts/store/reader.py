@@ -52,8 +52,7 @@ class Shard:
         """Where its rollouts come from, None where it does not say."""
         try:
             if self.path.is_dir():
-                file = self.path / ORIGIN_FILE
-                text = file.read_bytes() if file.is_file() else None
+                text = file.read_bytes() if (file := self.path / ORIGIN_FILE).is_file() else None
             else:
                 text = (pq.read_metadata(self.path).metadata or {}).get(KEY.encode())
             found = None if text is None else json.loads(text)
@@ -112,8 +111,8 @@ def shards_of(path: Path, *, key: str, phase: str | None = None, iteration: int 
     wanted = [s for s in shards if phase in (None, s.phase) and iteration in (None, s.iteration)]
     if not shards:
         runs = ", ".join(sorted(found.parent.name for found in path.glob(f"*/{FOLDER}"))[:6])
-        fix = f"name one of its runs: {runs}" if runs else "name a run folder, a file of its rollouts/, or a folder"
-        raise ConfigError(f"{key}={path}: has no rollouts; {fix}{'' if runs else ' that datasets saved'}")
+        fix = f"name one of its runs: {runs}" if runs else "name a run folder, a file of its rollouts/ or an export"
+        raise ConfigError(f"{key}={path}: has no rollouts; {fix}")
     if not wanted:
         which = "" if iteration is None else f" of iteration {iteration + 1}"
         found = ", ".join(sorted(shard.path.stem for shard in shards)[-6:])

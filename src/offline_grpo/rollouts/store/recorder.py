@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offline_grpo.disk import write_whole
 from offline_grpo.interfaces import RunListener
@@ -42,9 +42,8 @@ class Recorder(RunListener):
         from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
 
         version, tensors = self.weights()
-        origin = replace(
-            self.origin, version=version, weights=json_hash(fingerprints(tensors))
-        )  # now: the updates change them
+        # now, before the updates change them
+        origin = replace(self.origin, version=version, weights=json_hash(fingerprints(tensors)))
         self._writing.append(self._thread.submit(self._write, name, groups, advantages, iteration, origin))
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
@@ -57,23 +56,12 @@ class Recorder(RunListener):
             self._writing.pop(0).result()
 
     def close(self) -> None:
-        """Waits as well. What went wrong is of no interest: the iteration has no metrics, and a resumed run repeats
-        it.
-        """
+        """Waits as well, and ignores errors: the iteration has no metrics, so a resumed run repeats it."""
         self._thread.shutdown()
 
-    def _write(
-        self,
-        name: str,
-        groups: Sequence[RolloutGroup],
-        advantages: Sequence[Sequence[float]] | None,
-        iteration: int,
-        origin: Origin,
-    ) -> None:
-        from offline_grpo.rollouts.store.rows import (
-            parquet,
-            table_of,
-        )  # pyarrow takes half a second, which no start shall wait for
+    def _write(self, name: str, groups: Any, advantages: Any, iteration: int, origin: Origin) -> None:
+        # pyarrow takes half a second, which no start shall wait for
+        from offline_grpo.rollouts.store.rows import parquet, table_of
 
         content = parquet(table_of(name, groups, advantages, iteration), origin.to_metadata())
         folder = self.output_dir / FOLDER

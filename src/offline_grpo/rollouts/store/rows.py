@@ -158,11 +158,19 @@ def groups_of(table: pa.Table, rows: Iterable[Sequence[int]]) -> list[RolloutGro
 
 
 def group_rows(table: pa.Table) -> dict[tuple[int, str, int], list[int]]:
-    """The rows of each group, by iteration, phase and number, in the order in which the groups begin."""
+    """The rows of each group, by iteration, phase and number, in the order in which the groups begin.
+
+    Raises:
+        ConfigError: a group's rows are apart. In two records that were joined, equal numbers are different groups.
+    """
     rows: dict[tuple[int, str, int], list[int]] = {}
     keys = zip(*(table[name].to_pylist() for name in ("iteration", "phase", "group")), strict=True)
     for row, key in enumerate(keys):
-        rows.setdefault(key, []).append(row)
+        members = rows.setdefault(key, [])
+        if members and members[-1] != row - 1:
+            about = f"the rows of iteration {key[0] + 1}, group {key[2] + 1} are apart, as in records that were joined"
+            raise ConfigError(f"rollouts.path: {about} or shuffled; name each record by itself: rollouts.path=[A,B]")
+        members.append(row)
     return rows
 
 

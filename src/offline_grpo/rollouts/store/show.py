@@ -1,27 +1,36 @@
-"""Recorded rollouts as a person reads them: the best and the worst completion of each group, coloured by advantage."""
+"""Recorded rollouts for a terminal: the best and the worst completion of each group, coloured by advantage; and in
+numbers, by iteration, by length and by how they ended."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from huggingface_hub import try_to_load_from_cache
 from pydantic_core import from_json
+from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
+from offline_grpo.logger import print_table
 from offline_grpo.logger.samples import visible
 from offline_grpo.rollouts.store.reader import Shard
 from offline_grpo.rollouts.store.rows import group_rows
 
 _SHOWN = 200
 """Tokens of a completion."""
+LEAST_WIDTH = 80
+_ROWS, _BINS = 20, 5
+"""Of the tables by iteration and by length."""
 
 
 def show_groups(console: Console, shard: Shard, table: pa.Table, count: int, *, full: bool) -> None:
@@ -40,19 +49,10 @@ def show_groups(console: Console, shard: Shard, table: pa.Table, count: int, *, 
         first = members[0]
         name = "" if first["problem_id"] is None else f", problem {visible(first['problem_id'])}"
         when = "before training" if iteration == -1 else f"iteration {iteration + 1}"
-        console.rule(
-            Text(f"{phase}, {when}, group {number + 1}{name}: {len(members)} completions"), align="left", style="dim"
-        )
-        console.print(
-            Group(
-                *_prompt(first, full=full),
-                *(_answer(member, tokenizer, full=full) for member in (members if full else _ends(members))),
-            )
-        )
-
-
-def _ends(members: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [members[0], members[-1]] if len(members) > 1 else list(members)
+        title = f"{phase}, {when}, group {number + 1}{name}: {len(members)} completions"
+        console.rule(Text(title), align="left", style="dim")
+        shown = members if full or len(members) == 1 else [members[0], members[-1]]
+        console.print(Group(*_prompt(first, full=full), *(_answer(row, tokenizer, full=full) for row in shown)))
 
 
 def _prompt(row: Mapping[str, Any], *, full: bool) -> Iterator[Table]:
@@ -67,10 +67,8 @@ def _answer(row: Mapping[str, Any], tokenizer: Tokenizer | None, *, full: bool) 
     machine.
     """
     parts = {} if row["parts"] is None else from_json(row["parts"])
-    facts = [
-        f"reward {row['reward']:.3f}",
-        *(f"{visible(name)} {value:.3g}" for name, value in parts.items() if len(parts) > 1),
-    ]
+    facts = [f"reward {row['reward']:.3f}"]
+    facts += [f"{visible(name)} {value:.3g}" for name, value in parts.items() if len(parts) > 1]
     facts += [] if row["advantage"] is None else [f"advantage {row['advantage']:+.2f}"]
     facts += [
         f"{len(row['completion_ids'])} tokens",
@@ -97,10 +95,7 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
     """The text of each token; a character that several tokens make up comes with the last of them, and the others are
     empty.
     """
-    before, start = (
-        0,
-        0,
-    )  # the tokens in between are told, and decoded again: what a token reads as depends on the one before
+    before, start = 0, 0  # tokens in between are decoded again: how a token reads depends on the one before
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[before:end], skip_special_tokens=False)
         if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
@@ -135,3 +130,85 @@ def tokenizer_of(model: str) -> Tokenizer | None:
     if not Path(model).is_dir() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
         found = try_to_load_from_cache(model, "tokenizer.json")
     return Tokenizer.from_file(str(found)) if isinstance(found, (str, Path)) and Path(found).is_file() else None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of R completions, in the order of the record: `columns` [R] each, and whether the rewards of each group
+    differ.
+    """
+
+    columns: dict[str, np.ndarray]
+    has_signal: list[bool]
+
+
+def facts_of(tables: Iterable[pa.Table]) -> Facts:
+    """From tables with all columns, each with whole groups."""
+    names = ("iteration", "reward", "is_correct", "finish_reason", "failure")
+    columns: dict[str, list] = {name: [] for name in (*names, "length", "repeated")}
+    has_signal = []
+    for table in tables:
+        rows = table.select([*names, "completion_ids"]).to_pydict()
+        repeated = [False] * table.num_rows  # whether the same tokens came before in its group
+        for members in group_rows(table).values():
+            seen: set[tuple[int, ...]] = set()
+            for row in members:
+                tokens = tuple(rows["completion_ids"][row])
+                repeated[row] = tokens in seen
+                seen.add(tokens)
+            has_signal.append(len({rows["reward"][row] for row in members}) > 1)
+        found = rows | {"length": map(len, rows["completion_ids"]), "repeated": repeated}
+        for name, column in columns.items():
+            column.extend(found[name])
+    return Facts({name: np.array(column) for name, column in columns.items()}, has_signal)
+
+
+def print_stats(console: Console, facts: Facts) -> None:
+    """Totals, a table of iterations, and reward against length."""
+    of, count = facts.columns, len(facts.columns["reward"])
+    reasons = Counter(reason or "unknown" for reason in of["finish_reason"])
+    failures = Counter(failure for failure in of["failure"] if failure is not None)
+    equal = 1 - np.mean(facts.has_signal)
+    correlation = "one of them does not vary"
+    if of["length"].std() > 0 and of["reward"].std() > 0:
+        correlation = f"correlation {np.corrcoef(of['length'], of['reward'])[0, 1]:+.2f}"
+    lines = [
+        f"{count:,} completions in {len(facts.has_signal):,} groups, {of['length'].sum():,} tokens",
+        f"ended: {', '.join(f'{reason} {n / count:.1%}' for reason, n in reasons.most_common())}",
+        f"repeated within their group: {of['repeated'].mean():.1%}; groups whose rewards are all equal: {equal:.1%}",
+        f"reward against length: {correlation}",
+    ]
+    if failures:
+        causes = ", ".join(f"{n:,} {cause}" for cause, n in failures.most_common())
+        lines.append(f"not scored, and got 0 or, if lower, their group's least: {causes}")
+    console.print("\n".join(lines), markup=False, highlight=False)
+    for label, parts in (("length", _length_bins(of["length"])), ("iteration", _iteration_blocks(of["iteration"]))):
+        print_table(console, _stats_table(label, parts, of), least_width=LEAST_WIDTH)
+
+
+def _length_bins(lengths: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Fifths of the completions, from short to long."""
+    edges = np.unique(np.quantile(lengths, np.linspace(0, 1, _BINS + 1)[1:]).astype(int))
+    pairs = zip([int(lengths.min()), *(edges[:-1] + 1)], edges, strict=True)
+    return [(f"{low} to {high}", (lengths >= low) & (lengths <= high)) for low, high in pairs]
+
+
+def _iteration_blocks(iterations: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Each iteration, or, of many, blocks of them."""
+    found = np.unique(iterations)
+    blocks = np.array_split(found, min(_ROWS, len(found)))
+    names = [str(b[0] + 1) if len(b) == 1 else f"{b[0] + 1} to {b[-1] + 1}" for b in blocks]
+    return [(name, np.isin(iterations, block)) for name, block in zip(names, blocks, strict=True)]
+
+
+def _stats_table(label: str, parts: Sequence[tuple[str, np.ndarray]], of: dict[str, np.ndarray]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in (label, "completions", "reward", "correct", "tokens", "cut off", "repeated"):
+        table.add_column(name, justify="left" if name == label else "right")
+    for name, mask in parts:
+        if mask.any():
+            shown = (of["reward"], of["is_correct"], of["length"], of["finish_reason"] == "length", of["repeated"])
+            reward, correct, length, cut, repeated = (values[mask].mean() for values in shown)
+            shares = (f"{reward:.3f}", f"{correct:.1%}", f"{length:.1f}", f"{cut:.1%}", f"{repeated:.1%}")
+            table.add_row(name, f"{mask.sum():,}", *shares)
+    return table
