@@ -1,18 +1,12 @@
-"""Rollouts that are sampled while the trainer trains, from weights that are at most `max_staleness` updates older than
-those trained.
+"""Rollouts that are sampled while the trainer trains, from weights at most `max_staleness` updates older than it has.
 
-What is trained on, and in which order, is what `OnPolicy` would train on: iteration i has positions i * P to (i + 1) *
-P of the endless sequence of problems. So a checkpoint needs nothing of what was under way, and a late straggler costs a
-wait.
-
+Iteration i trains on the problems that `OnPolicy` would give it, so a checkpoint needs nothing of what was under way.
 An iteration is sampled in a thread of its own, which the main thread alone begins and waits for. It begins as soon as
-its rollouts cannot become too old: the trainer makes at most `updates_per_iteration` updates in each iteration before
-it.
+its rollouts cannot become too old: the trainer makes at most `updates_per_iteration` updates in each iteration before.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from itertools import compress
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from offline_grpo import progress
 from offline_grpo.engine.background import in_background
@@ -33,28 +27,19 @@ from offline_grpo.types import Metrics, RolloutGroup
 TICK_S = 0.2
 END_S = 5.0
 """How long threads are waited for whose requests have been cancelled; code that scores may keep one longer."""
-IN_FLIGHT = ("keep", "wait", "abort")
-
-log = logging.getLogger(__name__)
 
 
 class Round(RunListener):
-    """An iteration that is being sampled, or has been."""
+    """An iteration that is being sampled, or has been. Several that are sampled at once share these `seconds`."""
 
     groups: Future[list[RolloutGroup]]
     is_over: bool = False
     seconds: float = 0.0
-    """Of sampling. Seconds in which several were sampled are shared among them."""
     said: tuple[int, int, str] = (0, 0, "completions")
 
     def progress(self, done: int, total: int, unit: str) -> None:
         """Called in the round's thread; the main thread passes it on while it waits."""
         self.said = (done, total, unit)
-
-
-def _is_sampled(round_: Round) -> bool:
-    """Whether its groups are there. What ended it instead, perhaps a moment ago, is raised by the next wait."""
-    return round_.groups.done() and round_.groups.exception() is None
 
 
 @dataclass(kw_only=True)
@@ -76,7 +61,7 @@ class Asynchronous(OnPolicy):
 
     max_staleness: int
     buffer_size: int | None
-    in_flight: str
+    in_flight: Literal["keep", "wait", "abort"]
 
     trainer_version: Callable[[], int]
     updates_per_iteration: int
@@ -97,27 +82,16 @@ class Asynchronous(OnPolicy):
     def check(config: RunConfig) -> None:
         OnPolicy.check(config)
         settings, loss = config.rollouts, config.train.loss
-        staleness, in_flight, buffer_size = settings["max_staleness"], settings["in_flight"], settings["buffer_size"]
-        fix = (
-            "generation samples in this process, from the weights that are trained; use generation=vllm_server, "
-            "or rollouts=on_policy"
-        )
+        staleness, buffer_size = settings["max_staleness"], settings["buffer_size"]
+        fix = "generation samples in this process; use generation=vllm_server, or rollouts=on_policy"
         require(config.engine is not None, "rollouts", "async", fix)
-        require(in_flight in IN_FLIGHT, "rollouts.in_flight", in_flight, f"must be one of {', '.join(IN_FLIGHT)}")
-        problems = config.data.problems_per_iteration
-        fix = (
-            f"must have room for an iteration, data.problems_per_iteration={problems}; null bounds by "
-            f"rollouts.max_staleness alone"
-        )
+        problems, interval = config.data.problems_per_iteration, config.weight_sync.get("interval", 1)
+        fix = f"must have room for an iteration, data.problems_per_iteration={problems}; null has no bound"
         require(buffer_size is None or buffer_size >= problems, "rollouts.buffer_size", buffer_size, fix)
-        interval = config.weight_sync.get("interval", 1)
         least = interval * config.planned_updates
-        fix = (
-            f"an iteration makes up to {config.planned_updates} versions and weight_sync.interval={interval}, so "
-            f"sampling ahead takes at "
-            f"least {least}"
-            + ("; 0 samples as rollouts=on_policy does" if interval == 1 else ", and 0 takes weight_sync.interval=1")
-        )
+        other = "0 samples as rollouts=on_policy does" if interval == 1 else "0 takes weight_sync.interval=1"
+        versions = f"{config.planned_updates} versions with weight_sync.interval={interval}"
+        fix = f"an iteration makes up to {versions}, so sampling ahead takes at least {least}; {other}"
         require(staleness >= least or (staleness == 0 and interval == 1), "rollouts.max_staleness", staleness, fix)
         uncorrected = loss.get("ratio_reference") == "old" and loss.get("importance_correction") == "none"
         fix = "corrects nothing for older weights; use token_truncate, or train.loss.ratio_reference=rollout"
@@ -141,10 +115,8 @@ class Asynchronous(OnPolicy):
         self._next, self._known = iteration, (iteration, version)
         age = version - self._served
         if age > self.max_staleness:
-            raise ConfigError(
-                f"rollouts.max_staleness={self.max_staleness}: the engine's weights are {age} versions old; push "
-                f"more often"
-            )
+            about = f"the engine's weights are {age} versions old; push more often"
+            raise ConfigError(f"rollouts.max_staleness={self.max_staleness}: {about}")
         sampling_s = 0.0
         while True:
             self._begin_due()
@@ -157,7 +129,8 @@ class Asynchronous(OnPolicy):
         self._next = iteration + 1
         self._begin_due()
         self._count_seconds()
-        queued = sum(len(round_.groups.result()) for round_ in self._rounds.values() if _is_sampled(round_))
+        ended = [round_.groups for round_ in self._rounds.values() if round_.groups.done()]
+        queued = sum(len(each.result()) for each in ended if each.exception() is None)  # an error: at the next wait
         self._metrics = {
             "async/age_mean": fmean(ages) if ages else 0.0,
             "async/age_max": float(max(ages, default=0)),
@@ -218,9 +191,8 @@ class Asynchronous(OnPolicy):
         round_.groups = in_background(sample)
 
     def _count_seconds(self) -> None:
-        """Share the seconds since the last call among the iterations that are being sampled; without one they are
-        idle.
-        """
+        """Share the seconds since the last call among the iterations that are being sampled; without any, count them as
+        idle."""
         with self._counting:
             now = time.perf_counter()
             seconds, self._counted_to_s = now - self._counted_to_s, now
@@ -231,9 +203,7 @@ class Asynchronous(OnPolicy):
                 self._idle_s += seconds
 
     def _wait_for(self, iteration: int) -> tuple[list[RolloutGroup], float]:
-        """The groups of an iteration that has been begun, and the seconds that they took. An error of any iteration is
-        raised at once.
-        """
+        """An iteration's groups, and the seconds that they took. An error of any iteration is raised at once."""
         while True:
             pending = []
             for round_ in self._rounds.values():

@@ -68,15 +68,13 @@ class OnPolicy(Source):
         require(tokens is None or 0 < tokens < longest, "data.soft_overlong_tokens", tokens, fix)
 
     def next(self, iteration: int) -> list[RolloutGroup]:
-        """A function of the seed, the iteration and the weights alone: a resumed run draws
-        the same.
-        """
+        """A function of the seed, the iteration and the weights alone: a resumed run draws the same."""
         self._scoring_wait_s = 0.0
         first = iteration * self.problems_per_iteration
         places = range(self.problems_per_iteration)[self.rank :: self.world_size]
-        groups = self._sample(
-            [(self._problem_at(first + i), derive_seed(self.seed, "rollout", first + i)) for i in places]
-        )
+        seeds = [derive_seed(self.seed, "rollout", first + i) for i in places]
+        problems = [self.problems[self._index_at(first + i)] for i in places]
+        groups = self._sample(list(zip(problems, seeds, strict=True)))
         others = self._others(iteration) if self.resample_zero_signal else []
         for start in range(0, len(others), self.problems_per_iteration):
             draws = others[start : start + self.problems_per_iteration]
@@ -127,18 +125,12 @@ class OnPolicy(Source):
         chosen = [index for index in indices if index not in own][:wanted]
         return [(self.problems[index], derive_seed(seed, "rollout", n)) for n, index in enumerate(chosen)]
 
-    def _problem_at(self, position: int) -> Problem:
-        """The problem at `position` of the endless sequence of passes."""
-        return self.problems[self._index_at(position)]
-
     def _index_at(self, position: int) -> int:
+        """The problem at `position` of the endless sequence of passes."""
         epoch, offset = divmod(position, len(self.problems))
-        order = (
-            permutation(len(self.problems), derive_seed(self.seed, "order", epoch))
-            if self.shuffle
-            else range(len(self.problems))
-        )
-        return order[offset]
+        if self.shuffle:
+            return permutation(len(self.problems), derive_seed(self.seed, "order", epoch))[offset]
+        return offset
 
 
 def overlong_penalty(num_tokens: int, longest: int, cache: float) -> float:

@@ -33,7 +33,6 @@ _CACHED = 8
 """Files that are kept in memory: in a new order, an iteration has groups of many."""
 _THREADS = 4
 _FACTS = ["iteration", "phase", "group", "reward", "version", "finish_reason"]
-"""Columns that decide which groups are chosen."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,7 @@ class Replay(Source):
 
     @staticmethod
     def check(config: RunConfig) -> None:
-        settings = config.rollouts
-        count = settings["problems_per_iteration"]
+        settings, count = config.rollouts, config.rollouts["problems_per_iteration"]
         require(count is None or count > 0, "rollouts.problems_per_iteration", count, "must be at least 1, or null")
         for name in ("iterations", "versions", "rewards"):
             bounds = settings[name]
@@ -120,18 +118,11 @@ class Replay(Source):
         groups: list[_Group] = []
         sound: list[Shard] = []
         with ThreadPoolExecutor(_THREADS) as threads:  # pyarrow reads without Python's lock
-            readings = [threads.submit(lambda shard=shard: shard.table().select(_FACTS)) for shard in shards]
-            for number, (shard, reading) in enumerate(zip(shards, readings, strict=True)):
+            for number, (shard, facts) in enumerate(zip(shards, threads.map(self._facts, shards), strict=True)):
                 progress.report(number, len(shards), "files")
-                try:
-                    facts = reading.result()
-                except ConfigError as error:
-                    if not self.skip_damaged:
-                        raise ConfigError(f"{error}; rollouts.skip_damaged=true goes on without this file") from error
-                    log.warning("%s; left out", error)
-                    continue
-                groups += self._chosen(facts, len(sound))
-                sound.append(shard)
+                if facts is not None:
+                    groups += self._chosen(facts, len(sound))
+                    sound.append(shard)
         filters = {name: getattr(self, name) for name in ("iterations", "versions", "rewards", "finish_reasons")}
         given = ", ".join(f"rollouts.{name}={value}" for name, value in filters.items() if value is not None)
         fix = f"no group of at least two completions is left of {len(shards)} files{given and f'; widen {given}'}"
@@ -147,11 +138,8 @@ class Replay(Source):
         require(is_known, "rollouts.path", self.path, fix)
         num_rollouts = sum(len(group.rows) for group in groups)
         per_pass = -(-len(self._units) // (self.problems_per_iteration or 1))
-        what = (
-            f"{num_rollouts:,} rollouts in {len(groups):,} groups, with "
-            f"{'new' if self.rescore else 'the recorded'} rewards"
-        )
-        log.info("replaying %s; a pass takes %s iterations", what, f"{per_pass:,}")
+        found = f"{num_rollouts:,} rollouts in {len(groups):,} groups; a pass takes {per_pass:,} iterations"
+        log.info("replaying %s; rewards are %s", found, "computed again" if self.rescore else "those recorded")
         self._warn_of_differences(sound)
 
     def next(self, iteration: int) -> list[RolloutGroup]:
@@ -170,17 +158,24 @@ class Replay(Source):
         return {"rollouts/epoch": self._epoch, "time/sampling_s": 0.0}
 
     def state_dict(self) -> Mapping[str, Any]:
-        """which groups there are. The iteration says the rest."""
+        """Identifies the recorded groups. The iteration says the rest."""
         return {"rollouts": self._identity}
+
+    def _facts(self, shard: Shard) -> pa.Table | None:
+        """The columns of a file that decide which groups are chosen; None if it is damaged and may be left out."""
+        try:
+            return shard.table().select(_FACTS)  # the whole file, so that a damaged one is found now
+        except ConfigError as error:
+            if not self.skip_damaged:
+                raise ConfigError(f"{error}; rollouts.skip_damaged=true goes on without this file") from error
+            log.warning("%s; left out", error)
+            return None
 
     def _unit_at(self, position: int) -> list[_Group]:
         epoch, offset = divmod(position, len(self._units))
-        order = (
-            permutation(len(self._units), derive_seed(self.seed, "replay", epoch))
-            if self.shuffle
-            else range(len(self._units))
-        )
-        return self._units[order[offset]]
+        if self.shuffle:
+            offset = permutation(len(self._units), derive_seed(self.seed, "replay", epoch))[offset]
+        return self._units[offset]
 
     def _check_origin(self, path: Path, origin: Origin | None) -> None:
         fix = "rollouts.any_model=true trains on it all the same"
@@ -193,9 +188,7 @@ class Replay(Source):
                 raise ConfigError(f"{path}: {about} ({theirs[:12]}, not {ours[:12]}); {fix}")
 
     def _warn_of_differences(self, shards: Sequence[Shard]) -> None:
-        """Name what the recorded rewards, or the weights that drew the rollouts, depend on and this run has
-        otherwise.
-        """
+        """Warn of other settings that recorded rewards, or the weights that drew the rollouts, depend on."""
         origin = next((shard.origin for shard in shards if shard.origin is not None), None)
         if origin is None:
             return
@@ -208,16 +201,12 @@ class Replay(Source):
             log.warning("rollouts.path=%s: was recorded with other settings: %s", self.path, found)
 
     def _chosen(self, table: pa.Table, shard: int) -> list[_Group]:
-        """The groups that pass the filters. One that is left with a single completion has nothing to be compared
-        with.
-        """
+        """The groups that pass the filters. A single completion that is left has nothing to be compared with."""
         rewards, versions, reasons = (table[name].to_pylist() for name in ("reward", "version", "finish_reason"))
         chosen = []
         for (iteration, phase, _), rows in group_rows(table).items():
-            is_within = _within(iteration + 1, self.iterations) and _within(
-                fmean(rewards[r] for r in rows), self.rewards
-            )
-            if phase != "train" or not is_within:
+            mean = fmean(rewards[row] for row in rows)
+            if phase != "train" or not _within(iteration + 1, self.iterations) or not _within(mean, self.rewards):
                 continue
             kept = [row for row in rows if _within(versions[row], self.versions)]
             kept = [row for row in kept if self.finish_reasons is None or reasons[row] in self.finish_reasons]

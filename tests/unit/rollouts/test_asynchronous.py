@@ -40,10 +40,8 @@ class Client:
             raise RuntimeError("closed")
         for index, request in enumerate(requests):
             draws = [random.Random(request.seed + j).choices(range(9), k=4) for j in range(request.num_completions)]
-            yield (
-                index,
-                [Completion(tuple(ids), (0.0,) * 4, FinishReason.STOP, (weights.version,) * 4) for ids in draws],
-            )
+            versions = (weights.version,) * 4
+            yield index, [Completion(tuple(ids), (0.0,) * 4, FinishReason.STOP, versions) for ids in draws]
 
     def close(self):
         self._closed.set()
@@ -67,13 +65,8 @@ class Trainer:
     """What the loop does to a source, with updates that take `seconds()`."""
 
     def __init__(self, client=None, *, updates=1, interval=1, seconds=lambda: 0.0, iterations=6, **settings):
-        self.client, self.updates, self.interval, self.seconds, self.version = (
-            client or Client(),
-            updates,
-            interval,
-            seconds,
-            0,
-        )
+        self.client, self.updates, self.interval, self.seconds = client or Client(), updates, interval, seconds
+        self.version = 0
         common = {
             "problems_per_iteration": PROBLEMS_PER_ITERATION,
             "group_size": 2,
@@ -151,15 +144,6 @@ def test_what_is_trained_on_is_what_on_policy_draws_and_never_too_old(updates, i
     trainer.source.close()
 
 
-def test_without_staleness_nothing_is_sampled_ahead():
-    trainer = Trainer(max_staleness=0, updates=2)
-    trainer.begin()
-    for iteration in range(6):
-        trainer.train(iteration)
-        assert trainer.source.metrics()["async/age_max"] == trainer.source.metrics()["async/queue_groups"] == 0
-        assert trainer.client.calls <= iteration + 2  # the next iteration's begins with the push
-
-
 def test_sampling_and_training_overlap():
     """From the second on, each training waits for the sampling of the next iteration, and that sampling for this
     training.
@@ -198,9 +182,7 @@ def test_what_was_sampled_long_ahead_took_its_seconds_too():
     assert min(seconds) >= 0.1 / 5  # they shared them
 
 
-@pytest.mark.parametrize(
-    ("buffer_size", "ahead"), [(PROBLEMS_PER_ITERATION, 1), (2 * PROBLEMS_PER_ITERATION + 1, 2), (None, 5)]
-)
+@pytest.mark.parametrize(("buffer_size", "ahead"), [(2 * PROBLEMS_PER_ITERATION + 1, 2), (None, 5)])
 def test_the_buffer_bounds_what_is_sampled_ahead(buffer_size, ahead):
     trainer = Trainer(max_staleness=4, buffer_size=buffer_size, iterations=20)
     trainer.begin()
@@ -209,14 +191,6 @@ def test_the_buffer_bounds_what_is_sampled_ahead(buffer_size, ahead):
     wait_until(lambda: trainer.client.calls == ahead + 1)
     time.sleep(0.05)
     assert trainer.client.calls == ahead + 1
-
-
-def test_nothing_is_sampled_beyond_the_last_iteration():
-    trainer = Trainer(max_staleness=50, iterations=4)
-    trainer.begin(1)
-    for iteration in (1, 2, 3):
-        assert answers(trainer.train(iteration)) == answers(trainer.on_policy.next(iteration))
-    assert trainer.client.calls == 3
 
 
 def test_an_error_reaches_the_trainer_at_once_with_its_cause():
@@ -285,59 +259,33 @@ def served():
     [
         ({"engine": None}, "rollouts=async: generation samples in this process"),
         (
-            {"weight_sync.interval": 2, "rollouts.max_staleness": 0},
-            "rollouts.max_staleness=0: .*takes at least 2, and 0 takes weight",
-        ),
-        (
             {"train.epochs": 2},
             "rollouts.max_staleness=1: an iteration makes up to 2 versions .* at least 2; 0 samples as",
         ),
-        (
-            {"train.loss.importance_correction": "none"},
-            "train.loss.importance_correction=none: corrects nothing for older weights",
-        ),
+        ({"train.loss.importance_correction": "none"}, "train.loss.importance_correction=none: corrects nothing"),
         ({"train.loss.importance_correction": "none", "train.loss.ratio_reference": "rollout"}, None),
         ({"rollouts.buffer_size": 3}, "rollouts.buffer_size=3: must have room for an iteration"),
-        ({"rollouts.in_flight": "drop"}, "rollouts.in_flight=drop: must be one of keep, wait, abort"),
         ({"weight_sync.interval": 3, "rollouts.max_staleness": 3}, None),
     ],
 )
-def test_what_cannot_work_is_refused_in_a_line(changes, message, served):
+def test_what_cannot_work_is_refused(changes, message, served):
     config = served.copy()
     for key, value in changes.items():
         OmegaConf.update(config, key, value)
     if message is None:
         Asynchronous.check(typed(config))
         return
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message):
         Asynchronous.check(typed(config))
-    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("option", "overrides", "in_flight", "message"),
-    [
-        (
-            "reload",
-            ["weight_sync.pause_mode=wait"],
-            "keep",
-            "weight_sync=reload does wait .* use rollouts.in_flight=wait",
-        ),
-        ("lora_hotswap", [], "abort", "weight_sync=lora_hotswap does keep"),
-        ("shared_vllm", [], "keep", "weight_sync=shared_vllm sends no weights while requests run; use reload"),
-        ("restart", [], "keep", "weight_sync=restart sends no weights while requests run; use reload"),
-        ("none", [], "keep", "weight_sync=none sends no weights"),
-        ("lora_hotswap", [], "keep", None),
-        ("reload", [], "keep", None),
-        ("restart", [], None, None),
-    ],
-)
-def test_what_a_push_does_to_requests_is_what_was_asked_for(option, overrides, in_flight, message):
-    sync = strategy(option, *overrides)
-    if message is None:
-        check_in_flight(sync.name, sync.requires, in_flight)
+@pytest.mark.parametrize(("option", "in_flight"), [("lora_hotswap", "abort"), ("restart", "keep"), ("reload", None)])
+def test_what_a_push_does_to_requests_is_what_was_asked_for(option, in_flight):
+    sync = strategy(option)
+    if in_flight is None:
+        check_in_flight(sync.name, sync.requires, "keep")
         return
-    with pytest.raises(ConfigError, match=f"rollouts.in_flight={in_flight}: {message}"):
+    with pytest.raises(ConfigError, match=f"rollouts.in_flight={in_flight}: weight_sync={option}"):
         check_in_flight(sync.name, sync.requires, in_flight)
 
 
