@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 
 from offline_grpo.disk import write_whole
 from offline_grpo.logger.benchmark import Benchmark
-from offline_grpo.report.figures import BLUE, COLORS, GREEN, ORANGE, PHASE_COLORS
+from offline_grpo.report.figures import COLORS, PHASE_COLORS
 from offline_grpo.report.history import PHASES, History, Series, by_number, count, load_history
 from offline_grpo.report.run_files import about
-from offline_grpo.report.style import TEXT, fit, label, legend, line, nothing, rows, sheet, style
+from offline_grpo.report.style import TEXT, fit, label, legend, line, rows, sheet, style
 from offline_grpo.report.tables import Table, number, say
 
 FILE = "comparison.json"
@@ -51,13 +49,7 @@ MEASURES: dict[str, tuple[str, str, Callable[[Arm, Benchmark], float | None]]] =
     "reward_last": ("reward, last step", ".3f", lambda arm, cost: arm.reward(-1)),
 }
 """Name in comparison.json -> its name in the table, its format and its value, None where it was not measured."""
-RATES = {
-    "generate_tokens_per_s": ("sampling", BLUE),
-    "train_tokens_per_s": ("training", ORANGE),
-    "tokens_per_s": ("overall", GREEN),
-}
-PLACES = {"left": 0.085, "right": 0.975, "bottom": 0.075, "top": 0.845, "wspace": 0.24, "hspace": 0.52}
-SMALLEST_PART = 0.003  # of the longest bar, to be drawn
+PLACES = {"left": 0.085, "right": 0.985, "bottom": 0.12, "top": 0.68, "wspace": 0.2}
 END_ROOM = 1.16  # for the number at the end of a bar
 
 
@@ -132,78 +124,30 @@ def comparison_table(arms: Sequence[Arm]) -> Table:
 
 
 def draw_comparison(arms: Sequence[Arm], title: str) -> Figure:
-    """Four panels. A mode has the same row in the upper two, and the same colour in the lower two."""
-    numbers = [arm.benchmark.num_steps for arm in arms]
-    steps = " to ".join(map(str, sorted({min(numbers), max(numbers)})))
-    below = [about(arms[0].history.run_dir), f"{count(len(arms), 'mode')}, {steps} steps each"]
-    figure = sheet(15, 7.2 + 0.5 * len(arms), f"comparison {title}", ",  ".join(filter(None, below)))
-    (seconds, speed), (reward, memory) = figure.subplots(2, 2, gridspec_kw=PLACES)
-    for axes in (seconds, speed, reward, memory):
+    """What an average step of each mode consists of, and its reward over time."""
+    below = [about(arms[0].history.run_dir), count(len(arms), "mode")]
+    figure = sheet(15, 4 + 0.5 * len(arms), f"comparison {title}", ",  ".join(filter(None, below)))
+    seconds, reward = figure.subplots(1, 2, gridspec_kw=PLACES)
+    for axes in (seconds, reward):
         style(axes)
-    _seconds(seconds, arms)
-    _speed(speed, arms)
-    _over_time(reward, arms, "reward_mean", "Reward over time", "reward")
-    _over_time(memory, arms, "perf/gpu_memory_card_gb", "Memory in use on the trainer's GPU", "GB", from_zero=True)
-    return figure
-
-
-def _seconds(axes: Axes, arms: Sequence[Arm]) -> None:
-    """Stacked: what an average step consists of."""
-    label(axes, "Seconds per step", "")
+    label(seconds, "Seconds per step", "", legend_rows=2)
     ends = np.zeros(len(arms))
     for phase in PHASES:
         widths = np.array([arm.benchmark.step_s(phase) for arm in arms])
-        if widths.max() > SMALLEST_PART * max(arm.benchmark.step_s() for arm in arms):
+        if widths.any():
             name = "data wait" if phase == "generate" else phase  # as the table calls it
-            axes.barh(range(len(arms)), widths, left=ends, color=PHASE_COLORS[phase], label=name, height=0.62)
+            seconds.barh(range(len(arms)), widths, left=ends, color=PHASE_COLORS[phase], label=name, height=0.62)
         ends += widths
-    longest = float(ends.max()) or 1.0
-    for row, end in enumerate(ends):
-        place = (end + 0.012 * longest, row, f"{end:,.3g} s")
-        axes.text(*place, va="center", fontsize=9.5, color=TEXT, fontweight="bold")
-    _bars(axes, arms, longest, "seconds")
-
-
-def _speed(axes: Axes, arms: Sequence[Arm]) -> None:
-    label(axes, "Throughput", "")
-    height = 0.8 / len(RATES)
-    longest = 0.0
-    for place, (name, (text, color)) in enumerate(RATES.items()):
-        values = [arm.figures[name] or 0.0 for arm in arms]
-        bars = axes.barh(
-            [row + (place - 1) * height for row in range(len(arms))],
-            values,
-            color=color,
-            label=text,
-            height=0.9 * height,
-        )
-        axes.bar_label(bars, [f"{value:,.0f}" for value in values], padding=3, fontsize=8, color=TEXT)
-        longest = max(longest, *values)
-    _bars(axes, arms, longest, "tokens per second")
-
-
-def _bars(axes: Axes, arms: Sequence[Arm], longest: float, unit: str) -> None:
-    rows(axes, [arm.name for arm in arms], unit)
-    axes.set_xlim(0, END_ROOM * (longest or 1.0))
-    legend(axes, ncols=5)
-
-
-def _over_time(axes: Axes, arms: Sequence[Arm], key: str, title: str, unit: str, *, from_zero: bool = False) -> None:
-    """A metric over the minutes since the first step began."""
-    label(axes, title, unit, legend_rows=1 if len(arms) <= 4 else 2)
-    drawn = False
+    seconds.bar_label(seconds.containers[-1], [f"{end:,.3g} s" for end in ends], padding=4, fontsize=9.5, color=TEXT)
+    rows(seconds, [arm.name for arm in arms], "seconds")
+    seconds.set_xlim(0, END_ROOM * float(ends.max()))
+    legend(seconds, ncols=3)
+    label(reward, "Reward over time", "reward", legend_rows=2)
     for arm, color in zip(arms, COLORS * len(arms), strict=False):
-        records = [record for record in arm.history.train.values() if "time/iteration_s" in record]
-        minutes = np.cumsum([record["time/iteration_s"] for record in records]) / 60
-        has = [key in record for record in records]
-        if any(has):
-            drawn = True
-            values = np.array([record[key] for record in records if key in record])
-            line(axes, Series(minutes[has], values), color, arm.name)
-    if not drawn:
-        return nothing(axes)
-    fit(axes, unit, from_zero=from_zero)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
-    axes.set_xlim(left=0)
-    axes.set_xlabel("minutes since the first step began", fontsize=9, color=TEXT)
-    return legend(axes)
+        minutes = np.cumsum([record["time/iteration_s"] for record in arm.history.train.values()]) / 60
+        series = arm.history.series("train", "reward_mean")
+        line(reward, Series(minutes[series.steps.astype(int)], series.values), color, arm.name)
+    fit(reward, "reward")
+    reward.set_xlabel("minutes since the first step began", fontsize=9, color=TEXT)
+    legend(reward, ncols=3)
+    return figure

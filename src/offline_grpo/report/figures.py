@@ -15,7 +15,8 @@ COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED, GREY)
 PHASE_COLORS = dict(zip(PHASES, (BLUE, ORANGE, GREEN, PURPLE, GREY), strict=True))
 SHARE, NATS, RATE = "share of completions", "nats per token", "tokens per second"
 SILENT = "train/zero_signal_frac"
-MAX_NAME = 13  # letters of a name in a legend: three of them fit beside each other
+IN_PICTURE = 15  # of the figures
+MAX_NAME = 10  # letters of a name in a legend: three of them fit beside each other
 LONG_RUN = 80  # with this many points or more, a line is drawn pale under its running mean
 
 
@@ -29,8 +30,6 @@ class Figure:
         curves: metric, such as `train/reward_mean` -> its name in the legend.
         from_zero: zero is on the y axis, so that noise does not look like a trend.
         stacked: "sum" for parts of a whole, "nested" where each includes the one before; "" for curves.
-        right: shares the panel in the picture, with an axis of its own; on the page it has its own.
-        in_picture: the picture has twelve panels.
     """
 
     section: str
@@ -40,8 +39,6 @@ class Figure:
     colors: Sequence[str] = COLORS
     from_zero: bool = True
     stacked: str = ""
-    right: Figure | None = None
-    in_picture: bool = True
 
     def split(self) -> list[Figure]:
         """A figure for each curve; a stacked one stays whole."""
@@ -51,8 +48,9 @@ class Figure:
 
 
 def figures(histories: Sequence[History]) -> list[Figure]:
-    """All figures of these runs, those of the picture in its order."""
-    return [_held_out(histories), _reward(), _reward_parts(histories), *_OF_EVERY_RUN]
+    """All figures of these runs, those of the picture first."""
+    reward = Figure("learning", "Training reward", "reward", {"train/reward_mean": "mean ± std"}, from_zero=False)
+    return [_held_out(histories), reward, _reward_parts(histories), *_OF_EVERY_RUN]
 
 
 def _held_out(histories: Sequence[History]) -> Figure:
@@ -66,10 +64,6 @@ def _held_out(histories: Sequence[History]) -> Figure:
     return Figure("learning", title, "share of problems", curves, from_zero=False)
 
 
-def _reward() -> Figure:
-    return Figure("learning", "Training reward", "reward", {"train/reward_mean": "mean ± std"}, from_zero=False)
-
-
 def _reward_parts(histories: Sequence[History]) -> Figure:
     """The largest ones."""
     keys = {key for history in histories for key in history.keys("train") if key.startswith("reward/")}
@@ -79,80 +73,43 @@ def _reward_parts(histories: Sequence[History]) -> Figure:
     return Figure("learning", "Parts of the reward", "reward", names)
 
 
-def _figure(section: str, title: str, unit: str, curves: Mapping[str, str] | str, *colors: str) -> Figure:
-    """One that only the page has."""
-    named = {curves: ""} if isinstance(curves, str) else curves
-    return Figure(section, title, unit, named, colors or COLORS, in_picture=False)
+def _one(section: str, title: str, unit: str, metric: str, color: str = BLUE) -> Figure:
+    """A single curve."""
+    return Figure(section, title, unit, {f"train/{metric}": ""}, [color])
 
 
+_KL = {"train/kl_divergence": "policy to reference", "train/mismatch/kl_k3": "engine to trainer"}
+_RATES = {"train/perf/generate_tokens_per_s": "generate", "train/perf/train_tokens_per_s": "train"}
+_TIMES = {f"train/time/{phase}_s": phase for phase in PHASES}
+_MEMORY = {"": "tensors", "reserved_": "reserved", "card_": "all processes"}
+_WAITS = {"train/time/rollouts_wait_s": "for samples", "train/time/scoring_wait_s": "for scores"}
 _OF_EVERY_RUN = (
-    Figure("learning", "Success rate in training", SHARE, {"train/success_rate": ""}, [GREEN]),
-    Figure("learning", "Groups without signal", "share of groups", {SILENT: ""}, [RED]),
-    Figure(
-        "learning",
-        "Completion length",
-        "tokens",
-        {"train/completion_tokens_mean": "mean length"},
-        [GREEN],
-        right=_figure(
-            "learning", "Cut off at the token limit", SHARE, {"train/truncated_frac": "cut off (right)"}, GREY
-        ),
-    ),
-    Figure("learning", "Policy entropy", NATS, {"train/entropy": ""}, [PURPLE]),
-    Figure(
-        "learning",
-        "KL divergence",
-        NATS,
-        {"train/kl_divergence": "policy to reference", "train/mismatch/kl_k3": "engine to trainer"},
-        [RED, GREY],
-    ),
-    Figure("learning", "Clipped tokens", "share of tokens", {"train/clip_frac": ""}, [ORANGE]),
-    Figure(
-        "learning",
-        "Gradient norm and learning rate",
-        "norm before clipping",
-        {"train/grad_norm": "gradient norm"},
-        [RED],
-        right=_figure("learning", "Learning rate", "learning rate", {"train/lr": "learning rate (right)"}, GREY),
-    ),
-    Figure(
-        "speed",
-        "Throughput of each phase",
-        RATE,
-        {"train/perf/generate_tokens_per_s": "generate", "train/perf/train_tokens_per_s": "train"},
-    ),
-    Figure(
-        "speed",
-        "Time per iteration",
-        "seconds",
-        {f"train/time/{phase}_s": phase for phase in PHASES},
-        [*PHASE_COLORS.values()],
-        stacked="sum",
-    ),
+    _one("learning", "Success rate in training", SHARE, "success_rate", GREEN),
+    _one("learning", "Groups without signal", "share of groups", SILENT.removeprefix("train/"), RED),
+    _one("learning", "Completion length", "tokens", "completion_tokens_mean", GREEN),
+    _one("learning", "Cut off at the token limit", SHARE, "truncated_frac", GREY),
+    _one("learning", "Policy entropy", NATS, "entropy", PURPLE),
+    Figure("learning", "KL divergence", NATS, _KL, [RED, GREY]),
+    _one("learning", "Clipped tokens", "share of tokens", "clip_frac", ORANGE),
+    _one("learning", "Gradient norm", "norm before clipping", "grad_norm", RED),
+    _one("learning", "Learning rate", "learning rate", "lr", GREY),
+    Figure("speed", "Throughput of each phase", RATE, _RATES),
+    Figure("speed", "Time per iteration", "seconds", _TIMES, [*PHASE_COLORS.values()], stacked="sum"),
+    _one("engine", "Logprobs, trainer minus engine", "nats, mean size", "alignment/diff_abs_mean"),
+    # Beyond IN_PICTURE: on the page alone.
     Figure(
         "speed",
         "Memory in use on the trainer's GPU",
         "GB",
-        {
-            "train/perf/gpu_memory_gb": "tensors",
-            "train/perf/gpu_memory_reserved_gb": "reserved",
-            "train/perf/gpu_memory_card_gb": "all processes",
-        },
+        {f"train/perf/gpu_memory_{key}gb": name for key, name in _MEMORY.items()},
         stacked="nested",
-        in_picture=False,
     ),
-    _figure(
-        "speed",
-        "Waiting",
-        "seconds",
-        {"train/time/rollouts_wait_s": "for samples", "train/time/scoring_wait_s": "for scores"},
-    ),
-    _figure("learning", "Scores that failed", "completions", "train/scoring/num_failed"),
-    _figure("engine", "Logprobs, trainer minus engine", "nats, mean size", "train/alignment/diff_abs_mean"),
-    _figure("engine", "Effective sample size", "share of tokens", "train/mismatch/ess_frac"),
-    _figure("engine", "Time of a weight sync", "seconds", "train/time/sync_s"),
-    _figure("engine", "Copied by a weight sync", "bytes", "train/sync/num_bytes"),
-    _figure("engine", "Probe after a sync, trainer minus engine", "nats, mean size", "train/sync/probe_diff_abs_mean"),
+    Figure("speed", "Waiting", "seconds", _WAITS),
+    _one("learning", "Scores that failed", "completions", "scoring/num_failed"),
+    _one("engine", "Effective sample size", "share of tokens", "mismatch/ess_frac"),
+    _one("engine", "Time of a weight sync", "seconds", "time/sync_s"),
+    _one("engine", "Copied by a weight sync", "bytes", "sync/num_bytes"),
+    _one("engine", "Probe after a sync, trainer minus engine", "nats, mean size", "sync/probe_diff_abs_mean"),
 )
 
 
@@ -160,12 +117,9 @@ def series_of(history: History, metric: str) -> Series:
     """`train/NAME` or `eval/NAME` over the run; `SILENT`, groups whose rewards are all equal, is computed."""
     if metric == SILENT:
         silent, groups = history.series("train", "num_groups_zero_signal"), history.series("train", "num_groups")
-        is_known = len(silent) == len(groups)
-        return (
-            Series(silent.steps, silent.values / np.maximum(groups.values, 1))
-            if is_known
-            else history.series("train", SILENT)
-        )
+        if len(silent) != len(groups):
+            return Series(np.empty(0), np.empty(0))
+        return Series(silent.steps, silent.values / np.maximum(groups.values, 1))
     return history.series(*metric.split("/", 1))
 
 
@@ -180,14 +134,11 @@ def bounds_of(history: History, metric: str) -> tuple[FloatArray, FloatArray] | 
 
 
 def smooth(values: FloatArray) -> FloatArray:
-    """The values, or for a long run their running mean over a fortieth of the run."""
-    return running_mean(values, len(values) // 40) if len(values) >= LONG_RUN else values
-
-
-def running_mean(values: FloatArray, width: int) -> FloatArray:
-    """The mean of the `width` points around each point (fewer at the ends): [R] -> [R]."""
+    """The values, or for a long run their running mean over a fortieth of the run (fewer at the ends): [R] -> [R]."""
+    if len(values) < LONG_RUN:
+        return values
+    width = len(values) // 40
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
-    start = np.maximum(index - width // 2, 0)
-    stop = np.minimum(index + (width + 1) // 2, len(values))
+    start, stop = np.maximum(index - width // 2, 0), np.minimum(index + (width + 1) // 2, len(values))
     return (sums[stop] - sums[start]) / (stop - start)

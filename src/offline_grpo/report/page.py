@@ -12,7 +12,7 @@ import html
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -25,7 +25,7 @@ from offline_grpo.disk import utf8, write_whole
 from offline_grpo.eval.paired import PairedResult, compare
 from offline_grpo.eval.table import p_text
 from offline_grpo.report.figures import SILENT, Figure, bounds_of, figures, series_of, smooth
-from offline_grpo.report.findings import LEAST_ITERATIONS, find, shared
+from offline_grpo.report.findings import find, shared
 from offline_grpo.report.history import FloatArray, count, duration
 from offline_grpo.report.run_files import about, choices_of
 from offline_grpo.report.runs import (
@@ -44,8 +44,7 @@ from offline_grpo.report.summary import results_table
 from offline_grpo.report.sweep import configurations_table, runs_table
 from offline_grpo.report.tables import Table
 
-MAX_COLUMNS, MAX_VALUE = 24, 200  # of settings; letters of one
-MAX_NAMED = 12  # runs that a finding lists
+MAX_VALUE = 200  # letters of a setting
 MAX_POINTS, MAX_POINTS_IN_ALL = 300, 6000  # of a curve, and of the curves of a metric over all runs
 BOOTSTRAP_SAMPLES = 1000
 
@@ -85,19 +84,18 @@ def content(runs: Sequence[Run], title: str) -> dict[str, Any]:
     groups = configurations(runs)
     names, is_one = names_of(groups), len(runs) == 1
     known = {run.name: solved(run.history) for run in runs} if len(groups) > 1 else {}
-    drawn = [part for each in figures([run.history for run in runs]) for part in (each, each.right) if part is not None]
+    drawn = figures([run.history for run in runs])
     # Of several runs each curve has a figure of its own, so that colours tell runs apart.
     shown = drawn if is_one else [part for each in drawn for part in each.split()]
     table = results_table(runs[0].history) if is_one else configurations_table(groups)
     return {
         "title": title,
         "about": _about(runs),
-        "verdict": _verdict(table) if is_one else _verdict_of_many(names, groups, table),
+        "verdict": _verdict(table) if is_one else _best(names, groups, table),
         "num_runs": len(runs),
         "groups": names,
         "results": _as_data(table),
         "findings": _findings(runs),
-        "not_judged": _not_judged(runs),
         "figures": [_figure(each, groups, is_one=is_one) for each in shown],
         "curves": _curves(groups, runs),
         "paired": _paired(names, groups, runs, known),
@@ -122,16 +120,11 @@ def _parts(figure: Figure, groups: Sequence[Configuration]) -> dict[str, Any] | 
     """Of one run over its iterations `x`, in means over stretches of them."""
     history = groups[0].runs[0].history
     found = history.parts(metric.removeprefix("train/") for metric in figure.curves)
-    if not found:
-        return None
-    stretches = np.array_split(np.arange(len(history.train)), min(MAX_POINTS, len(history.train)))
-    steps = np.array(list(history.train), dtype=np.float64) + 1
-    means = {figure.curves[f"train/{key}"]: _means(values, stretches) for key, values in found.items()}
-    return {"x": _means(steps, stretches), "y": means}
-
-
-def _means(values: FloatArray, stretches: Sequence[Any]) -> list[float]:
-    return [_short(values[stretch].mean()) for stretch in stretches]
+    stretches = np.array_split(np.arange(len(history.train)), min(MAX_POINTS, len(history.train)) or 1)
+    columns = {figure.curves[f"train/{key}"]: values for key, values in found.items()}
+    columns[""] = np.array(list(history.train), dtype=np.float64) + 1
+    y = {name: [_short(values[stretch].mean()) for stretch in stretches] for name, values in columns.items() if found}
+    return {"x": y.pop(""), "y": y} if y else None
 
 
 def _mean_parts(figure: Figure, groups: Sequence[Configuration]) -> dict[str, Any] | None:
@@ -139,10 +132,8 @@ def _mean_parts(figure: Figure, groups: Sequence[Configuration]) -> dict[str, An
     y = {}
     for metric, name in figure.curves.items():
         key = metric.removeprefix("train/")
-        means = [
-            [values.mean() for run in each.best_known for values in run.history.parts([key]).values()]
-            for each in groups
-        ]
+        found = [[run.history.parts([key]).get(key) for run in each.best_known] for each in groups]
+        means = [[values.mean() for values in each if values is not None] for each in found]
         if any(means):
             y[name] = [_short(sum(each) / len(each)) if each else 0.0 for each in means]
     return {"x": None, "y": y} if y else None
@@ -200,25 +191,11 @@ def _findings(runs: Sequence[Run]) -> list[dict[str, str]]:
     """Each once, with the runs that it holds for where there are several."""
     found = []
     for each, names in shared({run.name: find(run.history) for run in runs}):
-        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-        where = f"{len(names)} of {len(runs)} runs ({', '.join(names[:MAX_NAMED])}{more})"
-        if len(names) == 1:
-            where = f"run {names[0]}" if len(runs) > 1 else ""
-        elif len(names) == len(runs):
-            where = f"all {len(runs)} runs"
-        found.append({"where": where, "text": each.observation, "advice": each.advice, "metric": each.metric})
+        where = f"run {names[0]}"
+        if len(names) > 1:
+            where = f"{len(names)} of {len(runs)} runs ({', '.join(names)}; numbers of the first)"
+        found.append({"where": where if len(runs) > 1 else "", **asdict(each)})
     return found
-
-
-def _not_judged(runs: Sequence[Run]) -> str:
-    """A sentence about runs that are too short for findings; empty where there is none."""
-    short = sum(len(run.history.train) < LEAST_ITERATIONS for run in runs)
-    if not short:
-        return ""
-    which = "The run has" if len(runs) == 1 else f"{short} of {len(runs)} runs {'has' if short == 1 else 'have'}"
-    return (
-        f"{which} fewer than {LEAST_ITERATIONS} iterations, in which noise looks like a trend; little is pointed out."
-    )
 
 
 def _about(runs: Sequence[Run]) -> str:
@@ -235,48 +212,30 @@ def _verdict(table: Table) -> str:
     if not table.rows:
         return "There are no results yet."
     label, first, last, _ = table.rows[0]
-    if not first or not last:
-        return f"{label}: {first or last}, measured once."
-    if first.split()[0] == last.split()[0]:
-        return f"{label} stayed at {last}."
-    (low, high), (end_low, end_high) = (_ends(cell) for cell in (first, last))
-    way = "rose" if end_low > high else "fell" if end_high < low else "went"
-    chance = " The intervals overlap, so this may be chance." if way == "went" and "[" in last else ""
-    return f"{label} {way} from {first} to {last}.{chance}"
+    return f"{label}: {first} before training, {last} after it." if first and last else f"{label}: {first or last}."
 
 
-def _ends(cell: str) -> tuple[float, float]:
-    """`0.5 [0.4, 0.6]` -> 0.4, 0.6; infinite ones where no interval is known."""
-    _, bracket, ends = cell.partition("[")
-    low, high = (ends.rstrip("]") if bracket else "-inf, inf").split(", ")
-    return float(low), float(high)
-
-
-def _verdict_of_many(names: Sequence[str], groups: Sequence[Configuration], table: Table) -> str:
+def _best(names: Sequence[str], groups: Sequence[Configuration], table: Table) -> str:
+    """Of several: the highest pass@1, also where that run is not done."""
     rows = zip(names, groups, table.rows, strict=True)
-    ranked = sorted(
-        ((each.pass_at_1, row[2], name) for name, each, row in rows if each.pass_at_1 is not None), reverse=True
-    )
+    ranked = [(each.pass_at_1, row[2], name) for name, each, row in rows if each.pass_at_1 is not None]
     if not ranked:
         return "No run has evaluated held-out problems."
-    (_, high, best), (_, low, worst) = ranked[0], ranked[-1]
-    lowest = f", the lowest {low}, of {worst}" if len(ranked) > 1 else ""
-    return f"pass@1 on held-out problems at the end: the highest is {high}, of {best}{lowest}."
+    _, score, best = max(ranked)
+    return f"The highest pass@1 on held-out problems at the end is {score}, of {best}."
 
 
 def _settings(runs: Sequence[Run]) -> dict[str, Any]:
     """A row for each run, and a column for each setting, or option of a group, that differs."""
-    chosen = [_all_settings(run) for run in runs]
+    chosen = []
+    for run in runs:
+        stored = run.history.run_dir / ".hydra" / "hydra.yaml"
+        choices = choices_of(run.history.run_dir) if stored.is_file() else {}
+        chosen.append({key: value[:MAX_VALUE] for key, value in (choices | dict(run.settings)).items()})
     keys = dict.fromkeys(key for each in chosen for key in each)
     differ = [key for key in keys if key != "resume" and len({each.get(key) for each in chosen}) > 1]
     shown = [replace(run, overrides={}, settings=each) for run, each in zip(runs, chosen, strict=True)]
-    return _as_data(runs_table(shown, differ[:MAX_COLUMNS])) | {"left_out": differ[MAX_COLUMNS:]}
-
-
-def _all_settings(run: Run) -> dict[str, str]:
-    stored = run.history.run_dir / ".hydra" / "hydra.yaml"
-    choices = choices_of(run.history.run_dir) if stored.is_file() else {}
-    return {key: value[:MAX_VALUE] for key, value in (choices | dict(run.settings)).items()}
+    return _as_data(runs_table(shown, differ))
 
 
 def _paired(
@@ -299,38 +258,37 @@ def _paired(
         if group is base or not pairs:
             continue
         differences = np.array([[(b.final_pass_at_1 or 0) - (a.final_pass_at_1 or 0)] for a, b in pairs])  # [S, 1]
-        difference = float(differences.mean())
-        found = _over_problems([known[a.name] for a, _ in pairs], [known[b.name] for _, b in pairs])
-        seeds, over_seeds = None, "one seed"
+        over_seeds = over_problems = None
         if len(pairs) > 1:
             low, high = mean_interval(differences)
-            seeds = [float(low[0]), float(high[0])]
-            over_seeds = f"[{low[0]:+.3f}, {high[0]:+.3f}], {len(pairs)} seeds"
-        problems = None
-        cells = [str(found), "", "", ""]
-        if isinstance(found, PairedResult):
-            problems = [found.low, found.high]
+            over_seeds = (float(low[0]), float(high[0]))
+        cells = ["not comparable", "", "", ""]
+        if (found := _over_problems([known[a.name] for a, _ in pairs], [known[b.name] for _, b in pairs])) is not None:
+            over_problems = (found.low, found.high)
             p_value = p_text(found).removeprefix("p ").removeprefix("= ")
-            cells = [f"[{found.low:+.3f}, {found.high:+.3f}]", p_value, str(found.num_better), str(found.num_worse)]
-        rows.append([name, f"{difference:+.3f}", *cells, over_seeds])
-        points.append({"group": number, "difference": difference, "over_problems": problems, "over_seeds": seeds})
+            cells = [_interval(over_problems), p_value, str(found.num_better), str(found.num_worse)]
+        difference = float(differences.mean())
+        seeds = f"{_interval(over_seeds)}, {len(pairs)} seeds" if over_seeds else "one seed"
+        rows.append([name, f"{difference:+.3f}", *cells, seeds])
+        points.append({"group": number, "difference": difference})
+        points[-1] |= {"over_problems": over_problems, "over_seeds": over_seeds}
     columns = ("configuration", "difference", "95% over problems", "p", "better on", "worse on", "95% over seeds")
     baseline = names[groups.index(base)]
     return {"baseline": baseline, "columns": columns, "rows": rows, "points": points} if rows else None
 
 
-def _over_problems(first: Sequence[Solved], second: Sequence[Solved]) -> PairedResult | str:
-    """The two compared over all of these runs, or why they cannot be."""
+def _interval(ends: tuple[float, float]) -> str:
+    return f"[{ends[0]:+.3f}, {ends[1]:+.3f}]"
+
+
+def _over_problems(first: Sequence[Solved], second: Sequence[Solved]) -> PairedResult | None:
+    """The two compared over all of these runs; None unless both have on record the same problems, tried as often."""
     one, other = (
         {problem: sum((run.get(problem, Counter()) for run in runs), Counter()) for problem in runs[0]}
         for runs in (first, second)
     )
     totals = {count.total() for count in (*one.values(), *other.values())}
-    if not one or not other:
-        return "not on record"
-    if one.keys() != other.keys():
-        return "other problems"
-    if len(totals) != 1:
-        return "tried more often"
+    if one.keys() != other.keys() or len(totals) != 1:
+        return None
     right, other_right = (np.array([each[problem][True] for problem in one]) for each in (one, other))
     return compare(right, other_right, totals.pop(), bootstrap_samples=BOOTSTRAP_SAMPLES, seed=0)

@@ -1,4 +1,4 @@
-"""Draws `report.png`: twelve panels that summarise a run."""
+"""Draws `report.png`: a run in fifteen panels."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
 
-from offline_grpo.report.figures import LONG_RUN, Figure, bounds_of, figures, series_of, smooth
+from offline_grpo.report.figures import IN_PICTURE, LONG_RUN, Figure, bounds_of, figures, series_of, smooth
 from offline_grpo.report.history import History
 from offline_grpo.report.run_files import about
-from offline_grpo.report.style import band, fit, label, legend, line, nothing, sheet, style, twin
+from offline_grpo.report.style import band, fit, label, legend, line, nothing, sheet, style
 
-PLACES = {"left": 0.052, "right": 0.974, "bottom": 0.042, "top": 0.878, "wspace": 0.56, "hspace": 0.5}
+PLACES = {"left": 0.045, "right": 0.99, "bottom": 0.042, "top": 0.878, "wspace": 0.36, "hspace": 0.5}
 """Margins as fractions of the picture, and gaps as fractions of a panel. Fixed, because computing the layout for each
 run takes seconds.
 """
@@ -30,14 +30,13 @@ def save_report(history: History) -> Path:
 def draw_report(history: History) -> Picture:
     """The panels of the figures that belong into the picture."""
     place = "/".join(history.run_dir.resolve().parts[-2:])
-    picture = sheet(18, 13, about(history.run_dir) or place, f"{place}    {history.size}")
-    panels = picture.subplots(3, 4, gridspec_kw=PLACES).flat
-    chosen = [figure for figure in figures([history]) if figure.in_picture]
-    for axes, figure in zip(panels, chosen, strict=True):
+    picture = sheet(21, 13, about(history.run_dir) or place, f"{place}    {history.size}")
+    panels = picture.subplots(3, 5, gridspec_kw=PLACES).flat
+    for axes, figure in zip(panels, figures([history])[:IN_PICTURE], strict=True):
         style(axes)
         (_stacked if figure.stacked else _curves)(axes, history, figure)
     num_steps = 1 + max([*history.train, *history.evals], default=0)
-    for axes in picture.axes:  # the twin axes too
+    for axes in picture.axes:
         margin = max(0.03 * num_steps, 0.5)
         axes.set_xlim(-margin, num_steps + margin)
     return picture
@@ -46,29 +45,17 @@ def draw_report(history: History) -> Picture:
 def _curves(axes: Axes, history: History, figure: Figure) -> None:
     rows = 1 if len(figure.curves) <= NAMES_PER_ROW else 2
     label(axes, figure.title, figure.unit, legend_rows=rows)
-    if not _draw(axes, history, figure):
-        return nothing(axes)
-    twins = []
-    if figure.right is not None and any(len(series_of(history, metric)) for metric in figure.right.curves):
-        twins = [twin(axes, figure.right.unit)]
-        _draw(twins[0], history, figure.right, headroom_frac=0.2)
-    return legend(axes, *twins, ncols=NAMES_PER_ROW if rows > 1 else 4)
-
-
-def _draw(axes: Axes, history: History, figure: Figure, *, headroom_frac: float = 0.0) -> bool:
-    """Whether any curve was recorded."""
-    found = False
     for (metric, name), color in zip(figure.curves.items(), figure.colors, strict=False):
-        series = series_of(history, metric)
+        series, of_task = series_of(history, metric), metric.startswith("eval/task/")
         if len(series):
-            found = True
-            line(axes, series, color, name, "--" if metric.startswith("eval/task/") or metric == "train/lr" else "-")
-            if (bounds := bounds_of(history, metric)) and not metric.startswith("eval/task/"):
+            line(axes, series, color, name, "--" if of_task else "-")
+            if (bounds := bounds_of(history, metric)) and not of_task:
                 low, high = map(smooth, bounds)
                 band(axes, series.steps, low, high, color, has_bars=metric.startswith("eval/"))
-    if found:
-        fit(axes, figure.unit, from_zero=figure.from_zero, headroom_frac=headroom_frac)
-    return found
+    if not axes.lines:
+        return nothing(axes)
+    fit(axes, figure.unit, from_zero=figure.from_zero)
+    return legend(axes, ncols=NAMES_PER_ROW if rows > 1 else 4)
 
 
 def _stacked(axes: Axes, history: History, figure: Figure) -> None:

@@ -12,13 +12,7 @@ import numpy as np
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.report.history import FloatArray, History, Series, by_number, load_history
-from offline_grpo.report.run_files import (
-    WITHOUT_EFFECT,
-    changes_of,
-    overrides_of,
-    read_yaml,
-    settings_of,
-)
+from offline_grpo.report.run_files import WITHOUT_EFFECT, changes_of, overrides_of, read_yaml, settings_of
 
 NOT_COMPARED = ("seed", *WITHOUT_EFFECT)
 """Keys, and groups, that make no other configuration."""

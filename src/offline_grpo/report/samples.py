@@ -33,13 +33,6 @@ def samples_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return [{"run": run.name} | sample for run in runs for sample in _of_run(run.history.run_dir, budget)]
 
 
-def highest_reward(history: History) -> float | None:
-    """Of all recorded completions of training; None where nothing is on record."""
-    return max(
-        (float(max(shard.table(["reward"])["reward"].to_pylist())) for shard in _shards(history, "train")), default=None
-    )
-
-
 def _of_run(folder: Path, budget: int) -> Iterator[dict[str, Any]]:
     """From the store, or from `samples/` where there is none."""
     num_groups = 4 if budget >= 100 else 1
@@ -53,10 +46,6 @@ def _of_run(folder: Path, budget: int) -> Iterator[dict[str, Any]]:
             for line in map(json.loads, islice(file, 4)):
                 pieces = [(line["completion"], line["advantage"])]
                 yield _sample(line, line["prompt"] or [], line["num_tokens"], pieces)
-
-
-def _shards(history: History, phase: str) -> list[Shard]:
-    return _shards_of(history.run_dir, phase)
 
 
 def _shards_of(folder: Path, phase: str) -> list[Shard]:
@@ -123,7 +112,7 @@ def _shortened(text: str) -> str:
 
 def solved_over_time(run: Run) -> dict[str, Any] | None:
     """How often each held-out problem was solved in each evaluation on record; None without two evaluations."""
-    shards = _evenly(_shards(run.history, "eval"), MAX_EVALUATIONS)
+    shards = _evenly(_shards_of(run.history.run_dir, "eval"), MAX_EVALUATIONS)
     return _heat_map([str(_completed(shard) or "before") for shard in shards], [_solved(shard) for shard in shards])
 
 
@@ -160,7 +149,9 @@ def _heat_map(columns: Sequence[str], tables: Sequence[Solved]) -> dict[str, Any
 def solved(history: History) -> Solved:
     """What was solved in the evaluation that the last pass@1 is of; nothing where the store does not have it."""
     steps = history.series("eval", "pass@1").steps
-    return next((_solved(shard) for shard in _shards(history, "eval") if _completed(shard) in steps[-1:]), {})
+    return next(
+        (_solved(shard) for shard in _shards_of(history.run_dir, "eval") if _completed(shard) in steps[-1:]), {}
+    )
 
 
 def _completed(shard: Shard) -> int:

@@ -48,16 +48,13 @@ def label(axes: Axes, title: str, unit: str, *, legend_rows: int = 1) -> None:
     axes.set_ylabel(unit, fontsize=9, color=TEXT)
 
 
-def legend(axes: Axes, *twins: Axes, ncols: int = 4) -> None:
-    """One legend for an axes and its twins, between title and plot; none where no curve has a name."""
-    pairs = [pair for each in (axes, *twins) for pair in zip(*each.get_legend_handles_labels(), strict=True)]
-    if not pairs:
-        return
-    handles, labels = zip(*pairs, strict=True)
-    spacing: dict[str, Any] = {"borderpad": 0.2, "borderaxespad": 0.1, "columnspacing": 0.9}
-    spacing |= {"handlelength": 1.2, "handletextpad": 0.4}
-    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "ncols": ncols, "frameon": False}
-    axes.legend(handles, labels, fontsize=8.5, labelcolor=TEXT, **place, **spacing)
+def legend(axes: Axes, *, ncols: int = 4) -> None:
+    """Between title and plot; none where no curve has a name."""
+    if axes.get_legend_handles_labels()[0]:
+        spacing: dict[str, Any] = {"borderpad": 0.2, "borderaxespad": 0.1, "columnspacing": 0.9}
+        spacing |= {"handlelength": 1.2, "handletextpad": 0.4}
+        place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "ncols": ncols, "frameon": False}
+        axes.legend(fontsize=8.5, labelcolor=TEXT, **place, **spacing)
 
 
 def line(axes: Axes, series: Series, color: str, name: str, kind: str = "-") -> None:
@@ -78,18 +75,14 @@ def band(
         axes.vlines(steps, low, high, color=color, alpha=0.4, linewidth=1)
 
 
-def fit(axes: Axes, unit: str, *, from_zero: bool = False, headroom_frac: float = 0.0) -> None:
-    """Set the y axis to the data and a margin on both sides; shares in percent, and not less than a few of them.
-
-    Args:
-        headroom_frac: of the data's height, free above it, so that two curves on two axes do not cover each other.
-    """
+def fit(axes: Axes, unit: str, *, from_zero: bool = False) -> None:
+    """Set the y axis to the data and a margin on both sides; shares in percent, and not less than a few of them."""
     low, high = axes.dataLim.intervaly
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     is_share = unit.startswith("share")
     span = max(high - low, MIN_SHARE_SPAN if is_share else 0.0) or abs(high) or 1.0
-    axes.set_ylim(low - MARGIN_FRAC * span, max(high, low + span) + (MARGIN_FRAC + headroom_frac) * span)
+    axes.set_ylim(low - MARGIN_FRAC * span, max(high, low + span) + MARGIN_FRAC * span)
     if is_share:
         axes.yaxis.set_major_formatter(PERCENT)
     elif unit == "learning rate":
@@ -101,17 +94,6 @@ def nothing(axes: Axes) -> None:
     place: dict[str, Any] = {"transform": axes.transAxes, "ha": "center", "va": "center"}
     axes.text(0.5, 0.5, "not recorded", color=GREY, fontsize=10, **place)
     axes.set_yticks([])
-
-
-def twin(axes: Axes, unit: str) -> Axes:
-    """A second y axis, on the right."""
-    right = axes.twinx()
-    assert isinstance(right, Axes)
-    right.spines[["top", "left", "bottom"]].set_visible(False)
-    right.spines["right"].set_color(AXIS)
-    right.tick_params(colors=TEXT, labelsize=9)
-    right.set_ylabel(unit, fontsize=9, color=TEXT)
-    return right
 
 
 def rows(axes: Axes, names: list[str], unit: str) -> None:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import psutil
@@ -77,45 +79,6 @@ class Comparison:
     overrides: Sequence[str]
 
 
-@dataclass
-class Job:
-    """The run of a mode."""
-
-    name: str
-    command: list[str]
-    status: str = "waiting"
-    gpus: list[int] | None = None
-    process: ServerProcess | None = field(default=None, repr=False)
-    began_s: float = 0.0
-
-    def start(self, gpus: list[int] | None, out: Path) -> None:
-        """Run it on these GPUs, None: on those that there are."""
-        env = {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": visible(gpus)})}
-        self.process = ServerProcess(self.command, env=env, log_path=out / f"trainer_{self.name}.log")
-        self.status, self.gpus, self.began_s = "running", gpus, time.monotonic()
-
-    def look(self) -> None:
-        """Notice its end."""
-        if self.process is not None and self.status == "running" and (code := self.process.exit_code) is not None:
-            words = last_lines(self.process.log_path, count=1)
-            self.status = DONE if code == 0 else f"failed with exit code {code}; {words}"
-
-    def stop(self) -> None:
-        """End it, if it still runs."""
-        if self.process is not None:
-            self.process.stop()
-        if self.status in ("waiting", "running"):
-            self.status = "not started" if self.process is None else "stopped"
-
-    def line(self) -> str:
-        """How far it is."""
-        text = self.status
-        if self.process is not None and self.status == "running":
-            last = last_line(self.process.log_path)
-            text = f"{clock(time.monotonic() - self.began_s)}  {'starts' if last.startswith('$ ') else last.strip()}"
-        return f"{self.name:<14}{text}"
-
-
 def run_comparison(asked: Comparison, *, dry_run: bool) -> None:
     """Run all modes, then print the summaries and the table.
 
@@ -124,36 +87,91 @@ def run_comparison(asked: Comparison, *, dry_run: bool) -> None:
         GrpoError: some modes failed. The others are in the table.
         StopRequested: a signal came; what was measured is in the table.
     """
-    jobs = [Job(name, _command(name, asked)) for name in _checked(asked)]
+    _check(asked)
+    commands = {name: _command(name, asked) for name in asked.modes}
     if dry_run:
-        for job in jobs:
-            print(shlex.join(job.command))
+        for command in commands.values():
+            print(shlex.join(command))
         return
     slots = gpu_sets(_num_gpus(), asked)
     asked.out.mkdir(parents=True, exist_ok=True)
+    runs = Runs(commands, slots, asked.out)
     with StopSignal.listening() as stop:
         try:
-            _run_all(jobs, slots, asked.out)
+            runs.run()
         except StopRequested as signal:
             signal.is_reported = True
             raise
         finally:
             stop.hold("the table")
-            with ThreadPoolExecutor(max_workers=len(jobs)) as pool:  # each may take seconds
-                list(pool.map(Job.stop, jobs))
-            for job in jobs:
-                _link(job.name, asked.out)
-            save_comparison(asked.out, _about(asked, slots), {job.name: job.status for job in jobs})
+            runs.stop()
+            for name in commands:
+                _link(name, asked.out)
+            save_comparison(asked.out, _about(asked, slots), runs.states)
             print_comparison(asked.out, output_console())
-    failed = [job.name for job in jobs if job.status != DONE]
+    failed = [name for name, state in runs.states.items() if state != DONE]
     if failed:
-        raise GrpoError(
-            f"{len(failed)} of {len(jobs)} modes failed: {', '.join(failed)}; see trainer_MODE.log in {asked.out}"
-        )
+        count = f"{len(failed)} of {len(commands)}"
+        raise GrpoError(f"{count} modes failed: {', '.join(failed)}; see trainer_MODE.log in {asked.out}")
 
 
-def _checked(asked: Comparison) -> list[str]:
-    """The modes, once the command line is known to make a run of each."""
+class Runs:
+    """The runs of the modes, each in a thread that waits for GPUs and then watches its process.
+
+    Args:
+        commands: mode -> command line of its run.
+        slots: GPUs of the runs at the same time; None is all of the machine.
+    """
+
+    def __init__(self, commands: Mapping[str, list[str]], slots: Sequence[list[int] | None], out: Path) -> None:
+        self.states = dict.fromkeys(commands, "not started")
+        self._commands, self._out = commands, out
+        self._free: Queue[list[int] | None] = Queue()
+        for gpus in slots:
+            self._free.put(gpus)
+        self._pool = ThreadPoolExecutor(max_workers=len(slots))
+        self._ends = threading.Event()
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Start all, and wait until they have ended."""
+        for future in [self._pool.submit(self._run, name) for name in self._commands]:
+            future.result()
+
+    def stop(self) -> None:
+        """End those that still run, and start no other."""
+        self._ends.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _run(self, name: str) -> None:
+        """A line when the run starts or ends, and now and then between."""
+        gpus, log_path = self._free.get(), self._out / f"trainer_{name}.log"
+        env = {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": visible(gpus)})}
+        process, pid = ServerProcess(self._commands[name], env=env, log_path=log_path), None
+        began_s = time.monotonic()
+        said_s = began_s - SILENCE_S
+        while process.exit_code is None and not self._ends.wait(POLL_S):
+            if pid is None and (pid := _pid_of_run(process)) is not None:
+                with self._lock, (self._out / "pids.txt").open("a") as file:
+                    file.write(f"{name} {pid}\n")
+            if time.monotonic() - said_s > SILENCE_S:
+                said_s, last = time.monotonic(), last_line(log_path)
+                at = "starts" if last.startswith("$ ") else last.strip()
+                self._say(name, f"{clock(said_s - began_s)}  {at}")
+        code = process.exit_code
+        process.stop()
+        failure = "stopped" if code is None else f"failed with exit code {code}; {last_lines(log_path, count=1)}"
+        self.states[name] = DONE if code == 0 else failure
+        self._say(name, self.states[name])
+        self._free.put(gpus)
+
+    def _say(self, name: str, text: str) -> None:
+        with self._lock:
+            say(output_console(), [f"{name:<14}{text}"])
+
+
+def _check(asked: Comparison) -> None:
+    """Raise ConfigError unless the command line makes a run of each mode."""
     known = sorted(path.stem for path in (conf.folder() / "weight_sync").glob("[!_]*.yaml"))
     for name in asked.modes:
         if name not in known:
@@ -166,7 +184,6 @@ def _checked(asked: Comparison) -> list[str]:
             raise ConfigError(f"{word}: the comparison sets this itself; use {REFUSED.get(key, 'run_grpo.py')}")
     require_new(asked.out, f"out={asked.out}")
     conf.register()
-    return list(asked.modes)
 
 
 def _command(name: str, asked: Comparison) -> list[str]:
@@ -178,9 +195,7 @@ def _command(name: str, asked: Comparison) -> list[str]:
     has_lora = name.startswith("lora_")
     words = ["generation=transformers" if name == "in_process" else "generation=vllm_server", *COMMON]
     words += ["model/lora=default"] if has_lora else []
-    words += [
-        word for word in asked.overrides if has_lora or not word.lstrip("+").startswith(("model.lora", "model/lora"))
-    ]
+    words += [word for word in asked.overrides if has_lora or not key_of(word).startswith(("model.lora", "model/lora"))]
     words += [f"train.iterations={asked.steps}", f"weight_sync={name}"]
     words += [f"weight_sync.interval={asked.restart_interval}"] if name in RESTARTING else []
     config = conf.typed(conf.composed(words))
@@ -205,34 +220,7 @@ def gpu_sets(num_gpus: int, asked: Comparison) -> list[list[int] | None]:
     if 0 < num_gpus < asked.gpus:
         raise ConfigError(f"gpus={asked.gpus}: this machine has {num_gpus}; use gpus={num_gpus}")
     places = min(num_gpus // asked.gpus, len(asked.modes))
-    if places <= 1:
-        return [None]
-    return [list(range(asked.gpus * place, asked.gpus * (place + 1))) for place in range(places)]
-
-
-def _run_all(jobs: Sequence[Job], slots: Sequence[list[int] | None], out: Path) -> None:
-    """Start each when there is room for it, and wait until all have ended. A line when one starts or ends, and now and
-    then between."""
-    free, pids, shown = list(slots), dict[str, int | None](), dict[str, str]()
-    said_s = time.monotonic()
-    while any(job.status in ("waiting", "running") for job in jobs):
-        for job in jobs:
-            if job.status == "waiting" and free:
-                job.start(free.pop(0), out)
-            elif job.status == "running":
-                assert job.process is not None
-                pids[job.name] = pids.get(job.name) or _pid_of_run(job.process)
-                job.look()
-                if job.status != "running":
-                    free.append(job.gpus)
-        (out / "pids.txt").write_text("".join(f"{name} {pid}\n" for name, pid in pids.items() if pid))
-        is_time = time.monotonic() - said_s > SILENCE_S
-        said_s = time.monotonic() if is_time else said_s
-        for job in jobs:
-            if job.status != shown.get(job.name, "waiting") or (is_time and job.status == "running"):
-                shown[job.name] = job.status
-                say(output_console(), [job.line()])
-        time.sleep(POLL_S)
+    return [list(range(asked.gpus * i, asked.gpus * (i + 1))) for i in range(places)] if places > 1 else [None]
 
 
 def _pid_of_run(process: ServerProcess) -> int | None:

@@ -11,136 +11,90 @@ import rich
 from rich.console import Console
 
 from offline_grpo.report.__main__ import main
-from offline_grpo.report.comparison import (
-    MEASURES,
-    comparison_table,
-    draw_comparison,
-    load_arm,
-    print_comparison,
-    save_comparison,
-)
+from offline_grpo.report.comparison import MEASURES, comparison_table, draw_comparison, load_arm, save_comparison
 
 
-def record(folder: Path, mode: str, *, steps: int = 2, sync_s: float = 8.0, gpu: bool = False) -> None:
+def record(folder: Path, mode: str, *, steps: int = 2, sync_s: float = 8.0) -> None:
     """A run with 100 tokens a step, sampled in 2 s and trained on in 1 s; every second step pushes."""
-    metrics = folder / mode / "metrics"
-    metrics.mkdir(parents=True)
+    (folder / mode / "metrics").mkdir(parents=True)
     for i in range(steps):
         push = sync_s * (i % 2)
-        step = {"time/generate_s": 2.0, "time/sampling_s": 2.0, "time/train_s": 1.0}
+        step = {
+            "time/generate_s": 2.0,
+            "time/sampling_s": 2.0,
+            "time/train_s": 1.0,
+            "perf/gpu_memory_card_gb": 40.0 + i,
+        }
         step |= {"time/sync_s": push, "time/sync_push_s": push, "time/iteration_s": 3 + push}
         step |= {"num_completion_tokens": 100.0, "num_tokens_trained": 80.0, "reward_mean": 0.5 + 0.125 * i}
         step |= {"time/start_s": 30.0} if i == 0 else {}
-        step |= {"perf/gpu_memory_card_gb": 40.0 + i} if gpu else {}
-        (metrics / f"train_iter_{i:03d}.json").write_text(json.dumps(step))
+        (folder / mode / "metrics" / f"train_iter_{i:03d}.json").write_text(json.dumps(step))
     checkpoint = folder / mode / "checkpoints" / "iter_001"
     (checkpoint / "trainer").mkdir(parents=True)
     for name in ("model-1.safetensors", "model-2.safetensors", "trainer/masters.safetensors"):
         (checkpoint / name).write_bytes(b"x" * 10_000)
 
 
-def printed(folder: Path, width: int = 80) -> list[str]:
-    console = Console(file=(stream := io.StringIO()), width=width)
-    print_comparison(folder, console)
-    return stream.getvalue().splitlines()
-
-
 def test_figures_of_a_mode(tmp_path: Path) -> None:
-    record(tmp_path, "restart", gpu=True)
+    record(tmp_path, "restart")
     figures = load_arm(tmp_path, "restart", "done").figures
     assert figures.keys() == MEASURES.keys()
     assert figures == {
-        "num_steps": 2,
-        "seconds_per_step": 7.0,
-        "seconds": 14.0,
-        "start_s": 30.0,
-        "train_s_per_step": 1.0,
-        "num_syncs": 1,
-        "seconds_per_sync": 8.0,
-        "sync_s": 8.0,
-        "data_wait_s_per_step": 2.0,
-        "data_wait_s": 4.0,
-        "num_completion_tokens": 200.0,
-        "generate_tokens_per_s": 50.0,
-        "train_tokens_per_s": 80.0,
-        "tokens_per_s": pytest.approx(200 / 14),
-        "gpu_peak_gb": 41.0,
-        "gpu_mean_gb": 40.5,
-        "reward_first": 0.5,
-        "reward_last": 0.625,
-        "checkpoint_mb": 0.02,
+        **{"num_steps": 2, "seconds_per_step": 7.0, "seconds": 14.0, "start_s": 30.0, "train_s_per_step": 1.0},
+        **{"num_syncs": 1, "seconds_per_sync": 8.0, "sync_s": 8.0, "data_wait_s_per_step": 2.0, "data_wait_s": 4.0},
+        **{"num_completion_tokens": 200.0, "generate_tokens_per_s": 50.0, "train_tokens_per_s": 80.0},
+        **{"tokens_per_s": pytest.approx(200 / 14), "gpu_peak_gb": 41.0, "gpu_mean_gb": 40.5},
+        **{"reward_first": 0.5, "reward_last": 0.625, "checkpoint_mb": 0.02},
     }
 
 
-def test_a_mode_that_failed_has_its_column_and_its_reason(tmp_path: Path) -> None:
-    record(tmp_path, "restart")
-    save_comparison(
-        tmp_path, {"gpu": None}, {"restart": "done", "lora_hotswap": "failed with exit code 1; error: no room"}
-    )
-    lines = printed(tmp_path)
-    assert "BENCHMARK SUMMARY (restart)" in lines
-    assert not any("SUMMARY (lora_hotswap)" in line for line in lines)
-    assert next(line for line in lines if line.startswith("overall")).split()[-2:] == ["14", "-"]
-    assert "lora_hotswap: failed with exit code 1; error: no room" in lines
-    saved = json.loads((tmp_path / "comparison.json").read_text())["modes"]
-    assert saved["restart"]["seconds"] == 14.0
-    assert saved["lora_hotswap"] == {"status": "failed with exit code 1; error: no room"} | dict.fromkeys(MEASURES)
-    assert "| state | done | failed with exit code 1 |\n" in (tmp_path / "comparison.md").read_text()
-    assert lines[-1] == f"{tmp_path}/comparison.png"
-
-
-def test_modes_beyond_the_width_come_below(tmp_path: Path) -> None:
-    names = ["restart", "shared_vllm", "lora_hotswap", "lora_restart", "ipc"]
-    for name in names:
-        record(tmp_path, name)
-    tables = comparison_table([load_arm(tmp_path, name, "done") for name in names]).split(70)
-    assert [list(table.columns) for table in tables] == [["", *names[:3]], ["", *names[3:]]]
-    assert {len(table.rows) for table in tables} == {len(MEASURES)}
-    assert max(len(line) for table in tables for line in table.lines(70)) <= 70
-
-
-def test_the_report_command_prints_a_comparison_again_and_the_summary_of_a_run(
+def test_the_report_prints_a_comparison_with_a_mode_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = io.StringIO()
-    monkeypatch.setattr(rich, "get_console", lambda: Console(file=stream, width=200))
+    monkeypatch.setattr(rich, "get_console", lambda: Console(file=stream, width=80))
     record(tmp_path, "restart")
-    save_comparison(tmp_path, {}, {"restart": "done"})
+    failure = "failed with exit code 1; error: no room"
+    save_comparison(tmp_path, {"gpu": None}, {"restart": "done", "lora_hotswap": failure})
     assert main([str(tmp_path)]) == 0
-    assert f"{tmp_path}/comparison.png" in stream.getvalue()
+    lines = stream.getvalue().splitlines()
+    assert "BENCHMARK SUMMARY (restart)" in lines
+    assert not any("SUMMARY (lora_hotswap)" in line for line in lines)
+    assert next(line for line in lines if line.startswith("overall")).split()[-2:] == ["14", "-"]
+    assert f"lora_hotswap: {failure}" in lines
+    saved = json.loads((tmp_path / "comparison.json").read_text())["modes"]
+    assert saved["restart"]["seconds"] == 14.0
+    assert saved["lora_hotswap"] == {"status": failure} | dict.fromkeys(MEASURES)
+    assert "| state | done | failed with exit code 1 |\n" in (tmp_path / "comparison.md").read_text()
+    assert matplotlib.image.imread(tmp_path / "comparison.png").shape[1] > 1000
+
     (tmp_path / "restart" / ".hydra").mkdir()
-    (tmp_path / "restart" / ".hydra" / "config.yaml").write_text(
-        "weight_sync: {_target_: offline_grpo.weight_sync.restart.Restart}"
-    )
+    strategy = "offline_grpo.weight_sync.restart.Restart"
+    (tmp_path / "restart" / ".hydra" / "config.yaml").write_text(f"weight_sync: {{_target_: {strategy}}}")
     stream.truncate(0)
     assert main([str(tmp_path / "restart"), "--benchmark"]) == 0
-    assert "BENCHMARK SUMMARY (restart)" in stream.getvalue()
     assert "Total training time:     14.00s (0.23 min)" in stream.getvalue()
     assert not (tmp_path / "restart" / "report.png").exists()
 
 
-@pytest.mark.parametrize(
-    ("names", "gpu"), [(["restart"], True), (["restart", "shared_vllm", "lora_hotswap", "lora_restart"], False)]
-)
-def test_the_picture_shows_the_figures_and_nothing_covers_anything(names: list[str], gpu: bool, tmp_path: Path) -> None:
+def test_modes_beyond_the_width_come_below_and_the_picture_shows_all(tmp_path: Path) -> None:
+    names = ["restart", "shared_vllm", "lora_hotswap", "lora_restart", "ipc"]
     for place, name in enumerate(names):
-        record(tmp_path, name, steps=4, sync_s=8.0 / (1 + place), gpu=gpu)
-    save_comparison(tmp_path, {}, dict.fromkeys(names, "done"))
-    printed(tmp_path)
-    assert matplotlib.image.imread(tmp_path / "comparison.png").shape[1] > 1000
-    figure = draw_comparison([load_arm(tmp_path, name, "done") for name in names], "day/time")
+        record(tmp_path, name, steps=4, sync_s=8.0 / (1 + place))
+    arms = [load_arm(tmp_path, name, "done") for name in names]
+    tables = comparison_table(arms).split(70)
+    assert [list(table.columns) for table in tables] == [["", *names[:3]], ["", *names[3:]]]
+    assert max(len(line) for table in tables for line in table.lines(70)) <= 70
+    figure = draw_comparison(arms, "day/time")
     figure.canvas.draw()
-    seconds, _, reward, memory = figure.axes
+    seconds, reward = figure.axes
     bars = [bar.get_path().get_extents(bar.get_patch_transform()) for bar in seconds.patches]
     ends = [max(bar.x1 for bar in bars if bar.y0 < row < bar.y1) for row in range(len(names))]
     assert ends == pytest.approx([3 + 4.0 / (1 + place) for place in range(len(names))])
     curves = [np.asarray(line.get_xydata()) for line in reward.lines]
     assert [curve.shape for curve in curves] == [(4, 2)] * len(names)
     assert curves[0][-1, 0] == pytest.approx((4 * 3 + 2 * 8) / 60)
-    assert len(memory.lines) == (len(names) if gpu else 0)
-    boxes = [axes.get_tightbbox() for axes in figure.axes]
-    for place, box in enumerate(boxes):
-        assert box is not None
-        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
-        assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1
-        assert not any(box.overlaps(other) for other in boxes[:place] if other is not None)
+    left, right = (axes.get_tightbbox() for axes in figure.axes)
+    assert left is not None
+    assert right is not None
+    assert 0 <= left.x0 < left.x1 <= right.x0 < right.x1 <= figure.bbox.x1

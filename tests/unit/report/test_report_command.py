@@ -1,15 +1,16 @@
-"""`python -m offline_grpo.report FOLDER`: the table of any run or sweep, and one line for anything else."""
+"""`python -m offline_grpo.report FOLDER...`: the table of any run or sweep, and one line for anything else."""
 
 import io
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import rich
 import yaml
+from report_folders import make_run
 from rich.console import Console
 
+from offline_grpo.report import page
 from offline_grpo.report.__main__ import main
 
 
@@ -17,6 +18,7 @@ from offline_grpo.report.__main__ import main
 def to_a_file(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What the command prints; a file has 80 columns."""
     monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(page, "_plotly", lambda: "")
     stream = io.StringIO()
     monkeypatch.setattr(rich, "get_console", lambda: Console(file=stream, width=200))
     return stream
@@ -30,55 +32,48 @@ def killed(tmp_path: Path) -> Path:
     (run / ".hydra").mkdir()
     (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(["seed=0"]))
     (run / ".hydra" / "config.yaml").write_text(yaml.safe_dump({"train": {"iterations": 10}}))
-    for name, metrics in {
-        "eval_init": {"pass@1": 0.25},
-        "train_iter_000": {"reward_mean": 0.5, "time/train_s": 3.0},
-    }.items():
-        (run / "metrics" / f"{name}.json").write_text(json.dumps(metrics))
+    (run / "metrics" / "eval_init.json").write_text(json.dumps({"pass@1": 0.25}))
+    (run / "metrics" / "train_iter_000.json").write_text(json.dumps({"reward_mean": 0.5, "time/train_s": 3.0}))
     (run / "metrics" / ".train_iter_001.json.tmp").write_text('{"rew')
     return run
 
 
-def test_a_killed_run_has_its_table_and_picture(killed: Path, to_a_file: io.StringIO) -> None:
+def test_a_killed_run_and_its_sweep_have_table_picture_and_page(killed: Path, to_a_file: io.StringIO) -> None:
     assert main([str(killed)]) == 0
     lines = to_a_file.getvalue().splitlines()
     assert lines[0] == "1 training iteration, 1 evaluation"
     assert [line.split()[0] for line in lines[2:5]] == ["pass@1", "training", "time"]
-    assert [line.split() for line in lines[-2:]] == [
-        ["report", f"{killed}/report.png"],
-        ["page", f"{killed}/report.html"],
-    ]
-    assert (killed / "report.png").stat().st_size > 10_000
-
-
-def test_the_folder_of_a_sweep_has_its_table(killed: Path, to_a_file: io.StringIO) -> None:
+    written = [["report", f"{killed}/report.png"], ["page", f"{killed}/report.html"]]
+    assert [line.split() for line in lines[-2:]] == written
+    assert all(Path(path).exists() for _, path in written)
     assert main([str(killed.parent)]) == 0
-    assert "run 0: stopped at 1/10" in to_a_file.getvalue()
-    assert all(len(line) <= 80 or str(killed.parent) in line for line in to_a_file.getvalue().splitlines())
+    lines = to_a_file.getvalue().splitlines()
+    assert "run 0: stopped at 1/10" in lines
+    assert all(len(line) <= 80 or str(killed.parent) in line for line in lines)
 
 
-@pytest.mark.parametrize("kept", ["overrides.yaml", "config.yaml"])
-def test_a_run_without_metrics_is_no_sweep(killed: Path, kept: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.rmtree(killed / "metrics")
-    for path in (killed / ".hydra").iterdir():
-        if path.name != kept:
-            path.unlink()
-    assert main([str(killed)]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {killed}: has no metrics yet")
-    assert not list(killed.glob("summary.*"))
+def test_several_folders_make_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to_a_file: io.StringIO) -> None:
+    """Options may stand among them."""
+    make_run(tmp_path / "a" / "0", seed=0)
+    make_run(tmp_path / "b", seed=1)
+    monkeypatch.chdir(tmp_path)
+    assert main(["a", "b"]) == 0
+    lines = [line.rstrip() for line in to_a_file.getvalue().splitlines()]
+    assert lines[0] == "1 configuration, 2 runs, best mean final pass@1 first"
+    assert lines[3].startswith("train/loss=grpo  0 1   0.750 ")
+    assert [line.split() for line in lines[4:]] == [["run", "0", "a/0"], ["run", "1", "b"], ["page", "report.html"]]
+    assert main(["a", "--out", "b/both.html", "b"]) == 0
+    assert Path("report.html").read_bytes() == Path("b/both.html").read_bytes()
 
 
-def test_options_may_stand_among_folders(killed: Path, to_a_file: io.StringIO, tmp_path: Path) -> None:
-    other = shutil.copytree(killed, tmp_path / "other")
-    assert main([str(killed), "--out", str(tmp_path / "page.html"), str(other)]) == 0
-    assert (tmp_path / "page.html").exists()
+def test_anything_else_is_one_line(killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def error(*words: object) -> str:
+        assert main([str(word) for word in words]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        return line
 
-
-def test_anything_else_is_one_line(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(killed.parent / "none")]) == 2
-    assert "none: is neither a run" in capsys.readouterr().err
-    (killed / "metrics" / "train_iter_001.json").write_text("{")
-    assert main([str(killed)]) == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {killed}/metrics/train_iter_001.json: is not JSON (")
+    assert "none: is neither a run" in error(killed.parent / "none")
+    assert error(killed, "--out", tmp_path / "no" / "x.html").startswith(f"error: --out={tmp_path}/no/x.html: ")
+    for path in (killed / "metrics").iterdir():
+        path.unlink()
+    assert error(killed).startswith(f"error: {killed}: has no metrics yet")

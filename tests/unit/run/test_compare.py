@@ -24,14 +24,8 @@ from offline_grpo.run.compare import Comparison, gpu_sets, run_comparison
 
 
 def asked(out: Path, **changes: Any) -> Comparison:
-    settings: dict[str, Any] = {
-        "steps": 2,
-        "modes": ["restart", "shared_vllm"],
-        "restart_interval": 3,
-        "gpus": 1,
-        "overrides": [],
-    }
-    return Comparison(out=out, **(settings | changes))
+    settings: dict[str, Any] = {"steps": 2, "modes": ["restart", "shared_vllm"], "restart_interval": 3, "gpus": 1}
+    return Comparison(out=out, overrides=[], **(settings | changes))
 
 
 def commands(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[str]]:
@@ -39,9 +33,7 @@ def commands(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[
     compare.run([*words, "dry_run=true"])
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert all(line[:3] == [sys.executable, "-m", "offline_grpo"] for line in lines)
-    return {
-        next(word.partition("=")[2] for word in line if word.startswith("weight_sync=")): line[3:] for line in lines
-    }
+    return {next(word[12:] for word in line if word.startswith("weight_sync=")): line[3:] for line in lines}
 
 
 def test_modes_differ_in_weight_sync_and_adapters_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -51,22 +43,12 @@ def test_modes_differ_in_weight_sync_and_adapters_alone(capsys: pytest.CaptureFi
     assert list(found) == ["restart", "shared_vllm", "lora_hotswap", "lora_restart"]
     own = {mode: {f"weight_sync={mode}", f"hydra.run.dir='{tmp_path}/x, y/{mode}'"} for mode in found}
     common = set(found["shared_vllm"]) - own["shared_vllm"]
-    assert common == {
-        *(
-            "generation=vllm_server",
-            "eval.enabled=false",
-            "checkpoint.save_interval=0",
-            "train.lr=1e-5",
-            "eval.enabled=true",
-        ),
-        "train.iterations=7",
-    }
+    typed = {"train.iterations=7", "train.lr=1e-5", "eval.enabled=true"}
+    assert common == typed | {"generation=vllm_server", "eval.enabled=false", "checkpoint.save_interval=0"}
     extra = {mode: set(words) - own[mode] - common for mode, words in found.items()}
     lora, slow = {"model/lora=default", "model.lora.r=8"}, {"weight_sync.interval=3"}
     assert extra == {"restart": slow, "shared_vllm": set(), "lora_hotswap": lora, "lora_restart": lora | slow}
-    assert found["restart"].index("eval.enabled=false") < found["restart"].index("eval.enabled=true"), (
-        "the later one wins"
-    )
+    assert found["restart"].index("eval.enabled=false") < found["restart"].index("eval.enabled=true"), "the later wins"
     assert not (tmp_path / "x, y").exists()
 
 
@@ -74,13 +56,8 @@ def test_modes_differ_in_weight_sync_and_adapters_alone(capsys: pytest.CaptureFi
     ("words", "message"),
     [
         (["modes=lora_only"], r"modes=lora_only: no such mode; choose from .*lora_hotswap"),
-        (["modes=restart,restart"], "modes=restart,restart: a mode is named twice"),
         (["steps=0"], "steps=0: must be a whole number from 1"),
-        (["steps", "50"], "steps: needs a value, such as steps=50"),
-        (["dry_run=yes"], "dry_run=yes: must be true or false"),
         (["train.iterations=5"], "train.iterations=5: the comparison sets this itself; use steps=N"),
-        (["weight_sync=reload"], "weight_sync=reload: the comparison sets this itself; use modes=A,B"),
-        (["hydra.job.name=x"], "hydra.job.name=x: the comparison sets this itself; use run_grpo.py"),
         (["train.lr=-1"], "train.lr=-1"),
         (["modes=nccl", "gpus=2"], "gpus=2: this machine has 1; use gpus=1"),
     ],
@@ -89,27 +66,18 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_num_gpus", lambda: 1)
-    monkeypatch.setattr(module, "_run_all", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(module, "Runs", lambda *_: pytest.fail("started"))
     with pytest.raises(ConfigError, match=message):
         compare.run([*words, f"out={tmp_path / 'new'}"])
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    ("num_gpus", "gpus", "expected"),
-    [
-        (0, 1, [None]),
-        (1, 1, [None]),
-        (2, 1, [[0], [1]]),
-        (8, 1, [[0], [1], [2]]),
-        (5, 2, [[0, 1], [2, 3]]),
-        (3, 2, [None]),
-    ],
-)
-def test_modes_run_at_the_same_time_where_each_has_gpus_of_its_own(
-    num_gpus: int, gpus: int, expected: list[Any], tmp_path: Path
-) -> None:
-    assert gpu_sets(num_gpus, asked(tmp_path, gpus=gpus, modes=["restart", "reload", "ipc"])) == expected
+def test_modes_run_at_the_same_time_where_each_has_gpus_of_its_own(tmp_path: Path) -> None:
+    def found(num_gpus: int, gpus: int) -> list[Any]:
+        return gpu_sets(num_gpus, asked(tmp_path, gpus=gpus, modes=["restart", "reload", "ipc"]))
+
+    assert (found(0, 1), found(1, 1), found(3, 2)) == ([None], [None], [None])
+    assert (found(8, 1), found(5, 2)) == ([[0], [1], [2]], [[0, 1], [2, 3]])
 
 
 RUN = """
@@ -134,11 +102,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has modes run these scripts."""
 
     def scripted(**scripts: str) -> None:
-        monkeypatch.setattr(
-            module,
-            "_command",
-            lambda name, asked: [sys.executable, "-I", "-S", "-c", scripts[name], str(asked.out / name)],
-        )
+        python = [sys.executable, "-I", "-S", "-c"]
+        monkeypatch.setattr(module, "_command", lambda name, asked: [*python, scripts[name], str(asked.out / name)])
 
     monkeypatch.setattr(module, "_num_gpus", lambda: 4)
     monkeypatch.setattr(module, "POLL_S", 0.05)

@@ -36,13 +36,13 @@ function table({ columns, rows }) {
 }
 
 function showFindings() {
-  const items = page.findings.map(({ where, text, advice, metric }) => {
+  const items = page.findings.map(({ where, observation, advice, metric }) => {
     const link = page.curves[metric] ? make("a", { href: `#${encodeURIComponent(metric)}` }, "its curve") : "";
-    return make("li", {}, where && `${where}: `, `${text}. `, `Try ${advice}. `, link);
+    return make("li", {}, where && `${where}: `, `${observation}. `, `Try ${advice}. `, link);
   });
   find("#findings ul").append(...items);
-  const nothing = items.length || page.not_judged ? "" : "Nothing is out of the ordinary, by the limits of docs/read_your_run.md.";
-  find("#findings").append(make("p", {}, page.not_judged || nothing));
+  const nothing = "Nothing is out of the ordinary, by the limits of docs/read_your_run.md; most need 10 iterations.";
+  find("#findings").append(make("p", {}, items.length ? "" : nothing));
 }
 
 function sampleNode(sample) {
@@ -85,7 +85,6 @@ async function start() {
   find("#verdict").textContent = page.verdict;
   for (const name of ["results", "paired", "settings"]) if (page[name]) find(`#${name}`).append(table(page[name]));
   find("#paired span").textContent = page.paired?.baseline;
-  if (page.settings?.left_out.length) find("#settings").append(make("p", {}, `These differ too: ${page.settings.left_out.join(", ")}.`));
   for (const node of document.querySelectorAll(page.num_runs > 1 ? ".one" : ".many")) node.remove();
   showFindings();
   showLegend();
