@@ -13,17 +13,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Loss
 from offline_grpo.loss import terms
 from offline_grpo.loss.terms import Surrogate
 from offline_grpo.types import BatchTotals, LossOutput, TokenBatch, TokenStats
-
-KL_PLACEMENTS = ("loss", "reward")
-RATIO_REFERENCES = ("old", "rollout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +34,7 @@ class PolicyGradientLoss(ABC):
         ratio_reference: what the policy is divided by in the ratio: "old", the policy before the iteration's first
             update, or "rollout", the engine that sampled, whose weights may be those of an earlier iteration.
         kl_coef: weight of the KL penalty to the reference.
-        kl_estimator: "k1" | "k2" | "k3", see `terms.kl_estimate`.
+        kl_estimator: see `terms.kl_estimate`.
         kl_placement: "loss" adds the penalty to the loss, "reward" subtracts it from the rewards (`reward_penalty`).
         kl_importance_weight: multiply the KL estimate by the ratio, gradient included; without it the gradient of
             k3 is not that of the KL (DeepSeek-V3.2, arXiv 2512.02556). Applies to kl_placement "loss".
@@ -47,40 +45,30 @@ class PolicyGradientLoss(ABC):
         importance_cap, importance_floor: bounds of the ratio in that correction.
 
     Raises:
-        ConfigError: a value is out of range, or not one of the choices.
+        ConfigError: a value is out of range. (`build` compares the choices.)
     """
 
     clip_low: float
     clip_high: float
-    ratio_reference: str
+    ratio_reference: Literal["old", "rollout"]
     kl_coef: float
-    kl_estimator: str
-    kl_placement: str
+    kl_estimator: Literal["k1", "k2", "k3"]
+    kl_placement: Literal["loss", "reward"]
     kl_importance_weight: bool
     entropy_coef: float
-    importance_correction: str
+    importance_correction: Literal["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"]
     importance_cap: float
     importance_floor: float
 
     def __post_init__(self) -> None:
-        self._require("clip_low", 0 <= self.clip_low <= 1, "a number in [0, 1]")
+        self._require("clip_low", 0 <= self.clip_low <= 1, "must be in [0, 1]")
         for key in ("clip_high", "kl_coef", "entropy_coef"):
-            self._require(key, getattr(self, key) >= 0, "a number >= 0")
-        self._require(
-            "importance_cap",
-            self.importance_cap >= 1,
-            "a number >= 1, which is the ratio when engine and trainer agree",
-        )
-        self._require("importance_floor", 0 <= self.importance_floor <= 1, "a number in [0, 1]")
-        self._require_choice("ratio_reference", RATIO_REFERENCES)
-        self._require_choice("kl_estimator", terms.KL_ESTIMATORS)
-        self._require_choice("kl_placement", KL_PLACEMENTS)
-        self._require_choice("importance_correction", terms.IMPORTANCE_CORRECTIONS)
-        self._require(
-            "importance_correction",
-            self.ratio_reference == "old" or self.importance_correction == "none",
-            f"none: with train.loss.ratio_reference={self.ratio_reference} the ratio corrects for the engine already",
-        )
+            self._require(key, getattr(self, key) >= 0, "must be 0 or more")
+        self._require("importance_cap", self.importance_cap >= 1, "must be 1, the ratio of equal weights, or more")
+        self._require("importance_floor", 0 <= self.importance_floor <= 1, "must be in [0, 1]")
+        is_corrected_once = self.ratio_reference == "old" or self.importance_correction == "none"
+        fix = "train.loss.ratio_reference=rollout corrects for the engine already; use none"
+        self._require("importance_correction", is_corrected_once, fix)
 
     @abstractmethod
     def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:
@@ -95,9 +83,7 @@ class PolicyGradientLoss(ABC):
         return terms.bounded(log_ratio).exp()
 
     def times_ratio(self, kl: Tensor, ratio: Tensor, policy: TokenStats, batch: TokenBatch) -> Tensor:
-        """KL estimates times the ratio, [T]; `batch` has `ref_logprobs`. For a ratio per token, see
-        `terms.k3_times_ratio`.
-        """
+        """KL estimates times the ratio, [T]. For a ratio per token, see `terms.k3_times_ratio`."""
         if self.kl_estimator != "k3" or batch.ref_logprobs is None:
             return kl * ratio
         return terms.k3_times_ratio(policy.logprobs, batch.ref_logprobs, ratio)
@@ -133,24 +119,19 @@ class PolicyGradientLoss(ABC):
         per_token = {"entropy": policy.entropy} | _ratio_metrics(ratio, surrogate, importance) | terms.mismatch(batch)
         if kl is not None:
             per_token["kl_divergence"] = kl
-        return LossOutput(loss=loss, metrics=_detached(scalars) | _token_means(per_token, token_mean))
+        means = _token_means(per_token, token_mean)
+        return LossOutput(loss=loss, metrics={name: value.detach() for name, value in scalars.items()} | means)
 
     def _need_one_per_token(self, logprobs: Tensor, **found: Tensor) -> None:
-        """Raise ConfigError about a method of the user's own that sums or averages: what it returns would be spread
-        over all tokens.
-        """
+        """Raise ConfigError if a user's method sums or averages: its result would be spread over all tokens."""
         for name, values in found.items():
             if values.shape != logprobs.shape:
                 shapes = f"has the shape {[*values.shape]} and must be one number for each token, {[*logprobs.shape]}"
-                raise ConfigError(
-                    f"train.loss: what {type(self).__name__}.{name}() returns {shapes}; weights() says how they are "
-                    f"averaged"
-                )
+                method = f"{type(self).__name__}.{name}()"
+                raise ConfigError(f"train.loss: what {method} returns {shapes}; weights() says how they are averaged")
 
     def _kl(self, policy: TokenStats, batch: TokenBatch) -> Tensor | None:
-        """KL estimates [T]; None without a reference, because a KL of 0 would claim that policy and reference are
-        equal.
-        """
+        """KL estimates [T]; None without a reference: a KL of 0 would claim that policy and reference are equal."""
         if batch.ref_logprobs is None:
             if self.kl_coef > 0 and self.kl_placement == "loss":
                 raise ValueError(f"kl_coef is {self.kl_coef} but the batch has no ref_logprobs")
@@ -170,12 +151,8 @@ class PolicyGradientLoss(ABC):
             return token_mean.new_zeros(())
         return -self.entropy_coef * (token_mean * policy.entropy).sum()
 
-    def _require_choice(self, key: str, choices: tuple[str, ...]) -> None:
-        self._require(key, getattr(self, key) in choices, f"one of {', '.join(choices)}")
-
-    def _require(self, key: str, is_valid: bool, expected: str) -> None:
-        if not is_valid:
-            raise ConfigError(f"train.loss.{key} is {getattr(self, key)!r}; set it to {expected}")
+    def _require(self, key: str, is_valid: bool, fix: str) -> None:
+        require(is_valid, f"train.loss.{key}", getattr(self, key), fix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,11 +169,8 @@ class ClippedLoss(PolicyGradientLoss, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         above = 1 + self.clip_high
-        self._require(
-            "dual_clip",
-            self.dual_clip is None or self.dual_clip > above,
-            f"null or a number > 1 + clip_high = {above:g}",
-        )
+        is_above = self.dual_clip is None or self.dual_clip > above
+        self._require("dual_clip", is_above, f"must be null or above 1 + clip_high = {above:g}")
 
     def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:
         return terms.clipped_surrogate(
@@ -230,12 +204,6 @@ def _ratio_metrics(ratio: Tensor, surrogate: Surrogate, importance: Tensor) -> d
     }
 
 
-def _detached(scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: scalar.detach() for name, scalar in scalars.items()}
-
-
 def _token_means(per_token: Mapping[str, Tensor], token_mean: Tensor) -> dict[str, Tensor]:
-    """This microbatch's share of each metric's mean over the completion tokens of the optimizer batch; values are
-    [T].
-    """
+    """This microbatch's share of the mean of each metric [T] over the completion tokens of the optimizer batch."""
     return {name: (token_mean * values.detach()).sum() for name, values in per_token.items()}

@@ -24,9 +24,7 @@ from offline_grpo.types import BatchTotals, TokenBatch, TokenStats
 
 @dataclass(frozen=True, kw_only=True)
 class GSPO(ClippedLoss):
-    """Clipped surrogate of length-normalised sequence ratios, mean over sequences. See `ClippedLoss` for the
-    settings.
-    """
+    """Clipped surrogate of length-normalised sequence ratios, mean over sequences. Settings: see `ClippedLoss`."""
 
     def ratio(self, log_ratio: Tensor, mask: Tensor, batch: TokenBatch) -> Tensor:
         num_tokens = terms.segment_sum(mask, batch).clamp(min=1.0)  # [S]
@@ -34,9 +32,8 @@ class GSPO(ClippedLoss):
         return terms.bounded(mean_log_ratio).exp().index_select(0, batch.sequence_ids)  # [T]
 
     def times_ratio(self, kl: Tensor, ratio: Tensor, policy: TokenStats, batch: TokenBatch) -> Tensor:
-        num_tokens = terms.segment_sum(batch.completion_mask.to(kl.dtype), batch).index_select(
-            0, batch.sequence_ids
-        )  # [T]
+        of_sequences = terms.segment_sum(batch.completion_mask.to(kl.dtype), batch)  # [S]
+        num_tokens = of_sequences.index_select(0, batch.sequence_ids)  # [T]
         of_one_token = super().times_ratio(kl, ratio, policy, batch)  # only there the ratio is the token's own
         return torch.where(num_tokens == 1, of_one_token, kl * ratio)
 

@@ -19,11 +19,7 @@ from torch import Tensor
 from offline_grpo.types import BatchTotals, TokenBatch
 
 MAX_LOG_RATIO = 80.0
-"""In nats. exp(88.8) overflows float32; the room up to there is for the factors that a ratio meets, such as advantages.
-"""
-
-KL_ESTIMATORS = ("k1", "k2", "k3")
-IMPORTANCE_CORRECTIONS = ("none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask")
+"""In nats. exp(88.8) overflows float32; the rest is for the factors that a ratio meets, such as advantages."""
 
 
 class Surrogate(NamedTuple):
@@ -49,16 +45,12 @@ def segment_sum(values: Tensor, batch: TokenBatch) -> Tensor:
 
 
 def token_mean_weights(mask: Tensor, totals: BatchTotals) -> Tensor:
-    """Weights [T] of the mean over all completion tokens of the optimizer batch; `mask` [T] is the completion mask as
-    0.0 / 1.0.
-    """
+    """Weights [T] of the mean over all completion tokens of the optimizer batch; `mask` [T] is 0.0 / 1.0."""
     return mask / max(totals.num_completion_tokens, 1)
 
 
 def sequence_mean_weights(mask: Tensor, batch: TokenBatch, totals: BatchTotals) -> Tensor:
-    """Weights [T] of the mean over sequences of each sequence's token mean; a fully masked sequence adds 0 but counts
-    in the mean.
-    """
+    """Weights [T] of the mean over sequences of token means; a fully masked sequence adds 0 but counts."""
     num_tokens = segment_sum(mask, batch).clamp(min=1.0)  # [S]
     return mask / num_tokens.index_select(0, batch.sequence_ids) / totals.num_sequences
 
@@ -114,8 +106,7 @@ def k3_times_ratio(logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) -> Ten
 
 
 def importance_weights(batch: TokenBatch, mask: Tensor, *, correction: str, cap: float, floor: float) -> Tensor:
-    """Weights [T] `old policy / engine` that correct for the slightly different probabilities of the engine; no
-    gradient.
+    """Weights [T] `old policy / engine` that correct for the engine's slightly different probabilities; no gradient.
 
     "token_*" weights each token by its own ratio, "sequence_*" weights all tokens of a sequence by the product of their
     ratios. "*_truncate" clamps the ratio to [floor, cap] (truncated importance sampling); "*_mask" sets ratios outside
@@ -133,8 +124,7 @@ def importance_weights(batch: TokenBatch, mask: Tensor, *, correction: str, cap:
 
 
 def mismatch(batch: TokenBatch) -> dict[str, Tensor]:
-    """Trainer/engine logprob mismatch [T] in nats per token; 0 (ratio 1) if both compute identical numbers from the
-    same weights.
+    """Trainer/engine logprob mismatch [T] in nats per token; 0 (ratio 1) if both compute the same.
 
     `kl_k1` and `kl_k3` estimate KL(engine || trainer), because the rollouts are samples from the engine.
     """

@@ -28,14 +28,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dual_clip": {"dual_clip": 3.0},
     "token_mask": {"importance_correction": "token_mask", "importance_floor": 0.5},
-    "token_truncate": {"importance_correction": "token_truncate", "importance_floor": 0.5},
-    "sequence_mask": {"importance_correction": "sequence_mask", "importance_floor": 0.5},
     "sequence_truncate": {"importance_correction": "sequence_truncate", "importance_floor": 0.5},
     "kl": {"kl_coef": 0.5, "kl_importance_weight": True},
-    "k1": {"kl_coef": 0.5, "kl_importance_weight": True, "kl_estimator": "k1"},
-    "k2": {"kl_coef": 0.5, "kl_importance_weight": True, "kl_estimator": "k2"},
     "k3_without_ratio": {"kl_coef": 0.5},
-    "rollout": {"ratio_reference": "rollout"},
     "rollout_kl": {"ratio_reference": "rollout", "kl_coef": 0.5, "kl_importance_weight": True},
 }
 
@@ -73,9 +68,8 @@ def oracle(loss: PolicyGradientLoss, policy: Tensor, batch: TokenBatch) -> tuple
     That is 0 but for the KL of GSPO, whose gradient is a difference between a sequence's tokens.
     """
     policy = policy.double().requires_grad_()
-    old, rollout, ref, adv = (
-        x.double() for x in (batch.old_logprobs, batch.rollout_logprobs, batch.ref_logprobs, batch.advantages)
-    )
+    found = (batch.old_logprobs, batch.rollout_logprobs, batch.ref_logprobs, batch.advantages)
+    old, rollout, ref, adv = (x.double() for x in found)
     total, rounding = policy.new_zeros(()), torch.zeros_like(policy)
     end = 0
     for length in LENGTHS:
@@ -91,20 +85,16 @@ def oracle(loss: PolicyGradientLoss, policy: Tensor, batch: TokenBatch) -> tuple
             assert isinstance(loss, ClippedLoss)
             bound = math.inf if loss.dual_clip is None else loss.dual_clip
             surrogate = -torch.minimum(r.clip(max=bound) * a, clipped * a)
-        q = (
-            (old[at] - rollout[at]).sum().expand(length)
-            if "sequence" in loss.importance_correction
-            else old[at] - rollout[at]
-        )
+        q = old[at] - rollout[at]
+        if "sequence" in loss.importance_correction:
+            q = q.sum().expand(length)
         q, inside = q.exp(), (q.exp() >= loss.importance_floor) & (q.exp() <= loss.importance_cap)
         if loss.importance_correction.endswith("truncate"):
             surrogate = surrogate * q.clip(loss.importance_floor, loss.importance_cap)
         elif loss.importance_correction.endswith("mask"):
             surrogate = surrogate * q * inside
         d = ref[at] - policy[at]
-        kl = {"k1": -d, "k2": d**2 / 2, "k3": torch.expm1(d) - d}[loss.kl_estimator] * (
-            r if loss.kl_importance_weight else 1
-        )
+        kl = (torch.expm1(d) - d) * (r if loss.kl_importance_weight else 1)
         weight = {GRPO: 1 / length / 4, GSPO: 1 / length / 4, DrGRPO: 1 / 4 / LIMIT}.get(type(loss), 1 / sum(LENGTHS))
         if isinstance(loss, GSPO) and loss.kl_coef and length > 1:
             rounding[at] = (1e-6 * weight * r * (d.exp() + d.square() + 1)).max().detach()
@@ -118,33 +108,30 @@ def test_gradients_are_those_of_the_formula(
     plain: dict[str, Any], loss_class: type[PolicyGradientLoss], variant: str
 ) -> None:
     loss = build(loss_class, plain, variant)
-    advantages = (
-        (-2.0, -0.5, 0.0, 1.0, 1.5) if loss.kl_coef == 0 else (0.0,)
-    )  # a sum of both terms would round the smaller away
+    # with a KL term none: a sum of both would round the smaller away
+    advantages = (-2.0, -0.5, 0.0, 1.0, 1.5) if loss.kl_coef == 0 else (0.0,)
+    totals = BatchTotals(sum(LENGTHS), len(LENGTHS), LIMIT)
     num_zero = 0
     for seed in range(20):
         logprobs, batch = draw(seed, advantages)
         logprobs.requires_grad_()
-        output = loss(
-            TokenStats(logprobs, torch.zeros_like(logprobs)), batch, BatchTotals(sum(LENGTHS), len(LENGTHS), LIMIT)
-        )
+        output = loss(TokenStats(logprobs, torch.zeros_like(logprobs)), batch, totals)
         (actual,) = torch.autograd.grad(output.loss, logprobs)
         expected, rounding = oracle(loss, logprobs.detach(), batch)
         is_huge = expected.abs() > HUGE
         is_moderate = ~is_huge & (rounding < HUGE)
         assert ((actual - expected).abs() <= 1e-4 * expected.abs() + rounding + 1e-7)[is_moderate].all(), seed
-        assert not (actual[is_huge] * expected[is_huge].sign() < HUGE / 10).any(), (
-            seed
-        )  # beyond float32: inf, or inf - inf
+        # beyond float32: inf, or inf - inf
+        assert not (actual[is_huge] * expected[is_huge].sign() < HUGE / 10).any(), seed
         assert (actual[(expected == 0) & (rounding == 0)] == 0).all()
         assert all(value.isfinite() for name, value in output.metrics.items() if not name.startswith("loss"))
         num_zero += int(((expected == 0) & (logprobs - batch.old_logprobs > 88)).sum())
     assert num_zero > 3 or loss.kl_coef > 0
 
 
-@pytest.mark.parametrize("d", [-30.0, -0.5, 0.0, 1e-4, 5.0, 16.0, 30.0])
+@pytest.mark.parametrize("d", [-30.0, 1e-4, 16.0])
 @pytest.mark.parametrize("loss_class", LOSSES)
-@pytest.mark.parametrize("ratio", [0.25, 1.0, 2.0])
+@pytest.mark.parametrize("ratio", [0.25, 2.0])
 def test_the_gradient_of_k3_with_the_ratio_is_minus_ratio_times_d(
     plain: dict[str, Any], loss_class: Any, d: float, ratio: float
 ) -> None:
@@ -155,9 +142,7 @@ def test_the_gradient_of_k3_with_the_ratio_is_minus_ratio_times_d(
     batch = make_batch([1], torch.tensor([True]), torch.zeros(1), old, ref_logprobs=ref)
     output = loss(TokenStats(logprobs, torch.zeros(1)), batch, BatchTotals(1, 1, 1))
     (grad,) = torch.autograd.grad(output.loss, logprobs)
-    exact_d, exact_ratio = (
-        (ref.double() - logprobs.double()).item(),
-        math.exp((logprobs.double() - old.double()).item()),
-    )
+    exact_d = (ref.double() - logprobs.double()).item()
+    exact_ratio = math.exp((logprobs.double() - old.double()).item())
     assert grad.item() == pytest.approx(-0.5 * exact_ratio * exact_d, rel=1e-5, abs=1e-12)
     assert output.loss.item() == pytest.approx(0.5 * exact_ratio * (math.expm1(exact_d) - exact_d), rel=1e-5, abs=1e-7)

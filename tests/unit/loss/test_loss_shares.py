@@ -47,9 +47,7 @@ def select(policy: TokenStats, batch: TokenBatch, sequences: list[int]) -> tuple
     return TokenStats(policy.logprobs[tokens], policy.entropy[tokens]), batch.select(sequences)
 
 
-@pytest.mark.parametrize(
-    "split", [[[0], [1], [2], [3], [4], [5]], [[0, 1, 2], [3, 4, 5]], [[5, 2], [0, 3, 1, 4]], [[3, 1, 5, 0, 4, 2]]]
-)
+@pytest.mark.parametrize("split", [[[0], [1], [2], [3], [4], [5]], [[5, 2], [0, 3, 1, 4]]])
 def test_shares_of_any_split_and_order_add_up(loss, random_inputs, split):
     policy, batch, totals = random_inputs()
     whole = loss(policy, batch, totals)
