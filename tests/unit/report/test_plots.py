@@ -12,12 +12,12 @@ from offline_grpo.report.history import History
 from offline_grpo.report.plots import draw_report, save_report
 from offline_grpo.report.run_files import about
 
-EXTRAS = {
-    **{"entropy": 1.0, "clip_frac": 0.02, "completion_tokens_mean": 100.0, "truncated_frac": 0.1},
-    **{"mismatch/kl_k3": 0.001, "time/generate_s": 8.0, "time/train_s": 4.0, "time/eval_s": 2.0, "success_rate": 0.5},
-    **{"num_groups": 8.0, "num_groups_zero_signal": 2.0, "reward/correct": 0.5, "reward/format": 0.1},
-    **{"perf/generate_tokens_per_s": 1000.0, "perf/train_tokens_per_s": 2000.0, "alignment/diff_abs_mean": 0.01},
-}
+EXTRAS = (
+    {"entropy": 1.0, "clip_frac": 0.02, "completion_tokens_mean": 100.0, "truncated_frac": 0.1}
+    | {"mismatch/kl_k3": 0.001, "time/generate_s": 8.0, "time/train_s": 4.0, "time/eval_s": 2.0, "success_rate": 0.5}
+    | {"num_groups": 8.0, "num_groups_zero_signal": 2.0, "reward/correct": 0.5, "reward/format": 0.1}
+    | {"perf/generate_tokens_per_s": 1000.0, "perf/train_tokens_per_s": 2000.0, "alignment/diff_abs_mean": 0.01}
+)
 
 
 def synthetic(run_dir: Path, iterations: int, *, with_extras: bool = True) -> History:
